@@ -1,0 +1,3 @@
+"""Reinforcement learning for language models on Megatron-core with divergence trust regions (DPPO, DRPO)."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,83 @@
+"""Rules between settings. Pure functions of the config: no files, no network."""
+
+from __future__ import annotations
+
+from .schema import Config
+
+
+def cross_field_violations(config: Config) -> list[str]:
+    """Every broken rule in one list, each line `setting = value: why; remedy`."""
+    rules = [_layout, _sampling, _batch]
+    return [violation for rule in rules for violation in rule(config)]
+
+
+def _layout(config: Config) -> list[str]:
+    p = config.parallel
+    out = []
+    model_ranks = p.tensor * p.pipeline * p.context
+    if p.world_size % model_ranks:
+        out.append(
+            f"parallel.world_size = {p.world_size}: not a multiple of tensor x pipeline x context = {model_ranks}; "
+            "change one of them"
+        )
+    if p.sequence and p.tensor == 1:
+        out.append("parallel.sequence = true: needs parallel.tensor > 1; set it to false")
+    if p.virtual_pipeline and p.pipeline == 1:
+        out.append(f"parallel.virtual_pipeline = {p.virtual_pipeline}: needs parallel.pipeline > 1; remove it")
+    return out
+
+
+def _sampling(config: Config) -> list[str]:
+    if config.objective.supervised:
+        return []
+    r, e = config.rollout, config.engine
+    out = []
+    if r.top_p != 1.0:
+        out.append(
+            f"rollout.top_p = {r.top_p}: truncated sampling removes tokens the policy still has, so every ratio "
+            "would be biased; set rollout.top_p to 1"
+        )
+    if r.top_k not in (-1, 0):
+        out.append(
+            f"rollout.top_k = {r.top_k}: truncated sampling removes tokens the policy still has, so every ratio "
+            "would be biased; set rollout.top_k to -1 (rollout.topk_logprobs is the number of listed log-probs)"
+        )
+    if e.logprobs_mode != "processed_logprobs":
+        out.append(
+            f"engine.logprobs_mode = {e.logprobs_mode}: raw log-probs ignore the temperature, so they are not those "
+            "of the distribution that was sampled; set engine.logprobs_mode to processed_logprobs"
+        )
+    if r.topk_logprobs > e.max_logprobs:
+        out.append(
+            f"rollout.topk_logprobs = {r.topk_logprobs}: above the engine's cap engine.max_logprobs = "
+            f"{e.max_logprobs}; lower K or raise the cap"
+        )
+    if e.urls and e.count != 1 and e.count != len(e.urls):
+        out.append(f"engine.count = {e.count}: engine.urls names {len(e.urls)} engines; remove engine.count")
+    if r.max_response_tokens >= e.max_model_len:
+        out.append(
+            f"rollout.max_response_tokens = {r.max_response_tokens}: leaves no room for a prompt in "
+            f"engine.max_model_len = {e.max_model_len}; raise the latter"
+        )
+    return out
+
+
+def _batch(config: Config) -> list[str]:
+    t, r = config.train, config.rollout
+    out = []
+    if r.prompts_per_step % t.updates_per_step:
+        out.append(
+            f"train.updates_per_step = {t.updates_per_step}: does not divide rollout.prompts_per_step = "
+            f"{r.prompts_per_step}; an update trains on whole groups"
+        )
+    per_update = r.prompts_per_step * r.group_size // t.updates_per_step
+    if config.data_parallel and per_update < config.data_parallel:
+        out.append(
+            f"parallel.world_size = {config.parallel.world_size}: data-parallel size {config.data_parallel} exceeds "
+            f"the {per_update} sequences of an update; lower it or raise rollout.prompts_per_step"
+        )
+    if not config.objective.supervised and r.group_size == 1:
+        out.append("rollout.group_size = 1: a group of one has no baseline, so every advantage is 0; use at least 2")
+    if config.optimizer.min_lr > config.optimizer.lr:
+        out.append(f"optimizer.min_lr = {config.optimizer.min_lr}: above optimizer.lr = {config.optimizer.lr}")
+    return out

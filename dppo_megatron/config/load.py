@@ -1,0 +1,130 @@
+"""YAML and `--set a.b=value` to a validated `Config`; every violation in one error."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from .schema import Config
+
+
+class ConfigError(ValueError):
+    """Every violation found, one line each: the setting, its value and the remedy."""
+
+    def __init__(self, source: str, violations: Sequence[str]):
+        self.violations = tuple(violations)
+        lines = "\n".join(f"  - {v}" for v in self.violations)
+        count = len(self.violations)
+        super().__init__(f"{source}: {count} problem{'s' if count != 1 else ''}\n{lines}")
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Reads `path`, applies overrides (`a.b=value`, the value in YAML) and validates types, names and cross-field rules.
+
+    Relative paths in the file are relative to the working directory, as on a command line.
+    Raises `ConfigError` naming every violation. Reads no model or data files (see `checks.preflight`).
+    """
+    from .checks import cross_field_violations
+
+    source = str(path)
+    tree = _read_yaml(Path(path))
+    violations = _apply_overrides(tree, overrides)
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        violations += [_describe(e) for e in error.errors()]
+        raise ConfigError(source, violations) from None
+    violations += cross_field_violations(config)
+    if violations:
+        raise ConfigError(source, violations)
+    return config
+
+
+def save_resolved(config: Config, path: Path) -> None:
+    """Writes the whole tree, defaults included, so that a run can be repeated under other defaults."""
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-4 as a string; settings are full of such numbers, so read them as YAML 1.2 does."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.load(path.read_text(), _Loader)
+    except FileNotFoundError:
+        raise ConfigError(str(path), ["no such file; pass the path of a YAML config, e.g. examples/quickstart/config.yaml"]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), [f"not valid YAML: {str(error).replace(chr(10), ' ')}"]) from None
+    if not isinstance(tree, dict):
+        raise ConfigError(str(path), [f"the top level must be a mapping of sections, found {type(tree).__name__}"])
+    return tree
+
+
+def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str]:
+    violations = []
+    for item in overrides:
+        dotted, equals, text = item.partition("=")
+        if not equals or not dotted:
+            violations.append(f"--set {item}: write it as section.key=value")
+            continue
+        *parents, leaf = dotted.strip().split(".")
+        node: Any = tree
+        for key in parents:
+            node = node.setdefault(key, {}) if isinstance(node, dict) else None
+            if node is None:
+                break
+        if not isinstance(node, dict):
+            violations.append(f"--set {item}: {dotted} does not name a setting")
+            continue
+        node[leaf] = yaml.load(text, _Loader) if text else ""
+    return violations
+
+
+def _describe(error: Any) -> str:
+    location = [str(part) for part in error["loc"]]
+    dotted = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        return f"{dotted}: unknown setting{_nearest(location)}"
+    if error["type"] == "missing":
+        return f"{dotted}: required, not set"
+    return f"{dotted} = {error['input']!r}: {error['msg']}"
+
+
+def _nearest(location: list[str]) -> str:
+    """The valid name of the same section closest to the unknown one; failing that, of the whole tree."""
+    section: type[BaseModel] | None = Config
+    for key in location[:-1]:
+        field = section.model_fields.get(key) if section else None
+        annotation = field.annotation if field else None
+        section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    here = list(section.model_fields) if section else []
+    if match := difflib.get_close_matches(location[-1], here, n=1, cutoff=0.5):
+        return f"; did you mean {'.'.join([*location[:-1], match[0]])}?"
+    if elsewhere := difflib.get_close_matches(location[-1], list(_leaves()), n=1, cutoff=0.75):
+        return f"; did you mean {_leaves()[elsewhere[0]]}?"
+    return f"; valid here: {', '.join(here)}" if here else ""
+
+
+def _leaves() -> dict[str, str]:
+    return {
+        leaf: f"{name}.{leaf}"
+        for name, field in Config.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        for leaf in field.annotation.model_fields
+    }

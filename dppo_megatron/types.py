@@ -1,0 +1,80 @@
+"""The nouns that flow from prompt to gradient. Plain frozen dataclasses; arrays are numpy until the trainer packs them.
+
+`P` prompt tokens, `R` response tokens, `K` listed top-K ids, `n` samples of one prompt, `T` packed tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt at one place of the run's prompt order.
+
+    `position` counts prompts from the start of the run and never repeats (an epoch visits every row once), so it
+    names the prompt across crashes: what the bank holds by position is done, everything else is still to sample.
+    """
+
+    position: int
+    row: int  # line of the source file, from 0
+    token_ids: np.ndarray  # [P] int32
+    text: str
+    answer: str
+    columns: dict[str, Any] = field(default_factory=dict)  # the source row, for user rewards
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled response with what the engine said of every token, at the sampling temperature."""
+
+    token_ids: np.ndarray  # [R] int32, the end-of-sequence token included
+    logprobs: np.ndarray  # [R] fp32, of the processed distribution the token was drawn from
+    versions: np.ndarray  # [R] int32, policy version that sampled the token
+    finish_reason: str  # "stop" | "length" | "abort"
+    topk_ids: np.ndarray | None = None  # [R, K] int32, -1 = absent
+    topk_logprobs: np.ndarray | None = None  # [R, K] fp32
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """All samples of one prompt with their rewards: the unit of the bank and of the group baseline."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]  # n of them
+    rewards: np.ndarray  # [n] fp32
+    reward_failed: np.ndarray  # [n] bool: the verifier raised or timed out; the sample carries no loss
+    temperature: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(self.prompt.token_ids) + len(r.token_ids) for r in self.rollouts)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """One packed micro-batch: sequences end to end, no padding (Megatron's THD).
+
+    Row t predicts `target_ids[t]`, the token that follows it in its own sequence. Per-token fields belong to the
+    target; `mask` is True where the target carries loss. `loss_weight` holds the share of this token in the global
+    batch's loss, fixed before the first micro-batch, so the loss is `sum(loss_weight * loss)` however it is split.
+    """
+
+    token_ids: torch.Tensor  # [T] int64
+    position_ids: torch.Tensor  # [T] int64
+    cu_seqlens: torch.Tensor  # [B + 1] int32
+    target_ids: torch.Tensor  # [T] int64, 0 where mask is False
+    mask: torch.Tensor  # [T] bool
+    loss_weight: torch.Tensor  # [T] fp32, 0 where mask is False
+    advantage: torch.Tensor | None = None  # [T] fp32
+    rollout_logprob: torch.Tensor | None = None  # [T] fp32
+    temperature: torch.Tensor | None = None  # [T] fp32; None = 1
+    topk_ids: torch.Tensor | None = None  # [T, K] int32, -1 = absent
+    topk_logprob: torch.Tensor | None = None  # [T, K] fp32
+    recomputed_logprob: torch.Tensor | None = None  # [T] fp32

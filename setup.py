@@ -1,0 +1,52 @@
+"""Package metadata. `pip install .` brings torch alone and gives `objectives` and `vocab_parallel`; extras bring the rest."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+# What the trainer needs on every machine, each with the reason it is here.
+TRAIN = [
+    "numpy>=2",
+    "pydantic>=2.10",  # typed config
+    "pyyaml>=6",  # config files
+    "typer>=0.15",  # commands
+    "rich>=13.9",  # progress and tables
+    "httpx>=0.28",  # engine HTTP clients
+    "tenacity>=9",  # retries with back-off
+    "psutil>=6",  # process supervision; megatron-core's checkpoint writer needs it undeclared
+    "safetensors>=0.5",  # weights and rollouts on disk
+    "tokenizers>=0.21",
+    "transformers>=5",  # tokenizers and HF configs
+    "jinja2>=3.1",  # chat templates
+    "math-verify==0.9.0",  # GSM8K and MATH answers
+    "matplotlib>=3.9",  # curves of the report
+    "tensorboard>=2.19",
+    "megatron-core>=0.16.1",
+]
+
+setup(
+    name="dppo_megatron",
+    version="0.1.0",
+    description="RL for language models on Megatron-core with divergence trust regions (DPPO, DRPO)",
+    long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["dppo_megatron", "dppo_megatron.*"]),
+    install_requires=["torch>=2.6"],
+    extras_require={
+        "cpu": TRAIN,
+        "gpu": [*TRAIN, "transformer-engine[pytorch]>=2.0"],
+        "vllm": ["vllm>=0.32"],
+        "sglang": ["sglang>=0.5.23"],
+        "wandb": ["wandb>=0.19"],
+        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.9", "jaxtyping>=0.3"],
+    },
+    entry_points={
+        "console_scripts": ["dppo-megatron = dppo_megatron.cli:main"],
+        # Loaded by a vLLM server only when VLLM_PLUGINS names it.
+        "vllm.endpoint_plugins": ["dppo_megatron = dppo_megatron.rollout.vllm_extension.routes:DppoRoutes"],
+    },
+)
