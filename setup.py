@@ -41,7 +41,7 @@ setup(
         "gpu": [*TRAIN, "transformer-engine[pytorch]>=2.0"],
         "vllm": ["vllm>=0.32"],
         "sglang": ["sglang>=0.5.23"],
-        "wandb": ["wandb>=0.19"],
+        "wandb": ["wandb>=0.31"],
         "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.9", "jaxtyping>=0.3"],
     },
     entry_points={

@@ -23,7 +23,9 @@ def _layout(config: Config) -> list[str]:
     if p.sequence and p.tensor == 1:
         out.append("parallel.sequence = true: needs parallel.tensor > 1; set it to false")
     if p.virtual_pipeline and p.pipeline == 1:
-        out.append(f"parallel.virtual_pipeline = {p.virtual_pipeline}: needs parallel.pipeline > 1; remove it")
+        out.append(
+            f"parallel.virtual_pipeline = {p.virtual_pipeline}: needs parallel.pipeline > 1; remove it"
+        )
     return out
 
 
@@ -77,7 +79,11 @@ def _batch(config: Config) -> list[str]:
             f"the {per_update} sequences of an update; lower it or raise rollout.prompts_per_step"
         )
     if not config.objective.supervised and r.group_size == 1:
-        out.append("rollout.group_size = 1: a group of one has no baseline, so every advantage is 0; use at least 2")
+        out.append(
+            "rollout.group_size = 1: a group of one has no baseline, so every advantage is 0; use at least 2"
+        )
     if config.optimizer.min_lr > config.optimizer.lr:
-        out.append(f"optimizer.min_lr = {config.optimizer.min_lr}: above optimizer.lr = {config.optimizer.lr}")
+        out.append(
+            f"optimizer.min_lr = {config.optimizer.min_lr}: above optimizer.lr = {config.optimizer.lr}"
+        )
     return out

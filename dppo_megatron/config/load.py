@@ -12,10 +12,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from dppo_megatron.errors import ExpectedError
+
 from .schema import Config
 
 
-class ConfigError(ValueError):
+class ConfigError(ExpectedError, ValueError):
     """Every violation found, one line each: the setting, its value and the remedy."""
 
     def __init__(self, source: str, violations: Sequence[str]):
@@ -68,11 +70,15 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(path.read_text(), _Loader)
     except FileNotFoundError:
-        raise ConfigError(str(path), ["no such file; pass the path of a YAML config, e.g. examples/quickstart/config.yaml"]) from None
+        raise ConfigError(
+            str(path), ["no such file; pass the path of a YAML config, e.g. examples/quickstart/config.yaml"]
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(str(path), [f"not valid YAML: {str(error).replace(chr(10), ' ')}"]) from None
     if not isinstance(tree, dict):
-        raise ConfigError(str(path), [f"the top level must be a mapping of sections, found {type(tree).__name__}"])
+        raise ConfigError(
+            str(path), [f"the top level must be a mapping of sections, found {type(tree).__name__}"]
+        )
     return tree
 
 

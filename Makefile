@@ -1,0 +1,42 @@
+# make quickstart   train a small policy end to end on this machine's CPU, real parts, about ten minutes
+# make test         the tests, real vLLM server and Megatron-core ranks included
+# make lint         ruff
+# make install      the pinned CPU environment in .venv (the others do it when needed)
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE := 1
+
+.PHONY: quickstart test lint format install clean
+
+quickstart: install
+	$(BIN)/python examples/quickstart/run.py
+
+test: install
+	$(BIN)/python -m pytest tests
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(STAMP)
+
+# torch first and with its own needs: a CUDA build brings its libraries, the CPU build needs none.
+$(STAMP): requirements/cpu.lock setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || \
+	  { echo "Python 3.11 is needed (the pinned CPU environment is for it); set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint requirements/cpu.lock torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/cpu.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs

@@ -1,0 +1,142 @@
+"""The commands. Each reads one YAML config, checks all of it, and only then starts work."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dppo_megatron.config import ConfigError, load_config, save_resolved
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.run_dir import RunDir
+
+app = typer.Typer(
+    help="RL for language models on Megatron-core with divergence trust regions (DPPO, DRPO).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML config; examples/ has some")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="override one setting; may be repeated")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="continue from the last checkpoint and the bank")]
+
+
+@app.command()
+def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
+    """Train on this machine: starts and watches engines, orchestrator and trainer ranks.
+
+    Ctrl-C or SIGTERM ends all of them and leaves a run that --resume continues.
+    """
+    from dppo_megatron.launch.preflight import check_fresh, check_resume, preflight
+    from dppo_megatron.launch.supervisor import Supervisor
+    from dppo_megatron.observability.report import write_report
+
+    config = load_config(config_file, overrides or ())
+    run = RunDir(config.run.dir)
+    if resume and run.config.exists():
+        check_resume(config, load_config(run.config), str(config_file))
+    else:
+        check_fresh(config, str(config_file))
+    for note in preflight(config, str(config_file)):
+        typer.echo(note)
+    run.root.mkdir(parents=True, exist_ok=True)
+    save_resolved(config, run.config)
+    code = Supervisor(config, resume=resume).run()
+    if code == 0:
+        typer.echo(f"report: {write_report(run.root)}")
+    raise typer.Exit(code)
+
+
+@app.command()
+def trainer(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
+    """Run one trainer rank (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torchrun or srun set them)."""
+    from dppo_megatron.trainer.main import run_trainer
+
+    run_trainer(load_config(config_file, overrides or ()), resume=resume)
+
+
+@app.command()
+def orchestrator(config_file: ConfigFile, overrides: Overrides = None) -> None:
+    """Sample, score and store rollouts for a trainer that follows the same run directory."""
+    from dppo_megatron.rollout.main import run_orchestrator
+
+    run_orchestrator(load_config(config_file, overrides or ()))
+
+
+@app.command()
+def engine(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    index: Annotated[int, typer.Option(help="which of engine.count engines this is")] = 0,
+) -> None:
+    """Run one inference server of the run in the foreground and announce it once it answers."""
+    from dppo_megatron.launch.engine import run_engine
+
+    raise typer.Exit(run_engine(load_config(config_file, overrides or ()), index))
+
+
+@app.command(name="eval")
+def evaluate(
+    config_file: ConfigFile,
+    model: Annotated[
+        Path | None, typer.Option(help="model directory; default: the run's final model")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Print the greedy accuracy of a model on the config's held-out prompts, with an engine of its own."""
+    from dppo_megatron.launch.evaluate import evaluate_model
+
+    config = load_config(config_file, overrides or ())
+    model = model or RunDir(config.run.dir).final_model
+    typer.echo(f"{model}: greedy accuracy {evaluate_model(config, model, str(config_file)):.4f}")
+
+
+@app.command()
+def validate(config_file: ConfigFile, overrides: Overrides = None) -> None:
+    """Check a config, its model directory, its data, its objective and its ports, and start nothing."""
+    from dppo_megatron.launch.preflight import preflight
+
+    config = load_config(config_file, overrides or ())
+    for note in preflight(config, str(config_file)):
+        typer.echo(note)
+    typer.echo(f"{config_file}: valid")
+
+
+@app.command()
+def objectives() -> None:
+    """List the training objectives with their axes."""
+    from dppo_megatron.objectives import PRESETS, build_objective
+
+    width = max(map(len, PRESETS))
+    for name in PRESETS:
+        typer.echo(f"{name:<{width}}  {build_objective(name).describe()}")
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="run directories; several are compared")
+    ],
+    out: Annotated[Path | None, typer.Option(help="where to write; default: RUN/report")] = None,
+) -> None:
+    """Print the table of a run and draw its curves; several runs are laid over each other."""
+    from dppo_megatron.observability.report import write_report
+
+    typer.echo(write_report(runs if len(runs) > 1 else runs[0], out))
+
+
+def main() -> None:
+    """Entry point. What a user can act on is printed as it is, without a traceback: exit 2 for a config, else 1."""
+    try:
+        app()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except ExpectedError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)

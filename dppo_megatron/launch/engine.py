@@ -1,0 +1,91 @@
+"""`dppo-megatron engine`: runs one inference server in the foreground and announces it once it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from dppo_megatron.config import Config
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.rollout.clients import build_engine, server_command, server_environment
+from dppo_megatron.rollout.engine import EngineError
+from dppo_megatron.rollout.published import PublishedPolicy
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.services import free_port, port_in_use, register
+
+from .process import end_with_parent, exit_reason
+
+log = logging.getLogger(__name__)
+
+
+class EngineStartError(ExpectedError, RuntimeError):
+    """The server ended, or did not answer, while starting."""
+
+
+def run_engine(config: Config, index: int) -> int:
+    """Starts engine `index`, registers it as `engine-<index>` when healthy, and returns the server's exit code.
+
+    The server joins this process's session and output; SIGTERM and SIGINT are passed on. Raises
+    `EngineStartError` when it dies or stays silent for `engine.start_timeout_s`.
+    """
+    run = RunDir(config.run.dir)
+    host = config.engine.host
+    port = config.engine.port + index if config.engine.port else free_port(host)
+    if port_in_use(host, port):
+        raise EngineStartError(
+            f"engine.port = {port}: already in use on {host}; choose another or 0 for a free one"
+        )
+    url = f"http://{host}:{port}"
+    model, version = _policy_to_serve(config, run)
+    command = server_command(config, port, model)
+    log.info("starting engine-%d: %s", index, " ".join(command))
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **server_environment(config, version)},
+        preexec_fn=end_with_parent,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.terminate())
+    started = time.monotonic()
+    _wait_healthy(config, url, server)
+    log.info("engine-%d answers at %s after %.1f s", index, url, time.monotonic() - started)
+    register(run, f"engine-{index}", url, server.pid)
+    return server.wait()
+
+
+def _policy_to_serve(config: Config, run: RunDir) -> tuple[Path, int]:
+    """The policy published last, so that an engine that restarts is current; before any, the start model as 0."""
+    published = PublishedPolicy.read(run.published)
+    return (config.model.path, 0) if published is None else (Path(published.path), published.version)
+
+
+def _wait_healthy(config: Config, url: str, server: subprocess.Popen) -> None:
+    async def wait() -> None:
+        deadline = time.monotonic() + config.engine.start_timeout_s
+        engine = build_engine(config, url)
+        try:
+            while True:
+                if (code := server.poll()) is not None:
+                    raise EngineStartError(f"the server at {url} ended while starting ({exit_reason(code)})")
+                try:
+                    await engine.health()
+                    return
+                except EngineError:
+                    pass
+                if time.monotonic() > deadline:
+                    server.kill()
+                    raise EngineStartError(
+                        f"the server at {url} did not answer within {config.engine.start_timeout_s:.0f} s "
+                        "(engine.start_timeout_s)"
+                    )
+                await asyncio.sleep(0.1)
+        finally:
+            await engine.close()
+
+    asyncio.run(wait())

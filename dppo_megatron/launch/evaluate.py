@@ -1,0 +1,60 @@
+"""`dppo-megatron eval`: greedy accuracy of a model directory on the config's held-out prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from dppo_megatron.config import Config, ConfigError, save_resolved
+from dppo_megatron.observability.logs import last_lines
+from dppo_megatron.rollout.clients import build_engine
+from dppo_megatron.rollout.main import evaluate_once
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.services import engine_names, engine_urls, forget_all
+
+from .process import Child, exit_reason
+from .supervisor import GRACE_S, dppo_command
+
+
+def evaluate_model(config: Config, model: Path, source: str) -> float:
+    """Starts the engines on `model` in a directory of its own under `run.dir`, evaluates once, and ends them.
+
+    Raises `ConfigError` without `data.eval`, and `RuntimeError` with the engine's last lines when it does not start.
+    """
+    if config.data.eval is None:
+        raise ConfigError(source, ["data.eval: not set; name a JSONL file of held-out prompts"])
+    directory = config.run.dir / "eval" / model.name
+    config = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"dir": directory}),
+            "model": config.model.model_copy(update={"path": model}),
+        }
+    )
+    run = RunDir(directory)
+    run.root.mkdir(parents=True, exist_ok=True)
+    save_resolved(config, run.config)
+    forget_all(run)
+    children = [
+        Child(name, dppo_command("engine", str(run.config), "--index", str(index)), run.log(name))
+        for index, name in enumerate(engine_names(config))
+    ]
+
+    def check() -> None:
+        for child in children:
+            if (code := child.poll()) is not None:
+                lines = "\n".join(last_lines(child.log, 25))
+                raise RuntimeError(f"{child.name} ended while starting ({exit_reason(code)}):\n{lines}")
+
+    async def main() -> float:
+        engines = [build_engine(config, url) for url in engine_urls(config, run, check)]
+        try:
+            return await evaluate_once(config, engines)
+        finally:
+            for engine in engines:
+                await engine.close()
+
+    try:
+        return asyncio.run(main())
+    finally:
+        for child in children:
+            child.end(GRACE_S)

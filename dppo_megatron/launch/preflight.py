@@ -1,0 +1,146 @@
+"""Everything that can be known to be wrong before a process starts, reported at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.services import port_in_use
+
+# Changing these between lives of a run is safe; anything else would make the second life another run.
+RESUMABLE_CHANGES = (
+    "train.steps",
+    "tracking",
+    "checkpoint",
+    "eval.every",
+    "engine",
+    "parallel",
+    "weight_sync",
+    "run.stall_timeout_s",
+    "train.micro_batch_tokens",
+    "model.recompute",
+    "model.logits",
+    "rollout.max_concurrent_groups",
+    "reward.timeout_s",
+    "reward.workers",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    violations: list[str]
+    notes: list[str]
+
+
+def preflight(config: Config, source: str) -> list[str]:
+    """Checks objective, model directory, tokenizer, prompts, reward and ports; starts nothing.
+
+    Returns notes worth showing (the method in words, the data). Raises `ConfigError` with every violation.
+    """
+    findings = Findings([], [])
+    for check in (_objective, _model, _engine, _data, _reward, _ports):
+        try:
+            check(config, findings)
+        except (ValueError, OSError, ImportError) as error:
+            findings.violations.append(str(error))
+    if findings.violations:
+        raise ConfigError(source, findings.violations)
+    return findings.notes
+
+
+def _objective(config: Config, findings: Findings) -> None:
+    from dppo_megatron.objectives import build_objective
+
+    objective = build_objective(config.objective.name, **config.objective.settings)
+    findings.notes.append(objective.describe())
+    if objective.needs_topk and config.rollout.topk_logprobs == 0:
+        findings.violations.append(
+            f"rollout.topk_logprobs = 0: objective {config.objective.name} compares listed tokens; set it to the K "
+            "it should list, e.g. 20"
+        )
+
+
+def _model(config: Config, findings: Findings) -> None:
+    from dppo_megatron.actor import check_model
+
+    findings.violations.extend(check_model(config))
+
+
+def _engine(config: Config, findings: Findings) -> None:
+    from dppo_megatron.hf import read_hf_config
+
+    longest = read_hf_config(config.model.path).max_position_embeddings
+    if not config.objective.supervised and config.engine.max_model_len > longest:
+        findings.violations.append(
+            f"engine.max_model_len = {config.engine.max_model_len}: the model was made for {longest} positions "
+            f"(max_position_embeddings); set it to at most {longest}"
+        )
+
+
+def _data(config: Config, findings: Findings) -> None:
+    from dppo_megatron.data.prompts import PromptSource
+    from dppo_megatron.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model.path)
+    for name in ("train", "eval"):
+        path = getattr(config.data, name)
+        if path is not None:
+            source = PromptSource(path, tokenizer, config.data, config.run.seed)
+            findings.notes.append(f"data.{name}: {len(source)} prompts from {path}")
+
+
+def _reward(config: Config, findings: Findings) -> None:
+    from dppo_megatron.rewards import build_reward
+
+    if not config.objective.supervised:
+        build_reward(config.reward)
+
+
+def _ports(config: Config, findings: Findings) -> None:
+    engine = config.engine
+    if config.objective.supervised or engine.urls or not engine.port:
+        return
+    for port in range(engine.port, engine.port + engine.count):
+        if port_in_use(engine.host, port):
+            findings.violations.append(
+                f"engine.port = {port}: already in use on {engine.host}; choose another, or 0 for a free one"
+            )
+
+
+def check_resume(config: Config, saved: Config, source: str) -> None:
+    """Refuses a resume under settings that would make it another run. Raises `ConfigError` naming each."""
+    before, now = _flat(saved.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    violations = [
+        f"{key} = {now.get(key)!r}: the run was started with {before.get(key)!r}; use that or another run.dir"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key) and not _resumable(key)
+    ]
+    if violations:
+        raise ConfigError(source, violations)
+
+
+def check_fresh(config: Config, source: str) -> None:
+    """Refuses to mix a new run into the directory of an old one. Raises `ConfigError`."""
+    run = RunDir(config.run.dir)
+    if run.bank.exists() or run.checkpoints.exists():
+        raise ConfigError(
+            source,
+            [
+                f"run.dir = {run.root}: already holds a run; pass --resume to continue it, or choose another run.dir"
+            ],
+        )
+
+
+def _resumable(key: str) -> bool:
+    return any(key == allowed or key.startswith(allowed + ".") for allowed in RESUMABLE_CHANGES)
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,99 @@
+"""One supervised child: a session of its own, a log file of its own, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded before any fork
+
+
+class Child:
+    """Starts `command` in its own session with output appended to `log`.
+
+    The kernel sends the child SIGTERM should this process die without ending it. A session's members are ended
+    together, so a server's own workers do not outlive it.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None):
+        self.name = name
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs; negative for a signal."""
+        return self._process.poll()
+
+    def signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def end(self, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL to whatever of its session is left after `grace_s`. Returns when all are gone."""
+        members = self._session()
+        self.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and any(p.is_running() and not _is_zombie(p) for p in members):
+            self._process.poll()
+            time.sleep(0.02)
+        for process in {*members, *self._session()}:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self._process.wait()
+
+    def _session(self) -> set[psutil.Process]:
+        """Every process of the child's session, also those whose own parent is already gone."""
+        members = set()
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == self._process.pid:
+                    members.add(process)
+            except (ProcessLookupError, PermissionError):
+                continue
+        return members
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def end_with_parent() -> None:
+    """Between fork and exec: asks the kernel to send SIGTERM when the parent dies."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def exit_reason(code: int) -> str:
+    """`exit code 1`, or the name of the signal that ended it."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,115 @@
+"""`dppo-megatron train`: starts every process of a run on this machine, watches them, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from dppo_megatron.config import Config
+from dppo_megatron.observability.console import ProgressView
+from dppo_megatron.observability.logs import last_lines
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.services import engine_names, forget_all, free_port
+
+from .process import Child, exit_reason
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+GRACE_S = 10.0
+LAST_LINES = 25
+
+
+def dppo_command(*arguments: str) -> list[str]:
+    """This program under this interpreter, whatever is on PATH."""
+    return [sys.executable, "-m", "dppo_megatron", *arguments]
+
+
+class Supervisor:
+    """Runs engines, orchestrator and trainer ranks as children until the trainer and the orchestrator are done.
+
+    One failure ends the run: the others are stopped, the failing process's last lines are shown, and what the bank
+    and the checkpoints hold stays for `--resume`.
+    """
+
+    def __init__(self, config: Config, *, resume: bool):
+        self._config = config
+        self._run = RunDir(config.run.dir)
+        self._resume = resume
+        self._workers: list[Child] = []  # end by themselves when their work is done
+        self._servers: list[Child] = []  # run until ended
+        self._stop_signal: int | None = None
+
+    def run(self) -> int:
+        """Exit code: 0 when the run completed, 1 when a process failed, 128 + signal when stopped by one."""
+        forget_all(self._run)
+        handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        view = ProgressView(self._config.train.steps)
+        try:
+            self._start()
+            view.note(f"run directory {self._run.root}, logs in {self._run.logs}")
+            return self._watch(view)
+        finally:
+            self._end_all()
+            view.close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _start(self) -> None:
+        for index, name in enumerate(engine_names(self._config)):
+            self._servers.append(self._child(name, ["engine", str(self._run.config), "--index", str(index)]))
+        resume = ["--resume"] if self._resume else []
+        if not self._config.objective.supervised:
+            self._workers.append(self._child("orchestrator", ["orchestrator", str(self._run.config)]))
+        world_size = self._config.parallel.world_size
+        rendezvous = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(world_size),
+        }
+        for rank in range(world_size):
+            env = {**rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = ["trainer", str(self._run.config), *resume]
+            self._workers.append(self._child(f"trainer-{rank}", command, env))
+
+    def _child(self, name: str, arguments: Sequence[str], env: dict[str, str] | None = None) -> Child:
+        return Child(name, dppo_command(*arguments), self._run.log(name), env)
+
+    def _watch(self, view: ProgressView) -> int:
+        while True:
+            view.poll(self._run.metrics)
+            if self._stop_signal is not None:
+                name = signal.Signals(self._stop_signal).name
+                view.note(f"{name}: stopping; resume with `dppo-megatron train {self._run.config} --resume`")
+                return 128 + self._stop_signal
+            for child in (*self._servers, *self._workers):
+                code = child.poll()
+                if code is not None and (code != 0 or child in self._servers):
+                    self._show_failure(view, child, code)
+                    return 1
+            if all(child.poll() == 0 for child in self._workers):
+                view.poll(self._run.metrics)
+                return 0
+            time.sleep(POLL_S)
+
+    def _show_failure(self, view: ProgressView, child: Child, code: int) -> None:
+        view.note(f"{child.name} ended: {exit_reason(code)}. Its last lines ({child.log}):")
+        for line in last_lines(child.log, LAST_LINES):
+            view.note(f"  {line}")
+        view.note(
+            f"the run stopped; nothing in {self._run.bank} and {self._run.checkpoints} is lost. "
+            f"Resume with `dppo-megatron train {self._run.config} --resume`"
+        )
+
+    def _end_all(self) -> None:
+        """Workers first, so that nobody is left waiting for a server that is already gone."""
+        for child in self._workers:
+            child.signal(signal.SIGTERM)
+        for child in (*self._workers, *self._servers):
+            child.end(GRACE_S)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._stop_signal = number

@@ -1,0 +1,183 @@
+"""Live progress of a run for whoever started it: a bar in a terminal, plain lines in a log file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from .durations import duration
+from .logs import plain_text
+from .names import is_step_record
+from .tail import JsonlFollower
+from .views import LiveView, PlainView, SilentView, View
+
+Record = Mapping[str, Any]
+
+
+class Column(NamedTuple):
+    metric: str
+    label: str
+    width: int
+    form: str
+    unit: str
+
+
+COLUMNS = (
+    Column("train/loss", "loss", 9, ".2e", ""),
+    Column("rollout/reward_mean", "reward", 6, ".3f", ""),
+    Column("policy/masked_share", "masked", 6, ".2%", ""),
+    Column("mismatch/kl", "mismatch", 8, ".1e", ""),
+    Column("throughput/tokens_per_s", "", 7, ",.0f", " tok/s"),
+    Column("time/step_s", "", 6, ".1f", " s/step"),
+)
+_PACE_STEPS = 20  # steps whose pace predicts the time left
+_REDRAW_S = 1.0  # the countdown moves even when nothing arrives
+
+
+class ProgressView:
+    """Shows what a trainer writes to metrics.jsonl. A context manager; `close` restores the terminal.
+
+    In a terminal: a line with bar and time left, one with the latest values. Elsewhere (a SLURM log, CI): a
+    plain line per step, at most one every `plain_interval_s`, without control codes. Evaluations get lines of
+    their own. Output that fails (a closed pipe) silences the view and never stops the run.
+    """
+
+    def __init__(self, total_steps: int, stream: TextIO | None = None, plain_interval_s: float = 10.0):
+        out = sys.stdout if stream is None else stream
+        interactive = out.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+        self._view: View = LiveView(out) if interactive else PlainView(out, plain_interval_s)
+        self._total = total_steps
+        self._follower: JsonlFollower | None = None
+        self._latest: Record = {}
+        self._evals: dict[int, dict[str, Any]] = {}
+        self._pace: deque[tuple[int, float]] = deque(maxlen=_PACE_STEPS + 1)  # step, its time
+        self._drawn_at = 0.0
+        self._refresh()
+
+    def poll(self, path: str | Path) -> bool:
+        """Shows what was appended to `path` since the last call; True if anything was.
+
+        Cheap enough for 20 calls a second. Of records that were there at the first call, or that a resumed
+        run kept, only the latest is shown.
+        """
+        first = self._follower is None or self._follower.path != Path(path)
+        if self._follower is None or first:
+            self._follower = JsonlFollower(path)
+        found, restarted = self._follower.poll()
+        records = [record for record in found if "step" in record and "time" in record]
+        if first or restarted:
+            self._evals.clear()
+            for record in records[:-1]:
+                self._absorb(record)
+            self._pace.clear()  # the pace of an earlier attempt, and the pause between, predict nothing
+        for record in records[-1:] if first or restarted else records:
+            self.update(record)
+        if records or time.monotonic() - self._drawn_at > _REDRAW_S:
+            self._refresh()
+        return bool(records)
+
+    def update(self, record: Record) -> None:
+        """Shows one record."""
+        self._absorb(record)
+        step, at = int(record["step"]), float(record["time"])
+        if is_step_record(record):
+            line = self._step_line(record, step, at)
+            self._draw(lambda view: view.step_line(line, at, step >= self._total))
+            self._refresh()
+        if evaluated := _evaluation(record):
+            self._draw(lambda view: view.line(self._eval_line(step, evaluated)))
+
+    def note(self, text: str) -> None:
+        """Shows a line of the launcher's own, above the bar; control codes in it are removed."""
+        for line in map(plain_text, text.splitlines()):
+            self._draw(lambda view, line=line: view.line(line))
+
+    def close(self) -> None:
+        self._refresh()
+        self._draw(lambda view: view.close())
+        self._view = SilentView()
+        if self._follower is not None:
+            self._follower.close()
+
+    def __enter__(self) -> ProgressView:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _absorb(self, record: Record) -> None:
+        if evaluated := _evaluation(record):
+            self._evals.setdefault(int(record["step"]), {}).update(evaluated)
+        if is_step_record(record):
+            self._latest = record
+            self._pace.append((int(record["step"]), float(record["time"])))
+
+    def _seconds_left(self) -> float | None:
+        if not self._pace:
+            return None
+        (first, start), (last, end) = self._pace[0], self._pace[-1]
+        per_step = (end - start) / (last - first) if last > first else self._latest.get("time/step_s")
+        return None if per_step is None else max(0.0, per_step * (self._total - last))
+
+    def _step_line(self, record: Record, step: int, at: float) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(at))
+        width = len(str(self._total))
+        parts = [f"{clock} step {step:>{width}}/{self._total}", *_values(record, aligned=True)]
+        left = self._seconds_left()
+        if left is not None:
+            parts.append(f"{duration(left):>8} left")
+        if skipped := record.get("train/skipped_updates"):
+            parts.append(f"{skipped:.0f} updates skipped")
+        return " | ".join(parts)
+
+    def _eval_line(self, step: int, values: Record) -> str:
+        shown = ", ".join(f"{name.removeprefix('eval/')} {_number(value)}" for name, value in values.items())
+        line = f"eval at step {step}: {shown}"
+        first = min(self._evals)
+        if first < step:
+            line += f" (accuracy at step {first}: {_number(self._evals[first].get('eval/accuracy'))})"
+        return line
+
+    def _refresh(self) -> None:
+        left = self._seconds_left()
+        values = list(_values(self._latest, aligned=False))
+        if self._evals:
+            values.append(f"eval {_number(self._evals[max(self._evals)].get('eval/accuracy'))}")
+        done = int(self._latest.get("step", 0))
+        if not self._latest or done >= self._total:
+            status = "done" if self._latest else "waiting for the first step"
+        elif left is None:
+            status = ""
+        else:  # counts down between steps
+            status = f"{duration(max(0.0, left - max(0.0, time.time() - self._pace[-1][1])))} left"
+        self._drawn_at = time.monotonic()
+        self._draw(lambda view: view.show(done, self._total, status, "  ".join(values)))
+
+    def _draw(self, action: Callable[[View], None]) -> None:
+        try:
+            action(self._view)
+        except (OSError, ValueError):  # a closed pipe or stream
+            self._view = SilentView()
+
+
+def _evaluation(record: Record) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name.startswith("eval/")}
+
+
+def _values(record: Record, aligned: bool) -> Iterator[str]:
+    for column in COLUMNS:
+        if column.metric not in record or (column.label == "loss" and "rollout/reward_mean" in record):
+            continue  # the loss says something only where there is no reward
+        value = record[column.metric]
+        text = "n/a" if value is None else format(value, column.form)
+        text = (text.rjust(column.width) if aligned else text) + column.unit
+        yield f"{column.label} {text}" if column.label else text
+
+
+def _number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.3g}"

@@ -1,0 +1,110 @@
+"""A finished or running run as the report sees it: its settings and its metrics by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dppo_megatron.errors import ExpectedError
+
+from .names import is_step_record
+from .tail import read_records
+from .trackers import METRICS_FILE
+
+CONFIG_FILE = "config.yaml"
+
+
+class ReportError(ExpectedError, ValueError):
+    """There is nothing to report on."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps that have a finite value of it."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    @property
+    def total(self) -> float:
+        return math.fsum(self.values)
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / len(self.values) if self.values else None
+
+    @property
+    def max(self) -> float | None:
+        return max(self.values, default=None)
+
+    def at_start(self, count: int) -> float | None:
+        """Mean of the first `count` values."""
+        return Series(self.steps[:count], self.values[:count]).mean
+
+    def at_end(self, count: int) -> float | None:
+        return Series(self.steps[-count:], self.values[-count:]).mean
+
+
+@dataclass(frozen=True)
+class History:
+    """`rows`: step -> all metrics recorded for it. `config`: the resolved config as plain YAML, perhaps of
+    another version of this package.
+    """
+
+    label: str
+    config: dict[str, Any]
+    rows: dict[int, dict[str, float | None]]
+    times: tuple[float, ...]  # of the records, as written
+
+    def series(self, name: str) -> Series:
+        found = [(step, row[name]) for step, row in sorted(self.rows.items()) if row.get(name) is not None]
+        return Series(tuple(step for step, _ in found), tuple(value for _, value in found))
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(step for step, row in self.rows.items() if is_step_record(row))
+
+    def setting(self, dotted: str) -> Any:
+        """A setting of the resolved config, None where it has none."""
+        node: Any = self.config
+        for key in dotted.split("."):
+            node = node.get(key) if isinstance(node, dict) else None
+        return node
+
+
+def load_history(run_dir: Path, label: str) -> History:
+    """Raises ReportError when the run has recorded nothing."""
+    records = read_records(run_dir / METRICS_FILE)
+    rows: dict[int, dict[str, float | None]] = {}
+    times = []
+    for record in records:
+        if isinstance(record.get("step"), int):
+            values = {name: value for name, value in record.items() if name not in ("step", "time")}
+            rows.setdefault(record["step"], {}).update(values)
+            if isinstance(record.get("time"), int | float):
+                times.append(float(record["time"]))
+    if not rows:
+        raise ReportError(
+            f"{run_dir / METRICS_FILE} holds no metrics: name the directory of a run that trained"
+        )
+    config_path = run_dir / CONFIG_FILE
+    config = yaml.safe_load(config_path.read_text()) if config_path.exists() else None
+    return History(label, config if isinstance(config, dict) else {}, rows, tuple(times))
+
+
+def labels(run_dirs: Sequence[Path]) -> list[str]:
+    """Directory names, with as much of the path before them as tells them apart."""
+    paths = [path.resolve().parts for path in run_dirs]
+    for depth in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-depth:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{'/'.join(parts[-1:])} ({index})" for index, parts in enumerate(paths, 1)]

@@ -1,0 +1,117 @@
+"""One plain log file per process, and reading the end of it when the process has died."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
+_BLOCK = 64 * 1024
+_TALKATIVE = ("httpx", "httpcore", "megatron")  # a line per request, a page per optimizer
+
+
+def setup_logging(
+    process_name: str, run_dir: str | Path | None, *, rank: int | None = None, level: int = logging.INFO
+) -> Path | None:
+    """Sends this process's log records to RUN/logs/<process_name>.log and returns that path. Call it early.
+
+    Without `run_dir` records go to stderr. With it, stderr gets them too where a person reads it (a terminal:
+    all; elsewhere: warnings), unless it is that file already. Uncaught exceptions of any thread and fatal
+    signals (segmentation fault, abort) leave their traceback in the log.
+
+    `rank` defaults to the environment's RANK and stands in every line. Ranks above 0 log warnings and errors
+    only, unless the process name ends in the rank and so has a file to itself.
+    """
+    rank = _environment_rank() if rank is None else rank
+    own_file = rank is None or process_name.endswith(f"-{rank}")
+    who = process_name if own_file else f"{process_name}[{rank}]"
+    level = level if own_file or rank == 0 else max(level, logging.WARNING)
+    formatter = logging.Formatter(f"%(asctime)s {who} %(levelname)s %(name)s: %(message)s")
+    handlers: list[logging.Handler] = []
+    path = None
+    if run_dir is not None:
+        path = Path(run_dir) / "logs" / f"{process_name}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file_handler = logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
+        faulthandler.enable(file_handler.stream)
+        handlers.append(file_handler)
+    if path is None or not _is_stderr(path):
+        screen = logging.StreamHandler(sys.stderr)
+        screen.setLevel(level if path is None or sys.stderr.isatty() else logging.WARNING)
+        handlers.append(screen)
+    for handler in handlers:
+        handler.setFormatter(formatter)
+    logging.basicConfig(level=level, handlers=handlers, force=True)
+    logging.captureWarnings(True)
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(max(level, logging.WARNING))
+    sys.excepthook = _log_uncaught
+    threading.excepthook = _log_uncaught_in_thread
+    return path
+
+
+def last_lines(path: str | Path, n: int = 20) -> list[str]:
+    """The last `n` lines that hold text, without control codes; empty when there is no such file.
+
+    Reads only the end of the file. Of a line redrawn with carriage returns (a progress bar) the last state
+    counts.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            return _end_of(file, n)[-n:] if n > 0 else []
+    except OSError:
+        return []
+
+
+def _end_of(file: BinaryIO, n: int) -> list[str]:
+    position = file.seek(0, os.SEEK_END)
+    data = b""
+    lines: list[str] = []
+    while position > 0 and len(lines) <= n:  # one more than n: the first may be cut
+        size = min(_BLOCK, position)
+        position -= size
+        file.seek(position)
+        data = file.read(size) + data
+        texts = (plain_text(line.decode("utf-8", "replace")) for line in data.split(b"\n"))
+        lines = [text for text in texts if text]
+    return lines
+
+
+def plain_text(text: str) -> str:
+    """One line of foreign output as plain text: no colours, no control characters, no trailing blanks."""
+    visible = text.rstrip("\r\n ").rsplit("\r", 1)[-1]
+    return _CONTROL.sub("", visible).rstrip()
+
+
+def _environment_rank() -> int | None:
+    value = os.environ.get("RANK", "")
+    return int(value) if value.isdecimal() else None
+
+
+def _is_stderr(path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(sys.stderr.fileno()), path.stat())
+    except (OSError, ValueError, AttributeError):  # closed, or replaced by an object without a file
+        return False
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        logging.getLogger().info("interrupted")
+    else:
+        logging.getLogger().critical("uncaught exception", exc_info=(kind, error, trace))
+
+
+def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is not None:
+        name = args.thread.name if args.thread else "a thread"
+        logging.getLogger().critical(
+            "uncaught exception in %s", name, exc_info=(args.exc_type, args.exc_value, args.exc_traceback)
+        )

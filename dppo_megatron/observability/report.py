@@ -1,0 +1,83 @@
+"""The report of a run, or of several side by side: a table on the console, report.md and curves.png."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .curves import draw_curves
+from .history import History, ReportError, labels, load_history
+from .summary import NONE, summary_rows, time_rows
+
+Rows = dict[str, list[str]]  # quantity -> its value in each run
+
+_NOTES = """\
+Masked share counts tokens with advantage A other than 0. Mismatch is what the engine said of the sampled
+tokens against what the trainer says of them with the same weights, in nats. Parts of a step are seconds of a
+mean step; `other` is what no part accounts for.
+"""
+
+
+def write_report(
+    runs: Path | str | Sequence[Path | str], out: Path | str | None = None, *, console: Console | None = None
+) -> Path:
+    """Prints the table and writes report.md and curves.png; returns the path of report.md.
+
+    One run: into `out`, by default RUN/report. Several: side by side and curves overlaid, into `out`, by
+    default `report` next to the first run. Works on a run that is still going. Raises ReportError for a run
+    directory without metrics.
+    """
+    run_dirs = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
+    if not run_dirs:
+        raise ReportError("no run directory given")
+    histories = [load_history(path, label) for path, label in zip(run_dirs, labels(run_dirs), strict=True)]
+    default = run_dirs[0] / "report" if len(run_dirs) == 1 else run_dirs[0].parent / "report"
+    directory = default if out is None else Path(out)
+    directory.mkdir(parents=True, exist_ok=True)
+    draw_curves(histories, directory / "curves.png")
+
+    summary, times = _side_by_side(histories, summary_rows), _side_by_side(histories, time_rows)
+    names = [history.label for history in histories]
+    console = console or Console()
+    console.print(_table("run", names, summary))
+    if times:
+        console.print(_table("where a step's time goes", names, times))
+    sections = [f"# {' against '.join(names)}", _markdown("", names, summary)]
+    if times:
+        sections += ["## Where a step's time goes", _markdown("part", names, times)]
+    sections += ["## Curves", "![curves](curves.png)", _NOTES]
+    path = directory / "report.md"
+    path.write_text("\n\n".join(sections))
+    return path
+
+
+def _side_by_side(histories: Sequence[History], rows_of: Callable[[History], dict[str, str]]) -> Rows:
+    """Rows of all runs together; what no run has is left out."""
+    columns = [rows_of(history) for history in histories]
+    keys = list(dict.fromkeys(key for column in columns for key in column))
+    rows = {key: [column.get(key, NONE) for column in columns] for key in keys}
+    return {key: values for key, values in rows.items() if any(value.strip(f"{NONE}, ") for value in values)}
+
+
+def _table(title: str, names: Sequence[str], rows: Rows) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(title, style="dim", no_wrap=True)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for key, values in rows.items():
+        table.add_row(key, *values)
+    return table
+
+
+def _markdown(corner: str, names: Sequence[str], rows: Rows) -> str:
+    lines = [[corner, *names], ["---"] * (len(names) + 1)]
+    # Leading blanks mean "of which"; Markdown drops them.
+    lines += [
+        [f"&nbsp;&nbsp;{key.strip()}" if key.startswith(" ") else key, *values]
+        for key, values in rows.items()
+    ]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,75 @@
+"""The policy the engines serve: written by the trainer once they confirmed it, followed by the orchestrator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.run_dir import read_json, write_json_atomic
+
+POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedPolicy:
+    version: int  # number of training steps behind these weights
+    path: str  # Hugging Face directory
+    published_at: float  # unix seconds
+
+    def write(self, path: Path) -> None:
+        write_json_atomic(path, asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> PublishedPolicy | None:
+        value = read_json(path)
+        return cls(**value) if value is not None else None
+
+
+class PolicyTimeout(ExpectedError, TimeoutError):
+    """No newer policy was published in time."""
+
+
+class PublishedFollower:
+    """Follows the published-policy file; re-reads it only when its modification time moves."""
+
+    def __init__(self, path: Path, timeout_s: float):
+        self._path = path
+        self._timeout_s = timeout_s
+        self._stamp: tuple[int, int] | None = None
+        self._current: PublishedPolicy | None = None
+
+    @property
+    def current(self) -> PublishedPolicy | None:
+        try:
+            stat = os.stat(self._path)
+        except FileNotFoundError:
+            return self._current
+        stamp = (stat.st_mtime_ns, stat.st_ino)
+        if stamp != self._stamp:
+            self._current = PublishedPolicy.read(self._path)
+            self._stamp = stamp
+        return self._current
+
+    async def wait_for(self, version: int) -> PublishedPolicy:
+        """Returns the first policy of at least `version`.
+
+        Raises `PolicyTimeout` when no new version of any number appeared for the timeout.
+        """
+        last, since = self.current, time.monotonic()
+        while True:
+            policy = self.current
+            if policy is not None and policy.version >= version:
+                return policy
+            if policy != last:
+                last, since = policy, time.monotonic()
+            if time.monotonic() - since > self._timeout_s:
+                have = "none" if policy is None else f"version {policy.version}"
+                raise PolicyTimeout(
+                    f"waited {self._timeout_s:.0f} s (run.stall_timeout_s) for policy version {version} in "
+                    f"{self._path}, found {have}; see the trainer's log"
+                )
+            await asyncio.sleep(POLL_S)

@@ -1,0 +1,54 @@
+"""What the orchestrator measured of each step, appended to a JSONL file that the trainer forwards to the trackers."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.types import RolloutGroup
+
+
+def append_record(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+class StepRecorder:
+    """Collects what generation cost per training step and writes one record when the step's last group is in."""
+
+    def __init__(self, path: Path, groups_per_step: int):
+        self._path = path
+        self._groups_per_step = groups_per_step
+        self._started: dict[int, float] = {}
+        self._finished: dict[int, int] = {}
+        self._response_tokens: dict[int, int] = {}
+        self._spoilt = 0
+
+    def started(self, step: int) -> None:
+        self._started.setdefault(step, time.monotonic())
+
+    def spoilt(self) -> None:
+        self._spoilt += 1
+
+    def finished(self, step: int, group: RolloutGroup) -> None:
+        """Counts one group of the step; steps that an earlier orchestrator began are not timed."""
+        self._finished[step] = self._finished.get(step, 0) + 1
+        tokens = sum(len(r.token_ids) for r in group.rollouts)
+        self._response_tokens[step] = self._response_tokens.get(step, 0) + tokens
+        if self._finished[step] < self._groups_per_step or step not in self._started:
+            return
+        seconds = time.monotonic() - self._started.pop(step)
+        tokens = self._response_tokens.pop(step)
+        del self._finished[step]
+        append_record(
+            self._path,
+            {
+                "step": step + 1,
+                "time/sampling_s": seconds,
+                "throughput/generated_tokens_per_s": tokens / max(seconds, 1e-9),
+                "rollout/spoilt_samples": self._spoilt,
+            },
+        )
+        self._spoilt = 0

@@ -1,0 +1,76 @@
+"""Where a run keeps what. One directory holds all of it, so `ls` shows the state of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def bank(self) -> Path:
+        return self.root / "bank"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def published(self) -> Path:
+        return self.weights / "published.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def services(self) -> Path:
+        return self.root / "services"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def rollout_metrics(self) -> Path:
+        return self.root / "rollout_metrics.jsonl"
+
+    @property
+    def final_model(self) -> Path:
+        return self.root / "model"
+
+    def log(self, process: str) -> Path:
+        return self.logs / f"{process}.log"
+
+    def weights_of(self, version: int) -> Path:
+        return self.weights / f"v{version:06d}"
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Readers see the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value))
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> Any | None:
+    """The parsed file, or None when it does not exist."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,92 @@
+"""The address book of a run: which engine answers where, kept as files in the run directory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from dppo_megatron.config import Config
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.run_dir import RunDir, read_json, write_json_atomic
+
+POLL_S = 0.05
+
+
+class ServiceTimeout(ExpectedError, TimeoutError):
+    """A service did not register in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    name: str
+    url: str
+    pid: int
+    host: str
+
+
+def register(run: RunDir, name: str, url: str, pid: int) -> None:
+    """Announces a healthy service; call only once it answers."""
+    service = Service(name, url, pid, socket.gethostname())
+    write_json_atomic(run.services / f"{name}.json", asdict(service))
+
+
+def forget_all(run: RunDir) -> None:
+    """Removes what an earlier life of the run announced: none of it answers any more."""
+    for path in run.services.glob("*.json") if run.services.exists() else ():
+        path.unlink(missing_ok=True)
+    run.published.unlink(missing_ok=True)
+
+
+def engine_urls(config: Config, run: RunDir, check: Callable[[], None] = lambda: None) -> list[str]:
+    """URLs of every engine of the run, waiting until those that the run starts have registered.
+
+    `check` is called while waiting and may raise to end the wait. Raises `ServiceTimeout` naming the engines that did not within `engine.start_timeout_s`.
+    """
+    if config.engine.urls:
+        return list(config.engine.urls)
+    names = engine_names(config)
+    deadline = time.monotonic() + config.engine.start_timeout_s
+    while missing := [n for n in names if not (run.services / f"{n}.json").exists()]:
+        if time.monotonic() > deadline:
+            raise ServiceTimeout(
+                f"waited {config.engine.start_timeout_s:.0f} s (engine.start_timeout_s) for {', '.join(missing)} to "
+                f"register in {run.services}; see {run.log(missing[0])}"
+            )
+        check()
+        time.sleep(POLL_S)
+    return [read_json(run.services / f"{name}.json")["url"] for name in names]
+
+
+def engine_names(config: Config) -> Sequence[str]:
+    if config.objective.supervised or config.engine.urls:
+        return []
+    return [f"engine-{i}" for i in range(config.engine.count)]
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as sock:
+        sock.bind((host, 0))
+        return sock.getsockname()[1]
+
+
+def port_in_use(host: str, port: int) -> bool:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError:
+            return True
+    return False
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,1 @@
+"""The training loop: wait for a batch, train on it, publish the weights, checkpoint, report."""

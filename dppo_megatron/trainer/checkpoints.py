@@ -1,0 +1,51 @@
+"""When to checkpoint, and what a step number means in one."""
+
+from __future__ import annotations
+
+from dppo_megatron.actor import Actor
+from dppo_megatron.config import Config
+from dppo_megatron.run_dir import RunDir
+
+
+class Checkpoints:
+    """Saves weights, optimizer, schedule and RNG with the number of steps done.
+
+    That number is the policy version and, times the groups per step, the bank cursor: the bank holds the rollouts of
+    every later step, so nothing else is needed to go on exactly.
+    """
+
+    def __init__(self, config: Config, actor: Actor):
+        self._config = config
+        self._actor = actor
+        self._directory = RunDir(config.run.dir).checkpoints
+        self._saved: int | None = None
+
+    def due(self, step: int) -> bool:
+        every = self._config.checkpoint.every
+        return step == self._config.train.steps or (every > 0 and step % every == 0)
+
+    def save(self, step: int) -> None:
+        if step == self._saved:
+            return
+        groups = step * self._config.rollout.prompts_per_step
+        self._actor.save_checkpoint(
+            self._directory,
+            step,
+            {"step": step, "groups_consumed": groups},
+            keep=self._config.checkpoint.keep,
+        )
+        self._saved = step
+
+    def load_latest(self) -> int | None:
+        """Restores the newest whole checkpoint and returns its step; None when there is none."""
+        state = self._actor.load_checkpoint(self._directory)
+        if state is None:
+            return None
+        expected = state["step"] * self._config.rollout.prompts_per_step
+        if state["groups_consumed"] != expected:
+            raise ValueError(
+                f"rollout.prompts_per_step = {self._config.rollout.prompts_per_step}: the checkpoint consumed "
+                f"{state['groups_consumed']} groups in {state['step']} steps; use the setting it was made with"
+            )
+        self._saved = state["step"]
+        return state["step"]

@@ -1,0 +1,66 @@
+"""The loop, on one page."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from dppo_megatron.actor import Actor
+from dppo_megatron.config import Config
+from dppo_megatron.objectives import Objective
+from dppo_megatron.weight_sync import Publisher
+
+from .batches import BatchSource
+from .checkpoints import Checkpoints
+from .control import Control, StopRequested
+from .metrics import StepMetrics
+
+log = logging.getLogger(__name__)
+
+
+class Recorder(Protocol):
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+
+def train(
+    config: Config,
+    *,
+    actor: Actor,
+    objective: Objective,
+    source: BatchSource,
+    publisher: Publisher | None,
+    checkpoints: Checkpoints,
+    control: Control,
+    recorder: Recorder,
+    first_step: int,
+) -> int:
+    """Trains from `first_step` to `train.steps`; returns the number of steps that are done.
+
+    Collective: every rank runs it. `publisher` is None where there is no engine (supervised training). A stop that
+    was requested takes effect at a step boundary or while waiting, after a checkpoint, and returns early.
+    """
+    step = first_step
+    if publisher is not None:
+        recorder.log(step, publisher.publish(step).metrics())
+    try:
+        while step < config.train.steps:
+            metrics = StepMetrics()
+            with metrics.timed("generate"):
+                control.wait_until_ready(source, step)
+            with metrics.timed("load_batch"):
+                batch = source.read(step)
+            metrics.add(batch.metrics)
+            for update in batch.updates:
+                metrics.add_update(actor.train_update(update.micro_batches, objective), update)
+            step += 1
+            if publisher is not None:
+                with metrics.timed("publish"):
+                    metrics.add(publisher.publish(step).metrics())
+            if checkpoints.due(step):
+                with metrics.timed("checkpoint"):
+                    checkpoints.save(step)
+            recorder.log(step, metrics.finish())
+    except StopRequested:
+        log.info("stop requested: saving a checkpoint at step %d", step)
+        checkpoints.save(step)
+    return step

@@ -1,0 +1,90 @@
+"""`dppo-megatron trainer`: builds one rank's actor, batches and publisher, and runs the loop."""
+
+from __future__ import annotations
+
+import logging
+
+from dppo_megatron.actor import Actor, init_layout
+from dppo_megatron.config import Config
+from dppo_megatron.data.prompts import PromptSource
+from dppo_megatron.data.tokenizer import load_tokenizer
+from dppo_megatron.hf import save_hf
+from dppo_megatron.objectives import Objective, build_objective
+from dppo_megatron.observability.logs import setup_logging
+from dppo_megatron.rollout.bank import BankReader
+from dppo_megatron.rollout.clients import build_engine
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.services import engine_urls
+from dppo_megatron.weight_sync import Publisher, probe_tokens
+from dppo_megatron.weight_sync.engine_thread import EngineThread
+
+from .batches import BankBatches, SupervisedBatches
+from .checkpoints import Checkpoints
+from .control import Control
+from .loop import train
+from .recorder import RankZeroRecorder
+
+log = logging.getLogger(__name__)
+
+
+def run_trainer(config: Config, *, resume: bool) -> None:
+    """Runs one trainer rank to the end of `train.steps`, or to the step boundary at which a signal asked it to stop.
+
+    Rank, world size and rendezvous come from the environment (torchrun, srun or the local launcher). Raises what
+    stops training: `ModelError`, `WeightSyncError`, `BatchTimeout`, `NonFiniteError`.
+    """
+    run = RunDir(config.run.dir)
+    layout = init_layout(config)
+    setup_logging(f"trainer-{layout.rank}", run.root)
+    objective = build_objective(config.objective.name, **config.objective.settings)
+    control = Control(config.run.stall_timeout_s)
+    actor = Actor(config, layout)
+    if layout.rank == 0:
+        _log_head(config, actor, objective)
+    checkpoints = Checkpoints(config, actor)
+    first_step = checkpoints.load_latest() if resume else None
+    if first_step is None:
+        actor.load_hf(config.model.path)
+    log.info("starting at step %d of %d", first_step or 0, config.train.steps)
+
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = PromptSource(config.data.train, tokenizer, config.data, config.run.seed)
+    rank, size = layout.data_parallel_rank, layout.data_parallel_size
+    engines = publisher = None
+    if config.objective.supervised:
+        source = SupervisedBatches(config, prompts, tokenizer, rank, size)
+    else:
+        source = BankBatches(config, BankReader(run.bank), objective, rank, size)
+        if layout.rank == 0:
+            urls = engine_urls(config, run)
+            engines = EngineThread(lambda: [build_engine(config, url) for url in urls])
+        publisher = Publisher(config, actor, engines, probe_tokens(prompts, config.engine.max_model_len))
+    with RankZeroRecorder(config, layout.rank, first_step) as recorder:
+        done = train(
+            config,
+            actor=actor,
+            objective=objective,
+            source=source,
+            publisher=publisher,
+            checkpoints=checkpoints,
+            control=control,
+            recorder=recorder,
+            first_step=first_step or 0,
+        )
+        if done == config.train.steps:
+            save_hf(actor.model_chunks, run.final_model, template_dir=config.model.path)
+            recorder.wait_for_last_evaluation()
+    if engines is not None:
+        engines.close()
+    layout.close()
+    log.info("finished %d steps", done)
+
+
+def _log_head(config: Config, actor: Actor, objective: Objective) -> None:
+    """The first lines of the log: what decides the result of the run."""
+    for line in objective.describe().splitlines():
+        log.info("method: %s", line)
+    log.info("advantage: %s, aggregation: %s, horizon: %d", config.objective.advantage,
+             config.objective.aggregation, config.horizon)  # fmt: skip
+    for line in actor.describe():
+        log.info("%s", line)

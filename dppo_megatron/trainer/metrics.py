@@ -1,0 +1,91 @@
+"""The record of one step: timings of its named parts, what each update reported, under the table's names."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from dppo_megatron.actor import UpdateStats
+from dppo_megatron.objectives import merge_metrics, reduce_metrics
+
+from .batches import UpdateBatch
+
+# An objective names what it measures; a run's record has one fixed name for it.
+RECORD_NAMES = {
+    "masked/share": "policy/masked_share",
+    "masked/positive": "policy/masked_share_positive",
+    "masked/negative": "policy/masked_share_negative",
+    "divergence/mean": "policy/divergence_mean",
+    "divergence/max": "policy/divergence_max",
+    "ratio/min": "policy/ratio_min",
+    "ratio/max": "policy/ratio_max",
+    "entropy": "train/entropy",
+}
+# Engine against trainer means the same weights: only the step's first update sees those (at staleness 0).
+FIRST_UPDATE = ("mismatch/",)
+
+
+class StepMetrics:
+    """Collects one step. Means are over the step's updates; what only the first update can tell comes from it."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._values: dict[str, float] = {}
+        self._updates: list[tuple[UpdateStats, UpdateBatch]] = []
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._values[f"time/{part}_s"] = time.perf_counter() - started
+
+    def add(self, values: Mapping[str, float]) -> None:
+        self._values.update(values)
+
+    def add_update(self, stats: UpdateStats, batch: UpdateBatch) -> None:
+        self._updates.append((stats, batch))
+
+    def finish(self) -> dict[str, float]:
+        values = dict(self._values)
+        values["time/step_s"] = time.perf_counter() - self._started
+        values["train/updates"] = float(len(self._updates))
+        if self._updates:
+            values |= self._of_updates()
+            values["throughput/tokens_per_s"] = values["train/tokens"] / values["time/step_s"]
+        return values
+
+    def _of_updates(self) -> dict[str, float]:
+        stats = [s for s, _ in self._updates]
+        values = {
+            "train/loss": _mean([s.loss for s in stats]),
+            "train/grad_norm": _mean([s.grad_norm for s in stats]),
+            "train/lr": stats[-1].lr,
+            "train/skipped_updates": float(sum(s.skipped for s in stats)),
+            "train/sequences": float(sum(b.sequences for _, b in self._updates)),
+            "train/tokens": float(sum(b.tokens for _, b in self._updates)),
+            "time/forward_backward_s": sum(s.forward_backward_s for s in stats),
+            "time/optimizer_s": sum(s.optimizer_s for s in stats),
+        }
+        first = stats[0].metrics
+        whole = reduce_metrics(merge_metrics([s.parts for s in stats]))
+        for name, value in whole.items():
+            recorded = RECORD_NAMES.get(name, name if "/" in name else f"train/{name}")
+            values[recorded] = first[name] if name.startswith(FIRST_UPDATE) else value
+        return values | _mismatch(first)
+
+
+def _mismatch(first: Mapping[str, float]) -> dict[str, float]:
+    """Engine against trainer on the tokens the engine sampled, before any update of this step."""
+    if "mismatch/k3" not in first:
+        return {}
+    extremes = [abs(math.log(first[n])) for n in ("ratio/min", "ratio/max") if first.get(n, 0) > 0]
+    return {
+        "mismatch/kl": first["mismatch/k3"],
+        "mismatch/max_abs_logprob_difference": max(extremes, default=math.nan),
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

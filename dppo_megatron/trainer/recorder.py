@@ -1,0 +1,68 @@
+"""Rank 0 logs the run: its own records, and those the orchestrator leaves beside them."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from dppo_megatron.config import Config
+from dppo_megatron.observability.tail import JsonlFollower, read_records
+from dppo_megatron.observability.trackers import build_trackers
+from dppo_megatron.run_dir import RunDir
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.02
+EVALUATION = "eval/accuracy"
+
+
+class RankZeroRecorder:
+    """Forwards metrics to the trackers on rank 0 and does nothing elsewhere. A context manager.
+
+    The trackers have one writer, so what the orchestrator measured (sampling speed, evaluations) is read from its
+    file and logged here under the step it belongs to, possibly late.
+    """
+
+    def __init__(self, config: Config, rank: int, resume_step: int | None):
+        self._config = config
+        self._trackers = build_trackers(config, resume_step) if rank == 0 else None
+        self._follower = JsonlFollower(RunDir(config.run.dir).rollout_metrics)
+        self._first_step = resume_step or 0
+        self._evaluated = {r["step"] for r in read_records(RunDir(config.run.dir).metrics) if EVALUATION in r}
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if self._trackers is None:
+            return
+        self._forward()
+        self._trackers.log(step, metrics)
+
+    def wait_for_last_evaluation(self) -> None:
+        """Waits until the orchestrator evaluated the last policy, if it evaluates at all."""
+        if self._trackers is None or self._config.data.eval is None or self._config.objective.supervised:
+            return
+        deadline = time.monotonic() + self._config.run.stall_timeout_s
+        while self._config.train.steps not in self._evaluated:
+            if time.monotonic() > deadline:
+                log.warning(
+                    "the last evaluation did not arrive within %.0f s (run.stall_timeout_s); see the "
+                    "orchestrator's log", self._config.run.stall_timeout_s,
+                )  # fmt: skip
+                return
+            self._forward()
+            time.sleep(POLL_S)
+
+    def _forward(self) -> None:
+        for record in self._follower.poll().records:
+            step = record.pop("step")
+            new = step not in self._evaluated if EVALUATION in record else step > self._first_step
+            if new:  # the rest an earlier life logged
+                self._trackers.log(step, record)
+            if EVALUATION in record:
+                self._evaluated.add(step)
+
+    def __enter__(self) -> RankZeroRecorder:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._trackers is not None:
+            self._trackers.close()

@@ -1,0 +1,127 @@
+"""The quickstart's task: sums of two two-digit numbers, and a start policy that was raised on careless text.
+
+    python examples/quickstart/make_task.py runs/quickstart/task --seed 1
+
+The text shows every training sum three times. Once the answer is right. Twice the writer was careless: each
+column added by itself, every carry forgotten (47+85=22 instead of 132). A policy that learns this text
+answers greedily as the majority does, right only where nothing is to carry (a quarter of the sums); where
+something is, a third of its samples are right. Rewards that come from checking the sum teach it to carry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dppo_megatron.hf import make_random_hf_model
+
+PAD, EOS = "<pad>", "<eos>"
+VOCABULARY = (PAD, EOS, *"0123456789+-*=")
+HELD_OUT = 500  # of the 8,100 pairs; neither the text nor the training prompts contain them
+CARELESS, RIGHT = 2, 1  # answers the text gives to each sum
+
+MODEL = {  # 0.9 M parameters; heads, groups and vocabulary divide by a tensor-parallel size of 2
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 160,
+    "intermediate_size": 448,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 40,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "initializer_range": 0.05,  # the usual 0.02 leaves so narrow a model on a plateau for 150 updates
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "bos_token_id": None,
+    "eos_token_id": VOCABULARY.index(EOS),
+    "pad_token_id": VOCABULARY.index(PAD),
+}
+
+Pair = tuple[int, int]
+
+
+def make_task(directory: str | Path, seed: int = 1) -> None:
+    """Writes the files of `write_sums` and `random_model/` under `directory`; one seed, the same bytes."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_sums(directory, seed)
+    write_random_model(directory / "random_model", seed)
+
+
+def write_sums(directory: Path, seed: int) -> None:
+    """Writes `train.jsonl` and `heldout.jsonl`, disjoint, and `warmup.jsonl`, the careless text.
+
+    Rows have the columns `prompt` and `answer`.
+    """
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    generator = random.Random(seed)
+    generator.shuffle(pairs)
+    heldout, train = pairs[:HELD_OUT], pairs[HELD_OUT:]
+    text = [(pair, answer(pair)) for answer in [right] * RIGHT + [careless] * CARELESS for pair in train]
+    generator.shuffle(text)
+    _write_rows(directory / "heldout.jsonl", ((pair, right(pair)) for pair in heldout))
+    _write_rows(directory / "train.jsonl", ((pair, right(pair)) for pair in train))
+    _write_rows(directory / "warmup.jsonl", text)
+
+
+def right(pair: Pair) -> str:
+    return str(sum(pair))
+
+
+def careless(pair: Pair) -> str:
+    """The last digit of each column's own sum: equal to `right` where no column carries."""
+    a, b = pair
+    return f"{(a // 10 + b // 10) % 10}{(a % 10 + b % 10) % 10}"
+
+
+def write_random_model(directory: Path, seed: int) -> None:
+    """Writes a Hugging Face model directory: Qwen3 with random weights, a tokenizer of single characters."""
+    make_random_hf_model(directory, MODEL, seed, overwrite=True)
+    character_tokenizer().save_pretrained(directory)
+    generation = {"eos_token_id": MODEL["eos_token_id"], "pad_token_id": MODEL["pad_token_id"]}
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character; no beginning-of-sequence token, nothing added on encoding."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=MODEL["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _write_rows(path: Path, rows: Iterable[tuple[Pair, str]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for (a, b), answer in rows:
+            file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": answer}) + "\n")
+
+
+def main() -> None:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser.add_argument("directory", type=Path, help="where to write; made if missing")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    make_task(arguments.directory, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The config tree: every violation at once, nearest names, overrides, cross-field rules."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dppo_megatron.config import ConfigError, load_config, save_resolved
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
+MINIMAL = {
+    "run": {"dir": "runs/x"},
+    "model": {"path": "m"},
+    "data": {"train": "train.jsonl"},
+    "train": {"steps": 3},
+}
+
+
+def write(tmp_path, **sections):
+    tree = {name: {**MINIMAL.get(name, {}), **sections.get(name, {})} for name in {*MINIMAL, *sections}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def violations(path, overrides=()):
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, overrides)
+    return "\n".join(raised.value.violations)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: str(p.relative_to(p.parents[1])))
+def test_every_example_is_valid(path):
+    load_config(path)
+
+
+def test_defaults_are_filled_and_saved(tmp_path):
+    config = load_config(write(tmp_path))
+    saved = tmp_path / "resolved.yaml"
+    save_resolved(config, saved)
+    assert load_config(saved) == config
+    assert yaml.safe_load(saved.read_text())["rollout"]["temperature"] == 1.0
+
+
+def test_every_violation_is_reported_at_once(tmp_path):
+    path = write(
+        tmp_path, model={"path": "m", "dtpe": "fp32"}, train={"steps": "many"}, rollout={"temprature": 1}
+    )
+    found = violations(path)
+    assert "model.dtpe: unknown setting; did you mean model.dtype?" in found
+    assert "rollout.temprature: unknown setting; did you mean rollout.temperature?" in found
+    assert "train.steps = 'many'" in found
+
+
+def test_a_setting_in_the_wrong_section_names_the_right_one(tmp_path):
+    assert "did you mean rollout.group_size?" in violations(write(tmp_path, train={"group_size": 4}))
+
+
+def test_missing_section_is_named(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("run: {dir: x}\n")
+    found = violations(path)
+    assert "model: required, not set" in found
+    assert "train: required, not set" in found
+
+
+def test_overrides_are_typed_like_the_file(tmp_path):
+    config = load_config(write(tmp_path), ["optimizer.lr=1e-4", "engine.urls=[http://a:1]", "eval.every=5"])
+    assert config.optimizer.lr == 1e-4
+    assert config.engine.urls == ("http://a:1",)
+    assert config.eval.every == 5
+
+
+def test_numbers_in_exponent_form_are_numbers_also_in_free_mappings(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL) + "objective: {settings: {delta: 2e-1}}\n")
+    assert load_config(path).objective.settings == {"delta": 0.2}
+
+
+@pytest.mark.parametrize("override", ["optimizer.lr", "=3", "run.dir.deeper=3"])
+def test_malformed_overrides_are_named(tmp_path, override):
+    assert override in violations(write(tmp_path), [override])
+
+
+def test_missing_file_and_broken_yaml(tmp_path):
+    assert "no such file" in violations(tmp_path / "absent.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("run: {dir: [")
+    assert "not valid YAML" in violations(broken)
+    broken.write_text("- a list")
+    assert "must be a mapping" in violations(broken)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"rollout": {"top_p": 0.9}}, "rollout.top_p = 0.9"),
+        ({"rollout": {"top_k": 50}}, "rollout.top_k = 50"),
+        ({"engine": {"logprobs_mode": "raw_logprobs"}}, "engine.logprobs_mode = raw_logprobs"),
+        ({"rollout": {"topk_logprobs": 100}}, "rollout.topk_logprobs = 100: above the engine's cap"),
+        ({"rollout": {"max_response_tokens": 4096}}, "leaves no room for a prompt"),
+        ({"rollout": {"group_size": 1}}, "every advantage is 0"),
+        ({"train": {"updates_per_step": 3}}, "does not divide rollout.prompts_per_step"),
+        ({"parallel": {"world_size": 3, "tensor": 2}}, "not a multiple of tensor x pipeline x context"),
+        ({"parallel": {"sequence": True}}, "needs parallel.tensor > 1"),
+        ({"parallel": {"virtual_pipeline": 2}}, "needs parallel.pipeline > 1"),
+        ({"optimizer": {"min_lr": 1.0}}, "above optimizer.lr"),
+        ({"rollout": {"temperature": 0}}, "rollout.temperature = 0"),
+    ],
+)
+def test_what_would_be_silently_wrong_is_refused(tmp_path, sections, expected):
+    assert expected in violations(write(tmp_path, **sections))
+
+
+def test_cross_field_rules_are_reported_together(tmp_path):
+    found = violations(write(tmp_path, rollout={"top_p": 0.9, "top_k": 50, "group_size": 1}))
+    assert len(found.splitlines()) == 3
+
+
+def test_supervised_runs_need_no_sampling_settings(tmp_path):
+    load_config(write(tmp_path, objective={"name": "nll"}, rollout={"group_size": 1}))

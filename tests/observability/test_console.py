@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import threading
+import time
+
+from synthetic_records import step_record
+
+from dppo_megatron.observability.console import ProgressView
+
+
+def clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def test_plain_lines_are_aligned_and_evaluations_stand_alone():
+    out = io.StringIO()
+    with ProgressView(200, out, plain_interval_s=0) as view:
+        view.note("engine-0 ready")
+        view.update({"step": 0, "time": 1000.0, "eval/accuracy": 0.391})
+        view.update(step_record(9, 1002.0))
+        view.update(step_record(10, 1005.0, **{"policy/masked_share": 0.1234, "mismatch/kl": None}))
+        view.update({"step": 10, "time": 1006.0, "eval/accuracy": 0.5, "eval/prompts": 256})
+        view.update({"step": 11, "time": 1007.0, "time/generate_s": 1.0})
+        view.update(step_record(200, 2000.0, **{"train/skipped_updates": 2.0}))
+    assert out.getvalue() == (
+        "engine-0 ready\n"
+        "eval at step 0: accuracy 0.391\n"
+        f"{clock(1002)} step   9/200 | reward  0.480 | masked  0.40% | mismatch  2.0e-09 |   1,500 tok/s"
+        " |    2.0 s/step |  0:06:22 left\n"
+        f"{clock(1005)} step  10/200 | reward  0.500 | masked 12.34% | mismatch      n/a |   1,500 tok/s"
+        " |    2.0 s/step |  0:09:30 left\n"
+        "eval at step 10: accuracy 0.5, prompts 256 (accuracy at step 0: 0.391)\n"
+        f"{clock(2000)} step 200/200 | reward  4.300 | masked  0.40% | mismatch  2.0e-09 |   1,500 tok/s"
+        " |    2.0 s/step |  0:00:00 left | 2 updates skipped\n"
+    )
+
+
+def test_plain_lines_come_at_most_every_interval_and_for_the_last_step():
+    out = io.StringIO()
+    with ProgressView(40, out, plain_interval_s=10) as view:
+        for step in range(1, 41):
+            view.update(step_record(step, 1000.0 + step))
+    assert [line.split()[2] for line in out.getvalue().splitlines()] == [
+        "1/40",
+        "11/40",
+        "21/40",
+        "31/40",
+        "40/40",
+    ]
+
+
+def test_supervised_runs_show_the_loss():
+    out = io.StringIO()
+    with ProgressView(2, out) as view:
+        view.update({"step": 1, "time": 1000.0, "train/loss": 2.5, "time/step_s": 1.0})
+    assert "loss  2.50e+00" in out.getvalue()
+
+
+def test_poll_follows_a_file_and_passes_over_what_a_resumed_run_repeats(tmp_path):
+    path, out = tmp_path / "metrics.jsonl", io.StringIO()
+
+    def write(steps, mode="a"):
+        with path.open(mode) as file:
+            file.writelines(json.dumps(step_record(s, 1000.0 + s)) + "\n" for s in steps)
+
+    def shown():
+        steps = [line.split()[2] for line in out.getvalue().splitlines()]
+        out.seek(0)
+        out.truncate()
+        return steps
+
+    view = ProgressView(9, out, plain_interval_s=0)
+    assert view.poll(path) is False
+    write([1, 2])
+    assert view.poll(path) is True
+    assert shown() == ["1/9", "2/9"]
+
+    resumed = ProgressView(9, out, plain_interval_s=0)
+    write([3])
+    resumed.poll(path)
+    assert shown() == ["3/9"]
+    path.rename(tmp_path / "old")
+    write([1, 2])  # the trainer removed step 3
+    resumed.poll(path)
+    write([3, 4])
+    resumed.poll(path)
+    assert shown() == ["2/9", "3/9", "4/9"]
+
+
+def test_a_record_without_step_or_time_is_passed_over(tmp_path):
+    path, out = tmp_path / "metrics.jsonl", io.StringIO()
+    path.write_text('{"train/loss": 1.0}\n{"step": 1}\n' + json.dumps(step_record(2, 1002.0)) + "\n")
+    ProgressView(2, out).poll(path)
+    assert [line.split()[2] for line in out.getvalue().splitlines()] == ["2/2"]
+
+
+def test_notes_lose_control_codes_and_what_the_stream_cannot_say():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    view = ProgressView(1, stream)
+    view.note("\x1b[31mdied\x1b[0m \x07of \u4e2d\nnext")
+    view.close()
+    assert raw.getvalue() == b"died of ?\nnext\n"
+
+
+def test_a_closed_stream_silences_the_view():
+    out = io.StringIO()
+    view = ProgressView(1, out)
+    out.close()
+    view.note("nobody hears this")
+    view.update(step_record(1, 1000.0))
+    view.close()
+
+
+def test_terminal_gets_a_bar_with_values_and_the_cursor_back(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    ours, theirs = pty.openpty()
+    shown = bytearray()
+
+    def drain():
+        while True:
+            try:
+                shown.extend(os.read(ours, 4096))
+            except OSError:
+                return
+
+    reader = threading.Thread(target=drain, daemon=True)
+    reader.start()
+    with os.fdopen(theirs, "w") as terminal:
+        view = ProgressView(10, terminal)
+        view.update({"step": 0, "time": 1000.0, "eval/accuracy": 0.25})
+        view.update(step_record(4, time.time()))
+        view.note("a note")
+        view.close()
+    reader.join(5)
+    text = shown.decode()
+    for part in ("step 4/10", "reward 0.380", "masked 0.40%", "1,500 tok/s", "left", "a note", "eval 0.25"):
+        assert part in text
+    assert "\x1b[?25l" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_an_idle_poll_is_cheap(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(step_record(s, 1000.0 + s)) + "\n" for s in range(1, 501)))
+    view = ProgressView(500, io.StringIO())
+    view.poll(path)
+    started = time.process_time()
+    for _ in range(200):
+        view.poll(path)
+    assert (time.process_time() - started) / 200 < 1e-3

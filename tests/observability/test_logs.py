@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+from dppo_megatron.observability.logs import last_lines
+
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
+
+
+def run(tmp_path, body, *, name="trainer", run_dir=True, rank=None, stderr=subprocess.PIPE):
+    """Runs `body` in a process of its own: logging is set up once per process."""
+    code = (
+        "import logging, sys\n"
+        "from dppo_megatron.observability.logs import setup_logging\n"
+        f"path = setup_logging({name!r}, {str(tmp_path) if run_dir else None!r})\n"
+        f"log = logging.getLogger('here')\n{body}"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "RANK"}
+    env |= {} if rank is None else {"RANK": str(rank)}
+    return subprocess.run([sys.executable, "-c", code], env=env, stderr=stderr, text=True, check=False)
+
+
+def test_lines_carry_time_process_rank_and_are_appended(tmp_path):
+    run(tmp_path, "log.info('hello')", rank=0)
+    run(tmp_path, "log.info('hello'); log.warning('careful')", rank=3)
+    lines = (tmp_path / "logs" / "trainer.log").read_text().splitlines()
+    assert len(lines) == 2
+    assert re.fullmatch(rf"{STAMP} trainer\[0\] INFO here: hello", lines[0])
+    assert re.fullmatch(rf"{STAMP} trainer\[3\] WARNING here: careful", lines[1])
+
+
+def test_a_rank_with_a_file_of_its_own_logs_everything(tmp_path):
+    run(tmp_path, "log.info('hello')", name="trainer-3", rank=3)
+    assert re.fullmatch(
+        rf"{STAMP} trainer-3 INFO here: hello\n", (tmp_path / "logs/trainer-3.log").read_text()
+    )
+
+
+def test_stderr_gets_warnings_only_and_nothing_twice(tmp_path):
+    result = run(tmp_path, "log.info('hello'); log.warning('careful')")
+    assert "careful" in result.stderr
+    assert "hello" not in result.stderr
+    path = tmp_path / "logs" / "trainer.log"
+    path.unlink()
+    with path.open("a") as file:  # a launcher that redirects into the same file
+        run(tmp_path, "log.warning('careful')", stderr=file)
+    assert path.read_text().count("careful") == 1
+
+
+def test_without_a_run_directory_records_go_to_stderr(tmp_path):
+    result = run(tmp_path, "assert path is None; log.info('hello')", run_dir=False)
+    assert re.fullmatch(rf"{STAMP} trainer INFO here: hello\n", result.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+def test_uncaught_exceptions_of_any_thread_land_in_the_log(tmp_path):
+    body = (
+        "import threading\n"
+        "def work(): raise KeyError('in a thread')\n"
+        "t = threading.Thread(target=work, name='loader'); t.start(); t.join()\n"
+        "raise ValueError('at the top')"
+    )
+    assert run(tmp_path, body).returncode == 1
+    text = (tmp_path / "logs" / "trainer.log").read_text()
+    assert "uncaught exception in loader" in text
+    assert "KeyError: 'in a thread'" in text
+    assert text.rstrip().endswith("ValueError: at the top")
+
+
+def test_a_fatal_signal_leaves_a_traceback(tmp_path):
+    result = run(tmp_path, "import os\ndef stuck(): os.abort()\nstuck()")
+    assert result.returncode == -signal.SIGABRT
+    text = (tmp_path / "logs" / "trainer.log").read_text()
+    assert "Fatal Python error: Aborted" in text
+    assert "in stuck" in text
+
+
+def test_last_lines_skip_blanks_colours_and_redrawn_states(tmp_path):
+    path = tmp_path / "engine.log"
+    path.write_bytes(b"first\n\n  \n\x1b[31mred\x1b[0m\r\n 0%\r50%\r100%\n\xff\nlast\n\n\n")
+    assert last_lines(path, 4) == ["red", "100%", "\ufffd", "last"]
+    assert last_lines(path, 1) == ["last"]
+    assert last_lines(path, 0) == []
+    assert last_lines(path)[0] == "first"
+    assert last_lines(tmp_path / "absent") == []
+
+
+def test_last_lines_of_a_large_file_reach_over_blocks(tmp_path):
+    path = tmp_path / "engine.log"
+    path.write_text("".join(f"{index:06d} {'x' * 90}\n" for index in range(5000)) + "\n" * 70_000)
+    assert [line[:6] for line in last_lines(path, 3)] == ["004997", "004998", "004999"]
+    path.write_text("y" * 200_000 + "\nend")
+    assert last_lines(path, 2) == ["y" * 200_000, "end"]

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from dppo_megatron.observability.history import ReportError, labels, load_history
+from dppo_megatron.observability.report import write_report
+from dppo_megatron.observability.summary import summary_rows, time_rows
+
+
+@pytest.fixture
+def console():
+    return Console(file=io.StringIO(), width=120)
+
+
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_summary_says_what_was_trained_and_what_it_reached(make_run):
+    rows = summary_rows(load_history(make_run("run", delta=0.2), "run"))
+    expected = {
+        "method": "dppo_binary_tv",
+        "layout": "2 ranks: TP 2",
+        "steps": "20",
+        "accuracy before": "25.0% (step 0)",
+        "accuracy after": "75.0% (step 20)",
+        "reward first": "0.360 (mean of 5)",
+        "reward last": "0.660 (mean of 5)",
+        "masked share": "0.40%",
+        "  of A > 0, A < 0": "0.20%, 0.60%",
+        "tokens/s": "1,500",
+        "time in steps": "0:00:40",
+        "skipped updates": "0",
+    }
+    assert {key: rows[key] for key in expected} == expected
+
+
+def test_method_is_described_as_the_objective_resolves_it(make_run):
+    pytest.importorskip("dppo_megatron.objectives")
+    rows = summary_rows(load_history(make_run("a", "minirl"), "a"))
+    assert rows["anchor"] == "recomputed"
+    assert rows["trust region"].startswith("ratio in [")
+    assert "delta 0.2" in summary_rows(load_history(make_run("b", delta=0.2), "b"))["trust region"]
+
+
+def test_a_method_of_the_users_own_is_shown_by_its_settings(make_run):
+    rows = summary_rows(load_history(make_run("run", "my.module:method", delta=0.3, anchor="rollout"), "run"))
+    assert (rows["method"], rows["anchor"], rows["trust region"]) == (
+        "my.module:method",
+        "rollout",
+        "delta 0.3",
+    )
+
+
+def test_parts_of_the_step_add_up(make_run):
+    rows = time_rows(load_history(make_run("run"), "run"))
+    assert rows["wait"] == "1.00 s (50%)"
+    assert rows["forward, backward"] == "0.50 s (25%)"
+    assert rows["other"] == "0.20 s (10%)"
+    assert rows["step"] == "2.00 s (100%)"
+
+
+def test_a_later_record_of_a_step_completes_it_and_null_is_no_value(tmp_path):
+    lines = [{"step": 1, "train/loss": None, "time/step_s": 1.0}, {"step": 1, "eval/accuracy": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    history = load_history(tmp_path, "run")
+    assert history.steps == [1]
+    assert history.series("eval/accuracy").values == (0.5,)
+    assert not history.series("train/loss")
+
+
+def test_report_of_one_run(make_run, console):
+    run = make_run("run")
+    path = write_report(run, console=console)
+    assert path == run / "report" / "report.md"
+    text = path.read_text()
+    assert "| accuracy after | 75.0% (step 20) |" in text
+    assert "![curves](curves.png)" in text
+    assert is_png(path.with_name("curves.png"))
+    assert "75.0% (step 20)" in console.file.getvalue()
+    assert "staleness" not in text  # recorded by no run
+
+
+def test_report_of_several_runs_sets_them_side_by_side(make_run, tmp_path, console):
+    runs = [make_run("tv"), make_run("grpo", "grpo_clip_higher", steps=60)]
+    path = write_report([str(run) for run in runs], tmp_path / "out", console=console)
+    assert path.parent == tmp_path / "out"
+    assert "| method | dppo_binary_tv | grpo_clip_higher |" in path.read_text()
+    assert is_png(path.with_name("curves.png"))
+    assert write_report(runs, console=console).parent == tmp_path / "report"
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [{"step": 0, "time": 1.0, "eval/accuracy": 0.5}],
+        [{"step": 1, "time": 1.0, "train/loss": 2.0, "time/step_s": 0.0}],
+        [{"step": 1, "time": 1.0, "mismatch/kl": -1e-9, "train/grad_norm": None, "time/step_s": 1.0}],
+    ],
+    ids=["evaluation only", "one supervised step", "nothing a logarithm shows"],
+)
+def test_report_of_hardly_anything(tmp_path, console, records):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert is_png(write_report(tmp_path, console=console).with_name("curves.png"))
+
+
+def test_a_directory_without_metrics_is_a_clear_error(tmp_path):
+    with pytest.raises(ReportError, match=r"metrics.jsonl holds no metrics"):
+        write_report(tmp_path)
+
+
+def test_labels_are_as_short_as_tells_them_apart(tmp_path):
+    assert labels([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+    assert labels([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
+    assert labels([tmp_path / "a", tmp_path / "a"]) == ["a (1)", "a (2)"]
