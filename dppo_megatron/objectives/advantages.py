@@ -1,0 +1,96 @@
+"""Advantages from the rewards of groups: n samples of one prompt, G prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .settings import ObjectiveError, nearest
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+ADVANTAGE_KINDS = ("group_mean", "group_mean_std", "leave_one_out", "batch_normalised")
+
+
+@dataclass(frozen=True)
+class RewardMoments:
+    """Count, sum and sum of squares of group-centred rewards, 0-d fp64 each.
+
+    Ranks add theirs before they normalise.
+    """
+
+    count: Tensor
+    total: Tensor
+    squares: Tensor
+
+    def __add__(self, other: RewardMoments) -> RewardMoments:
+        return RewardMoments(self.count + other.count, self.total + other.total, self.squares + other.squares)
+
+    @property
+    def std(self) -> Tensor:
+        """Sample standard deviation (n - 1); 0 for fewer than two samples."""
+        spread = self.squares - self.total.square() / self.count.clamp(min=1)
+        return (spread.clamp(min=0.0) / (self.count - 1).clamp(min=1)).sqrt()
+
+
+def group_advantages(
+    rewards: Float[Tensor, "G n"],
+    valid: Bool[Tensor, "G n"] | None = None,
+    kind: str = "group_mean",
+    moments: RewardMoments | None = None,
+) -> Float[Tensor, "G n"]:
+    """Advantage of every sample.
+
+    group_mean        reward - mean of its group (DPPO; Dr. GRPO, arXiv 2503.20783).
+    group_mean_std    the same over the group's sample standard deviation (GRPO, arXiv 2402.03300).
+    leave_one_out     reward - mean of the others (RLOO, arXiv 2402.14740) = n / (n - 1) group_mean.
+    batch_normalised  group_mean over its sample standard deviation across the batch (REINFORCE++-baseline,
+                      arXiv 2501.03262). `moments` gives the whole batch's when `rewards` is a part of it.
+    rewards fp32/fp64. valid: False where a sample failed; it gets 0 and leaves the statistics. A group whose
+    valid rewards are all equal has no signal and gets exactly 0, as does a lone sample. No epsilon in a
+    denominator. Raises ObjectiveError for an unknown kind or rewards that are not [G, n].
+    """
+    if kind not in ADVANTAGE_KINDS:
+        raise ObjectiveError(f"unknown advantage {kind!r}: {nearest(kind, ADVANTAGE_KINDS)}")
+    centred, valid, signal = _centred(rewards, valid)
+    count = valid.sum(dim=1, keepdim=True)
+    if kind == "group_mean_std":
+        std = (centred.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+        centred = centred / torch.where(signal, std, torch.ones_like(std))
+    elif kind == "leave_one_out":
+        centred = centred * count / (count - 1).clamp(min=1)
+    elif kind == "batch_normalised":
+        std = (moments or reward_moments(rewards, valid)).std.to(centred.device)
+        centred = centred / torch.where(std > 0, std, torch.ones_like(std))
+    return centred.to(rewards.dtype)
+
+
+def reward_moments(rewards: Float[Tensor, "G n"], valid: Bool[Tensor, "G n"] | None = None) -> RewardMoments:
+    """Moments of the group-centred rewards of some groups, for kind 'batch_normalised' over several ranks."""
+    centred, valid, _ = _centred(rewards, valid)
+    return RewardMoments(valid.sum().double(), centred.sum(), centred.square().sum())
+
+
+def group_has_signal(rewards: Float[Tensor, "G n"], valid: Bool[Tensor, "G n"] | None = None) -> Bool[Tensor, " G"]:
+    """True for groups with at least two different valid rewards: what dynamic sampling keeps (DAPO)."""
+    return _centred(rewards, valid)[2].squeeze(1)
+
+
+def _centred(rewards: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(reward - group mean in fp64, 0 where invalid or without signal; valid; signal [G, 1])."""
+    if rewards.ndim != 2:
+        raise ObjectiveError(f"rewards must be [G, n], got shape {tuple(rewards.shape)}")
+    valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
+    if valid.shape != rewards.shape:
+        raise ObjectiveError(f"valid has shape {tuple(valid.shape)}, rewards has {tuple(rewards.shape)}")
+    values = torch.where(valid, rewards.double(), 0.0)
+    largest = torch.where(valid, values, -torch.inf).amax(dim=1, keepdim=True)
+    smallest = torch.where(valid, values, torch.inf).amin(dim=1, keepdim=True)
+    # Compared, not taken from a rounded mean: equal rewards of 0.1 must not leave 1e-17 for a std to blow up.
+    signal = largest > smallest
+    mean = values.sum(dim=1, keepdim=True) / valid.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.where(valid & signal, values - mean, 0.0), valid, signal

@@ -1,0 +1,123 @@
+"""Corrections around the trust region, all off by default."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .inputs import Tokens
+from .settings import ObjectiveSettings
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+
+def sequence_ids_from_cu_seqlens(cu_seqlens: Int[Tensor, " B+1"], total: int) -> Int[Tensor, " T"]:
+    """Sequence number of each of `total` packed tokens, from the packed boundaries [B + 1] (first is 0)."""
+    places = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens, places, right=True) - 1
+
+
+def over_sequence(value: Float[Tensor, " T"], tokens: Tokens, *, mean: bool) -> Float[Tensor, " T"]:
+    """Sum or mean of `value` over the loss-carrying tokens of each sequence, given back to every token of it.
+
+    Sequences are numbered from 0 and below T, and each lies whole in this call.
+    """
+    size = max(value.shape[0], 1)
+    kept = torch.where(tokens.mask, value, torch.zeros_like(value))
+    total = value.new_zeros(size).index_add(0, tokens.sequence_ids, kept)
+    if mean:
+        count = value.new_zeros(size).index_add(0, tokens.sequence_ids, tokens.mask.to(value.dtype))
+        total = total / count.clamp(min=1)
+    return total[tokens.sequence_ids]
+
+
+@torch.no_grad()
+def mismatch_weight(s: ObjectiveSettings, tokens: Tokens) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
+    """(multiplier of A r [T], dropped [T]) for the axes `mismatch` and `rejection`.
+
+    The mismatch ratio is trainer / engine on the weights that sampled: recomputed / mu when the recomputed
+    log-probs are given, else sg(pi) / mu, which also holds the drift of pi since.
+    truncate: TIS, min(ratio, high). mask: IcePop, the ratio inside [low, high] and 0 outside. Where the
+    importance ratio is already pi / mu the kept tokens are not weighted a second time.
+    """
+    weight, dropped = tokens.zeros + 1, torch.zeros_like(tokens.mask)
+    if s.mismatch == "none" and s.rejection == "none":
+        return weight, dropped
+    trainer = tokens.policy if tokens.recomputed is None else tokens.recomputed
+    log_ratio = trainer - tokens.rollout
+    if s.mismatch != "none":
+        ratio = _at_level(s.mismatch_level, log_ratio, tokens)
+        if s.mismatch == "truncate":
+            weight = ratio.clamp(max=s.mismatch_high)
+        else:
+            dropped = _outside(ratio, s.mismatch_low, s.mismatch_high)
+            if s.importance == "recomputed":
+                weight = ratio
+    if s.rejection == "any_token":
+        bad = _outside(log_ratio.exp(), s.rejection_low, s.rejection_high)
+        dropped = dropped | (over_sequence(bad.to(weight.dtype), tokens, mean=False) > 0)
+    elif s.rejection != "none":
+        ratio = _at_level(s.rejection, log_ratio, tokens)
+        dropped = dropped | _outside(ratio, s.rejection_low, s.rejection_high)
+    dropped = dropped & tokens.mask
+    return torch.where(dropped, torch.zeros_like(weight), weight), dropped
+
+
+def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """The estimator k1, k2 or k3 of KL(pi || reference) per token, in value.
+
+    Gradient 'unbiased': sg(r) (ln pi - ln ref) grad ln pi, the gradient of the KL for samples drawn from mu
+    (Tang and Munos, arXiv 2506.09477: it is k2's gradient, whichever estimator is reported). Gradient
+    'estimator': the estimator differentiated as written, which for k1 is zero in expectation and for k3
+    (GRPO's published term) is that of another divergence. `ratio` [T] is r, detached and truncated as in the
+    policy term.
+    """
+    gap = tokens.logprob - tokens.reference
+    if s.reference_kl == "k1":
+        value = gap
+    elif s.reference_kl == "k2":
+        value = 0.5 * gap.square()
+    else:
+        value = torch.expm1(-gap) + gap
+    if s.reference_kl_gradient == "estimator":
+        return value
+    coefficient = ratio * gap.detach()
+    return value.detach() + coefficient * (tokens.logprob - tokens.policy)
+
+
+def keep_finished(truncated: Bool[Tensor, " B"], response_lengths: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+    """Overlong filtering (DAPO, arXiv 2503.14476): loss-carrying lengths with truncated responses set to 0.
+
+    Use the result both for the mask and for the counts, so that a filtered response leaves the denominators
+    too.
+    """
+    return torch.where(truncated, torch.zeros_like(response_lengths), response_lengths)
+
+
+def soft_overlong_penalty(response_lengths: Int[Tensor, " B"], max_length: int, buffer: int) -> Float[Tensor, " B"]:
+    """Added to the reward: 0 up to max_length - buffer, then linearly down to -1 at max_length, -1 beyond.
+
+    DAPO (arXiv 2503.14476) eq. 13. Raises ValueError unless 0 < buffer <= max_length.
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"buffer={buffer} must be above 0 and at most max_length={max_length}")
+    over = response_lengths.to(torch.float32) - (max_length - buffer)
+    return -(over / buffer).clamp(0.0, 1.0)
+
+
+def _at_level(level: str, log_ratio: Tensor, tokens: Tokens) -> Tensor:
+    if level == "token":
+        return log_ratio.exp()
+    return over_sequence(log_ratio, tokens, mean=level == "geometric").exp()
+
+
+def _outside(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
+    outside = torch.zeros_like(ratio, dtype=torch.bool)
+    if low is not None:
+        outside = outside | (ratio < low)
+    if high is not None:
+        outside = outside | (ratio > high)
+    return outside

@@ -1,0 +1,88 @@
+"""Divergences D(mu || pi) of each position, from the log-probs of the tokens at hand, without gradient.
+
+Each is a lower bound of the divergence over the whole vocabulary, and binary <= top-K <= full (merging
+outcomes never raises a divergence). No constant is added inside a logarithm: it would bias the tail exactly
+where p nears 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .inputs import Buckets
+from .settings import ObjectiveError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+_LN2 = math.log(2.0)
+
+
+def log1mexp(logprob: Float[Tensor, ...]) -> Float[Tensor, ...]:
+    """ln(1 - e^x) for x <= 0 without cancellation: expm1 near 0, log1p below -ln 2."""
+    near_one = logprob > -_LN2
+    high = torch.where(near_one, logprob, torch.full_like(logprob, -1.0))
+    low = torch.where(near_one, torch.full_like(logprob, -1.0), logprob)
+    return torch.where(near_one, (-torch.expm1(high)).log(), torch.log1p(-low.exp()))
+
+
+def binary_tv(anchor: Float[Tensor, " T"], policy: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """|mu(a) - pi(a)| from ln mu(a) and ln pi(a). DPPO (arXiv 2602.04879), binary approximation."""
+    return (policy.exp() - anchor.exp()).abs()
+
+
+def binary_kl(anchor: Float[Tensor, " T"], policy: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """mu ln(mu/pi) + (1-mu) ln((1-mu)/(1-pi)) from ln mu(a) and ln pi(a). DPPO, binary approximation.
+
+    1 - p below one rounding step of p is not known, so both complements stop there instead of at zero: a fp32
+    log-prob that rounded to 0 would otherwise claim an infinite divergence.
+    """
+    least = -torch.finfo(policy.dtype).eps
+    mu_rest = anchor.clamp(max=least)
+    pi_rest = policy.clamp(max=least)
+    inside = _times_log_ratio(anchor.exp(), anchor, policy)
+    outside = -torch.expm1(mu_rest) * (log1mexp(mu_rest) - log1mexp(pi_rest))
+    return (inside + outside).clamp(min=0.0)
+
+
+def topk_tv(buckets: Buckets) -> Float[Tensor, " T"]:
+    """1/2 sum over S and the rest of |mu - pi|, S = TopK(mu, K) united with {a}. DPPO, top-K."""
+    listed = (buckets.policy.detach() - buckets.anchor).abs().sum(dim=1)
+    return 0.5 * (listed + (buckets.policy_other_logprob.exp() - buckets.anchor_other).abs())
+
+
+def topk_kl(buckets: Buckets) -> Float[Tensor, " T"]:
+    """Sum over S and the rest of mu ln(mu/pi). DPPO, top-K approximation.
+
+    The rest drops out where mu's unlisted mass is below the rounding of 1 - sum(mu).
+    """
+    listed = _times_log_ratio(buckets.anchor, buckets.anchor_logprob, buckets.policy_logprob.detach()).sum(dim=1)
+    rest = _times_log_ratio(buckets.anchor_other, buckets.anchor_other_logprob, buckets.policy_other_logprob)
+    return (listed + rest).clamp(min=0.0)
+
+
+def predicted_change(buckets: Buckets, tail: str) -> Float[Tensor, " T"]:
+    """How D moves when the sampled token's logit is raised: (pi_a - mu_a) + sum_i pi_i (mu_i - pi_i).
+
+    The sum runs over S; unlisted mass enters as one token ('aggregated') or spread evenly over the unlisted
+    tokens ('uniform', needs TopKLogprobs.vocab_size). Predictive divergence masks, arXiv 2607.10848.
+    """
+    mu, pi = buckets.anchor, buckets.policy.detach()
+    pi_other = buckets.policy_other_logprob.exp()
+    rest = pi_other * (buckets.anchor_other - pi_other)
+    if tail == "uniform":
+        if buckets.vocab_size is None:
+            raise ObjectiveError("tail='uniform' needs TopKLogprobs.vocab_size")
+        rest = rest / (buckets.vocab_size - buckets.present.sum(dim=1)).clamp(min=1)
+    return (pi[:, -1] - mu[:, -1]) + (pi * (mu - pi)).sum(dim=1) + rest
+
+
+def _times_log_ratio(mu: Tensor, ln_mu: Tensor, ln_pi: Tensor) -> Tensor:
+    """mu (ln mu - ln pi), and 0 where mu is 0 whatever the logarithms are."""
+    used = mu > 0
+    gap = torch.where(used, ln_mu, 0.0) - torch.where(used, ln_pi, 0.0)
+    return mu * gap

@@ -1,0 +1,225 @@
+"""What an objective is called with, checked once and cleaned of what must never enter the arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .settings import ObjectiveError, ObjectiveSettings
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+
+@dataclass(frozen=True)
+class TopKLogprobs:
+    """Log-probs of the tokens the rollout policy found most likely, under both policies.
+
+    ids                  [T, K] int32/int64, global token ids of TopK(mu, K); -1 = absent. No id twice, except
+                         that the sampled token may or may not be among them.
+    rollout_logprob      [T, K] fp32/fp64, ln mu. Ignored where absent.
+    logprob              [T, K] fp32/fp64, ln pi. Ignored where absent. Carries a gradient when the method
+                         needs one.
+    other_logprob        [T] ln of pi's mass outside TopK united with the sampled token, from the kernel.
+    target_ids           [T] int, the sampled token.
+    vocab_size           tokens of the whole vocabulary, for the uniform tail of the predictive direction.
+    recomputed_logprob   [T, K] as rollout_logprob, of the recomputed old policy; anchor 'recomputed' only.
+    """
+
+    ids: Int[Tensor, "T K"]
+    rollout_logprob: Float[Tensor, "T K"]
+    logprob: Float[Tensor, "T K"]
+    other_logprob: Float[Tensor, " T"]
+    target_ids: Int[Tensor, " T"]
+    vocab_size: int | None = None
+    recomputed_logprob: Float[Tensor, "T K"] | None = None
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """S = TopK(mu, K) united with the sampled token: [T, K + 1] columns, the last one the sampled token.
+
+    Absent columns, and listed copies of the sampled token, have `present` False and probability 0 under both.
+    `*_other` is the mass of everything else; anchor_other is 0 where it is below the rounding of its own sum.
+    """
+
+    present: Bool[Tensor, "T K+1"]
+    anchor_logprob: Float[Tensor, "T K+1"]
+    policy_logprob: Float[Tensor, "T K+1"]  # carries the gradient of TopKLogprobs.logprob
+    anchor_other: Float[Tensor, " T"]
+    anchor_other_logprob: Float[Tensor, " T"]
+    policy_other_logprob: Float[Tensor, " T"]
+    sampled_listed: Bool[Tensor, " T"]
+    vocab_size: int | None
+
+    @property
+    def anchor(self) -> Float[Tensor, "T K+1"]:
+        return self.anchor_logprob.exp() * self.present
+
+    @property
+    def policy(self) -> Float[Tensor, "T K+1"]:
+        return self.policy_logprob.exp() * self.present
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The [T] inputs with neutral values where `mask` is False, so that garbage there can reach nothing."""
+
+    mask: Bool[Tensor, " T"]
+    logprob: Float[Tensor, " T"]  # with gradient
+    policy: Float[Tensor, " T"]  # the same without
+    rollout: Float[Tensor, " T"] | None
+    recomputed: Float[Tensor, " T"] | None
+    reference: Float[Tensor, " T"] | None
+    advantage: Float[Tensor, " T"]
+    entropy: Float[Tensor, " T"] | None  # with gradient when it has one
+    sequence_ids: Int[Tensor, " T"] | None
+
+    @property
+    def zeros(self) -> Float[Tensor, " T"]:
+        return torch.zeros_like(self.policy)
+
+
+def check_and_clean(
+    settings: ObjectiveSettings,
+    name: str,
+    *,
+    logprob: Tensor,
+    mask: Tensor,
+    rollout_logprob: Tensor | None,
+    recomputed_logprob: Tensor | None,
+    reference_logprob: Tensor | None,
+    advantage: Tensor | None,
+    entropy: Tensor | None,
+    sequence_ids: Tensor | None,
+) -> Tokens:
+    """Refuse inputs that are missing, misshapen or too coarse; neutralise positions outside the mask."""
+    if logprob.ndim != 1:
+        raise ObjectiveError(f"{name}: logprob must be [T], got shape {tuple(logprob.shape)}")
+    required = {
+        "advantage": (advantage, not settings.supervised),
+        "rollout_logprob": (rollout_logprob, needs_rollout(settings)),
+        "recomputed_logprob": (recomputed_logprob, needs_recomputed(settings)),
+        "sequence_ids": (sequence_ids, needs_sequences(settings)),
+        "reference_logprob": (reference_logprob, settings.reference_kl != "none"),
+        "entropy": (entropy, settings.entropy_coefficient > 0),
+    }
+    missing = [key for key, (value, needed) in required.items() if needed and value is None]
+    if missing:
+        raise ObjectiveError(f"{name} needs {', '.join(missing)}")
+    fields = {
+        "mask": mask,
+        "rollout_logprob": rollout_logprob,
+        "recomputed_logprob": recomputed_logprob,
+        "reference_logprob": reference_logprob,
+        "advantage": advantage,
+        "entropy": entropy,
+        "sequence_ids": sequence_ids,
+    }
+    for key, value in fields.items():
+        if value is not None and value.shape != logprob.shape:
+            raise ObjectiveError(f"{name}: {key} has shape {tuple(value.shape)}, logprob has {tuple(logprob.shape)}")
+    for key, value in {"logprob": logprob, **fields}.items():
+        if value is not None and key.endswith("logprob"):
+            _refuse_coarse(name, key, value)
+
+    keep = mask != 0
+    dtype = logprob.dtype
+
+    def clean(value: Tensor | None, neutral: float = 0.0) -> Tensor | None:
+        if value is None:
+            return None
+        return torch.where(keep, value, torch.full_like(value, neutral)).to(dtype)
+
+    current = clean(logprob)
+    return Tokens(
+        mask=keep,
+        logprob=current,
+        policy=current.detach(),
+        rollout=_no_gradient(clean(rollout_logprob)),
+        recomputed=_no_gradient(clean(recomputed_logprob)),
+        reference=_no_gradient(clean(reference_logprob)),
+        advantage=keep.to(dtype) if settings.supervised else clean(advantage).detach(),
+        entropy=clean(entropy),
+        sequence_ids=None if sequence_ids is None else torch.where(keep, sequence_ids, 0).long(),
+    )
+
+
+def make_buckets(settings: ObjectiveSettings, name: str, tokens: Tokens, topk: TopKLogprobs) -> Buckets:
+    """The listed tokens and the sampled one as disjoint columns, anchored as the settings say."""
+    if topk.ids.ndim != 2 or topk.ids.shape[0] != tokens.mask.shape[0]:
+        raise ObjectiveError(
+            f"{name}: topk.ids has shape {tuple(topk.ids.shape)}, expected [{tokens.mask.shape[0]}, K]"
+        )
+    recomputed = settings.anchor == "recomputed"
+    if recomputed and topk.recomputed_logprob is None:
+        raise ObjectiveError(f"{name} with anchor='recomputed' needs topk.recomputed_logprob")
+    anchor_list = topk.recomputed_logprob if recomputed else topk.rollout_logprob
+    anchor_sampled = tokens.recomputed if recomputed else tokens.rollout
+    for key, value in (("logprob", topk.logprob), ("rollout_logprob", anchor_list)):
+        if value.shape != topk.ids.shape:
+            raise ObjectiveError(
+                f"{name}: topk.{key} has shape {tuple(value.shape)}, topk.ids has {tuple(topk.ids.shape)}"
+            )
+        _refuse_coarse(name, f"topk.{key}", value)
+    for key, value in (("other_logprob", topk.other_logprob), ("target_ids", topk.target_ids)):
+        if value.shape != tokens.mask.shape:
+            raise ObjectiveError(f"{name}: topk.{key} has shape {tuple(value.shape)}, expected [T]")
+
+    dtype, keep = tokens.policy.dtype, tokens.mask[:, None]
+    is_target = topk.ids == topk.target_ids[:, None]
+    # The sampled token has its own column, taken from the [T] log-probs, whether or not the engine listed it.
+    listed = keep & (topk.ids >= 0) & ~is_target
+    present = torch.cat([listed, keep], dim=1)
+
+    def columns(values: Tensor, sampled: Tensor) -> Tensor:
+        values = torch.where(listed, values, torch.zeros_like(values)).to(dtype)
+        return torch.cat([values, sampled[:, None]], dim=1)
+
+    anchor = columns(anchor_list, anchor_sampled).detach()
+    # Each probability carries the rounding of the coarser of the two sources it came from.
+    eps = max(torch.finfo(anchor_list.dtype).eps, torch.finfo(dtype).eps)
+    noise = 4 * eps * present.shape[1]
+    remainder = 1 - (anchor.exp() * present).sum(dim=1)
+    anchor_other = torch.where(remainder > noise, remainder, torch.zeros_like(remainder))
+    return Buckets(
+        present=present,
+        anchor_logprob=anchor,
+        policy_logprob=columns(topk.logprob, tokens.logprob),
+        anchor_other=torch.where(tokens.mask, anchor_other, torch.zeros_like(anchor_other)),
+        anchor_other_logprob=torch.where(anchor_other > 0, anchor_other, 1.0).log(),
+        policy_other_logprob=torch.where(tokens.mask, topk.other_logprob.detach().to(dtype), 0.0),
+        sampled_listed=(is_target & (topk.ids >= 0)).any(dim=1),
+        vocab_size=topk.vocab_size,
+    )
+
+
+def needs_rollout(settings: ObjectiveSettings) -> bool:
+    if settings.supervised:
+        return False
+    used = settings.importance == "rollout" or settings.mismatch != "none" or settings.rejection != "none"
+    return used or (settings.control != "none" and settings.anchor == "rollout") or settings.lists_tokens
+
+
+def needs_recomputed(settings: ObjectiveSettings) -> bool:
+    return settings.importance == "recomputed" or (settings.control != "none" and settings.anchor == "recomputed")
+
+
+def needs_sequences(settings: ObjectiveSettings) -> bool:
+    weighs = settings.mismatch != "none" and settings.mismatch_level != "token"
+    return settings.ratio_level == "sequence" or weighs or settings.rejection != "none"
+
+
+def _refuse_coarse(name: str, key: str, value: Tensor) -> None:
+    if value.dtype not in (torch.float32, torch.float64):
+        raise ObjectiveError(
+            f"{name}: {key} is {value.dtype}; log-probs must be float32 or float64. Rounded to 16 bits they "
+            "give a token up to 3e-2 of spurious divergence and the tail a negative mass"
+        )
+
+
+def _no_gradient(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.detach()

@@ -1,0 +1,174 @@
+"""Metrics that say how they reduce: over micro-batches by merging, over ranks by a sum and a max all-reduce.
+
+No communication happens here. A trainer does
+
+    total = merge_metrics([out.metrics for out in micro_batches])
+    sums, maxima = flatten_metrics(total)
+    all_reduce(sums, SUM); all_reduce(maxima, MAX)
+    logged = reduce_metrics(unflatten_metrics(total, sums, maxima))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+# Log-spaced bins 12 % wide from 1e-8 to 100, and one at each end: a quantile is known to within 6 %.
+_BINS_PER_DECADE, _LOWEST_DECADE, _DECADES = 20, -8, 10
+_BINS = _BINS_PER_DECADE * _DECADES + 2
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric before its last step. `sums` add over ranks, `maxima` take the larger; both fp64 vectors.
+
+    kind: "mean" sums [total, count] | "sum" sums [total] | "max" maxima [x] | "min" maxima [-x]
+    | "quantiles" sums [bins] | "effective_size" sums [sum w, sum w^2, count].
+    """
+
+    kind: str
+    sums: Float[Tensor, " n"]
+    maxima: Float[Tensor, " m"]
+
+
+Metrics = Mapping[str, Metric]
+
+
+def mean_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
+    """Mean of `value` over the positions `where`; of a bool value, the share that is True."""
+    kept = torch.where(where, value.detach().double(), 0.0)
+    return _summing("mean", torch.stack([kept.sum(), where.sum().double()]))
+
+
+def sum_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
+    """Sum of `value` over the positions `where`; of a bool value, the number that are True."""
+    return _summing("sum", torch.where(where, value.detach().double(), 0.0).sum()[None])
+
+
+def max_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
+    return _extreme("max", value.detach().double(), where)
+
+
+def min_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
+    return _extreme("min", -value.detach().double(), where)
+
+
+def quantiles_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
+    """Histogram of a non-negative `value` over `where`, in fixed bins so that it merges exactly."""
+    decades = value.detach().double().clamp(min=1e-30).log10() - _LOWEST_DECADE
+    # nan_to_num: a nan cannot be put in a bin; the count of non-finite tokens reports it.
+    place = (decades * _BINS_PER_DECADE).nan_to_num(nan=-1.0).floor().clamp(-1, _BINS - 2).long() + 1
+    counts = torch.zeros(_BINS, dtype=torch.float64, device=value.device)
+    return _summing("quantiles", counts.index_add(0, place, where.double()))
+
+
+def effective_size_metric(weight: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
+    """(sum w)^2 / (n sum w^2) in (0, 1]: share of the samples that a weighted mean is really made of."""
+    kept = torch.where(where, weight.detach().double(), 0.0)
+    return _summing("effective_size", torch.stack([kept.sum(), kept.square().sum(), where.sum().double()]))
+
+
+def merge_metrics(parts: Sequence[Metrics]) -> dict[str, Metric]:
+    """Combine the metrics of micro-batches. Raises ValueError when they do not hold the same metrics."""
+    if not parts:
+        raise ValueError("merge_metrics needs at least one set of metrics")
+    first = parts[0]
+    for other in parts[1:]:
+        odd = sorted(set(first) ^ set(other))
+        if odd:
+            raise ValueError(f"metrics differ between the parts to merge: {', '.join(odd)}")
+    return {
+        name: Metric(
+            metric.kind,
+            torch.stack([part[name].sums for part in parts]).sum(0),
+            torch.stack([part[name].maxima for part in parts]).amax(0) if metric.maxima.numel() else metric.maxima,
+        )
+        for name, metric in first.items()
+    }
+
+
+def flatten_metrics(metrics: Metrics) -> tuple[Float[Tensor, " N"], Float[Tensor, " M"]]:
+    """(sums [N], maxima [M]) fp64, ordered by name: the same on every rank that holds the same metrics."""
+    ordered = [metrics[name] for name in sorted(metrics)]
+    return torch.cat([m.sums for m in ordered]), torch.cat([m.maxima for m in ordered])
+
+
+def unflatten_metrics(like: Metrics, sums: Float[Tensor, " N"], maxima: Float[Tensor, " M"]) -> dict[str, Metric]:
+    """The inverse of flatten_metrics; `like` gives names, kinds and sizes."""
+    result, at, at_max = {}, 0, 0
+    for name in sorted(like):
+        n, m = like[name].sums.numel(), like[name].maxima.numel()
+        result[name] = Metric(like[name].kind, sums[at : at + n], maxima[at_max : at_max + m])
+        at, at_max = at + n, at_max + m
+    if at != sums.numel() or at_max != maxima.numel():
+        raise ValueError(
+            f"flattened metrics have {sums.numel()} sums and {maxima.numel()} maxima, expected {at} and {at_max}"
+        )
+    return result
+
+
+def reduce_metrics(metrics: Metrics) -> dict[str, float]:
+    """Finish every metric with one copy to the host. A metric without a single sample is left out.
+
+    Quantiles become name/p50, /p90, /p99, /p999; everything else keeps its name.
+    """
+    if not metrics:
+        return {}
+    sums, maxima = (part.tolist() for part in flatten_metrics(metrics))
+    result: dict[str, float] = {}
+    at = at_max = 0
+    for name in sorted(metrics):
+        metric = metrics[name]
+        own, own_max = sums[at : at + metric.sums.numel()], maxima[at_max : at_max + metric.maxima.numel()]
+        at, at_max = at + len(own), at_max + len(own_max)
+        result.update({name + suffix: value for suffix, value in _finish(metric.kind, own, own_max).items()})
+    return result
+
+
+def _finish(kind: str, sums: list[float], maxima: list[float]) -> dict[str, float]:
+    if kind == "sum":
+        return {"": sums[0]}
+    if kind == "mean":
+        return {"": sums[0] / sums[1]} if sums[1] else {}
+    if kind == "effective_size":
+        total, squares, count = sums
+        return {"": total * total / (count * squares)} if count and squares else {}
+    if kind == "quantiles":
+        return _quantiles(sums)
+    if maxima[0] == -math.inf:
+        return {}
+    return {"": maxima[0] if kind == "max" else -maxima[0]}
+
+
+def _quantiles(counts: list[float]) -> dict[str, float]:
+    total = sum(counts)
+    if not total:
+        return {}
+    result, seen, wanted = {}, 0.0, list(_QUANTILES.items())
+    for place, count in enumerate(counts):
+        seen += count
+        while wanted and seen >= wanted[0][1] * total:
+            # The geometric middle of the bin; the open bins at the ends report the edge they have.
+            middle = 10 ** (_LOWEST_DECADE + (place - 0.5) / _BINS_PER_DECADE)
+            ends = {0: 0.0, _BINS - 1: 10.0 ** (_LOWEST_DECADE + _DECADES)}
+            result["/" + wanted.pop(0)[0]] = ends.get(place, middle)
+    return result
+
+
+def _summing(kind: str, sums: Tensor) -> Metric:
+    return Metric(kind, sums, sums.new_zeros(0))
+
+
+def _extreme(kind: str, value: Tensor, where: Tensor) -> Metric:
+    lowest = value.new_full((1,), -math.inf)
+    kept = torch.where(where, value, lowest)
+    return Metric(kind, value.new_zeros(0), torch.cat([kept, lowest]).amax()[None])

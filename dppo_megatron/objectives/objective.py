@@ -1,0 +1,279 @@
+"""An objective: settings and one code path from [T] statistics to a per-token loss."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import inputs
+from .corrections import mismatch_weight, over_sequence, reference_kl
+from .describe import describe
+from .inputs import Buckets, Tokens, TopKLogprobs
+from .metrics import Metric
+from .presets import PRESETS
+from .settings import ObjectiveError, ObjectiveSettings, nearest, override
+from .token_metrics import Step, token_metrics
+from .trust_region import Region, anchor_logprob, find_region, topk_penalty
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+
+@dataclass(frozen=True)
+class ObjectiveOutput:
+    """What an objective says of every token.
+
+    loss [T]: per token, unreduced, with gradient, 0 where mask is False.
+    weight [T]: d loss / d z = -A r weight (e_a - pi) for the policy term, r = pi/mu (1 where there is no
+    rollout policy), 0 where mask is False. The terms for KL, entropy and the top-K penalty are not in it.
+    masked_tokens [T] bool: tokens with A != 0 outside the trust region, whose gradient the control removed
+    (or, for 'mask_quadratic', penalised).
+    divergence [T]: the configured D, 0 where mask is False.
+    metrics: name -> Metric.
+    """
+
+    loss: Float[Tensor, " T"]
+    weight: Float[Tensor, " T"]
+    masked_tokens: Bool[Tensor, " T"]
+    divergence: Float[Tensor, " T"]
+    metrics: dict[str, Metric]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A named method. Build it with build_objective."""
+
+    name: str
+    settings: ObjectiveSettings
+
+    @property
+    def needs_topk(self) -> bool:
+        return self.settings.lists_tokens
+
+    @property
+    def needs_topk_gradient(self) -> bool:
+        return self.settings.divergence == "topk_tv" and "quadratic" in self.settings.control
+
+    @property
+    def needs_rollout(self) -> bool:
+        return inputs.needs_rollout(self.settings)
+
+    @property
+    def needs_recomputed(self) -> bool:
+        return inputs.needs_recomputed(self.settings)
+
+    @property
+    def needs_sequences(self) -> bool:
+        return inputs.needs_sequences(self.settings)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.settings.reference_kl != "none"
+
+    @property
+    def needs_entropy(self) -> bool:
+        """True when entropy must be given and must carry a gradient. It may always be given, as a metric."""
+        return self.settings.entropy_coefficient > 0
+
+    def describe(self) -> str:
+        """The method in words, a few lines, for the top of a log."""
+        return describe(self.name, self.settings)
+
+    def __call__(
+        self,
+        *,
+        logprob: Float[Tensor, " T"],
+        mask: Bool[Tensor, " T"],
+        rollout_logprob: Float[Tensor, " T"] | None = None,
+        advantage: Float[Tensor, " T"] | None = None,
+        topk: TopKLogprobs | None = None,
+        recomputed_logprob: Float[Tensor, " T"] | None = None,
+        sequence_ids: Int[Tensor, " T"] | None = None,
+        reference_logprob: Float[Tensor, " T"] | None = None,
+        entropy: Float[Tensor, " T"] | None = None,
+    ) -> ObjectiveOutput:
+        """Per-token loss of the sampled tokens.
+
+        All [T]. logprob, rollout_logprob, recomputed_logprob, reference_logprob: fp32/fp64 ln p of the
+        sampled token, temperature applied. mask: bool or 0/1, tokens that carry loss; whatever stands
+        elsewhere, nan included, adds nothing to loss, gradient or metrics. sequence_ids: numbered from 0 and
+        below T, each sequence whole in this call. The needs_* properties say what is required. Raises
+        ObjectiveError for inputs that are missing, misshapen, or of 16-bit precision. Does not synchronise
+        with the host.
+        """
+        s = self.settings
+        tokens = inputs.check_and_clean(
+            s,
+            self.name,
+            logprob=logprob,
+            mask=mask,
+            rollout_logprob=rollout_logprob,
+            recomputed_logprob=recomputed_logprob,
+            reference_logprob=reference_logprob,
+            advantage=advantage,
+            entropy=entropy,
+            sequence_ids=sequence_ids,
+        )
+        buckets = self._buckets(tokens, topk)
+        with torch.no_grad():
+            ratio = _ratio_to(_importance_logprob(s, tokens), s, tokens)
+            anchor_ratio = _ratio_to(anchor_logprob(s.anchor, tokens), s, tokens)
+            ratio = torch.ones_like(tokens.policy) if ratio is None else ratio
+            region = find_region(s, tokens, anchor_ratio, buckets)
+            used = ratio.clamp(s.ratio_floor, s.ratio_cap) if _truncates(s) else ratio
+            correction, dropped = mismatch_weight(s, tokens)
+            multiplier = region.weight * correction
+            if s.path == "ratio":
+                multiplier = torch.where(used == ratio, multiplier, torch.zeros_like(multiplier))
+            coefficient = used * multiplier
+            value = _policy_value(s, tokens, region, used) * correction
+            if s.path == "logprob":
+                value = -tokens.advantage * coefficient * tokens.policy
+        # Value and gradient are set apart: d loss = -A r w d ln pi holds exactly, whatever the value's form.
+        loss = value - tokens.advantage * coefficient * (tokens.logprob - tokens.policy)
+        if self.needs_topk_gradient:
+            penalty = topk_penalty(s, tokens, region, buckets)
+            loss = loss + torch.where(dropped, torch.zeros_like(penalty), penalty)
+        kl = reference_kl(s, tokens, used) if self.needs_reference else None
+        if kl is not None:
+            loss = loss + s.reference_kl_coefficient * kl
+        if self.needs_entropy:
+            loss = loss - s.entropy_coefficient * tokens.entropy
+
+        with torch.no_grad():
+            weight = _weight_over_plain_ratio(s, tokens, coefficient, multiplier, ratio, used)
+            outside = region.outside & (tokens.advantage != 0)
+            known = s.importance != "none"
+            step = Step(
+                loss=loss.detach(),
+                weight=weight,
+                ratio=ratio if known else None,
+                used_ratio=used if known else None,
+                dropped=dropped,
+                reference_kl=None if kl is None else kl.detach(),
+            )
+            metrics = token_metrics(s, tokens, region, buckets, step)
+        return ObjectiveOutput(
+            loss=loss,
+            weight=weight,
+            masked_tokens=outside,
+            divergence=torch.where(tokens.mask, region.divergence, tokens.zeros),
+            metrics=metrics,
+        )
+
+    def _buckets(self, tokens: Tokens, topk: TopKLogprobs | None) -> Buckets | None:
+        if topk is None:
+            if self.needs_topk:
+                raise ObjectiveError(f"{self.name} needs topk: {self.settings.divergence}, {self.settings.direction}")
+            return None
+        if anchor_logprob(self.settings.anchor, tokens) is None:
+            return None
+        if not self.needs_topk and self.settings.anchor == "recomputed" and topk.recomputed_logprob is None:
+            return None  # only metrics would read it, and they are about the anchor
+        if self.needs_topk_gradient and tokens.logprob.requires_grad and not topk.logprob.requires_grad:
+            raise ObjectiveError(f"{self.name} needs a gradient through topk.logprob, which carries none")
+        return inputs.make_buckets(self.settings, self.name, tokens, topk)
+
+
+def build_objective(name: str, **overrides: Any) -> Objective:
+    """A preset by name with any axis overridden, or a user's own by dotted path "package.module:attribute".
+
+    The attribute may be ObjectiveSettings (overridable like a preset), a ready objective, or a callable that
+    takes the overrides and returns one; an objective has the attributes and the call of Objective.
+    Raises ObjectiveError for an unknown name or axis (with the nearest), an ill-typed value, a combination
+    without meaning, or a path that does not lead to an objective.
+    """
+    if not isinstance(name, str):
+        raise ObjectiveError(f"an objective's name is a string, got {name!r}")
+    if ":" in name:
+        return _load(name, overrides)
+    if name not in PRESETS:
+        raise ObjectiveError(f"unknown objective {name!r}: {nearest(name, PRESETS)}")
+    try:
+        return Objective(name, override(PRESETS[name].settings, overrides))
+    except ObjectiveError as error:
+        raise ObjectiveError(f"objective {name}: {error}") from None
+
+
+def _load(path: str, overrides: dict[str, Any]) -> Objective:
+    module_name, _, attribute = path.partition(":")
+    try:
+        target = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ObjectiveError(f"objective {path!r} cannot be loaded: {error}") from error
+    if isinstance(target, ObjectiveSettings):
+        return Objective(path, override(target, overrides))
+    lacking = _lacking(target)
+    if lacking and callable(target):
+        target = _call(path, target, overrides)
+        lacking = _lacking(target)
+    elif not lacking and overrides:
+        raise ObjectiveError(f"objective {path!r} is ready made and takes no settings: {', '.join(overrides)}")
+    if lacking:
+        raise ObjectiveError(f"objective {path!r} gave {type(target).__name__}, which lacks {', '.join(lacking)}")
+    return target
+
+
+def _call(path: str, factory: Callable[..., Any], overrides: dict[str, Any]) -> Any:
+    try:
+        return factory(**overrides)
+    except TypeError as error:
+        raise ObjectiveError(f"objective {path!r} refused its settings: {error}") from error
+
+
+def _lacking(target: Any) -> list[str]:
+    if isinstance(target, type):
+        return ["an instance"]
+    wanted = ("name", "settings", "describe", "needs_topk", "needs_recomputed", "needs_entropy", "__call__")
+    return [attribute for attribute in wanted if not hasattr(target, attribute)]
+
+
+def _importance_logprob(s: ObjectiveSettings, tokens: Tokens) -> Tensor | None:
+    return {"rollout": tokens.rollout, "recomputed": tokens.recomputed, "none": None}[s.importance]
+
+
+def _ratio_to(base: Tensor | None, s: ObjectiveSettings, tokens: Tokens) -> Tensor | None:
+    """pi(a) / base(a) [T], of the token or of its response; None without a base."""
+    if base is None:
+        return None
+    log_ratio = tokens.policy - base
+    if s.ratio_level == "sequence":
+        log_ratio = over_sequence(log_ratio, tokens, mean=True)
+    return log_ratio.exp()
+
+
+def _truncates(s: ObjectiveSettings) -> bool:
+    return s.ratio_cap is not None or s.ratio_floor is not None
+
+
+def _policy_value(s: ObjectiveSettings, tokens: Tokens, region: Region, ratio: Tensor) -> Tensor:
+    """The value of the policy term along the ratio path; its gradient is not taken from here."""
+    advantage = tokens.advantage
+    if s.control == "mask":
+        held = torch.zeros_like(ratio) if region.held is None else region.held
+        return -advantage * torch.where(region.outside, held, ratio)
+    if s.control == "none" or s.divergence == "topk_tv":
+        return -advantage * ratio
+    penalty = 0.5 * advantage.abs() * region.shift * (ratio - 1)
+    if s.control == "mask_quadratic":
+        penalty = torch.where(region.outside, penalty, torch.zeros_like(penalty))
+    return -advantage * ratio + penalty
+
+
+def _weight_over_plain_ratio(
+    s: ObjectiveSettings, tokens: Tokens, coefficient: Tensor, multiplier: Tensor, ratio: Tensor, used: Tensor
+) -> Tensor:
+    """coefficient / r, r = pi(a)/mu(a) of the token; exactly the multiplier where no other ratio is used."""
+    if s.importance == "none":
+        weight = multiplier
+    elif s.importance == "rollout" and s.ratio_level == "token":
+        weight = torch.where(used == ratio, multiplier, coefficient / ratio)
+    else:
+        base = tokens.recomputed if tokens.rollout is None else tokens.rollout
+        weight = coefficient / (tokens.policy - base).exp()
+    return torch.where(tokens.mask, weight, torch.zeros_like(weight))

@@ -1,0 +1,124 @@
+"""What one call of an objective reports about its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import divergence as measure
+from .inputs import Buckets, Tokens
+from .metrics import (
+    Metric,
+    effective_size_metric,
+    max_metric,
+    mean_metric,
+    min_metric,
+    quantiles_metric,
+    sum_metric,
+)
+from .settings import ObjectiveSettings
+from .trust_region import Region, anchor_logprob
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the objective worked out on its way, all [T] and without gradient."""
+
+    loss: Tensor
+    weight: Tensor
+    ratio: Tensor | None  # r before cap and floor
+    used_ratio: Tensor | None  # after
+    dropped: Tensor  # by mismatch or rejection
+    reference_kl: Tensor | None
+
+
+@torch.no_grad()
+def token_metrics(
+    s: ObjectiveSettings, tokens: Tokens, region: Region, buckets: Buckets | None, step: Step
+) -> dict[str, Metric]:
+    """Metrics of one call. Which ones exist depends on settings and inputs given, not on values."""
+    mask = tokens.mask
+    metrics = {
+        "tokens": sum_metric(mask, mask),
+        "nonfinite_tokens": sum_metric(~step.loss.isfinite(), mask),
+        "loss/token_mean": mean_metric(step.loss, mask),
+    }
+    if tokens.entropy is not None:
+        metrics["entropy"] = mean_metric(tokens.entropy, mask)
+    if step.reference_kl is not None:
+        metrics["reference_kl"] = mean_metric(step.reference_kl, mask)
+    if s.supervised:
+        return metrics
+
+    positive, negative = mask & (tokens.advantage > 0), mask & (tokens.advantage < 0)
+    signed = positive | negative  # A = 0 has no gradient to mask
+    metrics |= {
+        "advantage/zero_share": mean_metric(tokens.advantage == 0, mask),
+        "weight/mean": mean_metric(step.weight, signed),
+        "weight/min": min_metric(step.weight, signed),
+        "weight/max": max_metric(step.weight, signed),
+    }
+    if s.control != "none":
+        metrics |= {
+            "masked/share": mean_metric(region.outside, signed),
+            "masked/positive": mean_metric(region.outside, positive),
+            "masked/negative": mean_metric(region.outside, negative),
+        }
+    if s.mismatch != "none" or s.rejection != "none":
+        metrics["correction/dropped_share"] = mean_metric(step.dropped, mask)
+    if step.ratio is not None:
+        metrics |= {
+            "ratio/mean": mean_metric(step.ratio, mask),
+            "ratio/min": min_metric(step.ratio, mask),
+            "ratio/max": max_metric(step.ratio, mask),
+            "ratio/effective_sample_size": effective_size_metric(step.used_ratio, mask),
+        }
+        if s.ratio_cap is not None or s.ratio_floor is not None:
+            metrics["ratio/capped_share"] = mean_metric(step.used_ratio != step.ratio, signed)
+    if tokens.rollout is not None:
+        metrics |= _mismatch("mismatch", tokens.rollout, tokens.policy, mask)
+        if tokens.recomputed is not None:
+            metrics |= _mismatch("mismatch_recomputed", tokens.rollout, tokens.recomputed, mask)
+    if anchor_logprob(s.anchor, tokens) is not None:
+        metrics |= {
+            "divergence/mean": mean_metric(region.divergence, mask),
+            "divergence/max": max_metric(region.divergence, mask),
+            "divergence": quantiles_metric(region.divergence, mask),
+        }
+    if buckets is not None:
+        metrics |= _topk(s, tokens, buckets, signed)
+    return metrics
+
+
+def _mismatch(name: str, engine: Tensor, trainer: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """KL(engine || trainer) from samples of the engine. Both are unbiased; only k1 can be negative."""
+    log_ratio = trainer - engine
+    shift = trainer.exp() - engine.exp()
+    return {
+        f"{name}/k1": mean_metric(-log_ratio, mask),
+        f"{name}/k3": mean_metric(torch.expm1(log_ratio) - log_ratio, mask),
+        f"{name}/shift_mean": mean_metric(shift.abs(), mask),
+        f"{name}/shift_max": max_metric(shift.abs(), mask),
+    }
+
+
+def _topk(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets, signed: Tensor) -> dict[str, Metric]:
+    mask = tokens.mask
+    ln_mu = anchor_logprob(s.anchor, tokens)
+    binary_tv, topk_tv = measure.binary_tv(ln_mu, tokens.policy), measure.topk_tv(buckets)
+    metrics = {
+        "topk/tail_mass_rollout": mean_metric(buckets.anchor_other, mask),
+        "topk/tail_mass_policy": mean_metric(buckets.policy_other_logprob.exp(), mask),
+        "topk/sampled_outside_share": mean_metric(~buckets.sampled_listed, mask),
+        "topk/binary_tv_mean": mean_metric(binary_tv, mask),
+        "topk/topk_tv_mean": mean_metric(topk_tv, mask),
+    }
+    if s.delta is not None:
+        if s.divergence.endswith("kl"):
+            differ = (measure.binary_kl(ln_mu, tokens.policy) > s.delta) != (measure.topk_kl(buckets) > s.delta)
+        else:
+            differ = (binary_tv > s.delta) != (topk_tv > s.delta)
+        metrics["topk/binary_disagreement"] = mean_metric(differ, signed)
+    return metrics

@@ -1,0 +1,129 @@
+"""Group advantages and the weights of aggregation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dppo_megatron.objectives import (
+    ADVANTAGE_KINDS,
+    BatchCounts,
+    ObjectiveError,
+    group_advantages,
+    group_has_signal,
+    reward_moments,
+    sequence_weights,
+    spread_weights,
+    token_weights,
+)
+
+REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1]], dtype=torch.float64)
+
+
+def test_kinds_by_their_formulas():
+    centred = REWARDS - REWARDS.mean(1, keepdim=True)
+    centred[2] = 0
+    expected = {
+        "group_mean": centred,
+        "group_mean_std": centred / REWARDS.std(1, keepdim=True).clamp(min=1e-3),
+        "leave_one_out": REWARDS - (REWARDS.sum(1, keepdim=True) - REWARDS) / 3,
+        "batch_normalised": centred / centred.std(),
+    }
+    assert set(expected) == set(ADVANTAGE_KINDS)
+    for kind, wanted in expected.items():
+        torch.testing.assert_close(group_advantages(REWARDS, kind=kind), wanted, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_group_without_signal_gets_exactly_zero(kind, dtype):
+    rewards = REWARDS.to(dtype)
+    out = group_advantages(rewards, kind=kind)
+    assert out.dtype == dtype
+    assert (out[2] == 0).all()
+    assert (out[:2] != 0).all()
+    assert (group_advantages(rewards[2:], kind=kind) == 0).all()
+    for n in range(2, 20):  # sums of these round, and so do their means
+        equal = torch.tensor([0.1, 0.7, 1 / 3], dtype=dtype)[:, None].expand(3, n)
+        assert (group_advantages(equal, kind=kind) == 0).all()
+    assert group_has_signal(rewards).tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+def test_failed_samples_leave_the_statistics(kind):
+    valid = torch.tensor([[True, True, False, True], [False, False, False, True], [False] * 4])
+    spoiled = torch.where(valid, REWARDS, torch.nan)
+    out = group_advantages(spoiled, valid, kind)
+    assert (out[~valid] == 0).all()
+    assert (out[1:] == 0).all(), "a lone sample has no baseline"
+    expected = group_advantages(REWARDS[:1, [0, 1, 3]], kind=kind)[0]
+    if kind == "batch_normalised":  # the lone sample is a valid zero of the batch's spread
+        centred = torch.tensor([2, -4, 2, 0], dtype=torch.float64) / 6
+        expected = centred[:3] / centred.std()
+    torch.testing.assert_close(out[0, [0, 1, 3]], expected.abs() * (REWARDS[0, [0, 1, 3]] * 2 - 1))
+    assert group_has_signal(spoiled, valid).tolist() == [True, False, False]
+
+
+def test_batch_normalised_over_ranks_equals_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(7, 4, generator=generator, dtype=torch.float64)
+    parts = rewards[:3], rewards[3:]
+    moments = reward_moments(parts[0]) + reward_moments(parts[1])
+    split = [group_advantages(part, kind="batch_normalised", moments=moments) for part in parts]
+    torch.testing.assert_close(torch.cat(split), group_advantages(rewards, kind="batch_normalised"))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rewards=st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=8),
+    shift=st.floats(-5, 5),
+    scale=st.floats(0.1, 10),
+)
+def test_shift_and_scale(rewards, shift, scale):
+    group = torch.tensor([rewards], dtype=torch.float64)
+    for kind in ("group_mean", "group_mean_std", "leave_one_out"):
+        out = group_advantages(group, kind=kind)
+        assert out.sum().abs() < 1e-8
+        if not (group.max() - group.min() > 1e-3):
+            continue
+        torch.testing.assert_close(group_advantages(group + shift, kind=kind), out, atol=1e-6, rtol=1e-6)
+        scaled = out if kind == "group_mean_std" else scale * out
+        torch.testing.assert_close(group_advantages(scale * group, kind=kind), scaled, atol=1e-6, rtol=1e-6)
+
+
+def test_refusals():
+    with pytest.raises(ObjectiveError, match="did you mean 'group_mean'"):
+        group_advantages(REWARDS, kind="group_men")
+    with pytest.raises(ObjectiveError, match=r"rewards must be \[G, n\]"):
+        group_advantages(REWARDS[0])
+    with pytest.raises(ObjectiveError, match="valid has shape"):
+        group_advantages(REWARDS, torch.ones(2, 2))
+    with pytest.raises(ObjectiveError, match="did you mean 'token_mean'"):
+        sequence_weights("tokn_mean", torch.tensor([1]))
+    with pytest.raises(ObjectiveError, match="needs a horizon"):
+        sequence_weights("seq_mean_token_sum_norm", torch.tensor([1]))
+
+
+def test_sequences_without_loss_count_nowhere():
+    lengths = torch.tensor([2, 0, 4])
+    assert BatchCounts.of(lengths) == BatchCounts(tokens=6, sequences=2)
+    expected = {
+        "token_mean": [1 / 6, 0, 1 / 6],
+        "seq_mean_token_mean": [1 / 4, 0, 1 / 8],
+        "seq_mean_token_sum_norm": [1 / 20, 0, 1 / 20],
+        "seq_mean_token_sum": [1 / 2, 0, 1 / 2],
+    }
+    for kind, wanted in expected.items():
+        torch.testing.assert_close(sequence_weights(kind, lengths, horizon=10), torch.tensor(wanted))
+    assert sequence_weights("token_mean", torch.tensor([0, 0])).tolist() == [0, 0]
+
+
+def test_weights_spread_over_packed_tokens():
+    lengths, mask = torch.tensor([2, 1]), torch.tensor([0, 1, 1, 0, 0, 1])
+    ids = torch.tensor([0, 0, 0, 1, 1, 1])
+    weights = sequence_weights("seq_mean_token_mean", lengths)
+    spread = spread_weights(weights, torch.where(mask != 0, ids, -1), mask)
+    assert spread.tolist() == [0, 0.25, 0.25, 0, 0, 0.5]
+    assert torch.equal(spread[mask != 0], token_weights("seq_mean_token_mean", lengths))

@@ -1,0 +1,192 @@
+"""Mismatch weights, rejection, KL to a reference, entropy, overlong responses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from objective_cases import gather, random_case
+
+from dppo_megatron.objectives import (
+    build_objective,
+    keep_finished,
+    reduce_metrics,
+    sequence_ids_from_cu_seqlens,
+    soft_overlong_penalty,
+)
+
+IDS = torch.tensor([0] * 4 + [1] * 5 + [2] * 3)
+
+
+@pytest.fixture
+def case():
+    """Twelve tokens of three responses; the trainer's recomputed policy is off mu by a known ratio."""
+    made = random_case(21, tokens=12, drift=0.3)
+    gap = torch.tensor([0.0, 0.1, 0.1, 0.0, 0.9, 0.0, 0.0, 0.0, 0.0, -0.8, 0.3, 0.5], dtype=torch.float64)
+    made.call["recomputed_logprob"] = made.call["rollout_logprob"] + gap
+    made.call.update(sequence_ids=IDS, gap=gap)
+    return made
+
+
+def call(case, name="pg_is", **overrides):
+    inputs = {key: value for key, value in case.call.items() if key != "gap"}
+    return build_objective(name, **overrides)(**inputs)
+
+
+def sums(gap):
+    return torch.stack([gap[i == IDS].sum() for i in range(3)])[IDS]
+
+
+def means(gap):
+    return torch.stack([gap[i == IDS].mean() for i in range(3)])[IDS]
+
+
+@pytest.mark.parametrize(("level", "log_ratio"), [("token", lambda gap: gap), ("sequence", sums), ("geometric", means)])
+def test_truncated_and_masked_weights(case, level, log_ratio):
+    ratio = log_ratio(case.call["gap"]).exp()
+    mu_to_pi = (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
+    to_recomputed = (case.call["logprob"] - case.call["recomputed_logprob"]).exp().detach()
+
+    # TIS: pi / recomputed weighted by min(recomputed / mu, C).
+    tis = call(case, importance="recomputed", mismatch="truncate", mismatch_level=level, mismatch_high=1.15)
+    assert (ratio > 1.15).any()
+    torch.testing.assert_close(tis.weight * mu_to_pi, to_recomputed * ratio.clamp(max=1.15))
+
+    # IcePop keeps the ratio inside the bounds and drops the token outside, whichever base r has.
+    inside = (ratio >= 0.7) & (ratio <= 1.15)
+    assert inside.any()
+    assert not inside.all()
+    bounds = {"mismatch": "mask", "mismatch_level": level, "mismatch_low": 0.7, "mismatch_high": 1.15}
+    icepop = call(case, importance="recomputed", **bounds)
+    torch.testing.assert_close(icepop.weight * mu_to_pi, to_recomputed * ratio * inside)
+    rollout = call(case, **bounds)
+    assert torch.equal(rollout.weight, inside.double())
+    assert reduce_metrics(rollout.metrics)["correction/dropped_share"] == pytest.approx(1 - inside.double().mean())
+
+
+def test_token_level_weights_do_not_correct_twice(case):
+    """At token level recomputed importance times an untruncated TIS weight is pi / mu again."""
+    tis = call(case, importance="recomputed", mismatch="truncate", mismatch_high=1e6)
+    torch.testing.assert_close(tis.weight, torch.ones(12, dtype=torch.float64))
+    torch.testing.assert_close(tis.loss, call(case).loss)
+
+
+@pytest.mark.parametrize(
+    ("rejection", "low", "high", "kept"),
+    [
+        ("geometric", None, 1.1, {0, 2}),  # means 0.05, 0.18, 0
+        ("sequence", 0.9, 1.1, {2}),  # sums 0.2, 0.9, 0
+        ("any_token", 0.5, None, {0, 1}),  # a token at e^-0.8 = 0.449
+        ("any_token", 0.5, 2.0, {0}),
+    ],
+)
+def test_rejection_drops_whole_responses(case, rejection, low, high, kept):
+    out = call(case, rejection=rejection, rejection_low=low, rejection_high=high)
+    expected = torch.tensor([i in kept for i in IDS.tolist()])
+    assert torch.equal(out.weight != 0, expected)
+    assert (out.loss[~expected] == 0).all()
+
+
+def test_without_recomputed_log_probs_the_mismatch_is_that_of_the_current_policy(case):
+    del case.call["recomputed_logprob"]
+    ratio = (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
+    out = call(case, mismatch="mask", mismatch_low=0.8, mismatch_high=1.25)
+    assert torch.equal(out.weight, ((ratio >= 0.8) & (ratio <= 1.25)).double())
+
+
+def exact_kl(case, reference):
+    logprobs = case.logits.log_softmax(-1)
+    return (logprobs.exp() * (logprobs - reference)).sum(1)
+
+
+@pytest.fixture
+def over_the_vocabulary():
+    """One position, every token of the vocabulary as a sample weighted by mu: expectations are exact sums."""
+    generator = torch.Generator().manual_seed(3)
+    mu, pi, ref = (torch.randn(9, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(3))
+    logits = pi.clone().requires_grad_()
+    logprob = logits.log_softmax(0)
+    inputs = {
+        "logprob": logprob,
+        "rollout_logprob": mu,
+        "reference_logprob": ref,
+        "advantage": torch.zeros(9, dtype=torch.float64),
+        "mask": torch.ones(9, dtype=torch.bool),
+    }
+    return logits, mu, ref, inputs
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_reference_kl_gradient_is_that_of_the_kl(over_the_vocabulary, estimator):
+    logits, mu, ref, inputs = over_the_vocabulary
+    objective = build_objective("pg_is", reference_kl=estimator, reference_kl_coefficient=0.5)
+    loss = (mu.exp() * objective(**inputs).loss).sum()
+    actual = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    logprob = logits.log_softmax(0)
+    expected = torch.autograd.grad(0.5 * (logprob.exp() * (logprob - ref)).sum(), logits)[0]
+    torch.testing.assert_close(actual, expected)
+
+
+def test_reference_kl_estimators_and_their_own_gradients(over_the_vocabulary):
+    logits, _, ref, inputs = over_the_vocabulary
+    inputs["rollout_logprob"] = inputs["logprob"].detach()
+    pi = inputs["logprob"].detach().exp()
+    kl = (pi * (inputs["logprob"].detach() - ref)).sum()
+    gradients = {}
+    for estimator in ("k1", "k2", "k3"):
+        objective = build_objective(
+            "pg_is", reference_kl=estimator, reference_kl_coefficient=1.0, reference_kl_gradient="estimator"
+        )
+        out = objective(**inputs)
+        mean = (pi * out.loss).sum()
+        gradients[estimator] = torch.autograd.grad(mean, logits, retain_graph=True)[0]
+        if estimator != "k2":
+            torch.testing.assert_close(mean.detach(), kl)
+        assert "reference_kl" in out.metrics
+    expected = torch.autograd.grad(exact_kl_1d(logits, ref), logits)[0]
+    torch.testing.assert_close(gradients["k1"], torch.zeros(9, dtype=torch.float64))
+    torch.testing.assert_close(gradients["k2"], expected)
+    assert (gradients["k3"] - expected).abs().max() > 1e-2
+
+
+def exact_kl_1d(logits, ref):
+    logprob = logits.log_softmax(0)
+    return (logprob.exp() * (logprob - ref)).sum()
+
+
+def test_entropy_bonus_and_metric():
+    case = random_case(4)
+    logprobs = case.logits.log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(1)
+    plain = build_objective("pg_is")(**case.call, entropy=entropy)
+    bonus = build_objective("pg_is", entropy_coefficient=0.1)(**case.call, entropy=entropy)
+    torch.testing.assert_close(bonus.loss, plain.loss - 0.1 * entropy)
+    difference = torch.autograd.grad((bonus.loss - plain.loss).sum(), case.logits, retain_graph=True)[0]
+    torch.testing.assert_close(difference, torch.autograd.grad(-0.1 * entropy.sum(), case.logits, retain_graph=True)[0])
+    assert reduce_metrics(plain.metrics)["entropy"] == pytest.approx(entropy.mean().item())
+    assert torch.equal(plain.weight, bonus.weight)
+
+
+def test_optional_terms_are_zero_outside_the_mask():
+    case = random_case(4)
+    keep = torch.tensor([True, False] * 4)
+    dirty = torch.where(keep, torch.full((8,), -1.0, dtype=torch.float64), torch.nan)
+    objective = build_objective("pg_is", reference_kl="k2", reference_kl_coefficient=1.0, entropy_coefficient=1.0)
+    out = objective(**{**case.call, "mask": keep}, reference_logprob=dirty, entropy=dirty)
+    assert (out.loss[~keep] == 0).all()
+    assert torch.autograd.grad(out.loss.sum(), case.logits)[0].isfinite().all()
+    assert gather(case.logits, case.topk.target_ids).shape == (8,)
+
+
+def test_overlong_helpers():
+    lengths = torch.tensor([10, 80, 90, 100, 120])
+    assert soft_overlong_penalty(lengths, max_length=100, buffer=20).tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+    for buffer in (0, 101):
+        with pytest.raises(ValueError, match="buffer"):
+            soft_overlong_penalty(lengths, 100, buffer)
+    truncated = torch.tensor([False, False, True, False, True])
+    assert keep_finished(truncated, lengths).tolist() == [10, 80, 0, 100, 0]
+
+
+def test_sequence_ids_from_packed_boundaries():
+    ids = sequence_ids_from_cu_seqlens(torch.tensor([0, 4, 9, 12], dtype=torch.int32), 12)
+    assert torch.equal(ids, IDS)

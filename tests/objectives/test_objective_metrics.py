@@ -1,0 +1,166 @@
+"""What an objective reports, and that it reduces over micro-batches and ranks without changing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from objective_cases import random_case
+
+from dppo_megatron.objectives import (
+    build_objective,
+    effective_size_metric,
+    flatten_metrics,
+    max_metric,
+    mean_metric,
+    merge_metrics,
+    min_metric,
+    quantiles_metric,
+    reduce_metrics,
+    sum_metric,
+    unflatten_metrics,
+)
+
+ALL = torch.ones(1000, dtype=torch.bool)
+
+
+def samples(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (3 * torch.randn(1000, generator=generator, dtype=torch.float64) - 4).exp()
+
+
+def every_kind(value: torch.Tensor, where: torch.Tensor):
+    return {
+        "mean": mean_metric(value, where),
+        "share": mean_metric(value > 0.1, where),
+        "sum": sum_metric(value, where),
+        "max": max_metric(value, where),
+        "min": min_metric(value, where),
+        "d": quantiles_metric(value, where),
+        "ess": effective_size_metric(value, where),
+    }
+
+
+def test_each_kind_has_its_value():
+    value = samples(0)
+    where = torch.arange(1000) % 3 > 0
+    kept = value[where]
+    reduced = reduce_metrics(every_kind(torch.where(where, value, torch.nan), where))
+    for name, wanted in {
+        "mean": kept.mean(),
+        "share": (kept > 0.1).double().mean(),
+        "sum": kept.sum(),
+        "max": kept.max(),
+        "min": kept.min(),
+        "ess": kept.sum() ** 2 / (len(kept) * (kept**2).sum()),
+    }.items():
+        assert reduced[name] == pytest.approx(wanted.item())
+    for name, q in {"p50": 0.5, "p90": 0.9, "p99": 0.99}.items():
+        exact = torch.quantile(kept, q, interpolation="higher").item()
+        assert reduced[f"d/{name}"] == pytest.approx(exact, rel=0.07)
+
+
+def test_quantiles_at_the_ends():
+    value = torch.tensor([0.0, 1e-12, torch.inf, 5e3])
+    reduced = reduce_metrics({"d": quantiles_metric(value, torch.ones(4, dtype=torch.bool))})
+    assert reduced == {"d/p50": 0.0, "d/p90": 100.0, "d/p99": 100.0, "d/p999": 100.0}
+
+
+def test_ranks_reduce_with_one_sum_and_one_max():
+    ranks = [every_kind(samples(i), ALL) for i in range(3)]
+    flat = [flatten_metrics(metrics) for metrics in ranks]
+    sums = torch.stack([s for s, _ in flat]).sum(0)  # what all_reduce(SUM) and all_reduce(MAX) give
+    maxima = torch.stack([m for _, m in flat]).amax(0)
+    over_ranks = reduce_metrics(unflatten_metrics(ranks[0], sums, maxima))
+    whole = torch.cat([samples(i) for i in range(3)])
+    assert over_ranks == pytest.approx(reduce_metrics(every_kind(whole, ALL.repeat(3))), rel=1e-12)
+    assert over_ranks == pytest.approx(reduce_metrics(merge_metrics(ranks)), rel=1e-12)
+
+
+def test_nothing_to_reduce_is_left_out_not_nan():
+    reduced = reduce_metrics(every_kind(samples(0), ~ALL))
+    assert reduced == {"sum": 0.0}
+    assert reduce_metrics({}) == {}
+
+
+def test_different_metrics_do_not_merge():
+    one, other = every_kind(samples(0), ALL), every_kind(samples(1), ALL)
+    del other["max"]
+    with pytest.raises(ValueError, match="differ between the parts to merge: max"):
+        merge_metrics([one, other])
+    with pytest.raises(ValueError, match="at least one"):
+        merge_metrics([])
+    with pytest.raises(ValueError, match="expected"):
+        unflatten_metrics(other, *flatten_metrics(one))
+
+
+def test_masked_share_by_sign_leaves_out_zero_advantages():
+    case = random_case(6, tokens=60, drift=2.0)
+    out = build_objective("dppo_binary_tv")(**case.call)
+    advantage, masked = case.call["advantage"], out.masked_tokens
+    assert (advantage == 0).sum() == 12
+    reduced = reduce_metrics(out.metrics)
+    for name, where in {
+        "share": advantage != 0,
+        "positive": advantage > 0,
+        "negative": advantage < 0,
+    }.items():
+        assert 0 < reduced[f"masked/{name}"] == pytest.approx(masked[where].double().mean().item())
+    assert reduced["advantage/zero_share"] == pytest.approx(0.2)
+    symmetric = build_objective("ipo")(**case.call)
+    assert not symmetric.masked_tokens[advantage == 0].any()
+
+
+def test_mismatch_ratio_and_tail_by_their_formulas():
+    case = random_case(7, tokens=50, drift=1.0)
+    mu, pi = case.call["rollout_logprob"], case.call["logprob"].detach()
+    ratio = (pi - mu).exp()
+    out = build_objective("dppo_topk_tv", ratio_cap=1.5)(**case.call)
+    reduced = reduce_metrics(out.metrics)
+    used = ratio.clamp(max=1.5)
+    binary = build_objective("dppo_binary_tv")(**case.call).divergence
+    signed = case.call["advantage"] != 0
+    wanted = {
+        "tokens": 50.0,
+        "nonfinite_tokens": 0.0,
+        "mismatch/k1": (mu - pi).mean(),
+        "mismatch/k3": (ratio - 1 - (pi - mu)).mean(),
+        "mismatch/shift_max": (pi.exp() - mu.exp()).abs().max(),
+        "ratio/min": ratio.min(),
+        "ratio/max": ratio.max(),
+        "ratio/mean": ratio.mean(),
+        "ratio/effective_sample_size": used.sum() ** 2 / (50 * used.square().sum()),
+        "ratio/capped_share": (ratio > 1.5)[signed].double().mean(),
+        "divergence/max": out.divergence.max(),
+        "divergence/mean": out.divergence.mean(),
+        "topk/binary_disagreement": ((binary > 0.15) != (out.divergence > 0.15))[signed].double().mean(),
+        "topk/tail_mass_policy": case.topk.other_logprob.exp().mean(),
+        "topk/sampled_outside_share": (case.topk.ids != case.topk.target_ids[:, None]).all(1).double().mean(),
+    }
+    for name, value in wanted.items():
+        assert reduced[name] == pytest.approx(float(value)), name
+    assert reduced["topk/binary_disagreement"] > 0
+    assert reduced["divergence/p50"] == pytest.approx(out.divergence.median().item(), rel=0.2)
+
+
+def test_padding_topk_log_probs_of_zero_do_not_pollute_the_metrics():
+    """Padding of 0.0 reads as probability 1; positions outside the mask must not reach a metric."""
+    case = random_case(8, tokens=10)
+    keep = torch.arange(10) < 6
+    padded = {
+        f.name: torch.where(keep[:, None], getattr(case.topk, f.name), 0)
+        for f in dataclasses.fields(case.topk)
+        if f.name in ("ids", "rollout_logprob", "logprob")
+    }
+    objective = build_objective("dppo_topk_kl")
+    clean = objective(**{**case.call, "mask": keep})
+    dirty = objective(**{**case.call, "mask": keep, "topk": dataclasses.replace(case.topk, **padded)})
+    assert reduce_metrics(clean.metrics) == reduce_metrics(dirty.metrics)
+
+
+def test_non_finite_losses_are_counted():
+    case = random_case(8, tokens=10)
+    broken = torch.where(torch.arange(10) == 3, torch.nan, case.call["rollout_logprob"])
+    out = build_objective("dppo_binary_tv")(**{**case.call, "rollout_logprob": broken})
+    assert reduce_metrics(out.metrics)["nonfinite_tokens"] == 1

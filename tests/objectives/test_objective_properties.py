@@ -1,0 +1,422 @@
+"""What must hold of every method on any policies, by hypothesis and against formulas written out plainly."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from objective_cases import Case, gather, make_case, random_case
+
+from dppo_megatron.objectives import (
+    PRESETS,
+    BatchCounts,
+    build_objective,
+    merge_metrics,
+    reduce_metrics,
+    sequence_weights,
+    spread_weights,
+)
+from dppo_megatron.objectives.divergence import binary_kl, log1mexp
+
+SEEDS = st.integers(0, 10_000)
+MASKS_BY_SAMPLE = [
+    name
+    for name, preset in PRESETS.items()
+    if preset.settings.control == "mask" and preset.settings.direction == "sampled"
+]
+TOPK_PENALTY = "experimental_topk_quadratic"
+
+
+def run(name: str, case: Case, **overrides):
+    return build_objective(name, **overrides)(**case.call)
+
+
+def gradient(name: str, case: Case, **overrides) -> torch.Tensor:
+    loss = run(name, case, **overrides).loss.sum()
+    return torch.autograd.grad(loss, case.logits, retain_graph=True)[0]
+
+
+def pick(case: Case, rows: torch.Tensor, **replaced) -> dict:
+    """The call of some tokens of a case; sequence ids are numbered afresh."""
+    topk = dataclasses.replace(
+        case.topk,
+        **{
+            f.name: getattr(case.topk, f.name)[rows]
+            for f in dataclasses.fields(case.topk)
+            if torch.is_tensor(getattr(case.topk, f.name))
+        },
+    )
+    call = {name: value[rows] for name, value in case.call.items() if name != "topk"}
+    call["sequence_ids"] = torch.unique(call["sequence_ids"], return_inverse=True)[1]
+    return {**call, "topk": topk, **replaced}
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=SEEDS, k=st.integers(1, 11), drift=st.floats(1e-3, 6.0))
+def test_divergences_are_ordered_bounded_and_satisfy_pinsker(seed, k, drift):
+    case = random_case(seed, k=k, drift=drift)
+    d = {kind: run(f"dppo_{kind}", case).divergence for kind in ("binary_tv", "binary_kl", "topk_tv", "topk_kl")}
+    full = random_case(seed, k=12, drift=drift)
+    d |= {f"full_{kind}": run(f"dppo_topk_{kind}", full).divergence for kind in ("tv", "kl")}
+    for kind in ("tv", "kl"):
+        assert (d[f"binary_{kind}"] >= 0).all()
+        assert (d[f"binary_{kind}"] <= d[f"topk_{kind}"] + 1e-12).all()
+        assert (d[f"topk_{kind}"] <= d[f"full_{kind}"] + 1e-12).all()
+    for level in ("binary", "topk", "full"):
+        assert (d[f"{level}_tv"] <= (d[f"{level}_kl"] / 2).sqrt() + 1e-9).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=SEEDS, moved=st.floats(1e-4, 2.0))
+def test_topk_divergence_is_zero_iff_equal_on_the_listed_set(seed, moved):
+    generator = torch.Generator().manual_seed(seed)
+    mu_logits = torch.randn(4, 10, generator=generator, dtype=torch.float64)
+    mu, sampled = mu_logits.log_softmax(-1), torch.randint(10, (4,), generator=generator)
+    ids = mu.topk(3, dim=1).indices
+    listed = torch.zeros_like(mu, dtype=torch.bool).scatter(1, ids, True).scatter(1, sampled[:, None], True)
+    # Moving mass among the unlisted tokens is invisible ...
+    tail = torch.where(listed, -torch.inf, mu + moved * torch.randn(4, 10, generator=generator))
+    tail = tail.log_softmax(-1) + mu.masked_fill(listed, -torch.inf).logsumexp(1, keepdim=True)
+    hidden = make_case(mu, torch.where(listed, mu, tail), sampled, torch.ones(4), 3)
+    # ... and moving any listed token is not.
+    seen = make_case(mu, mu + moved * (torch.arange(10) == sampled[:, None]), sampled, torch.ones(4), 3)
+    for kind in ("tv", "kl"):
+        assert (run(f"dppo_topk_{kind}", hidden).divergence < 1e-12).all()
+        assert (run(f"dppo_topk_{kind}", seen).divergence > 1e-14).all()
+        assert (run(f"dppo_binary_{kind}", seen).divergence > 1e-14).all()
+
+
+@pytest.mark.parametrize("name", MASKS_BY_SAMPLE)
+@settings(max_examples=8, deadline=None)
+@given(seed=SEEDS, drift=st.floats(0.01, 5.0))
+def test_converging_tokens_are_never_masked(name, seed, drift):
+    case = random_case(seed, drift=drift)
+    out = run(name, case, **({"dual_clip": None} if name == "ppo_dual_clip" else {}))
+    ratio = (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
+    advantage = case.call["advantage"]
+    converging = ((advantage > 0) & (ratio < 1)) | ((advantage < 0) & (ratio > 1)) | (advantage == 0)
+    assert not out.masked_tokens[converging].any()
+    assert (out.weight[converging & (advantage != 0)] > 0).all()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@settings(max_examples=3, deadline=None)
+@given(seed=SEEDS)
+def test_on_policy_every_method_is_the_policy_gradient(name, seed):
+    case = random_case(seed, on_policy=True)
+    out = run(name, case)
+    torch.testing.assert_close(out.weight, torch.ones_like(out.weight), rtol=0, atol=1e-9)
+    advantage = torch.ones_like(case.call["advantage"]) if name == "nll" else case.call["advantage"]
+    pi = case.logits.detach().softmax(-1)
+    toward = torch.nn.functional.one_hot(case.topk.target_ids, pi.shape[1]) - pi
+    torch.testing.assert_close(gradient(name, case), -advantage[:, None] * toward, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != TOPK_PENALTY])
+@settings(max_examples=4, deadline=None)
+@given(seed=SEEDS, drift=st.floats(0.01, 4.0))
+def test_weight_is_that_of_the_gradient(name, seed, drift):
+    """d loss / d z = -A r w (e_a - pi) with r = pi(a)/mu(a)."""
+    case = random_case(seed, drift=drift)
+    out = run(name, case)
+    pi = case.logits.detach().softmax(-1)
+    toward = torch.nn.functional.one_hot(case.topk.target_ids, pi.shape[1]) - pi
+    scale = case.call["advantage"] * (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
+    scale = torch.ones_like(scale) if name == "nll" else scale
+    expected = -(scale * out.weight)[:, None] * toward
+    torch.testing.assert_close(gradient(name, case), expected, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=SEEDS)
+def test_quadratic_gradients_match_the_written_objective(seed):
+    """SPO, DRPO and Mask-DRPO differentiated from their published formulas."""
+    case = random_case(seed, drift=1.5)
+    advantage, mu = case.call["advantage"], case.call["rollout_logprob"].exp()
+
+    def written(penalty):
+        ratio = (gather(case.logits.log_softmax(-1), case.topk.target_ids) - mu.log()).exp()
+        return torch.autograd.grad(-(ratio * advantage - advantage.abs() * penalty(ratio)).sum(), case.logits)[0]
+
+    def outside(ratio):
+        away = ((advantage > 0) & (ratio > 1)) | ((advantage < 0) & (ratio < 1))
+        return away & ((ratio - 1).abs() * mu > 0.15)
+
+    torch.testing.assert_close(gradient("spo", case), written(lambda r: (r - 1) ** 2 / 0.4))
+    torch.testing.assert_close(gradient("drpo", case), written(lambda r: mu * (r - 1) ** 2 / 25))
+    torch.testing.assert_close(gradient("drpo_tr", case), written(lambda r: mu * (r - 1) ** 2 / 0.4))
+    torch.testing.assert_close(gradient("mask_drpo", case), written(lambda r: outside(r) * mu * (r - 1) ** 2 / 25))
+
+
+def test_quadratic_on_the_ratio_scales_each_side_by_its_own_epsilon():
+    case = random_case(13, tokens=30)
+    ratio = (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
+    scale = torch.where(ratio > 1, 0.4, 0.1)
+    out = run("spo", case, epsilon_low=0.1, epsilon_high=0.4)
+    torch.testing.assert_close(out.weight, 1 - case.call["advantage"].sign() * (ratio - 1) / scale, rtol=1e-6, atol=0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, k=st.integers(1, 12))
+def test_topk_penalty_gradient_matches_the_written_objective(seed, k):
+    """r A - |A|/(2 delta) [sum over S of (pi - mu)^2 + (pi_other - mu_other)^2], from the full vocabulary."""
+    case = random_case(seed, k=k)
+    ids, target = case.topk.ids, case.topk.target_ids
+    generator = torch.Generator().manual_seed(seed)
+    mu = (2 * torch.randn(8, 12, generator=generator, dtype=torch.float64)).softmax(-1)
+    torch.testing.assert_close(mu.gather(1, ids).log(), case.topk.rollout_logprob)
+    listed = torch.zeros_like(mu, dtype=torch.bool).scatter(1, ids, True).scatter(1, target[:, None], True)
+    pi = case.logits.softmax(-1)
+    shift = pi - mu
+    squares = (shift * listed).square().sum(1) + (shift * ~listed).sum(1).square()
+    advantage = case.call["advantage"]
+    ratio = gather(pi / mu, target)
+    written = -(ratio * advantage - advantage.abs() / 0.4 * squares)
+    torch.testing.assert_close(run(TOPK_PENALTY, case).loss.detach(), written.detach())
+    expected = torch.autograd.grad(written.sum(), case.logits)[0]
+    torch.testing.assert_close(gradient(TOPK_PENALTY, case), expected)
+
+
+def test_gspo_gradient_matches_the_written_objective():
+    """Mean over sequences of min(s A, clip(s) A), s the geometric mean ratio of the sequence."""
+    case = random_case(3, tokens=12, drift=0.3)
+    ids = torch.tensor([0] * 3 + [1] * 5 + [2] * 4)
+    advantage = torch.tensor([1.0, -0.7, 0.4], dtype=torch.float64)
+    case.call.update(sequence_ids=ids, advantage=advantage[ids])
+    log_ratio = gather(case.logits.log_softmax(-1), case.topk.target_ids) - case.call["rollout_logprob"]
+    s = torch.stack([log_ratio[ids == i].mean() for i in range(3)]).exp()
+    for low, high in ((3e-4, 4e-4), (0.5, 0.5)):
+        written = -torch.minimum(s * advantage, s.clamp(1 - low, 1 + high) * advantage).mean()
+        expected = torch.autograd.grad(written, case.logits, retain_graph=True)[0]
+        weights = spread_weights(
+            sequence_weights("seq_mean_token_mean", torch.tensor([3, 5, 4])), ids, case.call["mask"]
+        )
+        out = run("gspo", case, epsilon_low=low, epsilon_high=high)
+        assert (out.loss * weights).sum().item() == pytest.approx(written.item(), rel=1e-6)
+        actual = torch.autograd.grad((out.loss * weights).sum(), case.logits, retain_graph=True)[0]
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@settings(max_examples=3, deadline=None)
+@given(seed=SEEDS, data=st.data())
+def test_micro_batches_packing_and_ranks_change_nothing(name, seed, data):
+    case = random_case(seed, tokens=14, drift=0.7)
+    lengths = torch.tensor([3, 1, 5, 2, 3])
+    ids = torch.arange(5).repeat_interleave(lengths)
+    case.call["sequence_ids"] = ids
+    objective, kind = build_objective(name), data.draw(st.sampled_from(["token_mean", "seq_mean_token_mean"]))
+
+    whole = objective(**case.call)
+    weights = sequence_weights(kind, lengths).double()[ids]
+    (whole.loss * weights).sum().backward(retain_graph=True)
+    expected, metrics = case.logits.grad.clone(), reduce_metrics(whole.metrics)
+
+    case.logits.grad = None
+    order = data.draw(st.permutations(range(5)))
+    cut = data.draw(st.integers(1, 4))
+    ranks = [order[:cut], order[cut:]]
+    total = BatchCounts.from_tensor(sum(BatchCounts.of(lengths[rank]).to_tensor() for rank in ranks))
+    parts, loss = [], 0.0
+    for rank in ranks:
+        rows = torch.cat([torch.nonzero(ids == sequence).squeeze(1) for sequence in rank])
+        out = objective(**pick(case, rows))
+        share = sequence_weights(kind, lengths[rank], total=total).double().repeat_interleave(lengths[rank])
+        (out.loss * share).sum().backward(retain_graph=True)
+        loss += (out.loss * share).sum().item()
+        parts.append(out.metrics)
+    assert loss == pytest.approx((whole.loss * weights).sum().item(), rel=1e-12, abs=1e-14)
+    torch.testing.assert_close(case.logits.grad, expected, rtol=1e-12, atol=1e-14)
+    assert reduce_metrics(merge_metrics(parts)) == pytest.approx(metrics, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_garbage_outside_the_mask_and_in_absent_ids_reaches_nothing(name):
+    clean = random_case(5, tokens=6)
+    keep = torch.tensor([True, False, True, True, False, True])
+    rows = torch.nonzero(keep).squeeze(1)
+    objective = build_objective(name)
+    expected = objective(**pick(clean, rows))
+    expected_gradient = torch.autograd.grad(expected.loss.sum(), clean.logits, retain_graph=True)[0]
+
+    for rubbish in (torch.nan, -torch.inf, torch.inf, 3.0):
+
+        def spoil(value, by=rubbish):
+            return torch.where(keep if value.ndim == 1 else keep[:, None], value, by)
+
+        topk = clean.topk
+        absent = torch.full((6, 2), -1)
+        wide = torch.full((6, 2), rubbish, dtype=torch.float64)
+        dirty = dataclasses.replace(
+            topk,
+            ids=torch.cat([absent, torch.where(keep[:, None], topk.ids, -7)], 1),
+            rollout_logprob=torch.cat([wide, spoil(topk.rollout_logprob)], 1),
+            logprob=torch.cat([wide, spoil(topk.logprob)], 1),
+            other_logprob=spoil(topk.other_logprob),
+        )
+        untouched = ("topk", "mask", "sequence_ids")
+        call = {key: spoil(value) for key, value in clean.call.items() if key not in untouched}
+        out = objective(**call, topk=dirty, mask=keep, sequence_ids=torch.where(keep, clean.call["sequence_ids"], -99))
+        assert (out.loss[~keep] == 0).all()
+        assert (out.weight[~keep] == 0).all()
+        assert not out.masked_tokens[~keep].any()
+        torch.testing.assert_close(out.loss[keep], expected.loss, rtol=0, atol=0)
+        actual = torch.autograd.grad(out.loss.sum(), clean.logits, retain_graph=True)[0]
+        torch.testing.assert_close(actual, expected_gradient, rtol=0, atol=0)
+        assert reduce_metrics(out.metrics) == pytest.approx(reduce_metrics(expected.metrics), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("rubbish", [torch.nan, -torch.inf, torch.inf])
+def test_no_gradient_flows_to_garbage(name, rubbish):
+    """The log-probs as leaves: 0 times nan in a backward pass is nan, so a mask on the loss is not enough."""
+    case, keep = random_case(5, tokens=24), torch.arange(24) % 3 != 1
+    leaf = torch.where(keep, case.call["logprob"].detach(), rubbish).requires_grad_()
+    listed = torch.where(keep[:, None], case.topk.logprob.detach(), rubbish)
+    listed[0, 0] = rubbish
+    listed.requires_grad_()
+    ids = case.topk.ids.clone()
+    ids[0, 0] = -1
+    topk = dataclasses.replace(case.topk, ids=ids, logprob=listed)
+    spoiled = {
+        key: torch.where(keep, case.call[key], rubbish)
+        for key in ("rollout_logprob", "recomputed_logprob", "advantage")
+    }
+    call = {**case.call, **spoiled, "logprob": leaf, "topk": topk, "mask": keep}
+    build_objective(name)(**call).loss.sum().backward()
+    assert (leaf.grad[~keep] == 0).all()
+    assert leaf.grad.isfinite().all()
+    assert (leaf.grad[keep][spoiled["advantage"][keep] != 0] != 0).any()
+    if name == TOPK_PENALTY:
+        assert listed.grad.isfinite().all()
+        assert (listed.grad[~keep] == 0).all()
+        assert listed.grad[0, 0] == 0
+        assert (listed.grad != 0).any()
+
+
+@pytest.mark.parametrize("name", ["dppo_topk_tv", "dppo_topk_kl", "dppo_predictive", TOPK_PENALTY])
+def test_the_sampled_token_counts_once_wherever_it_is_listed(name):
+    case = random_case(9, tokens=40, vocab=12, k=4)
+    expected = run(name, case)
+    topk = case.topk
+    target = topk.target_ids[:, None]
+    twice = dataclasses.replace(
+        topk,
+        ids=torch.cat([target, topk.ids], 1),
+        rollout_logprob=torch.cat([case.call["rollout_logprob"][:, None], topk.rollout_logprob], 1),
+        logprob=torch.cat([case.call["logprob"][:, None], topk.logprob], 1),
+    )
+    inside = (topk.ids == target).any(1)
+    assert inside.any()
+    assert not inside.all()
+    out = build_objective(name)(**{**case.call, "topk": twice})
+    torch.testing.assert_close(out.divergence, expected.divergence, rtol=0, atol=1e-15)
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["binary_tv", "binary_kl", "topk_tv", "topk_kl"])
+def test_threshold_is_strict(kind):
+    case = random_case(11, tokens=30)
+    name = f"dppo_{kind}"
+    masked = torch.nonzero(run(name, case).masked_tokens).squeeze(1)
+    assert len(masked) > 0
+    for place in masked[:3].tolist():
+        at = run(name, case).divergence[place].item()
+        assert not run(name, case, delta=at).masked_tokens[place]
+        assert run(name, case, delta=at * (1 - 1e-15)).masked_tokens[place]
+
+
+def test_ratio_cap_by_gradient_path():
+    """sg(min(r, C)) ln pi keeps C / r of the gradient above the cap; min(r, C) itself keeps none."""
+    case = random_case(4, tokens=60, drift=2.0)
+    ratio = (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
+    above = ratio > 2.0
+    assert above.any()
+    kept = run("pg_is", case, ratio_cap=2.0).weight
+    torch.testing.assert_close(kept, ratio.clamp(max=2.0) / ratio)
+    lost = run("pg_is", case, ratio_cap=2.0, gradient_path="ratio")
+    assert torch.equal(lost.weight, (~above).double())
+    torch.testing.assert_close(lost.loss.detach(), -case.call["advantage"] * ratio.clamp(max=2.0))
+    assert torch.equal(gradient("pg_is", case), gradient("pg_is", case, gradient_path="logprob")), (
+        "uncapped, both paths have one gradient"
+    )
+
+
+def test_dual_clip_is_the_one_mask_on_a_converging_side():
+    case = random_case(12, tokens=80, drift=3.0)
+    ratio = (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
+    plain, dual = run("ppo", case), run("ppo_dual_clip", case)
+    runaway = (case.call["advantage"] < 0) & (ratio > 3)
+    assert runaway.any()
+    assert torch.equal(dual.masked_tokens, plain.masked_tokens | runaway)
+    advantage = case.call["advantage"]
+    written = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    written = torch.where(advantage < 0, torch.maximum(written, 3.0 * advantage), written)
+    torch.testing.assert_close(dual.loss.detach(), -written)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_reads_no_value_on_the_host(name):
+    """Meta tensors have no values: any .item(), bool(tensor) or data-dependent shape raises."""
+    case = random_case(0)
+    topk = dataclasses.replace(
+        case.topk,
+        **{
+            f.name: getattr(case.topk, f.name).detach().to("meta")
+            for f in dataclasses.fields(case.topk)
+            if torch.is_tensor(getattr(case.topk, f.name))
+        },
+    )
+    call = {key: value.detach().to("meta") for key, value in case.call.items() if key != "topk"}
+    out = build_objective(name)(**call, topk=topk)
+    assert out.loss.shape == out.weight.shape == (8,)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_runs_without_gradient_and_on_no_tokens(name):
+    case = random_case(1)
+    with torch.no_grad():
+        out = run(name, case)
+    assert not out.loss.requires_grad
+    empty = build_objective(name)(**pick(case, torch.tensor([], dtype=torch.long)))
+    assert empty.loss.shape == (0,)
+    reduced = reduce_metrics(empty.metrics)
+    assert reduced["tokens"] == 0
+    assert "weight/max" not in reduced
+
+
+@settings(max_examples=60, deadline=None)
+@given(x=st.floats(-40, -1e-12))
+def test_complement_of_a_probability_near_one(x):
+    import math
+
+    exact = math.log(-math.expm1(x)) if x > -0.7 else math.log1p(-math.exp(x))
+    assert log1mexp(torch.tensor(x, dtype=torch.float64)).item() == pytest.approx(exact, rel=1e-13)
+
+
+def test_binary_kl_near_probability_one_in_fp32():
+    """Log-probs that round to 0, and to one step from it, give a small finite KL and no nan."""
+    logprobs = [0.0, -1e-8, -6e-8, -1e-7, -1e-6, -1e-4, -1e-2, -3.0, -60.0]
+    mu, pi = (t.flatten() for t in torch.meshgrid(*[torch.tensor(logprobs)] * 2, indexing="ij"))
+    fp32, fp64 = binary_kl(mu, pi), binary_kl(mu.double(), pi.double())
+    assert fp32.isfinite().all()
+    assert (fp32 >= 0).all()
+    certain = pi.exp() > 1 - 1e-6  # 1 - pi below the rounding of fp32: bounded by what one step is worth
+    torch.testing.assert_close(fp32[~certain].double(), fp64[~certain], rtol=1e-4, atol=2e-6)
+    both = certain & (mu.exp() > 1 - 1e-6)
+    assert (fp32[both] < 2e-5).all()
+    assert (fp32[mu == pi] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["topk_tv", "topk_kl"])
+def test_unlisted_mass_below_rounding_is_dropped(kind):
+    """fp32 log-probs over a whole vocabulary sum to 1 only within rounding; what they leave is not mass."""
+    for seed in range(20):
+        case = random_case(seed, tokens=16, vocab=12, k=12, on_policy=True, dtype=torch.float32)
+        topk = dataclasses.replace(case.topk, other_logprob=torch.full((16,), -30.0))
+        out = build_objective(f"dppo_{kind}")(**{**case.call, "topk": topk})
+        assert out.divergence.max() < 1e-5
+        assert reduce_metrics(out.metrics)["topk/tail_mass_rollout"] == 0

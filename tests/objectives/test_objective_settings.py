@@ -1,0 +1,319 @@
+"""Building an objective: presets, overrides, what is refused and how the refusal reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import types
+
+import pytest
+import torch
+from objective_cases import random_case
+
+from dppo_megatron.objectives import (
+    AXES,
+    PRESETS,
+    Objective,
+    ObjectiveError,
+    ObjectiveSettings,
+    TopKLogprobs,
+    build_objective,
+)
+
+PUBLISHED = {
+    "dppo_binary_tv",
+    "dppo_binary_kl",
+    "dppo_topk_tv",
+    "dppo_topk_kl",
+    "dppo_predictive",
+    "ipo",
+    "drpo",
+    "drpo_tr",
+    "mask_drpo",
+    "spo",
+    "ppo",
+    "ppo_dual_clip",
+    "grpo",
+    "grpo_clip_higher",
+    "dapo",
+    "minirl",
+    "minirl_tis",
+    "cispo",
+    "pg_is",
+    "pg_tis",
+    "gspo",
+    "nll",
+}
+
+
+def refusal(name: str = "dppo_binary_tv", **overrides) -> str:
+    with pytest.raises(ObjectiveError) as caught:
+        build_objective(name, **overrides)
+    return str(caught.value)
+
+
+def test_every_published_method_is_a_preset_and_ours_is_named_experimental():
+    assert set(PRESETS) >= PUBLISHED
+    assert all(name.startswith("experimental_") for name in set(PRESETS) - PUBLISHED)
+    with pytest.raises(TypeError):
+        PRESETS["mine"] = PRESETS["ppo"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("dppo_binary_tv", {"divergence": "binary_tv", "control": "mask", "delta": 0.15, "ratio_cap": None}),
+        ("dppo_topk_kl", {"divergence": "topk_kl", "delta": 0.05, "anchor": "rollout"}),
+        ("drpo", {"control": "quadratic", "delta": 12.5}),
+        ("drpo_tr", {"control": "quadratic", "delta": 0.2}),
+        ("grpo_clip_higher", {"divergence": "ratio", "epsilon_low": 0.2, "epsilon_high": 0.28}),
+        ("minirl", {"anchor": "recomputed", "importance": "rollout", "epsilon_high": 0.27}),
+        ("cispo", {"ratio_floor": 0.0, "ratio_cap": 5.0, "control": "none"}),
+        ("gspo", {"ratio_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}),
+    ],
+)
+def test_presets_hold_the_papers_defaults(name, wanted):
+    settings = build_objective(name).settings
+    assert {axis: getattr(settings, axis) for axis in wanted} == wanted
+
+
+def test_overrides_replace_axes_and_leave_the_preset_alone():
+    objective = build_objective("dppo_topk_tv", delta=0.2, ratio_cap=5)
+    assert (objective.settings.delta, objective.settings.ratio_cap) == (0.2, 5)
+    assert objective.settings.path == "logprob"
+    assert PRESETS["dppo_topk_tv"].settings.delta == 0.15
+    assert build_objective("ppo", epsilon=0.1).settings.epsilon_high == 0.1
+    assert build_objective("ppo", epsilon=0.1, epsilon_high=0.3).settings.epsilon_high == 0.3
+
+
+def test_thresholds_of_a_replaced_axis_fall_away():
+    settings = build_objective("ppo", divergence="binary_tv", delta=0.2).settings
+    assert (settings.epsilon_low, settings.epsilon_high, settings.delta) == (None, None, 0.2)
+    settings = build_objective("dppo_predictive", control="none").settings
+    assert (settings.direction, settings.delta) == ("sampled", None)
+
+
+def test_unknown_names_suggest_the_nearest():
+    assert "did you mean 'dppo_binary_tv'" in refusal("dppo_binry_tv")
+    assert "known: cispo, dapo" in refusal("xyzzy")
+    assert "did you mean 'ratio_cap'" in refusal(ratio_caps=5.0)
+    assert "did you mean 'topk_tv'" in refusal(divergence="top_tv")
+    with pytest.raises(ObjectiveError, match="name is a string"):
+        build_objective(7)
+
+
+def test_clip_ratio_is_explained_not_guessed():
+    text = refusal(clip_ratio=0.2)
+    for word in ("delta", "epsilon_low", "ratio_cap"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"delta": "0.2"}, "delta='0.2' must be a finite number or None"),
+        ({"delta": True}, "delta=True must be a finite number"),
+        ({"delta": float("nan")}, "must be a finite number"),
+        ({"delta": 0.0}, "delta=0.0 must be above 0"),
+        ({"delta": None}, "needs a threshold: set delta"),
+        ({"ratio_floor": -1.0}, "must be at least 0"),
+        ({"entropy_coefficient": None}, "must be a number, not None"),
+        ({"supervised": "yes"}, "must be true or false"),
+        ({"divergence": 3}, "divergence=3 is not one of"),
+        ({"epsilon_high": 0.28}, "epsilon_high=0.28 has no effect"),
+        ({"divergence": "ratio"}, "set epsilon_low and epsilon_high"),
+        ({"divergence": "binary_kl", "control": "quadratic"}, "divergence must be"),
+        ({"control": "quadratic", "direction": "symmetric"}, "direction='symmetric' has no effect"),
+        ({"tail": "uniform"}, "tail='uniform' has no effect"),
+        ({"penalty_delta": 2.0}, "penalty_delta=2.0 has no effect"),
+        ({"dual_clip": 3.0}, "dual_clip=3.0 has no effect"),
+        ({"ratio_cap": 1.0, "ratio_floor": 2.0}, "ratio_floor=2.0 is above ratio_cap=1.0"),
+        ({"ratio_level": "sequence"}, "ratio_level='sequence'"),
+        ({"supervised": True}, "must be 'none'"),
+        ({"mismatch": "truncate", "mismatch_high": 2.0}, "importance='recomputed'"),
+        ({"mismatch": "mask"}, "needs mismatch_high"),
+        ({"mismatch_high": 2.0}, "mismatch_high=2.0 has no effect"),
+        ({"rejection": "geometric"}, "needs rejection_low or rejection_high"),
+        ({"reference_kl": "k3"}, "reference_kl_coefficient go together"),
+        ({"reference_kl_coefficient": 0.1}, "go together"),
+    ],
+)
+def test_refusals_name_the_axis_and_the_remedy(overrides, says):
+    text = refusal(**overrides)
+    assert says in text
+    assert text.startswith("objective dppo_binary_tv: ")
+
+
+def test_delta_is_refused_where_the_ratio_is_measured():
+    assert "epsilon_low and epsilon_high" in refusal("ppo", delta=0.2)
+    assert "dual_clip=1.1 must be above" in refusal("ppo", dual_clip=1.1)
+
+
+def test_all_problems_are_reported_at_once():
+    text = refusal(delta=-1.0, divergence="tv", ratio_cap="big")
+    assert all(axis in text for axis in ("delta=-1.0", "divergence='tv'", "ratio_cap='big'"))
+    assert all(axis in refusal(aaa=1, bbb=2) for axis in ("'aaa'", "'bbb'"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_first_line_names_the_method_and_its_thresholds_are_in_the_words(name):
+    objective = build_objective(name)
+    text, s = objective.describe(), objective.settings
+    assert text.splitlines()[0].startswith(f"objective {name}: ")
+    if s.control != "none":
+        assert ("recomputed by the trainer" if s.anchor == "recomputed" else "mu, the policy") in text
+    if s.delta is not None:
+        assert f"delta = {s.delta:g}" in text
+    if s.epsilon_high is not None:
+        assert re.search(rf"\b{1 + s.epsilon_high:g}\b|{s.epsilon_high:g} above", text)
+    if s.ratio_cap is not None:
+        assert f"at most {s.ratio_cap:g}" in text
+    assert "not a trust region" in text or name not in ("drpo", "mask_drpo")
+
+
+def test_description_covers_the_corrections():
+    text = build_objective(
+        "ppo",
+        importance="recomputed",
+        mismatch="truncate",
+        mismatch_high=2.0,
+        rejection="geometric",
+        rejection_high=1.01,
+        reference_kl="k3",
+        reference_kl_coefficient=0.001,
+        entropy_coefficient=0.01,
+    ).describe()
+    for words in ("min(trainer / engine, 2)", "[0, 1.01]", "0.001 KL(pi || reference)", "0.01 entropy"):
+        assert words in text
+
+
+def test_what_each_method_needs():
+    needs = {
+        name: [f for f in ("topk", "topk_gradient", "recomputed", "sequences", "entropy") if getattr(o, f"needs_{f}")]
+        for name, o in ((name, build_objective(name)) for name in PRESETS)
+    }
+    assert {name: what for name, what in needs.items() if what} == {
+        "dppo_topk_tv": ["topk"],
+        "dppo_topk_kl": ["topk"],
+        "dppo_predictive": ["topk"],
+        "experimental_topk_quadratic": ["topk", "topk_gradient"],
+        "minirl": ["recomputed"],
+        "minirl_tis": ["recomputed"],
+        "gspo": ["sequences"],
+    }
+    assert build_objective("ppo", entropy_coefficient=0.1).needs_entropy
+    assert not build_objective("nll").needs_rollout
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out", "says"),
+    [
+        ("dppo_binary_tv", "rollout_logprob", "dppo_binary_tv needs rollout_logprob"),
+        ("dppo_binary_tv", "advantage", "needs advantage"),
+        ("dppo_topk_tv", "topk", "dppo_topk_tv needs topk"),
+        ("minirl", "recomputed_logprob", "needs recomputed_logprob"),
+        ("gspo", "sequence_ids", "needs sequence_ids"),
+    ],
+)
+def test_missing_inputs_are_named(name, left_out, says):
+    call = {key: value for key, value in random_case(0).call.items() if key != left_out}
+    with pytest.raises(ObjectiveError, match=says):
+        build_objective(name)(**call)
+
+
+def test_misshapen_and_coarse_inputs_are_refused():
+    call, objective = random_case(0).call, build_objective("dppo_topk_tv")
+    with pytest.raises(ObjectiveError, match=r"advantage has shape \(3,\)"):
+        objective(**{**call, "advantage": torch.ones(3)})
+    with pytest.raises(ObjectiveError, match=r"rollout_logprob is torch\.bfloat16"):
+        objective(**{**call, "rollout_logprob": call["rollout_logprob"].bfloat16()})
+    with pytest.raises(ObjectiveError, match=r"logprob must be \[T\]"):
+        objective(**{**call, "logprob": call["logprob"][None]})
+    topk = call["topk"]
+    with pytest.raises(ObjectiveError, match=r"topk.rollout_logprob is torch.float16"):
+        objective(**{**call, "topk": dataclasses.replace(topk, rollout_logprob=topk.rollout_logprob.half())})
+    with pytest.raises(ObjectiveError, match=r"topk.logprob has shape"):
+        objective(**{**call, "topk": dataclasses.replace(topk, logprob=topk.logprob[:, :2])})
+    uniform = build_objective("dppo_predictive", tail="uniform")
+    with pytest.raises(ObjectiveError, match="vocab_size"):
+        uniform(**{**call, "topk": dataclasses.replace(topk, vocab_size=None)})
+    ours = build_objective("experimental_topk_quadratic")
+    with pytest.raises(ObjectiveError, match="gradient through topk"):
+        ours(**{**call, "topk": dataclasses.replace(topk, logprob=topk.logprob.detach())})
+
+
+def test_positional_topk_is_the_public_order():
+    topk = random_case(0).topk
+    again = TopKLogprobs(topk.ids, topk.rollout_logprob, topk.logprob, topk.other_logprob, topk.target_ids)
+    assert again.target_ids is topk.target_ids
+
+
+def test_nll_needs_only_logprob_and_mask():
+    logprob = torch.tensor([-1.0, -2.0, -torch.inf], requires_grad=True)
+    out = build_objective("nll")(logprob=logprob, mask=torch.tensor([1, 1, 0]))
+    out.loss.sum().backward()
+    assert out.loss.tolist() == [1.0, 2.0, 0.0]
+    assert logprob.grad.tolist() == [-1.0, -1.0, 0.0]
+    assert out.weight.tolist() == [1.0, 1.0, 0.0]
+
+
+def test_recomputed_anchor_moves_the_region_but_not_the_importance_ratio():
+    case = random_case(2, tokens=40)
+    drifted = case.call["logprob"].detach() + 0.05  # within 1.2 of the recomputed policy everywhere
+    call = {**case.call, "recomputed_logprob": drifted}
+    out = build_objective("minirl")(**call)
+    assert not out.masked_tokens.any()
+    assert torch.equal(out.weight, torch.ones(40, dtype=torch.float64))
+    assert build_objective("grpo", epsilon_high=0.27)(**call).masked_tokens.any()
+
+
+def test_recomputed_anchor_of_a_topk_method_needs_its_own_list():
+    case = random_case(2)
+    objective = build_objective("dppo_topk_tv", anchor="recomputed")
+    with pytest.raises(ObjectiveError, match=r"topk\.recomputed_logprob"):
+        objective(**case.call)
+    here = case.topk.logprob.detach()
+    topk = dataclasses.replace(case.topk, recomputed_logprob=here)
+    out = objective(**{**case.call, "topk": topk, "recomputed_logprob": case.call["logprob"].detach()})
+    assert out.divergence.max() < 1e-12
+
+
+@pytest.fixture
+def user_module():
+    module = types.ModuleType("users_own_objectives")
+    module.settings = ObjectiveSettings(divergence="binary_tv", delta=0.3)
+    module.ready = Objective("mine", ObjectiveSettings(delta=0.3))
+    module.factory = lambda delta=0.1: Objective("made", ObjectiveSettings(delta=delta))
+    module.useless = lambda: 3
+    sys.modules[module.__name__] = module
+    yield module.__name__
+    del sys.modules[module.__name__]
+
+
+def test_a_users_own_by_dotted_path(user_module):
+    own = build_objective(f"{user_module}:settings", delta=0.4)
+    assert own.settings.delta == 0.4
+    assert own.name == f"{user_module}:settings"
+    assert build_objective(f"{user_module}:ready").name == "mine"
+    assert build_objective(f"{user_module}:factory", delta=0.5).settings.delta == 0.5
+    for path, overrides, says in (
+        ("ready", {"delta": 0.1}, "takes no settings: delta"),
+        ("factory", {"dleta": 0.1}, "refused its settings"),
+        ("useless", {}, "lacks name, settings"),
+        ("absent", {}, "cannot be loaded"),
+    ):
+        with pytest.raises(ObjectiveError, match=says):
+            build_objective(f"{user_module}:{path}", **overrides)
+    with pytest.raises(ObjectiveError, match="cannot be loaded"):
+        build_objective("no_such_package.module:thing")
+
+
+def test_settings_are_frozen_values_with_a_word_on_every_axis():
+    settings = build_objective("ppo").settings
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.epsilon_low = 1.0
+    assert settings == build_objective("grpo").settings
+    assert hash(settings) == hash(build_objective("grpo").settings)
+    assert ObjectiveSettings(**dataclasses.asdict(settings)) == settings
+    assert all(field.metadata["doc"] for field in AXES.values())

@@ -1,0 +1,156 @@
+"""The worked cases of objective_vectors.json: divergence, mask, weight, loss, gradient into the logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from objective_cases import make_case
+
+from dppo_megatron.objectives import BatchCounts, build_objective, sequence_weights, token_weights
+
+VECTORS = json.loads((Path(__file__).parent / "objective_vectors.json").read_text())
+CASES = {case["name"]: case for case in VECTORS["cases"]}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+# worked-case loss -> (preset, overrides, name of the loss value to compare with)
+METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "surrogate_PG_IS": ("pg_is", {}, "loss"),
+    "PG_TIS_C3 (paper's CISPO)": ("pg_tis", {}, "loss"),
+    "PPO_eps0.2": ("ppo", {}, "loss"),
+    "GRPO_clip_higher_0.2_0.28": ("grpo_clip_higher", {}, "loss"),
+    "CISPO_minimax_low1_high4": ("cispo", {}, "loss"),
+    "SPO_eps0.2": ("spo", {}, "loss"),
+    "SPO_eps12.5": ("spo", {"epsilon": 12.5}, "loss"),
+    "DRPO_delta0.15": ("drpo_tr", {"delta": 0.15}, "loss"),
+    "DRPO_delta2.5": ("drpo", {"delta": 2.5}, "loss"),
+    "DRPO_delta12.5": ("drpo", {}, "loss"),
+    "DPPO_binTV_delta0.15": ("dppo_binary_tv", {}, "loss"),
+    "DPPO_binKL_delta0.05": ("dppo_binary_kl", {}, "loss"),
+    "DPPO_topkTV_paper_union_delta0.15": ("dppo_topk_tv", {}, "loss"),
+    "DPPO_topkKL_paper_union_delta0.05": ("dppo_topk_kl", {}, "loss"),
+    "DPPO_binTV_C5 (paper scaling runs)": ("dppo_binary_tv", {"ratio_cap": 5.0}, "loss"),
+}
+# The same gradient written as sg(min(r, 1e4)) ln pi.
+LOGPROB_FORM = {
+    "DPPO_binTV_delta0.15": ("dppo_binary_tv", {"ratio_cap": 1e4}, "verl_form_loss"),
+    "DPPO_binKL_delta0.05": ("dppo_binary_kl", {"ratio_cap": 1e4}, "verl_form_loss"),
+}
+NOT_THE_PAPER = {"DPPO_topkTV_replace_last_delta0.15", "DPPO_topkKL_replace_last_delta0.05"}
+RUNS = [
+    *((loss, *how) for loss, how in METHODS.items()),
+    *((loss, *how) for loss, how in LOGPROB_FORM.items()),
+]
+
+
+def build(case: dict, k: int, dtype: torch.dtype):
+    given = case["inputs"]
+    return make_case(
+        torch.tensor([given["mu"]], dtype=torch.float64).log(),
+        torch.tensor([given["logits_pi"]], dtype=torch.float64),
+        torch.tensor([given["sampled"]]),
+        torch.tensor([given["advantage"]]),
+        k,
+        dtype=dtype,
+    )
+
+
+def close(actual: torch.Tensor, expected: Any, dtype: torch.dtype) -> None:
+    # fp32 on numbers in the thousands (SPO on a rare token) is held to 1e-5 relative.
+    expected = torch.tensor(expected, dtype=torch.float64).reshape(actual.shape)
+    bound = TOLERANCE[dtype] * expected.abs().clamp(min=1.0)
+    assert ((actual.double() - expected).abs() <= bound).all(), (actual, expected)
+
+
+def test_every_worked_loss_is_covered():
+    for case in CASES.values():
+        assert set(case["expected"]["losses"]) == set(METHODS) | NOT_THE_PAPER
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("case_name", CASES)
+@pytest.mark.parametrize(("loss", "preset", "overrides", "value"), RUNS, ids=[f"{r[0]}-{r[3]}" for r in RUNS])
+def test_loss_weight_mask_divergence_and_gradient(loss, preset, overrides, value, case_name, dtype):
+    case, expected = CASES[case_name], CASES[case_name]["expected"]["losses"][loss]
+    built = build(case, case["inputs"]["cfg"]["K"], dtype)
+    out = build_objective(preset, **overrides)(**built.call)
+    out.loss.sum().backward()
+
+    close(out.weight, [expected["weight"]], dtype)
+    close(out.loss.detach(), [expected[value]], dtype)
+    close(built.logits.grad[0], expected["grad_logits"], dtype)
+    if "mask" in expected:
+        assert out.masked_tokens.tolist() == [expected["mask"] == 0.0]
+    if "divergence" in expected:
+        close(out.divergence, [expected["divergence"]], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("case_name", CASES)
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_divergences_of_every_list_length(k, case_name, dtype):
+    case, expected = CASES[case_name], CASES[case_name]["expected"]
+    if k > len(case["inputs"]["mu"]):
+        pytest.skip("list longer than the vocabulary")
+    built = build(case, k, dtype)
+    union = expected["topk"][str(k)]["paper_union"]
+    wanted = {
+        "dppo_binary_tv": expected["binary"]["tv"],
+        "dppo_binary_kl": expected["binary"]["kl"],
+        "dppo_topk_tv": union["tv"],
+        "dppo_topk_kl": union["kl"],
+    }
+    for preset, number in wanted.items():
+        close(build_objective(preset)(**built.call).divergence, [number], dtype)
+
+
+@pytest.mark.parametrize("case_name", CASES)
+def test_predictive_direction(case_name):
+    """Masked exactly where D > delta and A times the predicted change is positive, for either tail."""
+    from dppo_megatron.objectives.divergence import predicted_change
+    from dppo_megatron.objectives.inputs import check_and_clean, make_buckets
+
+    case, expected = CASES[case_name], CASES[case_name]["expected"]
+    k = case["inputs"]["cfg"]["K"]
+    built = build(case, k, torch.float64)
+    for tail in ("aggregated", "uniform"):
+        objective = build_objective("dppo_predictive", tail=tail)
+        call = {name: value for name, value in built.call.items() if name != "topk"}
+        tokens = check_and_clean(objective.settings, "test", reference_logprob=None, entropy=None, **call)
+        change = predicted_change(make_buckets(objective.settings, "test", tokens, built.topk), tail)
+        wanted = expected["predictive_dotD_union_K"][f"{tail}_tail"]
+        close(change, [wanted], torch.float64)
+        far = expected["topk"][str(k)]["paper_union"]["tv"] > 0.15
+        masked = objective(**built.call).masked_tokens.item()
+        assert masked == (far and case["inputs"]["advantage"] * wanted > 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("token_mean", "token-mean"),
+        ("seq_mean_token_sum", "seq-mean-token-sum"),
+        ("seq_mean_token_mean", "seq-mean-token-mean"),
+        (
+            "seq_mean_token_sum_norm",
+            "seq-mean-token-sum-norm (verl/DRPO: sum / horizon, mean over sequences)",
+        ),
+    ],
+)
+def test_aggregation(kind, key):
+    given = VECTORS["aggregation"]
+    mask = torch.tensor(given["mask"]).bool()
+    loss = torch.tensor(given["token_loss"], dtype=torch.float64)[mask]
+    lengths = mask.sum(1)
+    weights = token_weights(kind, lengths, given["horizon"])
+    assert (weights * loss).sum().item() == pytest.approx(given["expected"][key], abs=1e-6)
+
+    # Two ranks with one sequence each, sharing their counts.
+    shares = [BatchCounts.of(lengths[i : i + 1]) for i in range(2)]
+    total = BatchCounts.from_tensor(shares[0].to_tensor() + shares[1].to_tensor())
+    assert total == shares[0] + shares[1]
+    parts = [sequence_weights(kind, lengths[i : i + 1], given["horizon"], total) for i in range(2)]
+    assert torch.equal(torch.cat(parts).repeat_interleave(lengths), weights)
