@@ -1,0 +1,1 @@
+"""Prompts, tokenizers, packing. Import the modules: `packing` alone needs torch, `tokenizer` transformers."""

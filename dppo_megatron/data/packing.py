@@ -1,0 +1,236 @@
+"""From sequences to packed micro-batches: a plan on lengths alone, then tensors for this rank's part."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..types import Prompt, Rollout, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """A prompt with the response to learn from. Supervised sequences have no rollout fields."""
+
+    prompt_ids: np.ndarray  # [P] int32, at least one token: it predicts the first of the response
+    response_ids: np.ndarray  # [R] int32
+    loss_weight: float  # of every response token, its share of the global batch; 0 = carries no loss
+    advantage: float | np.ndarray | None = None  # scalar or [R] fp32
+    rollout_logprobs: np.ndarray | None = None  # [R] fp32
+    temperature: float = 1.0
+    topk_ids: np.ndarray | None = None  # [R, K] int32, -1 = absent
+    topk_logprobs: np.ndarray | None = None  # [R, K] fp32
+
+    @classmethod
+    def of_rollout(
+        cls,
+        prompt: Prompt,
+        rollout: Rollout,
+        *,
+        advantage: float | np.ndarray,
+        loss_weight: float,
+        temperature: float = 1.0,
+    ) -> Sequence:
+        """A sampled response with the log-probs of the policy that sampled it."""
+        return cls(
+            prompt.token_ids,
+            rollout.token_ids,
+            loss_weight,
+            advantage,
+            rollout.logprobs,
+            temperature,
+            rollout.topk_ids,
+            rollout.topk_logprobs,
+        )
+
+    @classmethod
+    def of_answer(cls, prompt: Prompt, answer_ids: np.ndarray, *, loss_weight: float) -> Sequence:
+        """A given answer to imitate (nll)."""
+        return cls(prompt.token_ids, answer_ids, loss_weight)
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+def plan_micro_batches(lengths: ListOf[int] | np.ndarray, data_parallel: int, budget: int) -> list[list[list[int]]]:
+    """Splits sequences of the given lengths over ranks and micro-batches.
+
+    lengths: tokens of each sequence. budget: most tokens of a micro-batch; a longer sequence gets one of its
+    own.
+    Returns `plan[rank][micro_batch]` -> ascending indices into `lengths`. Every index occurs once; every rank
+    has the same number of micro-batches, at least one, some possibly empty; the token counts of two ranks
+    differ by at most the longest sequence. Largest micro-batches come first, so that memory runs out at once
+    or not at all.
+    Equal arguments give equal plans. Raises `ValueError` for lengths, ranks or a budget below 1.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if data_parallel < 1 or budget < 1 or (len(sizes) and sizes.min() < 1):
+        raise ValueError(f"lengths, data_parallel = {data_parallel} and budget = {budget} must all be at least 1")
+    order = np.argsort(-sizes, kind="stable")
+    ordered = sizes[order].tolist()
+    bins = _fewest_bins(ordered, data_parallel, budget)
+    totals = [sum(ordered[i] for i in members) for members in bins]
+    by_load = sorted(range(len(bins)), key=lambda b: (-totals[b], b))
+    plan: list[list[list[int]]] = [[] for _ in range(data_parallel)]
+    loads = [0] * data_parallel
+    for start in range(0, len(bins), data_parallel):
+        # One of each round's near-equal bins to every rank, the largest to the rank that has least.
+        ranks = sorted(range(data_parallel), key=lambda rank: (loads[rank], rank))
+        for rank, b in zip(ranks, by_load[start : start + data_parallel], strict=True):
+            plan[rank].append(sorted(order[bins[b]].tolist()))
+            loads[rank] += totals[b]
+    return plan
+
+
+def pack(sequences: ListOf[Sequence], *, topk: int = 0, pad_to_multiple: int = 1) -> TokenBatch:
+    """One micro-batch on the CPU, sequences end to end in the given order.
+
+    All sequences must have the same optional fields, those that the result has.
+    Without sequences the result is a filler: a single masked token with zero loss weight, rollout fields and
+    `topk` listed entries, so that a rank with nothing to do runs the same collectives as the others.
+    pad_to_multiple: rows are filled up with masked tokens to a multiple of this (sequence parallelism shards
+    rows evenly). They form one more sequence at the end, where nothing attends to them, so positions and
+    attention of the real ones are untouched; `cu_seqlens` then has one more entry.
+    Raises `ValueError` for an empty prompt, fields whose lengths or presence disagree, and weights or
+    advantages that are not finite.
+    """
+    _check(sequences)
+    if not sequences:
+        return _filler(topk, pad_to_multiple)
+    prompt_sizes = np.array([len(s.prompt_ids) for s in sequences])
+    response_sizes = np.array([len(s.response_ids) for s in sequences])
+    sizes = prompt_sizes + response_sizes
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    tokens = int(ends[-1])
+    total = math.ceil(tokens / pad_to_multiple) * pad_to_multiple
+    bounds = [0, *ends.tolist()] + ([total] if total > tokens else [])
+
+    # Response token j is predicted by the row before it: start + P + j - 1.
+    responses = int(response_sizes.sum())
+    before = np.cumsum(response_sizes) - response_sizes
+    rows = np.repeat(starts + prompt_sizes - 1 - before, response_sizes) + np.arange(responses)
+
+    def per_row(values: Any, dtype: Any, fill: float = 0) -> torch.Tensor:
+        values = np.asarray(values)
+        out = np.full((total, *values.shape[1:]), fill, dtype=dtype)
+        out[rows] = values
+        return torch.from_numpy(out)
+
+    def per_response(values: list[Any]) -> np.ndarray:
+        return np.repeat(np.array(values, dtype=np.float32), response_sizes)
+
+    token_ids = np.zeros(total, dtype=np.int64)
+    token_ids[:tokens] = np.concatenate([part for s in sequences for part in (s.prompt_ids, s.response_ids)])
+    positions = np.arange(total)
+    positions -= np.repeat(bounds[:-1], np.diff(bounds))
+    loss_weight = per_response([s.loss_weight for s in sequences])
+    carries_loss = loss_weight != 0
+    finite = np.isfinite(loss_weight).all()
+    batch: dict[str, torch.Tensor] = {
+        "token_ids": torch.from_numpy(token_ids),
+        "position_ids": torch.from_numpy(positions),
+        "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
+        "target_ids": per_row(np.where(carries_loss, np.concatenate([s.response_ids for s in sequences]), 0), np.int64),
+        "mask": per_row(carries_loss, np.bool_),
+        "loss_weight": per_row(loss_weight, np.float32),
+    }
+    first = sequences[0]
+    if first.rollout_logprobs is not None:
+        if any(isinstance(s.advantage, np.ndarray) for s in sequences):
+            advantage = np.concatenate([np.broadcast_to(s.advantage, len(s.response_ids)) for s in sequences])
+        else:
+            advantage = per_response([s.advantage for s in sequences])
+        finite &= np.isfinite(advantage).all()
+        temperature = np.ones(total, dtype=np.float32)
+        temperature[:tokens] = np.repeat(np.array([s.temperature for s in sequences], dtype=np.float32), sizes)
+        batch["advantage"] = per_row(advantage, np.float32)
+        batch["rollout_logprob"] = per_row(np.concatenate([s.rollout_logprobs for s in sequences]), np.float32)
+        batch["temperature"] = torch.from_numpy(temperature)
+    if first.topk_ids is not None:
+        batch["topk_ids"] = per_row(np.concatenate([s.topk_ids for s in sequences]), np.int32, fill=-1)
+        batch["topk_logprob"] = per_row(np.concatenate([s.topk_logprobs for s in sequences]), np.float32)
+    if not finite:
+        raise ValueError("a loss_weight or advantage is not finite; it would spoil the gradient of the whole batch")
+    return TokenBatch(**batch)
+
+
+def _filler(topk: int, rows: int) -> TokenBatch:
+    zeros = torch.zeros(rows)
+    return TokenBatch(
+        token_ids=zeros.long(),
+        position_ids=torch.arange(rows),
+        cu_seqlens=torch.tensor([0, rows], dtype=torch.int32),
+        target_ids=zeros.long(),
+        mask=zeros.bool(),
+        loss_weight=zeros.clone(),
+        advantage=zeros.clone(),
+        rollout_logprob=zeros.clone(),
+        temperature=torch.ones(rows),
+        topk_ids=torch.full((rows, topk), -1, dtype=torch.int32) if topk else None,
+        topk_logprob=torch.zeros(rows, topk) if topk else None,
+    )
+
+
+def _fewest_bins(ordered: list[int], multiple: int, budget: int) -> list[list[int]]:
+    """Indices into `ordered` (descending) in the fewest bins, a multiple of `multiple`, that suffice."""
+    filled = sum(min(size, budget) for size in ordered)
+    needed = max(math.ceil(filled / budget), sum(size > budget / 2 for size in ordered), 1)
+    low, high = math.ceil(needed / multiple), math.ceil(max(len(ordered), 1) / multiple)
+    if (bins := _fill(ordered, low * multiple, budget)) is not None:
+        return bins
+    low += 1
+    best: list[list[int]] | None = None
+    while low < high:
+        middle = (low + high) // 2
+        if (bins := _fill(ordered, middle * multiple, budget)) is not None:
+            best, high = bins, middle
+        else:
+            low = middle + 1
+    # With a bin for every sequence the filling cannot fail.
+    return best or _fill(ordered, high * multiple, budget) or []
+
+
+def _fill(ordered: list[int], count: int, budget: int) -> list[list[int]] | None:
+    """Longest first, each into the emptiest bin; None when one does not fit there, and so nowhere."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, b) for b in range(count)]
+    for index, size in enumerate(ordered):
+        load, b = heap[0]
+        if load and load + size > budget:
+            return None
+        bins[b].append(index)
+        heapq.heapreplace(heap, (load + size, b))
+    return bins
+
+
+def _check(sequences: ListOf[Sequence]) -> None:
+    for index, s in enumerate(sequences):
+        if problem := _problem(s, sequences[0]):
+            raise ValueError(f"sequence {index}: {problem}")
+
+
+def _problem(s: Sequence, first: Sequence) -> str:
+    responses = len(s.response_ids)
+    width = _width(first.topk_ids)
+    if len(s.prompt_ids) == 0:
+        return "empty prompt: nothing predicts the first response token"
+    if (s.rollout_logprobs is None) != (first.rollout_logprobs is None) or _width(s.topk_ids) != width:
+        return "rollout log-probs or top-K differ from those of sequence 0 in presence or K"
+    if s.rollout_logprobs is not None and (s.advantage is None or len(s.rollout_logprobs) != responses):
+        return "a rollout needs an advantage and one log-prob per response token"
+    if s.topk_ids is not None and (
+        s.topk_logprobs is None or not s.topk_ids.shape == s.topk_logprobs.shape == (responses, width)
+    ):
+        return f"top-K ids and log-probs must both be [{responses}, {width}]"
+    return ""
+
+
+def _width(array: np.ndarray | None) -> int | None:
+    return None if array is None else array.shape[1]

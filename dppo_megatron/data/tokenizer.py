@@ -1,0 +1,84 @@
+"""The tokenizer of a Hugging Face model directory, from local files only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+class TokenizerError(ValueError):
+    """The directory's tokenizer cannot be used; the message names the file and the remedy."""
+
+
+def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a model directory and checks it against the model.
+
+    vocab_size: embedding rows of the model; default: `vocab_size` of the directory's config.json.
+    Raises `TokenizerError` when the directory or its tokenizer is missing or unreadable, when it has more
+    tokens than the model has rows, or when no end-of-sequence token is known.
+    """
+    directory = Path(model_dir)
+    if not directory.is_dir():
+        raise TokenizerError(
+            f"model.path = {directory}: no such directory; it must be a local Hugging Face model directory "
+            "(nothing is downloaded)"
+        )
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        raise TokenizerError(
+            f"model.path = {directory}: holds no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's "
+            "tokenizer files there"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    # transformers raises OSError, ValueError, KeyError and bare Exception from the Rust side, by kind of
+    # damage.
+    except Exception as error:
+        raise TokenizerError(f"model.path = {directory}: its tokenizer cannot be loaded: {error}") from error
+    rows = vocab_size if vocab_size is not None else read_json(directory / "config.json").get("vocab_size")
+    if rows is not None and len(tokenizer) > rows:
+        raise TokenizerError(
+            f"model.path = {directory}: the tokenizer has {len(tokenizer)} tokens but the model only {rows} "
+            "rows (vocab_size); they do not belong together"
+        )
+    end_token_ids(directory, tokenizer)
+    return tokenizer
+
+
+def end_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end a response, ascending: of generation_config.json, else config.json, plus the tokenizer.
+
+    Raises `TokenizerError` when there is none.
+    """
+    directory = Path(model_dir)
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(directory / name).get("eos_token_id")
+        if value is not None:
+            found.update(value if isinstance(value, list) else [value])
+            break
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    if not found:
+        raise TokenizerError(
+            f"model.path = {directory}: no end-of-sequence token in generation_config.json, config.json or "
+            "the tokenizer; responses would never stop. Set eos_token_id in generation_config.json"
+        )
+    return tuple(sorted(int(token) for token in found))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty when there is no file. Raises `TokenizerError` when it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise TokenizerError(f"{path}: not valid JSON: {error}") from error

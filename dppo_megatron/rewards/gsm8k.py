@@ -1,0 +1,83 @@
+"""Grade-school word problems: the final number after `####` or in `\\boxed{}`, compared by math-verify."""
+
+from __future__ import annotations
+
+import logging
+import re
+from decimal import Decimal
+
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Float, Integer
+
+from ..types import Prompt
+
+# It warns once that its timeouts are off.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+_DIGITS = r"(?:[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)"
+# Refused when it goes on as an expression: 72/2 is not 72.
+_MARKED = re.compile(
+    rf"####\s*(?P<number>[-+]?\s*(?:\\?\$)?\s*[-+]?{_DIGITS})(?![.,]?[0-9]|[eE][0-9]|\s*[-+*/^=]\s*[0-9$(\\])"
+)
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+_BOX = re.compile(r"\\boxed\s*\{")
+_LONGEST_BOX = 256  # characters; a number is shorter
+_THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:(?:,|\{,\}|\\,)[0-9]{3})+(?![0-9])")
+
+
+def gsm8k(prompt: Prompt, response_text: str) -> float:
+    """1.0 when the response's final number equals that of the answer column, else 0.0.
+
+    Counted in the response: a number after `####`, or the content of `\\boxed{}`; of several the last in the
+    text. A number anywhere else scores 0. Thousands separators, `$` and `%` are ignored on both sides.
+    The answer column ends in `#### number`, as in GSM8K, or is a number alone; raises `ValueError` otherwise.
+    """
+    gold = _gold(prompt.answer)
+    found = final_answer(response_text)
+    if found is None:
+        return 0.0
+    return float(_equal(gold, found))
+
+
+def final_answer(text: str) -> str | None:
+    """The last documented form in the text, without separators and units; None when there is none."""
+    candidates = [(match.start(), match["number"]) for match in _MARKED.finditer(text)]
+    candidates += [(start, content) for start, content in _boxes(text)]
+    if not candidates:
+        return None
+    return _plain(max(candidates)[1])
+
+
+def _gold(answer: str) -> Decimal:
+    number = _plain(answer.rpartition("####")[2])
+    if not _NUMBER.fullmatch(number):
+        raise ValueError(f"the answer column ends in {number!r}, expected `#### number`")
+    return Decimal(number)
+
+
+def _boxes(text: str) -> list[tuple[int, str]]:
+    """(place, content) of every \\boxed{...} whose braces close within a sensible length."""
+    found = []
+    for match in _BOX.finditer(text):
+        depth = 1
+        for end in range(match.end(), min(len(text), match.end() + _LONGEST_BOX)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                found.append((match.start(), text[match.end() : end]))
+                break
+    return found
+
+
+def _plain(text: str) -> str:
+    for sign in ("\\$", "$", "\\%", "%"):
+        text = text.replace(sign, "")
+    text = _THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
+    return text.strip().removesuffix(".").strip()
+
+
+def _equal(gold: Decimal, found: str) -> bool:
+    if _NUMBER.fullmatch(found):
+        return Decimal(found) == gold
+    # Its own timeouts are signals, which work in a main thread alone; the pool's timeout holds everywhere.
+    answer = parse(f"\\boxed{{{found}}}", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
+    return bool(verify([Integer(gold) if gold == int(gold) else Float(str(gold))], answer, timeout_seconds=None))

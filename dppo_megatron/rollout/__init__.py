@@ -1,0 +1,1 @@
+"""Rollouts: the bank, the orchestrator, engine clients and engine extensions."""

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import dataclasses
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dppo_megatron.data.packing import Sequence, pack, plan_micro_batches
+from dppo_megatron.types import Prompt, Rollout
+
+LENGTHS = st.lists(st.integers(1, 60), max_size=80)
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 100))
+@settings(max_examples=300, deadline=None)
+def test_plans_conserve_balance_and_repeat(lengths, ranks, budget):
+    plan = plan_micro_batches(lengths, ranks, budget)
+    assert sorted(i for rank in plan for part in rank for i in part) == list(range(len(lengths)))
+    assert len(plan) == ranks
+    assert len({len(rank) for rank in plan}) == 1
+    assert len(plan[0]) >= 1
+    for rank in plan:
+        totals = [sum(lengths[i] for i in part) for part in rank]
+        assert totals == sorted(totals, reverse=True)
+        for part, total in zip(rank, totals, strict=True):
+            assert total <= budget or len(part) == 1
+            assert part == sorted(part)
+    loads = [sum(lengths[i] for part in rank for i in part) for rank in plan]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+    assert plan == plan_micro_batches(np.array(lengths, dtype=np.int32), ranks, budget)
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(120, 400))
+@settings(max_examples=100, deadline=None)
+def test_plans_use_few_micro_batches(lengths, ranks, budget):
+    # Sequences of at most half a budget: a bin is only refused one when it is more than half full.
+    plan = plan_micro_batches(lengths, ranks, budget)
+    assert len(plan[0]) <= -(-2 * sum(lengths) // budget) // ranks + 1
+
+
+def test_plan_edge_cases():
+    assert plan_micro_batches([], 2, 10) == [[[]], [[]]]
+    assert plan_micro_batches([5], 2, 10) == [[[0]], [[]]]
+    assert plan_micro_batches([50, 3, 3], 1, 10) == [[[0], [1, 2]]]
+    assert plan_micro_batches([4, 4, 4, 4], 2, 8) == [[[0, 2]], [[1, 3]]]
+    for bad in (([1], 0, 10), ([1], 1, 0), ([0], 1, 10)):
+        with pytest.raises(ValueError, match="at least 1"):
+            plan_micro_batches(*bad)
+
+
+def sequence(rng, prompt, response, *, topk=0, weight=0.25, advantage=0.5) -> Sequence:
+    return Sequence.of_rollout(
+        Prompt(0, 0, rng.integers(1, 100, prompt).astype(np.int32), "", ""),
+        Rollout(
+            rng.integers(1, 100, response).astype(np.int32),
+            -rng.random(response).astype(np.float32),
+            np.zeros(response, np.int32),
+            "stop",
+            rng.integers(0, 100, (response, topk)).astype(np.int32) if topk else None,
+            -rng.random((response, topk)).astype(np.float32) if topk else None,
+        ),
+        advantage=advantage,
+        loss_weight=weight,
+        temperature=0.5,
+    )
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 8)), min_size=1, max_size=12),
+    st.sampled_from([0, 3]),
+    st.sampled_from([1, 2, 8]),
+)
+@settings(max_examples=150, deadline=None)
+def test_packing_agrees_with_the_definition(shapes, topk, multiple):
+    rng = np.random.default_rng(0)
+    sequences = [sequence(rng, p, r, topk=topk, weight=0.1 * (i + 1)) for i, (p, r) in enumerate(shapes)]
+    packed = pack(sequences, pad_to_multiple=multiple)
+    fields = {f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)}
+    batch = SimpleNamespace(**{name: None if t is None else t.numpy() for name, t in fields.items()})
+    rows = len(batch.token_ids)
+    tokens = sum(len(s) for s in sequences)
+    assert rows % multiple == 0
+    assert rows - tokens < multiple
+    assert batch.cu_seqlens.tolist()[: len(sequences) + 1] == np.cumsum([0] + [len(s) for s in sequences]).tolist()
+    assert batch.cu_seqlens[-1] == rows
+    assert batch.mask.sum() == sum(len(s.response_ids) for s in sequences)
+    row = 0
+    for s in sequences:
+        whole = np.concatenate([s.prompt_ids, s.response_ids])
+        for t, token in enumerate(whole):
+            assert batch.token_ids[row] == token
+            assert batch.position_ids[row] == t
+            assert batch.temperature[row] == 0.5
+            j = t + 1 - len(s.prompt_ids)  # response token that this row predicts
+            learns = 0 <= j < len(s.response_ids)
+            assert batch.mask[row] == learns
+            assert batch.target_ids[row] == (whole[t + 1] if learns else 0)
+            assert batch.loss_weight[row] == (np.float32(s.loss_weight) if learns else 0)
+            assert batch.advantage[row] == (0.5 if learns else 0)
+            assert batch.rollout_logprob[row] == (s.rollout_logprobs[j] if learns else 0)
+            if topk:
+                np.testing.assert_array_equal(batch.topk_ids[row], s.topk_ids[j] if learns else [-1] * topk)
+                np.testing.assert_array_equal(batch.topk_logprob[row], s.topk_logprobs[j] if learns else [0] * topk)
+            row += 1
+    assert not batch.mask[row:].any()
+    assert batch.position_ids[row:].tolist() == list(range(rows - row))
+    assert (batch.topk_ids is None) == (topk == 0)
+
+
+def test_dtypes():
+    batch = pack([sequence(np.random.default_rng(0), 2, 3, topk=2)])
+    assert {name: getattr(batch, name).dtype for name in ("token_ids", "position_ids", "target_ids")} == {
+        "token_ids": torch.int64,
+        "position_ids": torch.int64,
+        "target_ids": torch.int64,
+    }
+    assert batch.cu_seqlens.dtype == batch.topk_ids.dtype == torch.int32
+    assert batch.mask.dtype == torch.bool
+    for name in ("loss_weight", "advantage", "rollout_logprob", "temperature", "topk_logprob"):
+        assert getattr(batch, name).dtype == torch.float32
+
+
+def test_supervised_sequences_have_no_rollout_fields():
+    prompt = Prompt(0, 0, np.array([7, 8], np.int32), "", "")
+    batch = pack([Sequence.of_answer(prompt, np.array([9, 1], np.int32), loss_weight=0.5)])
+    assert batch.target_ids.tolist() == [0, 9, 1, 0]
+    assert batch.mask.tolist() == [False, True, True, False]
+    assert batch.loss_weight.tolist() == [0, 0.5, 0.5, 0]
+    for name in ("advantage", "rollout_logprob", "temperature", "topk_ids", "topk_logprob"):
+        assert getattr(batch, name) is None
+
+
+def test_a_sequence_without_weight_is_masked():
+    rng = np.random.default_rng(0)
+    batch = pack([sequence(rng, 2, 3, weight=0.0), sequence(rng, 2, 3)])
+    assert batch.mask.tolist() == [False] * 5 + [False, True, True, True, False]
+    assert not batch.target_ids[:5].any()
+
+
+def test_advantages_may_differ_by_token():
+    rng = np.random.default_rng(0)
+    per_token = np.array([1, 2, 3], np.float32)
+    batch = pack([sequence(rng, 1, 3, advantage=per_token), sequence(rng, 1, 2, advantage=-1.0)])
+    assert batch.advantage.tolist() == [1, 2, 3, 0, -1, -1, 0]
+
+
+@pytest.mark.parametrize(("topk", "rows"), [(0, 1), (4, 6)])
+def test_a_filler_carries_no_loss(topk, rows):
+    batch = pack([], topk=topk, pad_to_multiple=rows)
+    assert len(batch.token_ids) == rows
+    assert batch.cu_seqlens.tolist() == [0, rows]
+    assert not batch.mask.any()
+    assert not batch.loss_weight.any()
+    assert (batch.topk_ids is None) if topk == 0 else (batch.topk_ids.tolist() == [[-1] * 4] * rows)
+    assert batch.rollout_logprob.shape == (rows,)
+
+
+def test_sequences_that_do_not_fit_together_are_refused():
+    rng = np.random.default_rng(0)
+    with pytest.raises(ValueError, match="sequence 1: rollout log-probs or top-K differ"):
+        pack([sequence(rng, 2, 3), sequence(rng, 2, 3, topk=2)])
+    with pytest.raises(ValueError, match="sequence 0: empty prompt"):
+        pack([sequence(rng, 0, 3)])
+    plain = sequence(rng, 2, 3)
+    with pytest.raises(ValueError, match="sequence 0: a rollout needs an advantage and one log-prob per"):
+        pack([Sequence(plain.prompt_ids, plain.response_ids, 1.0, 0.5, plain.rollout_logprobs[:2])])
+    with pytest.raises(ValueError, match="loss_weight or advantage is not finite"):
+        pack([sequence(rng, 2, 3, weight=float("nan"))])
+
+
+@pytest.mark.parametrize(("topk", "limit_s"), [(0, 0.005), (20, 0.015)])
+def test_a_thousand_short_sequences_pack_fast(topk, limit_s):
+    rng = np.random.default_rng(0)
+    sequences = [sequence(rng, 6, int(rng.integers(1, 20)), topk=topk) for _ in range(1024)]
+
+    def seconds() -> float:
+        start = time.process_time()
+        (parts,) = plan_micro_batches([len(s) for s in sequences], 1, 8192)
+        for part in parts:
+            pack([sequences[i] for i in part])
+        return time.process_time() - start
+
+    assert min(seconds() for _ in range(10)) < limit_s

@@ -1,0 +1,65 @@
+"""Rewards that misbehave, named by dotted path in the tests. The response text says how."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import time
+
+
+def strange(prompt, response_text):
+    match response_text:
+        case "raise":
+            raise KeyError("no such thing")
+        case "exit":
+            sys.exit(0)
+        case "hang":
+            time.sleep(1000)
+        case "spin":
+            while True:
+                math.sqrt(2)
+        case "die":
+            os._exit(7)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "nan":
+            return float("nan")
+        case "huge":
+            return 1e300
+        case "none":
+            return None
+        case "unpicklable":
+
+            class Local(Exception):
+                def __init__(self, one, two):
+                    super().__init__(one)
+
+            raise Local(1, 2)
+        case "pid":
+            return float(os.getpid())
+        case "columns":
+            return prompt.columns["bonus"]
+    return 1.0
+
+
+def trusted(prompt, response_text):
+    return strange(prompt, response_text)
+
+
+trusted.trusted = True
+
+
+class Counting:
+    """One object per process."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, prompt, response_text):
+        self.calls += 1
+        return self.calls
+
+
+not_callable = 3

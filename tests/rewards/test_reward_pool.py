@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dppo_megatron.config.schema import RewardConfig
+from dppo_megatron.rewards import RewardError, RewardPool
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+def score(pool, prompt, *texts):
+    rewards, failed = asyncio.run(pool.score(prompt, texts))
+    assert rewards.dtype == np.float32
+    assert failed.dtype == np.bool_
+    return rewards.tolist(), failed.tolist()
+
+
+def make_pool(name="strange_rewards:strange", timeout_s=5.0, workers=1):
+    return RewardPool(RewardConfig(name=name, timeout_s=timeout_s, workers=workers))
+
+
+def test_failures_cost_their_own_sample_alone(prompt):
+    texts = ["raise", "ok", "exit", "nan", "huge", "none", "unpicklable", "ok", "die", "kill", "ok"]
+    with make_pool() as pool:
+        rewards, failed = score(pool, prompt("1"), *texts)
+        assert rewards == [float(text == "ok") for text in texts]
+        assert failed == [text != "ok" for text in texts]
+        assert pool.failures == {"raised": 4, "not_finite": 2, "died": 2}
+        assert pool.scored == len(texts)
+
+
+def test_hanging_verifiers_are_replaced(prompt):
+    with make_pool(timeout_s=0.5, workers=2) as pool:
+        start = time.monotonic()
+        rewards, failed = score(pool, prompt("1"), "hang", "ok", "spin", "ok", "hang", "ok")
+        assert rewards == [0, 1, 0, 1, 0, 1]
+        assert failed == [True, False, True, False, True, False]
+        assert pool.failures == {"timeout": 3}
+        assert time.monotonic() - start < 30
+        assert score(pool, prompt("1"), "ok") == ([1.0], [False])
+
+
+def test_a_worker_killed_while_idle_is_replaced(prompt):
+    with make_pool() as pool:
+        (pid,), _ = score(pool, prompt("1"), "pid")
+        assert int(pid) != os.getpid()
+        os.kill(int(pid), signal.SIGKILL)
+        assert score(pool, prompt("1"), "ok", "ok") == ([1.0, 1.0], [False, False])
+        assert pool.failures == {}
+
+
+def test_groups_are_scored_at_the_same_time(prompt):
+    async def groups(pool):
+        return await asyncio.gather(*(pool.score(prompt("1"), [text] * 3) for text in ("ok", "raise", "ok")))
+
+    with make_pool(workers=2) as pool:
+        results = asyncio.run(groups(pool))
+    assert [failed.any() for _, failed in results] == [False, True, False]
+
+
+def test_the_source_row_reaches_the_reward(prompt):
+    with make_pool() as pool:
+        assert score(pool, prompt("1", bonus=0.25), "columns") == ([0.25], [False])
+
+
+def test_a_class_is_one_object_per_process(prompt):
+    with make_pool("strange_rewards:Counting") as pool:
+        assert score(pool, prompt("1"), "a", "b", "c") == ([1.0, 2.0, 3.0], [False] * 3)
+
+
+def test_importing_does_not_count_against_the_timeout(prompt):
+    with make_pool("slow_to_import:one", timeout_s=0.75) as pool:
+        assert score(pool, prompt("1"), "a", "b") == ([1.0, 1.0], [False, False])
+
+
+def test_trusted_rewards_run_inline_and_fail_alike(prompt):
+    with make_pool("strange_rewards:trusted") as pool:
+        rewards, failed = score(pool, prompt("1"), "pid", "raise", "exit", "nan")
+        assert rewards[0] == np.float32(os.getpid())
+        assert failed == [False, True, True, True]
+        assert pool.failures == {"raised": 2, "not_finite": 1}
+
+
+def test_a_thousand_arithmetic_samples_are_cheap(prompt):
+    async def seconds(pool):
+        start = time.process_time()
+        for _ in range(64):
+            await pool.score(prompt("42"), ["42", " 41"] * 8)
+        return time.process_time() - start
+
+    with make_pool("arithmetic") as pool:
+        assert min(asyncio.run(seconds(pool)) for _ in range(5)) < 0.01
+
+
+def test_a_hanging_expression_is_given_up(prompt):
+    """A power tower, as a policy may write by chance, keeps the algebra system busy for ever."""
+    with make_pool("gsm8k", timeout_s=2.0) as pool:
+        texts = [r"\boxed{9^{9^{9^{9^{9}}}}}", r"\boxed{\frac{144}{2}}"]
+        assert score(pool, prompt("so\n#### 72"), *texts) == ([0.0, 1.0], [True, False])
+        assert pool.failures == {"timeout": 1}
+
+
+def test_unknown_rewards_are_refused_before_work_starts():
+    with pytest.raises(RewardError, match="arithmetic"):
+        make_pool("aritmetic")
+
+
+def test_a_killed_parent_leaves_no_worker():
+    program = """
+        import asyncio, os, signal, sys
+        import numpy as np
+        from dppo_megatron.config.schema import RewardConfig
+        from dppo_megatron.rewards import RewardPool
+        from dppo_megatron.types import Prompt
+
+        async def main():
+            pool = RewardPool(RewardConfig(name="strange_rewards:strange", workers=1))
+            prompt = Prompt(0, 0, np.zeros(1, np.int32), "", "", {})
+            pids, _ = await pool.score(prompt, ["pid"])
+            print(int(pids[0]), flush=True)
+            asyncio.create_task(pool.score(prompt, ["spin"]))
+            await asyncio.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if __name__ == "__main__":
+            asyncio.run(main())
+    """
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    worker = int(done.stdout)
+    deadline = time.monotonic() + 10
+    while _runs(worker):
+        assert time.monotonic() < deadline, "the worker outlived its parent"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.config.schema import RewardConfig
+from dppo_megatron.rewards import Reward, RewardError, build_reward
+from dppo_megatron.rewards.arithmetic import arithmetic
+from dppo_megatron.rewards.gsm8k import gsm8k
+
+SAMPLE = Path(__file__).parent.parent / "data" / "gsm8k_sample.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("42", 1), (" 42\n", 1), ("042", 0), ("42.", 0), ("42 3", 0), ("", 0), ("4 2", 0), ("-42", 0)],
+)
+def test_arithmetic_is_exact(prompt, text, reward):
+    assert arithmetic(prompt("42"), text) == reward
+
+
+def test_arithmetic_needs_an_integer_answer(prompt):
+    assert arithmetic(prompt(" -7"), "-7") == 1
+    with pytest.raises(ValueError, match=r"'7\.5' is not an integer"):
+        arithmetic(prompt("7.5"), "7.5")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#### 72",
+        "adds up.\n####72.",
+        "#### $72",
+        "#### 72%",
+        "#### 72.00",
+        "#### 72 clips",
+        "#### 72 - that is all",
+        "#### 71\nwait\n#### 72",
+        r"\boxed{72}",
+        r"so \boxed{72} clips.",
+        r"\boxed{\$72.00}",
+        r"\boxed{72\%}",
+        r"\boxed{\frac{144}{2}}",
+        r"\boxed{72\text{ clips}}",
+        r"\boxed{x = 72}",
+        r"#### 71, no: \boxed{72}",
+    ],
+)
+def test_gsm8k_accepts(prompt, text):
+    assert gsm8k(prompt("48 + 24\n#### 72"), text) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "72",
+        "The answer is 72",
+        "### 72",
+        "#### -72",
+        "#### 7 2",
+        "#### 72/2",
+        "#### 72e3",
+        "#### 72 + 5",
+        "#### 720",
+        "#### 72.5",
+        "#### seventy-two",
+        "#### 72\n#### 71",
+        r"\boxed{72} or \boxed{71}",
+        r"\boxed{71, 72}",
+        r"\boxed{71 \text{ or } 72}",
+        r"\boxed{72",
+        r"\boxed{}",
+        r"\boxed{seventy}",
+        r"\boxed{0.72}",
+        r"boxed{72}",
+        "\\boxed{" * 500,
+    ],
+)
+def test_gsm8k_rejects(prompt, text):
+    assert gsm8k(prompt("48 + 24\n#### 72"), text) == 0
+
+
+@pytest.mark.parametrize("text", ["#### 1,234,567", "#### $1,234,567", r"\boxed{1{,}234{,}567}", "#### 1234567.0"])
+def test_thousands_separators(prompt, text):
+    assert gsm8k(prompt("#### 1,234,567"), text) == 1
+    assert gsm8k(prompt("1234567"), text) == 1
+
+
+def test_fractions(prompt):
+    assert gsm8k(prompt("#### 0.5"), r"\boxed{\frac12}") == 1
+    assert gsm8k(prompt("#### 0.5"), "#### .50") == 1
+
+
+def test_gsm8k_needs_a_number_to_compare_with(prompt):
+    with pytest.raises(ValueError, match="expected `#### number`"):
+        gsm8k(prompt("no idea"), "#### 1")
+
+
+def test_reference_solutions_score(prompt):
+    for line in SAMPLE.read_text().splitlines():
+        answer = json.loads(line)["answer"]
+        number = answer.rpartition("#### ")[2]
+        assert gsm8k(prompt(answer), answer) == 1
+        assert gsm8k(prompt(answer), rf"Hence \boxed{{{number}}}.") == 1
+        assert gsm8k(prompt(answer), f"#### {number}1") == 0
+        assert gsm8k(prompt(answer), answer.replace("####", "so")) == 0
+
+
+def test_rewards_are_found_by_name_and_path(tmp_path, monkeypatch, prompt):
+    assert build_reward(RewardConfig(name="arithmetic")) is arithmetic
+    assert build_reward(RewardConfig(name="dppo_megatron.rewards.gsm8k:gsm8k")) is gsm8k
+    assert isinstance(arithmetic, Reward)
+    (tmp_path / "my_own_rewards.py").write_text("def length(prompt, text):\n    return len(text)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [p for p in sys.path if p])
+    assert build_reward(RewardConfig(name="my_own_rewards:length"))(prompt(""), "four") == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gsm8", "did you mean gsm8k"),
+        ("chess", "built in are arithmetic, gsm8k.*package.module:function"),
+        ("no_such_module:f", "cannot import no_such_module: ModuleNotFoundError"),
+        ("dppo_megatron.rewards.gsm8k:gsm9k", "has no 'gsm9k'; did you mean gsm8k"),
+        ("dppo_megatron.rewards.registry:BUILTIN", "dict is not callable"),
+    ],
+)
+def test_bad_names_come_with_a_remedy(name, message):
+    with pytest.raises(RewardError, match=message):
+        build_reward(RewardConfig(name=name))

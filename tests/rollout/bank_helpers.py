@@ -1,0 +1,52 @@
+"""Groups to fill a bank with: all of a group follows from its position, so a reader can check it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+
+
+def make_group(position: int, *, samples: int = 4, longest: int = 12, topk: int = 0, version: int = 3) -> RolloutGroup:
+    rng = np.random.default_rng(position)
+    rollouts = []
+    for _ in range(samples):
+        size = int(rng.integers(1, longest + 1))
+        rollouts.append(
+            Rollout(
+                token_ids=rng.integers(0, 1000, size).astype(np.int32),
+                logprobs=-rng.exponential(size=size).astype(np.float32),
+                versions=np.full(size, version, dtype=np.int32),
+                finish_reason="length" if size == longest else "stop",
+                topk_ids=rng.integers(0, 1000, (size, topk)).astype(np.int32) if topk else None,
+                topk_logprobs=-rng.exponential(size=(size, topk)).astype(np.float32) if topk else None,
+            )
+        )
+    prompt = Prompt(position, position % 7, rng.integers(0, 1000, 5).astype(np.int32), f"text {position}", "42")
+    rewards = rng.random(samples).astype(np.float32)
+    failed = np.zeros(samples, dtype=bool)
+    failed[0] = position % 5 == 0
+    return RolloutGroup(prompt, tuple(rollouts), rewards * ~failed, failed, temperature=0.75)
+
+
+def assert_same_group(found: RolloutGroup, expected: RolloutGroup) -> None:
+    for name in ("position", "row", "text", "answer"):
+        assert getattr(found.prompt, name) == getattr(expected.prompt, name)
+    assert found.temperature == expected.temperature
+    assert_same_array(found.prompt.token_ids, expected.prompt.token_ids)
+    assert_same_array(found.rewards, expected.rewards)
+    assert_same_array(found.reward_failed, expected.reward_failed)
+    assert len(found.rollouts) == len(expected.rollouts)
+    for a, b in zip(found.rollouts, expected.rollouts, strict=True):
+        assert a.finish_reason == b.finish_reason
+        for name in ("token_ids", "logprobs", "versions", "topk_ids", "topk_logprobs"):
+            assert_same_array(getattr(a, name), getattr(b, name))
+
+
+def assert_same_array(found: np.ndarray | None, expected: np.ndarray | None) -> None:
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(found, expected)
