@@ -1,0 +1,34 @@
+"""One weight map HF <-> Megatron, shared by loading, saving, conversion and weight sync."""
+
+from .errors import ModelError
+from .export import export_weights, save_hf
+from .hf_config import ARCHITECTURES, HFModelConfig, MLAConfig, MoEConfig, parse_hf_config, read_hf_config
+from .load import load_into
+from .megatron_model import ParallelRanks, ShardGroup
+from .random_init import make_random_hf_model
+from .rules import Entry, HFTensor, MegatronLayout
+from .safetensors_reader import SafetensorsDirectory
+from .safetensors_writer import PartWriter
+from .weight_map import WeightMap
+
+__all__ = [
+    "ARCHITECTURES",
+    "Entry",
+    "HFModelConfig",
+    "HFTensor",
+    "MLAConfig",
+    "MegatronLayout",
+    "MoEConfig",
+    "ModelError",
+    "ParallelRanks",
+    "PartWriter",
+    "SafetensorsDirectory",
+    "ShardGroup",
+    "WeightMap",
+    "export_weights",
+    "load_into",
+    "make_random_hf_model",
+    "parse_hf_config",
+    "read_hf_config",
+    "save_hf",
+]

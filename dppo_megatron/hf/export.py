@@ -1,0 +1,222 @@
+"""Weights of live Megatron ranks in Hugging Face names: streamed for weight sync, or saved as a directory."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .errors import ModelError
+from .hf_config import HFModelConfig, read_hf_config
+from .megatron_model import ParallelRanks, ShardGroup, infer_layout, named_weights
+from .rules import Entry
+from .safetensors_writer import (
+    DEFAULT_SHARD_BYTES,
+    Part,
+    PartWriter,
+    assemble,
+    check_space,
+    copy_metadata,
+    create_staging,
+    publish,
+    refuse_existing,
+    refuse_incomplete,
+    staging_of,
+)
+from .weight_map import WeightMap
+
+DEFAULT_BUCKET_BYTES = 256 << 20
+
+T = TypeVar("T")
+
+
+@torch.no_grad()
+def export_weights(
+    model_chunks: Sequence[nn.Module],
+    config: HFModelConfig,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ranks: ParallelRanks | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (HF name, whole tensor) of every weight this rank owns. Every rank must exhaust its iterator.
+
+    The owner of a weight is tensor-parallel rank 0 of its pipeline stage (and expert-parallel rank) in the
+    first data-parallel replica: over all ranks each HF tensor is yielded exactly once.
+    Collectives: one `gather` to the owner per bucket of at most `bucket_bytes` of local shards, in the
+    tensor- or expert-tensor-parallel group of the first replica; none where those have one rank.
+
+    `dtype` casts before gathering (None keeps each parameter's). Tensors are on the parameters' device and
+    may be views of live parameters: use or clone them before the next optimizer step.
+    Raises `ModelError` for a parameter without an HF counterpart.
+    """
+    ranks = ranks or ParallelRanks.current()
+    weight_map = WeightMap(config, infer_layout(model_chunks, config, ranks))
+    dense, expert = [], []
+    for name, weight in named_weights(model_chunks):
+        try:
+            entry = weight_map.entry(name)
+        except KeyError as error:
+            raise ModelError(config.source, [str(error.args[0])]) from None
+        if not entry.rule.duplicate:
+            (expert if entry.is_expert else dense).append((entry, weight))
+    # Dense weights first: the two kinds use different groups, which every rank must enter in one order.
+    if ranks.first_replica:
+        yield from _export(weight_map, dense, ranks.tensor, dtype, bucket_bytes)
+    if ranks.first_expert_replica:
+        yield from _export(weight_map, expert, ranks.expert_tensor, dtype, bucket_bytes)
+
+
+def save_hf(
+    model_chunks: Sequence[nn.Module],
+    directory: str | Path,
+    template_dir: str | Path,
+    dtype: torch.dtype | None = None,
+    config: HFModelConfig | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    overwrite: bool = False,
+    ranks: ParallelRanks | None = None,
+) -> None:
+    """Writes a complete HF directory that transformers and the engines load. Collective over all ranks.
+
+    Every owner of weights (see `export_weights`) writes its own files, so `directory` must be on storage
+    that all ranks share; config, tokenizer and generation config come from `template_dir`. The directory
+    appears by one rename when everything is in it, before any rank returns. `dtype` None keeps the
+    parameters' dtype.
+
+    Collectives: those of `export_weights` and three small object gathers over the default group.
+    Raises on every rank when any rank failed, `ModelError` where it was another one: not enough disk, an
+    existing directory without `overwrite`, I/O errors. Nothing is left behind then.
+    """
+    config = config or read_hf_config(template_dir)
+    ranks = ranks or ParallelRanks.current()
+    directory = Path(directory)
+    rank = dist.get_rank() if _distributed() else 0
+    staging = staging_of(directory)
+    expected = WeightMap(config).hf_tensors()
+    stored = dtype or next((w.dtype for _, w in named_weights(model_chunks)), None)
+
+    def prepare() -> None:
+        if rank == 0:
+            refuse_existing(directory, overwrite)
+            create_staging(directory)
+            numel = sum(math.prod(shape) for shape in expected.values())
+            check_space(staging, numel * stored.itemsize)
+
+    def write() -> list[Part]:
+        writer = PartWriter(staging, f"{rank:05d}", shard_bytes)
+        failure = None
+        for name, tensor in export_weights(model_chunks, config, dtype, ranks=ranks):
+            if failure is None:
+                try:
+                    writer.add(name, tensor)
+                except Exception as error:  # keep gathering: the other ranks wait for this one
+                    failure = error
+        if failure is not None:
+            raise failure
+        return writer.close()
+
+    def finish(parts: list[Part]) -> None:
+        if rank == 0:
+            refuse_incomplete(directory, parts, expected)
+            assemble(staging, parts)
+            copy_metadata(template_dir, staging, stored)
+            publish(staging, directory, overwrite)
+
+    try:
+        _on_all_ranks(prepare)
+        written = _on_all_ranks(write)
+        _on_all_ranks(lambda: finish([part for parts in written for part in parts]))
+    except Exception:
+        if rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _export(
+    weight_map: WeightMap,
+    weights: Sequence[tuple[Entry, Tensor]],
+    group: ShardGroup,
+    dtype: torch.dtype | None,
+    bucket_bytes: int,
+) -> Iterator[tuple[str, Tensor]]:
+    """Gathers the shards of `weights` over `group` in buckets and yields the HF tensors on its rank 0."""
+    bucket = _Bucket(group)
+    for entry, weight in weights:
+        local = weight.detach()
+        if dtype is not None and not entry.rule.keep_dtype:
+            local = local.to(dtype)
+        if group.group is None or entry.op.replicated:
+            if group.rank == 0:
+                yield from weight_map.to_hf(entry, local).items()
+            continue
+        if bucket.is_full(local, bucket_bytes):
+            yield from bucket.gather(weight_map)
+        bucket.add(entry, local)
+    yield from bucket.gather(weight_map)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Shards of one dtype that travel in one gather: thousands of small ones would each pay the latency."""
+
+    group: ShardGroup
+    shards: list[tuple[Entry, Tensor]] = field(default_factory=list)
+    nbytes: int = 0
+
+    def is_full(self, following: Tensor, bucket_bytes: int) -> bool:
+        if not self.shards:
+            return False
+        return self.nbytes + following.nbytes > bucket_bytes or self.shards[0][1].dtype != following.dtype
+
+    def add(self, entry: Entry, shard: Tensor) -> None:
+        self.shards.append((entry, shard))
+        self.nbytes += shard.nbytes
+
+    def gather(self, weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:
+        """One gather to the group's rank 0, which yields the HF tensors; empties the bucket."""
+        shards, self.shards, self.nbytes = self.shards, [], 0
+        if not shards:
+            return
+        flat = torch.cat([shard.reshape(-1) for _, shard in shards])
+        owner = self.group.rank == 0
+        received = [torch.empty_like(flat) for _ in range(self.group.size)] if owner else None
+        dist.gather(flat, received, dst=dist.get_global_rank(self.group.group, 0), group=self.group.group)
+        if received is None:
+            return
+        sizes = [shard.numel() for _, shard in shards]
+        pieces = zip(*(buffer.split(sizes) for buffer in received), strict=True)
+        for (entry, shard), of_ranks in zip(shards, pieces, strict=True):
+            yield from weight_map.to_hf(entry, [piece.view(shard.shape) for piece in of_ranks]).items()
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _on_all_ranks(action: Callable[[], T]) -> list[T]:
+    """Runs `action` on every rank; returns all results in rank order. When any rank failed, all raise."""
+    failure: Exception | None = None
+    result = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    if not _distributed():
+        outcomes = [(result, None)]
+    else:
+        outcomes = [None] * dist.get_world_size()
+        problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+        dist.all_gather_object(outcomes, (result, problem))
+    if failure is not None:
+        raise failure
+    problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(outcomes) if problem]
+    if problems:
+        raise ModelError("save_hf", problems)
+    return [result for result, _ in outcomes]

@@ -1,0 +1,16 @@
+"""Llama 3 (and 2)."""
+
+from __future__ import annotations
+
+from ..hf_config import HFModelConfig
+from ..rules import Family, MegatronLayout
+from .common import ROTARY_BUFFERS, all_layers, dense_mlp, ends, grouped_query_attention
+
+
+def family(config: HFModelConfig, layout: MegatronLayout) -> Family:
+    rules = (
+        *ends(config, layout),
+        *grouped_query_attention(config),
+        *dense_mlp(config, all_layers(config)),
+    )
+    return Family(rules, ignored=(ROTARY_BUFFERS,))

@@ -1,0 +1,131 @@
+"""Filling Megatron model chunks from a Hugging Face directory, or refusing before anything is half done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .agreement import disagreements
+from .errors import ModelError
+from .hf_config import HFModelConfig, read_hf_config
+from .megatron_model import ParallelRanks, held_layers, holds_ends, infer_layout, named_weights
+from .rules import Entry
+from .safetensors_reader import SafetensorsDirectory
+from .weight_map import WeightMap
+
+_HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+@torch.no_grad()
+def load_into(
+    model_chunks: Sequence[nn.Module],
+    hf_dir: str | Path,
+    config: HFModelConfig | None = None,
+    ranks: ParallelRanks | None = None,
+) -> WeightMap:
+    """Fills every local parameter of `model_chunks` from `hf_dir`; returns the map it used.
+
+    `model_chunks` are GPTModels or their DDP / Float16Module wrappers: one, or one per virtual pipeline
+    stage. Each rank reads only the bytes of its own tensor, pipeline and expert shard, and casts to the
+    parameter's dtype. No collectives. Padded vocabulary rows become zero. An optimizer with its own fp32
+    copy must reload it afterwards (`optimizer.reload_model_params()`).
+
+    Raises `ModelError` listing every missing, unexpected or misshaped tensor, every parameter without a
+    counterpart, every HF tensor without a parameter and every field where the model's TransformerConfig
+    differs from config.json, before any parameter is written; and, after writing, every non-finite tensor.
+    """
+    config = config or read_hf_config(hf_dir)
+    ranks = ranks or ParallelRanks.current()
+    if config.quantization is not None:
+        raise ModelError(config.source, ["quantization_config: quantised weights; dequantise them first"])
+    weight_map = WeightMap(config, infer_layout(model_chunks, config, ranks))
+    directory = SafetensorsDirectory(hf_dir)
+    weights, problems = _match(weight_map, model_chunks)
+    problems += disagreements(model_chunks, config)
+    problems += [p for entry, weight in weights if (p := _shape_problem(weight_map, entry, weight, ranks))]
+    problems += _directory_problems(weight_map, directory)
+    if problems:
+        raise ModelError(str(hf_dir), problems)
+    not_finite = []
+    for entry, weight in weights:
+        shard = _shard(weight_map, directory, entry, ranks)
+        if not all_finite(shard):
+            not_finite.append(f"{', '.join(t.name for t in entry.hf)}: holds values that are not finite")
+        weight.copy_(shard)
+    if not_finite:
+        raise ModelError(str(hf_dir), not_finite)
+    return weight_map
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """One pass without a temporary of the tensor's size: NaN and infinities show in the extremes."""
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return True
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
+
+
+def _match(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> tuple[list[tuple[Entry, Tensor]], list[str]]:
+    """Local weights with their entries, and what is left over on either side."""
+    weights, problems, filled = [], [], set()
+    for name, weight in named_weights(model_chunks):
+        try:
+            entry = weight_map.entry(name)
+        except KeyError as error:
+            problems.append(str(error.args[0]))
+            continue
+        weights.append((entry, weight))
+        filled |= {t.name for t in entry.hf}
+    for entry in _expected(weight_map, model_chunks):
+        problems += [f"{t.name}: the Megatron model has no parameter for it" for t in entry.hf if t.name not in filled]
+    layers = max(held_layers(model_chunks), default=-1) + 1
+    if layers > weight_map.config.num_layers:
+        problems.append(f"the Megatron model has {layers} layers, config.json {weight_map.config.num_layers}")
+    return weights, problems
+
+
+def _expected(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> list[Entry]:
+    """Entries that the layers and ends held by this rank must have."""
+    first, last = holds_ends(model_chunks)
+    ends = weight_map.end_entries()
+    out = [e for e in ends if (first if e.megatron.startswith("embedding.") else last) and not e.rule.duplicate]
+    for layer, experts in held_layers(model_chunks).items():
+        out += weight_map.layer_entries(layer, experts or ())
+    return out
+
+
+def _directory_problems(weight_map: WeightMap, directory: SafetensorsDirectory) -> list[str]:
+    tied = weight_map.config.tied_embeddings
+
+    def ignored(name: str) -> bool:
+        return weight_map.is_ignored(name) or (tied and name == _HEAD)
+
+    problems = directory.problems(weight_map.hf_tensors(), ignored)
+    # Some writers store the tied head too. A different one would be lost in silence.
+    stored_twice = tied and {_HEAD, _EMBEDDING} <= set(directory.tensors)
+    if stored_twice and not torch.equal(directory.tensor(_HEAD), directory.tensor(_EMBEDDING)):
+        problems.append(f"{_HEAD}: differs from {_EMBEDDING} although tie_word_embeddings is true")
+    return problems
+
+
+def _shape_problem(weight_map: WeightMap, entry: Entry, weight: Tensor, ranks: ParallelRanks) -> str | None:
+    """Compares shapes on meta tensors: nothing is read."""
+    group = ranks.expert_tensor if entry.is_expert else ranks.tensor
+    parts = {t.name: torch.empty(t.shape, device="meta") for t in entry.hf}
+    try:
+        shape = tuple(weight_map.to_megatron(entry, parts, group.rank, group.size).shape)
+    except ModelError as error:
+        return f"{entry.megatron}: {error.problems[0]}"
+    if shape == tuple(weight.shape):
+        return None
+    return f"{entry.megatron}: shape {tuple(weight.shape)} in the Megatron model, {shape} by config.json"
+
+
+def _shard(weight_map: WeightMap, directory: SafetensorsDirectory, entry: Entry, ranks: ParallelRanks) -> Tensor:
+    group = ranks.expert_tensor if entry.is_expert else ranks.tensor
+    parts = {t.name: directory.tensor(t.name) for t in entry.hf}
+    return weight_map.to_megatron(entry, parts, group.rank, group.size)

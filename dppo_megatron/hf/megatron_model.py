@@ -1,0 +1,127 @@
+"""What this package must know of live Megatron model chunks: global parameter names, ranks, layout.
+
+Megatron is touched here only, and only through attributes that its versions share.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .hf_config import HFModelConfig
+from .rules import MegatronLayout
+
+_LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.weight)(\d+)(?=\.|$)")
+_EXPERT_BIAS = ".mlp.router.expert_bias"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGroup:
+    """Ranks that hold the shards of one parameter. `group` is None where there is only one."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelRanks:
+    """Where this process stands. Of data-parallel replicas only the first exports."""
+
+    tensor: ShardGroup
+    expert_tensor: ShardGroup
+    first_replica: bool
+    first_expert_replica: bool
+
+    @classmethod
+    def current(cls) -> ParallelRanks:
+        """From Megatron's `parallel_state`; one process alone where torch.distributed is not initialised."""
+        if not (dist.is_available() and dist.is_initialized()):
+            alone = ShardGroup(None, 0, 1)
+            return cls(alone, alone, True, True)
+        from megatron.core import parallel_state as ps
+
+        return cls(
+            _shard_group(ps.get_tensor_model_parallel_group()),
+            _shard_group(ps.get_expert_tensor_parallel_group()),
+            ps.get_data_parallel_group(with_context_parallel=True).rank() == 0,
+            ps.get_expert_data_parallel_group().rank() == 0,
+        )
+
+
+def _shard_group(group: dist.ProcessGroup) -> ShardGroup:
+    return ShardGroup(group if group.size() > 1 else None, group.rank(), group.size())
+
+
+def unwrap(chunk: nn.Module) -> nn.Module:
+    """The GPTModel inside DistributedDataParallel and Float16Module."""
+    while not hasattr(chunk, "decoder"):
+        if not isinstance(getattr(chunk, "module", None), nn.Module):
+            raise TypeError(f"{type(chunk).__name__} is neither a GPTModel nor a wrapper of one")
+        chunk = chunk.module
+    return chunk
+
+
+def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Local parameters, and the routers' expert biases, under their GLOBAL layer and expert indices.
+
+    The order is the same on all ranks of a tensor-parallel group.
+    """
+    for chunk in map(unwrap, model_chunks):
+        layers = chunk.decoder.layers
+        for name, weight in _weights(chunk):
+            yield _global_name(name, layers), weight
+
+
+def held_layers(model_chunks: Sequence[nn.Module]) -> dict[int, list[int] | None]:
+    """Global layer index -> global indices of the experts held here (None for a dense layer)."""
+    held = {}
+    for chunk in map(unwrap, model_chunks):
+        for layer in chunk.decoder.layers:
+            experts = getattr(layer.mlp, "local_expert_indices", None)
+            held[layer.layer_number - 1] = None if experts is None else list(experts)
+    return held
+
+
+def holds_ends(model_chunks: Sequence[nn.Module]) -> tuple[bool, bool]:
+    """Whether the embedding, and whether the final norm and head, are on this rank."""
+    chunks = [unwrap(chunk) for chunk in model_chunks]
+    return any(chunk.pre_process for chunk in chunks), any(chunk.post_process for chunk in chunks)
+
+
+def infer_layout(model_chunks: Sequence[nn.Module], config: HFModelConfig, ranks: ParallelRanks) -> MegatronLayout:
+    """Reads the padded vocabulary and the cut of MLA down-projections off the local shapes."""
+    padded = config.vocab_size
+    shard_mla_down = False
+    for chunk in map(unwrap, model_chunks):
+        for name, weight in chunk.named_parameters():
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                padded = weight.shape[0] * ranks.tensor.size
+            elif name.endswith(".linear_kv_down_proj.weight") and config.mla is not None:
+                shard_mla_down = weight.shape[0] != config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
+    return MegatronLayout(padded_vocab_size=padded, shard_mla_down=shard_mla_down)
+
+
+def _weights(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from chunk.named_parameters()
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(_EXPERT_BIAS):
+            yield name, buffer
+
+
+def _global_name(name: str, layers: nn.ModuleList) -> str:
+    match = _LOCAL_LAYER.match(name)
+    if match is None:
+        return name
+    layer = layers[int(match.group(1))]
+    name = f"decoder.layers.{layer.layer_number - 1}.{name[match.end() :]}"
+    expert = _LOCAL_EXPERT.search(name)
+    if expert is None:
+        return name
+    index = layer.mlp.local_expert_indices[int(expert.group(2))]
+    return f"{name[: expert.start(2)]}{index}{name[expert.end(2) :]}"

@@ -1,0 +1,142 @@
+"""How one Megatron tensor is merged from Hugging Face tensors and cut over tensor-parallel ranks.
+
+Every operation is pure and holds only sizes. A rank's shard is the merge of its share of each part, so `to_shard`
+touches only the bytes of that rank (parts may be views of a memory-mapped file). Shapes are `[rows, columns]` of a
+linear weight, `[rows]` of a bias or norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Operation(Protocol):
+    """HF parts <-> tensor-parallel shards of one Megatron tensor. No collectives; device and dtype kept."""
+
+    @property
+    def replicated(self) -> bool:
+        """True where every tensor-parallel rank holds the whole tensor."""
+
+    def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """The tensor of rank `rank` of `size`. Raises `ValueError` where sizes do not divide."""
+
+    def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The HF parts from the shards of all ranks, in rank order."""
+
+
+def share(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    """View of the `rank`-th of `size` equal pieces along `dim`."""
+    length, remainder = divmod(tensor.shape[dim], size)
+    if remainder:
+        raise ValueError(f"dimension {dim} of shape {tuple(tensor.shape)} does not divide over {size} ranks")
+    return tensor.narrow(dim, rank * length, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """The same whole tensor on every rank: norms, routers."""
+
+    replicated = True
+
+    def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        return parts[0]
+
+    def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (shards[0],)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """One HF tensor cut along `dim`: 0 = column-parallel (outputs), 1 = row-parallel (inputs)."""
+
+    dim: int
+    replicated = False
+
+    def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        return share(parts[0], self.dim, rank, size)
+
+    def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (_cat(shards, self.dim),)
+
+
+@dataclass(frozen=True, slots=True)
+class GateUp:
+    """SwiGLU's first layer. Rank r holds [gate_r; up_r], each part cut by itself: splitting is local."""
+
+    replicated = False
+
+    def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        return torch.cat([share(part, 0, rank, size) for part in parts])
+
+    def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        halves = [shard.chunk(2) for shard in shards]
+        return tuple(_cat(part, 0) for part in zip(*halves, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class QKV:
+    """Queries, keys and values interleaved by query group: [q of group 0, k_0, v_0, q of group 1, ...].
+
+    Works on weights `[rows, columns]` and biases `[rows]`. With fewer groups than ranks Megatron cuts the
+    whole interleaved tensor evenly, through the middle of a group.
+    """
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    replicated = False
+
+    def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        if self.num_groups < size:
+            return share(self._interleave(parts, self.num_groups), 0, rank, size)
+        if self.num_groups % size:
+            raise ValueError(f"{self.num_groups} query groups do not divide over {size} ranks")
+        return self._interleave([share(part, 0, rank, size) for part in parts], self.num_groups // size)
+
+    def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        whole = _cat(shards, 0)
+        rest = whole.shape[1:]
+        per_group = self.num_heads // self.num_groups
+        grouped = whole.view(self.num_groups, per_group + 2, self.head_dim, *rest)
+        q, k, v = grouped.split([per_group, 1, 1], dim=1)
+        return tuple(part.reshape(-1, *rest) for part in (q, k, v))
+
+    def _interleave(self, parts: Sequence[Tensor], groups: int) -> Tensor:
+        rest = parts[0].shape[1:]
+        grouped = [part.reshape(groups, -1, self.head_dim, *rest) for part in parts]
+        return torch.cat(grouped, dim=1).reshape(-1, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Embedding or output head, rows cut over ranks after zero rows were appended up to `padded_size`.
+
+    Zero rows of the head give logit 0 to ids that no tokenizer has; the loss must mask them (its
+    `vocab_size`).
+    """
+
+    size: int
+    padded_size: int
+    replicated = False
+
+    def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        rows, remainder = divmod(self.padded_size, size)
+        if remainder:
+            raise ValueError(f"padded vocabulary of {self.padded_size} does not divide over {size} ranks")
+        start = min(rank * rows, self.size)
+        stop = min(start + rows, self.size)
+        held = parts[0][start:stop]
+        missing = rows - held.shape[0]
+        return torch.cat([held, held.new_zeros(missing, *held.shape[1:])]) if missing else held
+
+    def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (_cat(shards, 0)[: self.size],)
+
+
+def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

@@ -1,0 +1,84 @@
+"""A model directory with random weights, made without network: the start of a policy, and of tests."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .hf_config import HFModelConfig, parse_hf_config
+from .safetensors_writer import (
+    DEFAULT_SHARD_BYTES,
+    PartWriter,
+    assemble,
+    check_space,
+    create_staging,
+    publish,
+    refuse_existing,
+    with_dtype,
+    write_config,
+)
+from .weight_map import WeightMap
+
+
+def make_random_hf_model(
+    directory: str | Path,
+    config_dict: Mapping[str, Any],
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    overwrite: bool = False,
+) -> HFModelConfig:
+    """Writes `directory` with config.json and random weights that transformers and the engines load.
+
+    `config_dict` is the content of config.json; it must name one supported architecture in `architectures`.
+    `model_type` and the rotary base in the spelling of both transformers 4 and 5 are filled in. Linear
+    weights and embeddings are normal with the config's `initializer_range` (0.02), norms one, biases zero.
+    The same seed gives the same bytes. The tokenizer is the caller's to add. Raises `ModelError` for a
+    config that is not valid.
+    """
+    config = parse_hf_config(config_dict, f"config of {directory}")
+    refuse_existing(directory, overwrite)
+    staging = create_staging(directory)
+    try:
+        shapes = WeightMap(config).hf_tensors()
+        check_space(staging, sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize)
+        generator = torch.Generator().manual_seed(seed)
+        writer = PartWriter(staging, "00000", shard_bytes)
+        for name, shape in shapes.items():
+            writer.add(name, _initial(name, shape, config.initializer_range, generator).to(dtype))
+        assemble(staging, writer.close())
+        write_config(staging, with_dtype(complete_config(config_dict, config), dtype))
+        publish(staging, directory, overwrite)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return config
+
+
+def complete_config(config_dict: Mapping[str, Any], config: HFModelConfig) -> dict[str, Any]:
+    """`config_dict` with what readers require and a hand-written config may leave out."""
+    rope = {"rope_theta": config.rope_theta, "rope_type": config.rope_type, **config.rope_scaling}
+    filled = {
+        "model_type": config.family,
+        "rope_parameters": rope,
+        "rope_theta": config.rope_theta,
+        "head_dim": config.head_dim,
+        "num_key_value_heads": config.num_kv_heads,
+        "tie_word_embeddings": config.tied_embeddings,
+    }
+    if config.mla is not None:
+        del filled["head_dim"]  # readers derive it from the latent dimensions
+    return {**filled, **config_dict}
+
+
+def _initial(name: str, shape: tuple[int, ...], std: float, generator: torch.Generator) -> Tensor:
+    if name.endswith("norm.weight"):
+        return torch.ones(shape)
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    return torch.empty(shape).normal_(0.0, std, generator=generator)

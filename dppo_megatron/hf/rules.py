@@ -1,0 +1,72 @@
+"""The nouns of the weight map: a rule for many parameters, and its instance for one layer and expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .operations import Operation
+
+
+@dataclass(frozen=True, slots=True)
+class HFTensor:
+    """Name and shape of one tensor in the safetensors files. In a rule the name has {layer} and {expert}."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronLayout:
+    """What the Megatron model decides about its shapes and the HF config does not."""
+
+    padded_vocab_size: int  # rows of the embedding over all tensor-parallel ranks
+    shard_mla_down: bool = False  # MLA down-projections cut by rows (local spec), else replicated (TE)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of a family's table.
+
+    `megatron` lists the spellings of one parameter: local layer spec first, then the TransformerEngine
+    spec, which keeps a norm inside the linear layer that follows it. {layer} and {expert} are GLOBAL indices.
+    """
+
+    megatron: tuple[str, ...]
+    hf: tuple[HFTensor, ...]
+    op: Operation
+    layers: tuple[int, ...] | None = None  # None = not in a layer
+    experts: int = 0  # 0 = not an expert's parameter
+    duplicate: bool = False  # a copy of what another rule exports: the tied head of the last stage
+    keep_dtype: bool = False  # never cast on export
+
+    @property
+    def is_expert(self) -> bool:
+        return self.experts > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A rule for one parameter: its global Megatron name and the HF tensors that make it up."""
+
+    megatron: str
+    hf: tuple[HFTensor, ...]
+    rule: Rule
+    layer: int | None
+    expert: int | None
+
+    @property
+    def op(self) -> Operation:
+        return self.rule.op
+
+    @property
+    def is_expert(self) -> bool:
+        """True where the expert-tensor-parallel group shards this parameter, not the tensor-parallel one."""
+        return self.rule.is_expert
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The table of one architecture."""
+
+    rules: tuple[Rule, ...]
+    ignored: tuple[str, ...] = ()  # regular expressions of HF names that carry no weights of the model

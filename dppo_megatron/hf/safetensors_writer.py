@@ -1,0 +1,174 @@
+"""Writing a complete Hugging Face directory: parts aside, then index, config and tokenizer, then one rename.
+
+Several processes may write parts into one staging directory; one of them assembles and publishes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import ModelError
+from .safetensors_reader import INDEX_FILE, SINGLE_FILE
+
+DEFAULT_SHARD_BYTES = 4 << 30
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One finished file of the staging directory."""
+
+    file: str
+    names: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(slots=True)
+class PartWriter:
+    """Writes tensors one after the other into files of at most `shard_bytes` (one tensor at least).
+
+    Holds the tensors of the open file until it is full: peak memory is `shard_bytes` plus one tensor.
+    Tensors on the CPU are not copied, so they must not change before their file is written. `tag` keeps
+    apart the files of several writers.
+    """
+
+    staging: Path
+    tag: str
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    _open: dict[str, Tensor] = field(default_factory=dict)
+    _open_bytes: int = 0
+    _parts: list[Part] = field(default_factory=list)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if name in self._open:
+            raise ValueError(f"{name}: added twice")
+        if self._open and self._open_bytes + tensor.nbytes > self.shard_bytes:
+            self._write()
+        self._open[name] = tensor.detach().to("cpu").contiguous()
+        self._open_bytes += tensor.nbytes
+
+    def close(self) -> list[Part]:
+        """Writes what is open and returns every file written."""
+        if self._open:
+            self._write()
+        return self._parts
+
+    def _write(self) -> None:
+        file = f"part-{self.tag}-{len(self._parts):05d}.safetensors"
+        # Readers refuse files without this format tag.
+        save_file(self._open, self.staging / file, metadata={"format": "pt"})
+        self._parts.append(Part(file, tuple(self._open), self._open_bytes))
+        self._open, self._open_bytes = {}, 0
+
+
+def staging_of(directory: str | Path) -> Path:
+    """Where `directory` is written aside: beside it, so that publishing is a rename."""
+    directory = Path(directory)
+    return directory.with_name(f".{directory.name}.writing")
+
+
+def create_staging(directory: str | Path) -> Path:
+    """Makes `staging_of(directory)`, empty; what an interrupted writer left there is removed."""
+    staging = staging_of(directory)
+    if staging.exists():
+        shutil.rmtree(staging)
+    staging.mkdir(parents=True)
+    return staging
+
+
+def refuse_existing(directory: str | Path, overwrite: bool) -> None:
+    """Raises `ModelError` when `directory` is there and must stay."""
+    if Path(directory).exists() and not overwrite:
+        raise ModelError(str(directory), ["already exists; choose another directory or allow overwriting"])
+
+
+def check_space(directory: Path, nbytes: int) -> None:
+    """Raises `ModelError` when the file system of `directory` has less than `nbytes` free."""
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise ModelError(
+            str(directory),
+            [f"not enough disk space: needs {nbytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"],
+        )
+
+
+def refuse_incomplete(directory: str | Path, parts: Iterable[Part], expected: Iterable[str]) -> None:
+    """Raises `ModelError` unless the parts hold each expected name exactly once and nothing else."""
+    written = Counter(name for part in parts for name in part.names)
+    expected = set(expected)
+    problems = [f"{name}: not written" for name in expected - written.keys()]
+    problems += [f"{name}: written, not part of the model" for name in written.keys() - expected]
+    problems += [f"{name}: written {count} times" for name, count in written.items() if count > 1]
+    if problems:
+        raise ModelError(str(directory), sorted(problems))
+
+
+def assemble(staging: Path, parts: Iterable[Part]) -> None:
+    """Gives the parts their final names and writes the index (none for a single file)."""
+    parts = list(parts)
+    if len(parts) == 1:
+        (staging / parts[0].file).rename(staging / SINGLE_FILE)
+        return
+    placed = {}
+    for number, part in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        (staging / part.file).rename(staging / file)
+        placed.update(dict.fromkeys(part.names, file))
+    index = {
+        "metadata": {"total_size": sum(part.nbytes for part in parts)},
+        "weight_map": dict(sorted(placed.items())),
+    }
+    (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def copy_metadata(template: str | Path, staging: Path, dtype: torch.dtype | None) -> None:
+    """Copies every file of `template` that holds no weights: configs, tokenizer, chat template.
+
+    config.json names `dtype` where given, so that readers with "auto" keep the precision written here.
+    """
+    for source in sorted(Path(template).iterdir()):
+        weights_or_hidden = source.name.endswith(_WEIGHT_SUFFIXES) or source.name.startswith(".")
+        if source.is_file() and not weights_or_hidden:
+            shutil.copyfile(source, staging / source.name)
+    if dtype is not None:
+        path = staging / "config.json"
+        write_config(staging, with_dtype(json.loads(path.read_text()), dtype))
+
+
+def with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
+    """The config with its dtype field set, under the spelling it already uses."""
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return {**config, key: str(dtype).removeprefix("torch.")}
+
+
+def write_config(staging: Path, config: Mapping[str, object]) -> None:
+    (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def publish(staging: Path, directory: str | Path, overwrite: bool = False) -> None:
+    """Renames the staging directory to `directory`.
+
+    A directory that is already there is refused with `ModelError`, or with `overwrite` replaced: moved
+    aside, and removed once the new one is in place.
+    """
+    directory = Path(directory)
+    refuse_existing(directory, overwrite)
+    if not directory.exists():
+        os.rename(staging, directory)
+        return
+    aside = directory.with_name(f".{directory.name}.replaced")
+    if aside.exists():
+        shutil.rmtree(aside)
+    os.rename(directory, aside)
+    os.rename(staging, directory)
+    shutil.rmtree(aside)

@@ -1,0 +1,133 @@
+"""The map between the tensors of a Hugging Face directory and the parameters of a Megatron GPTModel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from .errors import ModelError
+from .families import FAMILIES
+from .hf_config import HFModelConfig
+from .rules import Entry, HFTensor, MegatronLayout, Rule
+
+_LAYER = re.compile(r"(?<=\bdecoder\.layers\.)\d+(?=\.)")
+_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+(?=\.)|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
+
+
+class WeightMap:
+    """Names, shapes and tensor-parallel cuts of one model. Pure: no files, no process groups, no model instance.
+
+    `layout` says what the HF config does not; by default the vocabulary is not padded. Megatron names carry GLOBAL
+    layer and expert indices (`megatron_model.named_weights` makes them) and may be those of the local or of the
+    TransformerEngine layer spec.
+    """
+
+    def __init__(self, config: HFModelConfig, layout: MegatronLayout | None = None):
+        self.config = config
+        self.layout = layout or MegatronLayout(padded_vocab_size=config.vocab_size)
+        if self.layout.padded_vocab_size < config.vocab_size:
+            rows = self.layout.padded_vocab_size
+            raise ModelError(config.source, [f"vocab_size = {config.vocab_size}: the model has only {rows} rows"])
+        self._family = FAMILIES[config.family](config, self.layout)
+        # A spelling may serve dense layers in one rule and expert layers in another.
+        self._by_name: dict[str, list[Rule]] = {}
+        for rule in self._family.rules:
+            for name in rule.megatron:
+                self._by_name.setdefault(name, []).append(rule)
+        self._ignored = re.compile("|".join(self._family.ignored) or r"(?!)")
+
+    def entry(self, megatron_name: str) -> Entry:
+        """The entry of a parameter. Raises `KeyError` with the family's name where there is none."""
+        layer, template = _extract(_LAYER, megatron_name, "{layer}")
+        expert, template = _extract(_EXPERT, template, "{expert}")
+        for rule in self._by_name.get(template, ()):
+            if _applies(rule, layer, expert):
+                return _instance(rule, megatron_name, layer, expert)
+        raise KeyError(f"{megatron_name}: no HF counterpart in family {self.config.family}")
+
+    def entries(self) -> Iterator[Entry]:
+        """Every entry once, under the local spec's name: embedding, layers in order, final norm, head."""
+        first, *last = self.end_entries()
+        yield first
+        for layer in range(self.config.num_layers):
+            yield from self.layer_entries(layer)
+        yield from last
+
+    def end_entries(self) -> list[Entry]:
+        """Entries outside the layers: embedding, final norm, head."""
+        rules = [rule for rule in self._family.rules if rule.layers is None]
+        return [_instance(rule, rule.megatron[0], None, None) for rule in rules]
+
+    def layer_entries(self, layer: int, experts: Sequence[int] | None = None) -> Iterator[Entry]:
+        """Entries of one layer, of all experts or of those with the given global indices."""
+        for rule in self._family.rules:
+            if rule.layers is None or layer not in rule.layers:
+                continue
+            held = [None] if not rule.is_expert else range(rule.experts) if experts is None else experts
+            for expert in held:
+                yield _instance(rule, rule.megatron[0].format(layer=layer, expert=expert), layer, expert)
+
+    def hf_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor a complete HF directory of this model holds."""
+        return {t.name: t.shape for entry in self.entries() if not entry.rule.duplicate for t in entry.hf}
+
+    def hf_names(self) -> list[str]:
+        """Names of `hf_tensors`, in the order of `entries`."""
+        return list(self.hf_tensors())
+
+    def is_ignored(self, hf_name: str) -> bool:
+        """True for names that a directory may hold and the model does not need."""
+        return self._ignored.fullmatch(hf_name) is not None
+
+    def to_megatron(self, entry: Entry, hf_tensors: Mapping[str, Tensor], tp_rank: int = 0, tp_size: int = 1) -> Tensor:
+        """The local tensor of rank `tp_rank` of `tp_size`: tensor-parallel, for experts expert-tensor-parallel.
+
+        May be a view of an input. Raises `ModelError` for absent or misshaped inputs and sizes that do not divide.
+        """
+        parts = []
+        for wanted in entry.hf:
+            tensor = hf_tensors.get(wanted.name)
+            if tensor is None or tuple(tensor.shape) != wanted.shape:
+                found = "absent" if tensor is None else f"shape {tuple(tensor.shape)}"
+                raise ModelError(entry.megatron, [f"{wanted.name}: {found}, expected shape {wanted.shape}"])
+            parts.append(tensor)
+        try:
+            return entry.op.to_shard(parts, tp_rank, tp_size)
+        except ValueError as error:
+            raise ModelError(entry.megatron, [str(error)]) from None
+
+    def to_hf(self, entry: Entry, shards: Tensor | Sequence[Tensor]) -> dict[str, Tensor]:
+        """HF tensors from the whole Megatron tensor, or from the shards of all ranks in rank order.
+
+        A replicated parameter needs one shard only. May return views of the inputs. Raises `ModelError`
+        where the shards do not make up the HF shapes.
+        """
+        shards = [shards] if isinstance(shards, Tensor) else list(shards)
+        try:
+            parts = entry.op.from_shards(shards)
+        except RuntimeError as error:
+            raise ModelError(entry.megatron, [f"shards {[tuple(s.shape) for s in shards]}: {error}"]) from None
+        for wanted, part in zip(entry.hf, parts, strict=True):
+            if tuple(part.shape) != wanted.shape:
+                raise ModelError(entry.megatron, [f"{wanted.name}: shape {tuple(part.shape)}, expected {wanted.shape}"])
+        return {wanted.name: part for wanted, part in zip(entry.hf, parts, strict=True)}
+
+
+def _extract(pattern: re.Pattern[str], name: str, field: str) -> tuple[int | None, str]:
+    match = pattern.search(name)
+    if match is None:
+        return None, name
+    return int(match.group()), name[: match.start()] + field + name[match.end() :]
+
+
+def _applies(rule: Rule, layer: int | None, expert: int | None) -> bool:
+    if rule.layers is None:
+        return layer is None
+    return layer in rule.layers and (expert is None or expert < rule.experts)
+
+
+def _instance(rule: Rule, megatron: str, layer: int | None, expert: int | None) -> Entry:
+    hf = tuple(HFTensor(t.name.format(layer=layer, expert=expert), t.shape) for t in rule.hf)
+    return Entry(megatron, hf, rule, layer, expert)

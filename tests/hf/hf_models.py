@@ -1,0 +1,197 @@
+"""Tiny models of every family: their config.json, and Megatron's own GPTModel (local layer spec) for it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dppo_megatron.hf import HFModelConfig
+
+_BASE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 61,  # odd: padded for two ranks
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.2,  # large enough for logits that tell models apart
+}
+CONFIGS = {
+    "qwen3": {**_BASE, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True},
+    "qwen2": {**_BASE, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": False},
+    "llama": {**_BASE, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
+    "qwen3_moe": {
+        **_BASE,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+        "decoder_sparse_step": 1,
+    },
+    "deepseek_v3": {
+        **_BASE,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
+    },
+}
+EXPERT_FAMILIES = ("qwen3_moe", "deepseek_v3")
+
+
+def build_gpt(hf: HFModelConfig, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1) -> list:
+    """This rank's chunks of a fp32 GPTModel; parallel state must be initialised with the same sizes."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    config = _transformer_config(hf, tp, pp, vpp, ep)
+    chunks = []
+    for stage in range(vpp or 1):
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage if vpp else None
+        )
+        if hf.mla is not None:
+            _latent_attention_without_te(spec)
+        chunks.append(
+            GPTModel(
+                config=config,
+                transformer_layer_spec=spec,
+                vocab_size=-(-hf.vocab_size // tp) * tp,
+                max_sequence_length=64,
+                pre_process=ps.get_pipeline_model_parallel_rank() == 0 and stage == 0,
+                post_process=ps.get_pipeline_model_parallel_rank() == pp - 1 and stage == (vpp or 1) - 1,
+                share_embeddings_and_output_weights=hf.tied_embeddings,
+                position_embedding_type="rope",
+                rotary_base=hf.rope_theta,
+                vp_stage=stage if vpp else None,
+            )
+        )
+    return chunks
+
+
+def _latent_attention_without_te(spec) -> None:
+    from megatron.core.transformer import multi_latent_attention
+
+    # Set although TransformerEngine is absent, and then used as if it were there.
+    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = CausalAttention
+
+
+class CausalAttention(torch.nn.Module):
+    """Core attention for latent attention, whose values are narrower than its keys: Megatron's is TE only."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query, key, value, attention_mask=None, **_):
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def logits_of(chunk, token_ids: torch.Tensor) -> torch.Tensor:
+    """[1, T, V / tp] of one unpacked sequence [1, T]; single pipeline stage."""
+    length = token_ids.shape[1]
+    mask = torch.ones(length, length).triu(1).bool()[None, None]
+    with torch.no_grad():
+        return chunk(token_ids, torch.arange(length)[None], mask)
+
+
+def _transformer_config(hf: HFModelConfig, tp: int, pp: int, vpp: int | None, ep: int):
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    common = {
+        "num_layers": hf.num_layers,
+        "hidden_size": hf.hidden_size,
+        "num_attention_heads": hf.num_heads,
+        "ffn_hidden_size": hf.ffn_hidden_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": vpp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1 if ep > 1 else tp,
+        "sequence_parallel": False,
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+        "use_cpu_initialization": True,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        **_experts(hf),
+    }
+    if hf.mla is None:
+        return TransformerConfig(
+            num_query_groups=hf.num_kv_heads,
+            kv_channels=hf.head_dim,
+            qk_layernorm=hf.qk_norm,
+            add_qkv_bias=hf.qkv_bias,
+            **common,
+        )
+    return MLATransformerConfig(
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        q_lora_rank=hf.mla.q_lora_rank,
+        kv_lora_rank=hf.mla.kv_lora_rank,
+        qk_head_dim=hf.mla.qk_nope_head_dim,
+        qk_pos_emb_head_dim=hf.mla.qk_rope_head_dim,
+        v_head_dim=hf.mla.v_head_dim,
+        rope_type="rope",
+        rotary_base=hf.rope_theta,
+        rotary_percent=1.0,
+        **common,
+    )
+
+
+def _experts(hf: HFModelConfig) -> dict:
+    if hf.moe is None:
+        return {}
+    moe = hf.moe
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_layer_freq": [int(sparse) for sparse in moe.layers],
+        "moe_router_score_function": moe.score_function,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_num_groups": moe.num_groups,
+        "moe_router_group_topk": moe.topk_groups,
+        "moe_router_topk_scaling_factor": moe.routed_scaling_factor if moe.expert_bias else None,
+        "moe_grouped_gemm": False,
+    }

@@ -1,0 +1,101 @@
+"""config.json: what is read from it, and every refusal."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hf_models import CONFIGS
+
+from dppo_megatron import hf
+
+
+def problems_of(raw) -> tuple[str, ...]:
+    with pytest.raises(hf.ModelError) as error:
+        hf.parse_hf_config(raw)
+    return error.value.problems
+
+
+def test_rotary_settings_of_both_transformers_generations():
+    base = {k: v for k, v in CONFIGS["llama"].items() if k != "rope_theta"}
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    old = hf.parse_hf_config({**base, "rope_theta": 5e5, "rope_scaling": llama3})
+    new = hf.parse_hf_config({**base, "rope_parameters": {"rope_theta": 5e5, **llama3}})
+    assert (old.rope_theta, old.rope_type) == (5e5, "llama3")
+    assert dict(old.rope_scaling) == {"factor": 8.0, "low_freq_factor": 1.0}
+    for name in ("rope_theta", "rope_type", "rope_scaling"):
+        assert getattr(old, name) == getattr(new, name)
+    assert hf.parse_hf_config({**base, "rope_scaling": None}).rope_theta == 10000.0
+
+
+def test_families_differ_where_they_should():
+    configs = {family: hf.parse_hf_config(raw) for family, raw in CONFIGS.items()}
+    assert {f for f, c in configs.items() if c.qkv_bias} == {"qwen2"}
+    assert {f for f, c in configs.items() if c.qk_norm} == {"qwen3", "qwen3_moe"}
+    assert configs["qwen2"].head_dim == 8  # derived
+    assert configs["qwen3_moe"].moe.layers == (False, True, True, True)
+    assert configs["deepseek_v3"].moe.shared_ffn_hidden_size == 48
+    assert configs["deepseek_v3"].head_dim == 16
+
+
+def test_end_of_sequence_may_be_one_or_several():
+    assert hf.parse_hf_config({**CONFIGS["llama"], "eos_token_id": 7}).eos_token_ids == (7,)
+    assert hf.parse_hf_config({**CONFIGS["llama"], "eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
+    assert hf.parse_hf_config(CONFIGS["llama"]).eos_token_ids == ()
+
+
+def test_directory_refusals(tmp_path):
+    with pytest.raises(hf.ModelError, match="no such directory"):
+        hf.read_hf_config(tmp_path / "absent")
+    with pytest.raises(hf.ModelError, match=r"no config\.json"):
+        hf.read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(hf.ModelError, match="not valid JSON"):
+        hf.read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(["Qwen3ForCausalLM"]))
+    with pytest.raises(hf.ModelError, match="must be an object"):
+        hf.read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("named", [[], ["GPT2LMHeadModel"], ["LlamaForCausalLM", "Qwen3ForCausalLM"], "x"])
+def test_unsupported_architecture_lists_the_supported_ones(named):
+    (problem,) = problems_of({**CONFIGS["llama"], "architectures": named})
+    assert all(name in problem for name in hf.ARCHITECTURES)
+
+
+def test_all_problems_at_once():
+    raw = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": "64",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 0,
+        "rms_norm_eps": True,
+        "use_sliding_window": True,
+        "attention_bias": True,
+        "hidden_act": "gelu",
+        "rope_parameters": {"rope_type": "dynamic", "partial_rotary_factor": 0.5},
+    }
+    found = " | ".join(problems_of(raw))
+    for part in (
+        "hidden_size = '64': must be int",
+        "num_attention_heads = 4: not a multiple of num_key_value_heads = 3",
+        "num_hidden_layers = 0: must be at least 1",
+        "rms_norm_eps = True",
+        "use_sliding_window",
+        "attention_bias",
+        "hidden_act",
+        "rope_type = 'dynamic'",
+        "partial_rotary_factor",
+        "intermediate_size: missing",
+        "vocab_size: missing",
+        "max_position_embeddings: missing",
+    ):
+        assert part in found
+
+
+def test_unsupported_routing_is_refused():
+    raw = {**CONFIGS["deepseek_v3"], "scoring_func": "softmax", "topk_method": "greedy"}
+    found = problems_of(raw)
+    assert len(found) == 2
+    assert "num_experts: missing" in problems_of({**CONFIGS["qwen3_moe"], "num_experts": None})

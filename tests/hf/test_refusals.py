@@ -1,0 +1,209 @@
+"""Each mistake a model directory, a model or a target can hold is refused before anything is half done."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_chunk import fake_chunk, put, ranks
+from hf_models import CONFIGS
+from safetensors.torch import load_file, save_file
+
+from dppo_megatron import hf
+
+
+@pytest.fixture
+def model(models, tmp_path) -> Path:
+    """A private copy of the tied Qwen3 directory."""
+    return Path(shutil.copytree(models / "qwen3", tmp_path / "model"))
+
+
+def edit(model: Path, change) -> None:
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_problems(model: Path, chunk=None) -> tuple[str, ...]:
+    chunk = chunk or fake_chunk(hf.read_hf_config(model))
+    with pytest.raises(hf.ModelError) as error:
+        hf.load_into([chunk], model, ranks=ranks())
+    return error.value.problems
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_good_directory_fills_everything(model, tp_size):
+    chunk = fake_chunk(hf.read_hf_config(model), tp_size)
+    hf.load_into([chunk], model, ranks=ranks(tp_size - 1, tp_size))
+    assert all(torch.isfinite(p).all() for p in chunk.parameters())
+
+
+def test_missing_unexpected_and_misshaped_are_all_listed_and_nothing_is_written(model):
+    def change(tensors):
+        del tensors["model.layers.2.self_attn.q_norm.weight"]
+        tensors["model.layers.9.extra"] = torch.zeros(2)
+        tensors["model.norm.weight"] = torch.zeros(5)
+
+    edit(model, change)
+    chunk = fake_chunk(hf.read_hf_config(model))
+    assert set(load_problems(model, chunk)) == {
+        "model.layers.2.self_attn.q_norm.weight: missing, expected shape (16,)",
+        "model.layers.9.extra: unexpected, shape (2,)",
+        "model.norm.weight: shape (5,), expected (32,)",
+    }
+    assert all(torch.isnan(p).all() for p in chunk.parameters())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_non_finite_values_are_refused(model, value):
+    def change(tensors):
+        tensors["model.layers.1.self_attn.v_proj.weight"][3, 4] = value
+
+    edit(model, change)
+    (problem,) = load_problems(model)
+    assert "layers.1.self_attn.v_proj.weight" in problem
+    assert "not finite" in problem
+
+
+def test_no_weights(model):
+    (model / "model.safetensors").unlink()
+    (problem,) = load_problems(model)
+    assert "no weights to read" in problem
+
+
+def test_index_that_names_absent_files_and_tensors(model):
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").rename(model / "a.safetensors")
+    placed = {name: "gone.safetensors" if "layers.3" in name else "a.safetensors" for name in tensors}
+    placed["phantom"] = "a.safetensors"
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    assert set(load_problems(model)) == {
+        "gone.safetensors: absent, the index places 11 tensors there",
+        "phantom: the index places it in a.safetensors, which lacks it",
+    }
+    (model / "model.safetensors.index.json").write_text("[]")
+    assert "not a valid index" in load_problems(model)[0]
+
+
+def test_truncated_and_malformed_files(model):
+    file = model / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    assert "truncated" in load_problems(model)[0]
+    file.write_bytes(whole[:4])
+    assert "not a safetensors file" in load_problems(model)[0]
+    file.write_bytes(b"<html>not found, says the proxy</html>")
+    assert "not a safetensors file" in load_problems(model)[0]
+    file.write_bytes((20).to_bytes(8, "little") + b"x" * 40)
+    assert "malformed header" in load_problems(model)[0]
+    header = json.dumps({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert "8 bytes for shape (3,)" in load_problems(model)[0]
+
+
+def test_tied_head_stored_too(model):
+    edit(model, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    hf.load_into([fake_chunk(hf.read_hf_config(model))], model, ranks=ranks())
+    edit(model, lambda t: t["lm_head.weight"].add_(1))
+    (problem,) = load_problems(model)
+    assert "lm_head.weight: differs" in problem
+
+
+def test_quantised_weights(model):
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "fp8"}}))
+    assert "quantised" in load_problems(model, fake_chunk(hf.parse_hf_config(raw)))[0]
+
+
+def test_model_with_other_parameters_than_the_config(model):
+    config = hf.read_hf_config(model)
+    chunk = fake_chunk(config)
+    del chunk.decoder.layers[1].self_attention.q_layernorm
+    put(chunk, "decoder.layers.0.self_attention.linear_qkv.bias", (128,))
+    put(chunk, "decoder.layers.2.mlp.linear_fc2.weight", (32, 40))
+    chunk.mtp = torch.nn.Linear(2, 2, bias=False)
+    found = load_problems(model, chunk)
+    assert set(found) == {
+        "decoder.layers.0.self_attention.linear_qkv.bias: no HF counterpart in family qwen3",
+        "mtp.weight: no HF counterpart in family qwen3",
+        "model.layers.1.self_attn.q_norm.weight: the Megatron model has no parameter for it",
+        "decoder.layers.2.mlp.linear_fc2.weight: shape (32, 40) in the Megatron model, (32, 48) by config.json",
+    }
+
+
+def test_model_with_more_layers_than_the_config(model):
+    config = hf.parse_hf_config({**CONFIGS["qwen3"], "num_hidden_layers": 5})
+    found = load_problems(model, fake_chunk(config))
+    assert "the Megatron model has 5 layers, config.json 4" in found
+
+
+def test_model_that_computes_something_else(model):
+    config = hf.read_hf_config(model)
+    chunk = fake_chunk(config)
+    chunk.config = SimpleNamespace(layernorm_epsilon=1e-5, kv_channels=16, add_bias_linear=False)
+    chunk.rotary_base = 500000
+    assert load_problems(model, chunk) == (
+        "layernorm_epsilon = 1e-05 in the Megatron model, 1e-06 by config.json",
+        "rotary_base = 500000 in the Megatron model, 10000.0 by config.json",
+    )
+
+
+def test_wrapped_chunks_are_unwrapped_and_others_refused(model):
+    chunk = fake_chunk(hf.read_hf_config(model))
+    wrapper = torch.nn.Module()
+    wrapper.module = torch.nn.Module()
+    wrapper.module.module = chunk
+    hf.load_into([wrapper], model, ranks=ranks())
+    assert torch.isfinite(chunk.decoder.final_layernorm.weight).all()
+    with pytest.raises(TypeError, match="neither a GPTModel"):
+        hf.load_into([torch.nn.Linear(2, 2)], model, ranks=ranks())
+
+
+def loaded(model: Path):
+    chunk = fake_chunk(hf.read_hf_config(model))
+    hf.load_into([chunk], model, ranks=ranks())
+    return chunk
+
+
+def test_existing_target_is_kept_unless_overwriting_is_allowed(model, tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "precious").touch()
+    with pytest.raises(hf.ModelError, match="already exists"):
+        hf.save_hf([loaded(model)], target, model, ranks=ranks())
+    assert [p.name for p in target.iterdir()] == ["precious"]
+    hf.save_hf([loaded(model)], target, model, ranks=ranks(), overwrite=True)
+    assert not (target / "precious").exists()
+    assert (target / "model.safetensors").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"model", "target"}
+
+
+def test_full_disk_is_noticed_before_writing(model, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
+    with pytest.raises(hf.ModelError, match="not enough disk space"):
+        hf.save_hf([loaded(model)], tmp_path / "target", model, ranks=ranks())
+    assert {p.name for p in tmp_path.iterdir()} == {"model"}
+
+
+def test_failed_write_leaves_nothing(model, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dppo_megatron.hf.safetensors_writer.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        hf.save_hf([loaded(model)], tmp_path / "target", model, ranks=ranks())
+    assert {p.name for p in tmp_path.iterdir()} == {"model"}
+
+
+def test_incomplete_model_is_not_saved(model, tmp_path):
+    chunk = loaded(model)
+    del chunk.decoder.layers[3].input_layernorm
+    with pytest.raises(hf.ModelError, match=r"layers\.3\.input_layernorm\.weight: not written"):
+        hf.save_hf([chunk], tmp_path / "target", model, ranks=ranks())
+    assert {p.name for p in tmp_path.iterdir()} == {"model"}

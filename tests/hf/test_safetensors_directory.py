@@ -1,0 +1,78 @@
+"""Directories written here: sharding, dtypes, reproducibility, and that transformers reads them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from fake_chunk import fake_chunk, ranks
+from hf_models import CONFIGS
+
+from dppo_megatron import hf
+
+
+def test_sharded_directory_is_read_back_and_loaded_by_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    hf.make_random_hf_model(tmp_path / "whole", CONFIGS["qwen3"], seed=1)
+    hf.make_random_hf_model(tmp_path / "cut", CONFIGS["qwen3"], seed=1, shard_bytes=20_000)
+    whole, cut = hf.SafetensorsDirectory(tmp_path / "whole"), hf.SafetensorsDirectory(tmp_path / "cut")
+    files = sorted(tmp_path.glob("cut/*.safetensors"))
+    assert len(files) > 2
+    index = json.loads((tmp_path / "cut" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(cut.tensor(name).nbytes for name in cut.tensors)
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    assert all(torch.equal(whole.tensor(name), cut.tensor(name)) for name in whole.tensors)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "cut", output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.dtype == torch.float32
+    assert model.config.rope_parameters["rope_theta"] == 10000.0
+
+
+def test_random_model_is_a_function_of_its_seed(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        hf.make_random_hf_model(tmp_path / name, CONFIGS["llama"], seed)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b != c
+
+
+def test_random_initialisation_is_the_usual_one(tmp_path):
+    raw = {**CONFIGS["qwen2"], "initializer_range": 0.02, "vocab_size": 4096}
+    hf.make_random_hf_model(tmp_path / "m", raw, seed=0)
+    tensors = hf.SafetensorsDirectory(tmp_path / "m")
+    embedding = tensors.tensor("model.embed_tokens.weight")
+    assert abs(embedding.std().item() - 0.02) < 2e-4
+    assert (tensors.tensor("model.norm.weight") == 1).all()
+    assert not tensors.tensor("model.layers.0.self_attn.q_proj.bias").any()
+
+
+def test_random_model_refusals(tmp_path):
+    with pytest.raises(hf.ModelError, match="vocab_size: missing"):
+        hf.make_random_hf_model(tmp_path / "m", {**CONFIGS["llama"], "vocab_size": None}, 0)
+    hf.make_random_hf_model(tmp_path / "m", CONFIGS["llama"], 0)
+    with pytest.raises(hf.ModelError, match="already exists"):
+        hf.make_random_hf_model(tmp_path / "m", CONFIGS["llama"], 0)
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+def test_dtype_of_a_saved_directory(models, tmp_path):
+    source = models / "deepseek_v3"
+    config = hf.read_hf_config(source)
+    chunk = fake_chunk(config)
+    hf.load_into([chunk], source, ranks=ranks())
+    hf.save_hf([chunk], tmp_path / "half", source, dtype=torch.bfloat16, ranks=ranks())
+    before, after = hf.SafetensorsDirectory(source), hf.SafetensorsDirectory(tmp_path / "half")
+    assert hf.read_hf_config(tmp_path / "half").dtype == "bfloat16"
+    for name in before.tensors:
+        # Selection of experts must not change with the precision of the rest.
+        dtype = torch.float32 if "e_score_correction_bias" in name else torch.bfloat16
+        assert torch.equal(after.tensor(name), before.tensor(name).to(dtype)), name
+
+
+def test_reading_copies_nothing_and_changes_nothing(models):
+    file = models / "llama" / "model.safetensors"
+    content = file.read_bytes()
+    tensors = hf.SafetensorsDirectory(models / "llama")
+    tensors.tensor("model.norm.weight").zero_()
+    assert file.read_bytes() == content
