@@ -1,0 +1,31 @@
+"""The policy in Megatron-core: layout, model, update, log-probs, checkpoints.
+
+`check_model` starts nothing and can be asked before any process is. `init_layout` comes first in a trainer
+rank.
+"""
+
+import warnings
+
+# Megatron-core says at import what is not installed (Actor.describe says what is used instead), and calls torch by
+# names that a newer torch renames; neither is for whoever reads the run's log.
+warnings.filterwarnings("ignore", module=r"megatron\.core\.")
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+
+from .actor import Actor, TrainingDiverged, UpdateStats
+from .checkpoint import CheckpointError
+from .layout import Layout, LayoutError, init_layout
+from .model import check_model
+from .model_config import padded_vocab_size
+
+__all__ = [
+    "Actor",
+    "CheckpointError",
+    "Layout",
+    "LayoutError",
+    "TrainingDiverged",
+    "UpdateStats",
+    "check_model",
+    "init_layout",
+    "padded_vocab_size",
+]

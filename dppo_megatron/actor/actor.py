@@ -1,0 +1,248 @@
+"""The actor: one policy in Megatron-core on this rank, that can be trained on micro-batches and asked for log-probs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.hf import load_into, read_hf_config
+from dppo_megatron.objectives import Metric, Objective, reduce_metrics
+from dppo_megatron.types import TokenBatch
+
+from . import checkpoint, megatron_version
+from .forward import LogprobStep, LossStep
+from .layout import Layout
+from .model import PolicyModel, build_model
+from .model_config import dtype, transformer_config, use_transformer_engine
+from .optimizer import build_optimizer, build_schedule, learning_rate, optimizer_step, wrap_data_parallel
+from .packing import MicroBatch, Packer, filler
+from .reduction import reduce_reports
+from .rope import inverse_frequencies
+
+
+class TrainingDiverged(ExpectedError, RuntimeError):
+    """Too many updates in a row had non-finite gradients."""
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """One update, the same on every rank. Sums are over all micro-batches of all data-parallel ranks."""
+
+    loss: float  # sum(loss_weight * loss)
+    grad_norm: float  # before clipping
+    lr: float
+    skipped: bool  # gradients or logits were not finite; nothing was changed
+    skipped_in_a_row: int
+    tokens: int
+    loss_tokens: int
+    nonfinite_tokens: int  # loss tokens whose logits were not finite
+    metrics: dict[str, float]  # of the objective and the entropy, over the whole global batch
+    parts: dict[str, Metric]  # the same before their last step, to merge with other updates
+    forward_backward_s: float
+    optimizer_s: float
+
+
+class Actor:
+    """Builds the configured model on this rank and owns its optimizer and schedule. Every method is collective.
+
+    Weights are random (seeded by `run.seed`) until `load_hf` or `load_checkpoint`.
+    Raises ModelError for a model that cannot be built, with every reason.
+    """
+
+    def __init__(self, config: Config, layout: Layout):
+        self.config = config
+        self.layout = layout
+        self.hf = read_hf_config(config.model.path)
+        self.transformer = transformer_config(self.hf, config)
+        self.model_chunks: list[PolicyModel] = build_model(self.hf, config, layout, self.transformer)
+        self.model = wrap_data_parallel(self.model_chunks, self.transformer, config)
+        # Denominators are inside loss_weight: the token count that the schedule gathers must not divide again.
+        self.transformer.finalize_model_grads_func = _finalize_without_division
+        self.optimizer = build_optimizer(self.model, config)
+        self.schedule = build_schedule(self.optimizer, config)
+        self.skipped_in_a_row = 0
+        engine = use_transformer_engine(config)
+        self._packer = Packer(
+            device=layout.device,
+            dtype=dtype(config),
+            frequencies=None if engine else inverse_frequencies(self.hf).to(layout.device),
+            multiple=layout.tensor_size if layout.sequence_parallel else 1,
+        )
+        self._forward_backward = partial(
+            get_forward_backward_func(),
+            model=self.model,
+            seq_length=config.train.micro_batch_tokens,  # only a hint: packed lengths travel with the tensors
+            micro_batch_size=1,
+        )
+
+    def describe(self) -> list[str]:
+        """Lines for the head of the log: model, precision, layers, kernels, layout."""
+        m, hf = self.config.model, self.hf
+        layers = "TransformerEngine" if use_transformer_engine(self.config) else "local"
+        return [
+            f"{hf.architecture}: {hf.num_layers} layers, hidden {hf.hidden_size}, "
+            f"vocabulary {hf.vocab_size}; {self.num_parameters():,} parameters on this rank",
+            f"megatron-core {megatron_version.version}, {layers} layers, {m.dtype}, logits {m.logits}, "
+            f"recompute {m.recompute}, optimizer kernels: {megatron_version.fused_kernels()}",
+            self.layout.describe(),
+        ]
+
+    def num_parameters(self) -> int:
+        """Parameters held by this rank."""
+        return sum(p.numel() for chunk in self.model_chunks for p in chunk.parameters())
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return learning_rate(self.optimizer)
+
+    def load_hf(self, directory: str | Path) -> None:
+        """Replace the weights by those of a Hugging Face model directory; optimizer and schedule stay.
+
+        Raises ModelError listing every tensor that does not fit.
+        """
+        load_into(self.model_chunks, directory, self.hf)
+        self.optimizer.reload_model_params()
+
+    def train_update(self, micro_batches: Sequence[TokenBatch], objective: Objective) -> UpdateStats:
+        """One optimizer update on this data-parallel rank's `micro_batches`; all ranks of a replica pass the same.
+
+        The loss is sum(loss_weight * objective loss) over all micro-batches of all data-parallel ranks, and
+        so is the gradient: it does not depend on how the batch was split. Data-parallel ranks pass equally
+        many micro-batches. An update whose gradients or logits are not finite changes nothing and is reported
+        as skipped. Raises TrainingDiverged after `optimizer.max_skipped_in_a_row` of them, ValueError without
+        micro-batches.
+        """
+        started = time.perf_counter()
+        prepared = self._prepare(micro_batches)
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        step = LossStep(objective, self.hf.vocab_size, self.layout)
+        results = self._forward_backward(
+            forward_step_func=step, data_iterator=self._iterators(prepared), num_microbatches=len(prepared)
+        )
+        total = reduce_reports(results, prepared[: len(micro_batches)], self.layout)
+        self._synchronize()
+        computed = time.perf_counter()
+        update = optimizer_step(
+            self.optimizer, self.schedule, clip=self.config.optimizer.grad_clip, refuse=total.nonfinite > 0
+        )
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if update.skipped else 0
+        self._synchronize()
+        stats = UpdateStats(
+            loss=total.loss,
+            grad_norm=update.grad_norm,
+            lr=update.lr,
+            skipped=update.skipped,
+            skipped_in_a_row=self.skipped_in_a_row,
+            tokens=total.tokens,
+            loss_tokens=total.loss_tokens,
+            nonfinite_tokens=total.nonfinite,
+            metrics=reduce_metrics(total.metrics),
+            parts=total.metrics,
+            forward_backward_s=computed - started,
+            optimizer_s=time.perf_counter() - computed,
+        )
+        if self.skipped_in_a_row >= self.config.optimizer.max_skipped_in_a_row:
+            raise TrainingDiverged(
+                f"{self.skipped_in_a_row} updates in a row skipped for non-finite gradients (grad norm "
+                f"{stats.grad_norm}, {stats.nonfinite_tokens} tokens with non-finite logits); lower "
+                "optimizer.lr or resume from an earlier checkpoint"
+            )
+        return stats
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """Log-probs [T] fp32 of every micro-batch's targets at its temperature, on the CPU; 0 where mask is False.
+
+        Forward only, with the current weights; the same on every rank of a replica.
+        """
+        prepared = self._prepare(micro_batches)
+        step = LogprobStep(self.hf.vocab_size, self.layout)
+        results = self._forward_backward(
+            forward_step_func=step,
+            data_iterator=self._iterators(prepared),
+            num_microbatches=len(prepared),
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        if self.layout.pipeline_size > 1:
+            results = self._from_last_stage(results, prepared)
+        return [result.cpu() for result in results[: len(micro_batches)]]
+
+    def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """Log-probs [S - 1] fp32, at temperature 1, of tokens 1.. of one sequence [S] given those before them."""
+        tokens = torch.as_tensor(np.asarray(token_ids), dtype=torch.long)
+        size = len(tokens)
+        scored = torch.arange(size) < size - 1
+        (logprobs,) = self.logprobs(
+            [
+                TokenBatch(
+                    token_ids=tokens,
+                    position_ids=torch.arange(size),
+                    cu_seqlens=torch.tensor([0, size], dtype=torch.int32),
+                    target_ids=torch.where(scored, tokens.roll(-1), 0),
+                    mask=scored,
+                    loss_weight=torch.zeros(size),
+                )
+            ]
+        )
+        return logprobs[:-1].numpy()
+
+    def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any], keep: int) -> None:
+        """Write everything that training needs to go on exactly, as `directory/step-NNNNNN`; keep the newest `keep`.
+
+        `state` is the caller's, JSON. See `checkpoint.save`.
+        """
+        checkpoint.save(self, Path(directory), step, state, keep)
+
+    def load_checkpoint(self, directory: Path) -> dict[str, Any] | None:
+        """Restore the newest whole checkpoint under `directory`; the caller's state, or None where there is none.
+
+        Raises CheckpointError when it does not fit this run. See `checkpoint.load`.
+        """
+        return checkpoint.load(self, Path(directory))
+
+    def _prepare(self, micro_batches: Sequence[TokenBatch]) -> list[MicroBatch]:
+        if not micro_batches:
+            raise ValueError("an update needs at least one micro-batch")
+        missing = 0
+        if self.layout.virtual_pipeline_size:  # the interleaved schedule takes whole rounds of the pipeline
+            missing = -len(micro_batches) % self.layout.pipeline_size
+        return [self._packer(batch) for batch in [*micro_batches, *[filler(micro_batches[0])] * missing]]
+
+    def _iterators(self, prepared: list[MicroBatch]) -> list:
+        """One per model chunk: every virtual stage reads all micro-batches."""
+        return [iter(prepared) for _ in self.model]
+
+    def _from_last_stage(self, results: list[Tensor], prepared: list[MicroBatch]) -> list[Tensor]:
+        group = self.layout.pipeline_group
+        if not self.layout.is_last_stage:
+            device = self.layout.device
+            results = [torch.empty(b.num_tokens, dtype=torch.float32, device=device) for b in prepared]
+        for result in results:
+            dist.broadcast(result, group_src=self.layout.pipeline_size - 1, group=group)
+        return results
+
+    def _synchronize(self) -> None:
+        if self.layout.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _finalize_without_division(model: list, num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's reduction of gradients, without its division by the number of tokens."""
+    finalize_model_grads(model, None, **kwargs)

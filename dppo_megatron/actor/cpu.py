@@ -1,0 +1,137 @@
+"""Megatron-core on a machine without CUDA: the one module that bends anything to make it run.
+
+Megatron-core writes "cuda" into its own source: literal devices, `.cuda()`, streams, the CUDA generator. Here
+those names mean the CPU. What a layer spec can replace (norms, core attention) is replaced there, not here.
+`install` runs before the first Megatron class is built and does nothing where CUDA is present.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+def install() -> None:
+    """Make Megatron-core's CUDA names mean the CPU, process-wide. Idempotent; a no-op where CUDA is available."""
+    if torch.cuda.is_available() or torch.cuda.current_device is _current_device:
+        return
+    _without_compiled_fusions()
+    _devices()
+    _generators()
+    _streams()
+    _experts()
+
+
+def _without_compiled_fusions() -> None:
+    """Megatron's jit_fuser is torch.compile: minutes of g++ for functions that take microseconds here."""
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()
+
+
+def _devices() -> None:
+    """Mappings, gradient buffers and schedules allocate on `torch.cuda.current_device()` or "cuda"."""
+    torch.cuda.current_device = _current_device
+    torch.cuda.synchronize = _nothing
+    _CudaMeansCpu().__enter__()
+
+
+def _generators() -> None:
+    """Recompute and the RNG tracker save and restore the CUDA generator; the CPU's takes its place."""
+    from megatron.core.tensor_parallel import random
+
+    torch.cuda.get_rng_state = _get_rng_state
+    torch.cuda.random.get_rng_state = _get_rng_state
+    torch.cuda.set_rng_state = _set_rng_state
+    torch.cuda.manual_seed = torch.default_generator.manual_seed
+    random._get_cuda_rng_state = _get_rng_state
+    random._set_cuda_rng_state = _set_rng_state
+
+
+def _streams() -> None:
+    """Pipeline exchange, the all-to-all dispatcher and checkpoints order work by streams and events."""
+    torch.cuda.Stream = _Stream
+    torch.cuda.Event = _Stream
+    torch.cuda.current_stream = functools.partial(_Stream)
+    torch.cuda.stream = contextlib.nullcontext
+
+
+def _experts() -> None:
+    """Two places in the mixture-of-experts code are written for a GPU with TransformerEngine only."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # Converts to numpy only what is on a GPU, and its callers then index numpy arrays.
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_host
+    if not hasattr(moe_utils, "te_general_gemm"):  # read, but not imported without TransformerEngine
+        moe_utils.te_general_gemm = None
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Literal device="cuda", `.cuda()`, pinned memory, and the type strings the optimizer compares with."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and torch.device(device).type == "cuda":
+                kwargs = {**kwargs, "device": _CPU}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+            return func(*args, **kwargs)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args)
+
+
+class _Stream:
+    """A stream or an event where everything is already in order."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def record_event(self, event=None):
+        return event or _Stream()
+
+    def synchronize(self):
+        pass
+
+    def record(self, stream=None):
+        pass
+
+    def wait(self, stream=None):
+        pass
+
+    def query(self):
+        return True
+
+
+def _current_device() -> torch.device:
+    return _CPU
+
+
+def _nothing(*args, **kwargs) -> None:
+    pass
+
+
+def _get_rng_state(device="cuda", clone=False, graph_safe=False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state, device=-1, graph_safe=False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _to_host(tensor, as_numpy=False, record_stream=False):
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

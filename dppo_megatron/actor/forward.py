@@ -1,0 +1,148 @@
+"""One micro-batch through the policy: hidden states to per-token statistics, and those to a loss.
+
+Megatron's schedules call `forward_step` on every stage and what it returns on the last one only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from dppo_megatron.objectives import (
+    Metric,
+    Objective,
+    TopKLogprobs,
+    mean_metric,
+    sequence_ids_from_cu_seqlens,
+)
+from dppo_megatron.types import TokenBatch
+from dppo_megatron.vocab_parallel import TokenStatistics, linear_token_statistics, token_statistics
+
+from .layout import Layout
+from .model import PolicyModel
+from .packing import MicroBatch
+
+
+@dataclass(frozen=True)
+class MicroBatchResult:
+    """What one micro-batch reports. Scalars are fp64 tensors on the device."""
+
+    loss: Tensor  # sum(loss_weight * loss)
+    nonfinite: Tensor  # rows with non-finite logits
+    metrics: dict[str, Metric]
+
+
+@dataclass(frozen=True)
+class LossStep:
+    """`forward_step` of Megatron's schedules for training with one objective."""
+
+    objective: Objective
+    vocab_size: int
+    layout: Layout
+
+    def __call__(self, data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(data)
+        return run_model(model, batch), partial(self.loss, batch, model)
+
+    def loss(self, batch: MicroBatch, model: Any, output: Tensor) -> tuple[Tensor, Tensor, MicroBatchResult]:
+        """(loss to differentiate, token count 0, report). The count is unused: `loss_weight` holds the divisors."""
+        objective, rows = self.objective, batch.loss
+        stats = head_statistics(
+            model,
+            output,
+            rows,
+            self,
+            topk=rows.topk_ids is not None,
+            entropy="differentiable" if objective.needs_entropy else "metric",
+        )
+        out = objective(
+            logprob=stats.logprob,
+            mask=rows.mask,
+            rollout_logprob=rows.rollout_logprob,
+            advantage=rows.advantage,
+            topk=None if rows.topk_ids is None else self._topk(rows, stats),
+            recomputed_logprob=rows.recomputed_logprob,
+            sequence_ids=_sequence_ids(batch) if objective.needs_sequences else None,
+            entropy=stats.entropy,
+        )
+        loss = (rows.loss_weight * out.loss).sum()
+        metrics = {"entropy": mean_metric(stats.entropy, rows.mask), **out.metrics}
+        nonfinite = (stats.nonfinite & rows.mask).sum().double()
+        report = MicroBatchResult(loss.detach().double(), nonfinite, metrics)
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
+
+    def _topk(self, rows: TokenBatch, stats: TokenStatistics) -> TopKLogprobs:
+        return TopKLogprobs(
+            ids=rows.topk_ids,
+            rollout_logprob=rows.topk_logprob,
+            logprob=stats.topk_logprob,
+            other_logprob=stats.other_logprob,
+            target_ids=rows.target_ids,
+            vocab_size=self.vocab_size,
+        )
+
+
+@dataclass(frozen=True)
+class LogprobStep:
+    """`forward_step` that only scores: collects fp32 log-probs [T] of the targets, 0 where mask is False."""
+
+    vocab_size: int
+    layout: Layout
+
+    def __call__(self, data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(data)
+        return run_model(model, batch), partial(self.collect, batch, model)
+
+    def collect(self, batch: MicroBatch, model: Any, output: Tensor, non_loss_data: bool = True) -> Tensor:
+        stats = head_statistics(model, output, batch.loss, self, topk=False, entropy="none")
+        logprob = output.new_zeros(batch.num_tokens, dtype=stats.logprob.dtype)
+        kept = torch.where(batch.loss.mask, stats.logprob, 0.0)
+        return logprob.index_copy_(0, batch.packed.rows, kept)
+
+
+def run_model(model: Any, batch: MicroBatch) -> Tensor:
+    """Forward of one chunk (wrapped or not); on the last stage the head's output, see `PolicyModel`."""
+    return model(
+        input_ids=batch.token_ids,
+        position_ids=batch.position_ids,
+        attention_mask=None,
+        packed_seq_params=batch.packed,
+    )
+
+
+def head_statistics(
+    model: Any,
+    output: Tensor,
+    rows: TokenBatch,
+    step: LossStep | LogprobStep,
+    *,
+    topk: bool,
+    entropy: Literal["none", "metric", "differentiable"],
+) -> TokenStatistics:
+    """Statistics [n] of the last stage's output rows, the same on every tensor-parallel rank."""
+    policy: PolicyModel = unwrap_model(model)
+    layout = step.layout
+    statistics = token_statistics
+    if policy.fused_head:
+        statistics = partial(linear_token_statistics, weight=policy.head_weight)
+    return statistics(
+        output,
+        target_ids=rows.target_ids,
+        topk_ids=rows.topk_ids if topk else None,
+        vocab_size=step.vocab_size,
+        temperature=1.0 if rows.temperature is None else rows.temperature,
+        group=layout.tensor_group if layout.tensor_size > 1 else None,
+        entropy=entropy,
+    )
+
+
+def _sequence_ids(batch: MicroBatch) -> Tensor:
+    """Sequence of each loss row, numbered without gaps: objectives want them below the number of rows."""
+    ids = sequence_ids_from_cu_seqlens(batch.loss.cu_seqlens, batch.num_tokens)[batch.packed.rows]
+    return torch.unique(ids, return_inverse=True)[1]

@@ -1,0 +1,145 @@
+"""Which part of the work this rank does: process groups, ranks and device, in one frozen object."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.errors import ExpectedError
+
+from . import cpu
+
+
+class LayoutError(ExpectedError, ValueError):
+    """The processes that were started do not fit the configured layout."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes, this rank's places, and the process groups that the actor itself talks over."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str
+    tensor_size: int
+    tensor_rank: int
+    pipeline_size: int
+    pipeline_rank: int
+    virtual_pipeline_size: int | None
+    context_size: int
+    context_rank: int
+    data_parallel_size: int
+    data_parallel_rank: int  # which share of every batch this rank reads
+    expert_size: int
+    tensor_group: dist.ProcessGroup
+    pipeline_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup  # data x context parallel: ranks that hold the same weights
+    sequence_parallel: bool
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True where the head and the loss live."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    def describe(self) -> str:
+        """One line for the log."""
+        tensor = f"tensor {self.tensor_size}" + (" + sequence" if self.sequence_parallel else "")
+        pipeline = f"pipeline {self.pipeline_size}"
+        if self.virtual_pipeline_size:
+            pipeline += f" x {self.virtual_pipeline_size} virtual stages"
+        sizes = f"{tensor}, {pipeline}, context {self.context_size}, data {self.data_parallel_size}"
+        if self.expert_size > 1:
+            sizes += f", expert {self.expert_size}"
+        return f"{self.world_size} ranks over {self.backend} on {self.device.type}: {sizes} (parallel)"
+
+    def close(self) -> None:
+        """Destroy Megatron's groups and torch.distributed. Safe to call twice."""
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def init_layout(config: Config) -> Layout:
+    """Start torch.distributed (NCCL on CUDA, else gloo) and Megatron's groups; seed every generator with `run.seed`.
+
+    Rank, world size and rendezvous come from the environment, as torchrun and the launcher set them; one
+    process needs none. A collective that takes longer than `parallel.timeout_s` raises. Raises LayoutError
+    when the environment does not match the config.
+    """
+    parallel = config.parallel
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != parallel.world_size:
+        raise LayoutError(
+            f"parallel.world_size = {parallel.world_size}: {world_size} trainer processes were started; "
+            "start as many as the config says, or change it"
+        )
+    model_ranks = parallel.tensor * parallel.pipeline * parallel.context
+    if world_size % model_ranks:
+        raise LayoutError(
+            f"parallel.world_size = {world_size}: not a multiple of tensor x pipeline x context = "
+            f"{model_ranks}; change one of them"
+        )
+    cpu.install()
+    cuda = torch.cuda.is_available()
+    backend = "nccl" if cuda else "gloo"
+    device = torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=parallel.timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        distributed_timeout_minutes=parallel.timeout_s / 60,
+        create_gloo_process_groups=False,
+    )
+    seed_everything(config.run.seed)
+    return Layout(
+        rank=dist.get_rank(),
+        world_size=world_size,
+        device=device,
+        backend=backend,
+        tensor_size=parallel.tensor,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline_size=parallel.pipeline,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        virtual_pipeline_size=parallel.virtual_pipeline,
+        context_size=parallel.context,
+        context_rank=parallel_state.get_context_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        expert_size=parallel.expert,
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        data_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        sequence_parallel=parallel.sequence,
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Python, numpy, torch, and Megatron's tracker, which gives tensor-parallel ranks their own streams.
+
+    Pipeline stages get different seeds, data-parallel replicas the same.
+    """
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

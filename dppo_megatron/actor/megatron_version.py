@@ -1,0 +1,104 @@
+"""What differs between Megatron-core releases, and which implementations this installation has.
+
+Written for 0.16 (Python 3.11) to 0.19. Everything the rest of the package takes from Megatron under a
+changing name or signature is taken here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint
+from megatron.core import __version__ as version
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_OLDEST, _NEWEST = (0, 16), (0, 19)
+
+
+def unsupported_version() -> str | None:
+    """Why this Megatron-core release cannot be used, or None."""
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if _OLDEST <= release <= _NEWEST:
+        return None
+    return f"megatron-core {version}: supported are {_dotted(_OLDEST)} to {_dotted(_NEWEST)}"
+
+
+def has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def has_nvidia_apex() -> bool:
+    """NVIDIA's apex, by its own extension module; the package index's `apex` is something else."""
+    return importlib.util.find_spec("amp_C") is not None
+
+
+def has_fused_weight_gradient() -> bool:
+    """apex's kernel that adds weight gradients into the fp32 buffer; the head layer insists on it."""
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def fused_kernels() -> str:
+    """Where fused optimizer and multi-tensor kernels come from, in Megatron's own order of preference."""
+    if has_transformer_engine():
+        return "TransformerEngine"
+    return "NVIDIA apex" if has_nvidia_apex() else "torch"
+
+
+def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Layers of this pipeline stage (and virtual stage), dense and expert layers where the config says."""
+    return get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=transformer_engine,
+        normalization=config.normalization,
+        **_accepted(get_gpt_decoder_block_spec, vp_stage=vp_stage),
+    )
+
+
+def save_sharded(state: dict[str, Any], directory: Path) -> None:
+    """torch_dist save into an existing empty directory. Collective; returns with this rank's part on disk."""
+    dist_checkpointing.save(state, str(directory), sharded_strategy=_SaveInProcess("torch_dist", 1))
+
+
+class _SaveInProcess(TorchDistSaveShardedStrategy):
+    """Megatron's own save forks writers and starts a manager process even when it waits for them.
+
+    That costs seconds, needs psutil (without it the save hangs) and a guarded __main__, and forks a process
+    that has communication threads. Same shards, same format, written by this process.
+    """
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        shards, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        torch.distributed.checkpoint.save(
+            torch_dist.mcore_to_pyt_state_dict(shards, False),
+            storage_writer=torch.distributed.checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=torch_dist.MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
+        )
+
+
+def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """torch_dist load into the shards that `state` describes. Collective."""
+    return dist_checkpointing.load(state, str(directory))
+
+
+def _accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of `arguments` that this release's `function` takes."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _dotted(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))

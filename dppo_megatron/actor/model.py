@@ -1,0 +1,139 @@
+"""The policy: Megatron's GPTModel with packed attention, and a head that sees only rows that carry loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
+
+from . import megatron_version
+from .attention import PackedAttention
+from .layout import Layout
+from .model_config import machine_problems, model_problems, padded_vocab_size, use_transformer_engine
+from .norm import RMSNorm
+from .packing import PackedSequences
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage projects the rows in `packed_seq_params.rows` only.
+
+    forward(input_ids [1, T], position_ids [1, T], None, packed_seq_params=PackedSequences) returns
+    - before the last stage: hidden states [T, 1, H] ([T / tp, 1, H] with sequence parallelism);
+    - on it, with `fused_head`: hidden states [n, H] of the rows, to be multiplied with `head_weight`; their
+      gradient must arrive complete, summed over the tensor-parallel group;
+    - on it, else: this rank's logits [n, V / tp], in the parameters' dtype.
+    """
+
+    def __init__(self, *args, fused_head: bool = False, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.fused_head = fused_head
+        if self.post_process and self.config.sequence_parallel:
+            # The rows are gathered before the head; the gather's backward is the reduce-scatter.
+            self.output_layer.sequence_parallel = False
+            self.output_layer.disable_grad_reduce = True
+
+    @property
+    def head_weight(self) -> Float[Tensor, "V/tp H"]:
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **_) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states,
+                tensor_parallel_output_grad=not self.fused_head,  # the fused head's gradient is already a sum
+                group=self.pg_collection.tp,
+            )
+        rows = hidden_states.index_select(0, packed_seq_params.rows)
+        if self.fused_head:
+            return rows.squeeze(1)
+        logits, _ = self.output_layer(rows, weight=self.head_weight)
+        return logits.squeeze(1)
+
+
+def check_model(config: Config) -> list[str]:
+    """Every reason why this machine cannot train `model.path` in the configured layout; empty = none.
+
+    Each line is `setting = value: why; remedy`. Starts nothing and reads only `config.json`.
+    """
+    try:
+        hf = read_hf_config(config.model.path)
+    except ModelError as error:
+        unreadable = [f"model.path = {error.source}: {problem}" for problem in error.problems]
+        return unreadable + machine_problems(config)
+    return model_problems(hf, config)
+
+
+def build_model(hf: HFModelConfig, config: Config, layout: Layout, transformer: TransformerConfig) -> list[PolicyModel]:
+    """This rank's model chunks (one, or one per virtual stage), randomly initialised, on its device."""
+    stages = layout.virtual_pipeline_size
+    chunks = []
+    for stage in range(stages or 1):
+        first = layout.pipeline_rank == 0 and stage == 0
+        last = layout.is_last_stage and stage == (stages or 1) - 1
+        chunk = _chunk(hf, config, layout, transformer, first, last, None if stages is None else stage)
+        chunks.append(chunk.to(layout.device))
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return chunks
+
+
+def _chunk(
+    hf: HFModelConfig,
+    config: Config,
+    layout: Layout,
+    transformer: TransformerConfig,
+    first: bool,
+    last: bool,
+    vp_stage: int | None,
+) -> PolicyModel:
+    engine = use_transformer_engine(config)
+    spec = megatron_version.block_spec(transformer, engine, vp_stage)
+    if not engine:
+        _use_own_modules(spec)
+    return PolicyModel(
+        config=transformer,
+        transformer_layer_spec=spec,
+        vocab_size=padded_vocab_size(hf.vocab_size, layout.tensor_size),
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=hf.tied_embeddings,
+        # PackedAttention rotates by position id; with TransformerEngine Megatron does, in a fused kernel.
+        position_embedding_type="rope" if engine else "none",
+        rotary_base=hf.rope_theta,
+        rope_scaling=hf.rope_type == "llama3",
+        rope_scaling_factor=hf.rope_scaling.get("factor", 1.0),
+        vp_stage=vp_stage,
+        fused_head=config.model.logits == "fused",
+    )
+
+
+def _use_own_modules(block: TransformerBlockSubmodules) -> None:
+    """Norms and core attention of the local spec become ours."""
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        modules, attention = layer.submodules, layer.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        for owner, names in (
+            (modules, ("input_layernorm", "pre_mlp_layernorm")),
+            (attention, ("q_layernorm", "k_layernorm", "kv_layernorm")),
+        ):
+            for name in names:
+                if getattr(owner, name, IdentityOp) is not IdentityOp:
+                    setattr(owner, name, RMSNorm)

@@ -1,0 +1,111 @@
+"""Megatron's optimizer and learning-rate schedule from the config, and the step that refuses non-finite gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from dppo_megatron.config.schema import Config
+
+from .model import PolicyModel
+from .model_config import dtype
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: norm of the summed gradients before clipping, and the learning rate that was applied."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+def wrap_data_parallel(
+    chunks: list[PolicyModel], transformer: TransformerConfig, config: Config
+) -> list[DistributedDataParallel]:
+    """Megatron's DDP: fp32 gradient buffers, summed (never averaged) over data and context parallel ranks."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.parallel.distributed_optimizer,
+    )
+    return [
+        DistributedDataParallel(transformer, settings, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def build_optimizer(model: list[DistributedDataParallel], config: Config) -> MegatronOptimizer:
+    """AdamW (TransformerEngine's, else apex's, else torch's) with fp32 main parameters; norms are not decayed."""
+    o = config.optimizer
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=o.lr,
+        min_lr=o.min_lr,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.beta1,
+        adam_beta2=o.beta2,
+        adam_eps=o.eps,
+        clip_grad=o.grad_clip,
+        bf16=config.model.dtype == "bf16",
+        params_dtype=dtype(config),
+        use_distributed_optimizer=config.parallel.distributed_optimizer,
+    )
+    return get_megatron_optimizer(settings, model, use_gloo_process_groups=False)
+
+
+def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
+    """Linear warm-up over `warmup_updates` (update i of them applies lr (i + 1) / warmup), then the decay.
+
+    The decay ends at `min_lr` with the last update of the run.
+    """
+    o = config.optimizer
+    updates = config.train.steps * config.train.updates_per_step
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=o.lr / max(1, o.warmup_updates),
+        max_lr=o.lr,
+        min_lr=o.min_lr,
+        # num_steps counts the updates done, and the lr after it is set is the one of the next update.
+        lr_warmup_steps=max(0, o.warmup_updates - 1),
+        lr_decay_steps=max(updates - 1, o.warmup_updates, 1),
+        lr_decay_style=o.decay,
+        start_wd=o.weight_decay,
+        end_wd=o.weight_decay,
+        wd_incr_steps=updates,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+    )
+
+
+def optimizer_step(
+    optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, clip: float, refuse: bool = False
+) -> StepResult:
+    """Clip to the global norm, step, advance the schedule. All three are left out where the norm is not finite.
+
+    `refuse` leaves them out too. Collective over all ranks, which take the same decision.
+    """
+    lr = learning_rate(optimizer)
+    found_inf = optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if refuse or found_inf or not math.isfinite(grad_norm):
+        return StepResult(grad_norm, lr, skipped=True)
+    if clip > 0:
+        # Megatron's own step() would clip the same way, but offers no place between the norm and the update.
+        for part in optimizer.chained_optimizers:
+            if parameters := part.get_parameters():
+                clip_grad_by_total_norm_fp32(parameters, clip, grad_norm)
+    optimizer.step_with_ready_grads()
+    schedule.step(1)
+    return StepResult(grad_norm, lr, skipped=False)
+
+
+def learning_rate(optimizer: MegatronOptimizer) -> float:
+    """The rate the next update applies."""
+    return float(optimizer.param_groups[0]["lr"])

@@ -1,0 +1,101 @@
+"""Tiny models, configs and micro-batches that the tests and the ranks they spawn share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dppo_megatron.config import Config
+from dppo_megatron.types import TokenBatch
+
+VOCAB = 37  # not a multiple of any tensor-parallel size: the head is padded
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    "hidden_act": "silu",
+    "initializer_range": 0.2,
+}
+K = 4
+
+
+def write_config(directory: Path, **changes: Any) -> Path:
+    """A model directory with a config.json and nothing else."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**QWEN3, **changes}))
+    return directory
+
+
+def make_config(model: Path, *, parallel: dict | None = None, optimizer: dict | None = None, **model_settings: Any):
+    return Config.model_validate(
+        {
+            "run": {"dir": "unused", "seed": 3},
+            "model": {"path": str(model), "dtype": "fp32", **model_settings},
+            "parallel": {"timeout_s": 60, **(parallel or {})},
+            # Adam divides by |gradient|: with the usual eps, rounding decides the sign of the smallest ones.
+            "optimizer": {"lr": 1e-2, "eps": 1e-4, "grad_clip": 0.5, **(optimizer or {})},
+            "train": {"steps": 10},
+            "data": {"train": "unused.jsonl"},
+        }
+    )
+
+
+def sequences(count: int = 12, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Sequences of 2 to 60 tokens with everything a DPPO top-K method reads, and their share of the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [2, 60, *torch.randint(3, 30, (count - 2,), generator=generator).tolist()]
+    out = []
+    for size in lengths:
+        tokens = torch.randint(0, VOCAB, (size,), generator=generator)
+        mask = torch.arange(size) >= min(2, size - 2)
+        mask[-1] = False
+        ids = torch.stack([torch.randperm(VOCAB, generator=generator)[:K] for _ in range(size)])
+        logprobs = torch.randn(size, K + 1, generator=generator).log_softmax(-1)[:, :K] - 1.0
+        out.append(
+            {
+                "token_ids": tokens,
+                "mask": mask,
+                "advantage": torch.randn(1, generator=generator).expand(size).contiguous(),
+                "rollout_logprob": -3.5 + 0.5 * torch.randn(size, generator=generator),
+                "topk_ids": ids.int(),
+                "topk_logprob": logprobs,
+                "temperature": torch.full((size,), 0.9),
+            }
+        )
+    total = sum(int(s["mask"].sum()) for s in out)
+    for s in out:
+        s["loss_weight"] = s["mask"] / total
+    return out
+
+
+def pack(parts: list[dict[str, torch.Tensor]]) -> TokenBatch:
+    sizes = torch.tensor([len(p["token_ids"]) for p in parts])
+    mask = torch.cat([p["mask"] for p in parts])
+    targets = torch.cat([p["token_ids"].roll(-1) for p in parts])
+    names = ("token_ids", "advantage", "rollout_logprob", "topk_ids", "topk_logprob", "temperature")
+    return TokenBatch(
+        **{name: torch.cat([p[name] for p in parts]) for name in names},
+        position_ids=torch.cat([torch.arange(int(size)) for size in sizes]),
+        cu_seqlens=torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int(),
+        target_ids=torch.where(mask, targets, 0),
+        mask=mask,
+        loss_weight=torch.cat([p["loss_weight"] for p in parts]).float(),
+    )
+
+
+def micro_batches(parts: list[dict[str, torch.Tensor]], count: int) -> list[TokenBatch]:
+    """`parts` dealt into `count` packed micro-batches."""
+    return [pack(parts[i::count]) for i in range(count)]

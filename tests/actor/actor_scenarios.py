@@ -1,0 +1,379 @@
+"""What the spawned ranks do. Every function runs on all ranks and returns plain values from rank 0."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from actor_cases import VOCAB, make_config, micro_batches, pack, sequences
+from actor_ranks import Rank
+
+from dppo_megatron.objectives import build_objective
+
+
+def topk():
+    return build_objective("dppo_topk_tv", delta=0.2)
+
+
+def train(actor, parts, *, updates: int = 3, split: int = 2) -> dict[str, list[float]]:
+    """Updates on this rank's share of `parts`; what every rank must agree on."""
+    rank, size = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
+    batches = micro_batches(parts[rank::size], split)
+    stats = [actor.train_update(batches, topk()) for _ in range(updates)]
+    return {
+        "loss": [s.loss for s in stats],
+        "grad_norm": [s.grad_norm for s in stats],
+        "masked": [s.metrics["masked/share"] for s in stats],
+        "entropy": [s.metrics["entropy"] for s in stats],
+        "tokens": [s.tokens for s in stats],
+        "loss_tokens": [s.loss_tokens for s in stats],
+        "logprobs": torch.cat(actor.logprobs([pack(parts)])),
+    }
+
+
+def fingerprint(actor) -> dict[str, torch.Tensor]:
+    """Every weight and every optimizer tensor of this rank, bit for bit."""
+    out = {}
+    for chunk in actor.model_chunks:
+        out |= {name: p.detach().clone() for name, p in chunk.named_parameters()}
+    for index, part in enumerate(actor.optimizer.chained_optimizers):
+        for g, group in enumerate(part.optimizer.param_groups):
+            for p, parameter in enumerate(group["params"]):
+                for key, value in part.optimizer.state[parameter].items():
+                    out[f"optimizer.{index}.{g}.{p}.{key}"] = torch.as_tensor(value).detach().clone()
+    return out
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---- one rank
+
+
+def alone(rank: Rank) -> Any:
+    """The reference of every layout, and the checkpoint that other layouts load."""
+    with rank.actor() as actor:
+        result = train(actor, sequences())
+        actor.save_checkpoint(rank.models.parent / "from_one_rank", 3, {"step": 3}, keep=1)
+        result["continued"] = train(actor, sequences(seed=1), updates=2)
+    return result
+
+
+def alone_tied(rank: Rank) -> Any:
+    with rank.actor("tied") as actor:
+        return train(actor, sequences())
+
+
+def packing(rank: Rank) -> Any:
+    """The first update of the same sequences, packed in several ways."""
+    results = {}
+    for split in (1, 3, 12):
+        with rank.actor() as actor:
+            results[split] = train(actor, sequences(), updates=1, split=split)
+    # Ratios of whole responses, an entropy term with a gradient, and sequences none of whose tokens carries loss.
+    objective = build_objective("gspo", entropy_coefficient=0.1)
+    parts = sequences()
+    parts[3]["mask"][:] = False
+    parts[3]["loss_weight"] = parts[3]["loss_weight"] * 0
+    for split in (1, 3, 12):
+        with rank.actor() as actor:
+            stats = actor.train_update(micro_batches(parts, split), objective)
+            results["gspo", split] = (stats.loss, stats.grad_norm)
+    return results
+
+
+def variants(rank: Rank) -> Any:
+    """Settings that must not change the numbers."""
+    results = {}
+    for name, settings in {
+        "plain": {},
+        "fused": {"logits": "fused"},
+        "selective": {"recompute": "selective"},
+        "full": {"recompute": "full"},
+        "bf16": {"dtype": "bf16"},
+    }.items():
+        with rank.actor(settings=settings) as actor:
+            results[name] = train(actor, sequences())
+    with rank.actor(distributed_optimizer=False) as actor:
+        results["plain_optimizer"] = train(actor, sequences())
+    return results
+
+
+def against_transformers(rank: Rank) -> Any:
+    """Log-probs and the nll gradient norm of a Hugging Face model, by transformers and by the actor."""
+    from transformers import AutoModelForCausalLM
+
+    results = {}
+    for family in ("qwen3", "llama"):
+        parts = sequences()
+        batch = replace(pack(parts), temperature=None)
+        model = AutoModelForCausalLM.from_pretrained(rank.models / family, dtype=torch.float32)
+        expected, loss = [], 0.0
+        for part in parts:
+            logits = model(part["token_ids"][None]).logits[0]
+            logprob = logits.log_softmax(-1).gather(1, part["token_ids"].roll(-1)[:, None])[:, 0]
+            expected.append(torch.where(part["mask"], logprob, 0.0).detach())
+            loss = loss - (part["loss_weight"] * logprob).sum()
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        with rank.actor(family) as actor:
+            logprobs = actor.logprobs([batch])[0]
+            score = actor.score(parts[1]["token_ids"].numpy())
+            stats = actor.train_update([batch], build_objective("nll"))
+        whole = model(parts[1]["token_ids"][None]).logits[0].log_softmax(-1)[:-1]
+        scored = whole.gather(1, parts[1]["token_ids"][1:, None])[:, 0].detach()
+        results[family] = {
+            "logprobs": (logprobs, torch.cat(expected)),
+            "score": (torch.as_tensor(score), scored),
+            "loss": (stats.loss, float(loss)),
+            "grad_norm": (stats.grad_norm, float(norm)),
+        }
+    return results
+
+
+def non_finite(rank: Rank) -> Any:
+    """Infinite gradients, then NaN weights: nothing changes, and training stops after three in a row."""
+    from dppo_megatron.actor import TrainingDiverged
+
+    good = micro_batches(sequences(), 2)
+    bad = [good[0], replace(good[1], loss_weight=good[1].loss_weight * float("inf"))]
+    with rank.actor(optimizer={"max_skipped_in_a_row": 3}) as actor:
+        actor.train_update(good, topk())
+        before, lr = fingerprint(actor), actor.lr
+        skipped = [actor.train_update(bad, topk()) for _ in range(2)]
+        unchanged = same(before, fingerprint(actor)) and actor.lr == lr
+        recovered = actor.train_update(good, topk())
+        with torch.no_grad():
+            actor.model_chunks[0].decoder.final_layernorm.weight[0] = float("nan")
+        stats, error = [], None
+        try:
+            for _ in range(5):
+                stats.append(actor.train_update(good, topk()))
+        except TrainingDiverged as raised:
+            error = str(raised)
+    return {
+        "skipped": [(s.skipped, s.skipped_in_a_row) for s in skipped],
+        "unchanged": unchanged,
+        "recovered": (recovered.skipped, recovered.skipped_in_a_row),
+        "reported": [(s.skipped, s.nonfinite_tokens, s.loss_tokens) for s in stats],
+        "error": error,
+    }
+
+
+def no_loss_rows(rank: Rank) -> Any:
+    """A micro-batch without loss rows adds nothing, and alone gives a zero gradient."""
+    good = pack(sequences())
+    empty = replace(good, mask=torch.zeros_like(good.mask), loss_weight=torch.zeros_like(good.loss_weight))
+    with rank.actor() as actor:
+        alone = actor.train_update([good], topk())
+    with rank.actor() as actor:
+        both = actor.train_update([good, empty], topk())
+        nothing = actor.train_update([empty], topk())
+        logprobs = actor.logprobs([empty])[0]
+    return {
+        "loss": (alone.loss, both.loss),
+        "grad_norm": (alone.grad_norm, both.grad_norm),
+        "loss_tokens": both.loss_tokens,
+        "nothing": (nothing.loss, nothing.grad_norm, nothing.skipped),
+        "logprobs": logprobs,
+    }
+
+
+def schedules(rank: Rank) -> Any:
+    """The learning rate each of the run's ten updates applies."""
+    batch = [pack(sequences(3))]
+    results = {}
+    for decay, warmup in (("constant", 0), ("constant", 4), ("linear", 4), ("cosine", 0)):
+        optimizer = {"lr": 0.1, "min_lr": 0.01, "decay": decay, "warmup_updates": warmup}
+        with rank.actor(optimizer=optimizer) as actor:
+            results[decay, warmup] = [actor.train_update(batch, topk()).lr for _ in range(10)]
+    return results
+
+
+def checkpoint_files(rank: Rank) -> Any:
+    """Retention, the pointer, leftovers of a crash, and a checkpoint of another run."""
+    from dppo_megatron.actor import CheckpointError
+
+    directory = rank.directory / "checkpoints"
+    with rank.actor() as actor:
+        missing = actor.load_checkpoint(directory)
+        for step in range(1, 5):
+            started = time.perf_counter()
+            actor.save_checkpoint(directory, step, {"step": step}, keep=2)
+            seconds = time.perf_counter() - started
+        kept = sorted(p.name for p in directory.iterdir())
+        crashed = directory / "step-000005.tmp"
+        crashed.mkdir()
+        ignored = actor.load_checkpoint(directory)
+        (directory / "latest").unlink()
+        without_pointer = actor.load_checkpoint(directory)
+        actor.save_checkpoint(directory, 4, {"step": 4, "again": True}, keep=2)
+        again = actor.load_checkpoint(directory)
+    damaged = rank.directory / "damaged"
+    (damaged / "step-000001").mkdir(parents=True)
+    (damaged / "step-000001" / "run.json").write_text("{")
+    try:
+        with rank.actor() as actor:
+            actor.load_checkpoint(damaged)
+        unreadable = None
+    except CheckpointError as raised:
+        unreadable = str(raised)
+    try:
+        with rank.actor("wider", optimizer={"lr": 0.5}, settings={"dtype": "bf16"}) as actor:
+            actor.load_checkpoint(directory)
+        error = None
+    except CheckpointError as raised:
+        error = str(raised)
+    return {
+        "missing": missing,
+        "kept": kept,
+        "ignored": ignored,
+        "without_pointer": without_pointer,
+        "again": again,
+        "left": sorted(p.name for p in directory.iterdir()),
+        "error": error,
+        "unreadable": unreadable,
+        "seconds": seconds,
+    }
+
+
+def unwritable(rank: Rank) -> Any:
+    """A checkpoint that cannot be written names the rank and the reason, and leaves the last good one."""
+    from dppo_megatron.actor import CheckpointError
+
+    blocked = rank.directory / "file"
+    blocked.write_text("not a directory")
+    with rank.actor() as actor:
+        try:
+            actor.save_checkpoint(blocked, 1, {}, keep=1)
+        except CheckpointError as error:
+            return str(error)
+
+
+# ---- two ranks
+
+
+def tensor(rank: Rank) -> Any:
+    with rank.actor(tensor=2) as actor:
+        return train(actor, sequences())
+
+
+def tensor_tied(rank: Rank) -> Any:
+    with rank.actor("tied", tensor=2) as actor:
+        return train(actor, sequences())
+
+
+def tensor_fused(rank: Rank) -> Any:
+    with rank.actor(tensor=2, settings={"logits": "fused"}) as actor:
+        return train(actor, sequences())
+
+
+def sequence(rank: Rank) -> Any:
+    with rank.actor(tensor=2, sequence=True) as actor:
+        return train(actor, sequences())
+
+
+def sequence_fused_recompute(rank: Rank) -> Any:
+    settings = {"logits": "fused", "recompute": "full"}
+    with rank.actor(tensor=2, sequence=True, settings=settings) as actor:
+        return train(actor, sequences())
+
+
+def data(rank: Rank) -> Any:
+    with rank.actor() as actor:
+        return train(actor, sequences())
+
+
+def data_plain_optimizer(rank: Rank) -> Any:
+    with rank.actor(distributed_optimizer=False) as actor:
+        return train(actor, sequences())
+
+
+def pipeline(rank: Rank) -> Any:
+    with rank.actor(pipeline=2) as actor:
+        return train(actor, sequences())
+
+
+def pipeline_tied(rank: Rank) -> Any:
+    with rank.actor("tied", pipeline=2) as actor:
+        return train(actor, sequences())
+
+
+def pipeline_virtual(rank: Rank) -> Any:
+    with rank.actor(pipeline=2, virtual_pipeline=2) as actor:
+        return train(actor, sequences())
+
+
+def pipeline_from_one_rank(rank: Rank) -> Any:
+    return _from_checkpoint(rank, pipeline=2)
+
+
+def tensor_from_one_rank(rank: Rank) -> Any:
+    return _from_checkpoint(rank, tensor=2)
+
+
+def data_from_one_rank(rank: Rank) -> Any:
+    return _from_checkpoint(rank)
+
+
+def _from_checkpoint(rank: Rank, **parallel) -> Any:
+    """Continue from the checkpoint that one rank saved after three updates."""
+    with rank.actor(**parallel) as actor:
+        state = actor.load_checkpoint(rank.models.parent / "from_one_rank")
+        return {"state": state, **train(actor, sequences(seed=1), updates=2)}
+
+
+def resume(rank: Rank) -> Any:
+    """Save, go on; load, go on: the same bits on every rank, in each layout."""
+    results = {}
+    layouts: dict[str, dict] = {"data": {}, "data_plain": {"distributed_optimizer": False}}
+    if rank.world_size == 1:
+        layouts["bf16"] = {"settings": {"dtype": "bf16"}}
+    else:
+        layouts |= {"tensor": {"tensor": 2}, "sequence": {"tensor": 2, "sequence": True}}
+        layouts |= {
+            "virtual": {"pipeline": 2, "virtual_pipeline": 2},
+            "pipeline": {"pipeline": 2},
+            "bf16": {"tensor": 2, "settings": {"dtype": "bf16"}},
+        }
+    optimizer = {"decay": "linear", "warmup_updates": 3, "weight_decay": 0.1}
+    for name, parallel in layouts.items():
+        directory = rank.directory / name
+        with rank.actor(optimizer=optimizer, **parallel) as actor:
+            train(actor, sequences(), updates=2)
+            actor.save_checkpoint(directory, 2, {"step": 2}, keep=1)
+            expected = train(actor, sequences(seed=1), updates=2)
+            bits = fingerprint(actor)
+            draws = torch.rand(3)
+        with rank.actor(optimizer=optimizer, **parallel) as actor:
+            state = actor.load_checkpoint(directory)
+            got = train(actor, sequences(seed=1), updates=2)
+            equal = torch.tensor(same(bits, fingerprint(actor)) and torch.equal(draws, torch.rand(3)))
+            torch.distributed.all_reduce(equal, op=torch.distributed.ReduceOp.MIN)
+        results[name] = (state, bool(equal), expected["loss"] == got["loss"])
+    return results
+
+
+def late_rank(rank: Rank) -> Any:
+    """A rank that does not come makes the others raise, not wait for ever. Runs last: the group is broken after."""
+    from dppo_megatron.actor import Actor, init_layout
+
+    rank.meet()
+    config = make_config(rank.models / "qwen3", parallel={"world_size": 2, "tensor": 2, "timeout_s": 3})
+    layout = init_layout(config)
+    actor = Actor(config, layout)
+    torch.distributed.barrier()
+    if rank.rank == 1:
+        time.sleep(6)
+        return None
+    started = time.perf_counter()
+    try:
+        actor.logprobs([pack(sequences())])
+    except RuntimeError as error:
+        return {"seconds": time.perf_counter() - started, "error": str(error)}
+
+
+assert VOCAB % 2  # the padded head is part of what is tested

@@ -1,0 +1,47 @@
+"""Checkpoints: exact, atomic, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
+def test_resume_is_bit_identical(request, world):
+    results = request.getfixturevalue(world)["resume"]
+    assert not isinstance(results, str), results
+    assert len(results) == (3 if world == "one_rank" else 7)
+    for layout, (state, equal_bits, equal_losses) in results.items():
+        assert state == {"step": 2}, layout
+        assert equal_losses, layout
+        assert equal_bits, layout
+
+
+def test_retention_pointer_and_leftovers(one_rank):
+    values = one_rank["checkpoint_files"]
+    assert not isinstance(values, str), values
+    assert values["missing"] is None
+    assert values["kept"] == ["latest", "step-000003", "step-000004"]
+    assert values["ignored"] == {"step": 4}
+    assert values["without_pointer"] == {"step": 4}
+    assert values["again"] == {"step": 4, "again": True}
+    assert values["left"] == values["kept"]
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_every_difference(one_rank):
+    error = one_rank["checkpoint_files"]["error"]
+    assert "optimizer.lr = 0.5: the checkpoint was saved with 0.01" in error
+    assert "hidden_size = 64: the checkpoint was saved with 32" in error
+    assert "model.dtype = 'bf16': the checkpoint was saved with 'fp32'" in error
+
+
+def test_an_unwritable_checkpoint_names_rank_and_reason(one_rank):
+    error = one_rank["unwritable"]
+    assert "could not be written" in error
+    assert "rank 0: " in error
+    assert "NotADirectoryError" in error
+
+
+def test_an_unreadable_checkpoint_is_named(one_rank):
+    error = one_rank["checkpoint_files"]["unreadable"]
+    assert "damaged cannot be read" in error
+    assert "JSONDecodeError" in error

@@ -1,0 +1,130 @@
+"""Updates and log-probs: the same numbers in every layout, packing and implementation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from actor_cases import sequences
+
+
+def result(results: dict, name: str):
+    """A scenario's result; a failed one shows its rank's traceback."""
+    value = results[name]
+    assert not isinstance(value, str), value
+    return value
+
+
+def assert_same_run(got: dict, expected: dict, *, rtol: float = 1e-5) -> None:
+    for name in ("loss", "grad_norm", "masked", "entropy"):
+        assert got[name] == pytest.approx(expected[name], rel=rtol, abs=1e-6), name
+    torch.testing.assert_close(got["logprobs"], expected["logprobs"], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tensor",
+        "tensor_fused",
+        "sequence",
+        "sequence_fused_recompute",
+        "data",
+        "data_plain_optimizer",
+        "pipeline",
+        "pipeline_virtual",
+    ],
+)
+def test_two_ranks_train_as_one(one_rank, two_ranks, layout):
+    expected, got = result(one_rank, "alone"), result(two_ranks, layout)
+    assert_same_run(got, expected)
+    assert got["tokens"] == expected["tokens"]
+    assert got["loss_tokens"] == expected["loss_tokens"]
+
+
+@pytest.mark.parametrize("layout", ["tensor_tied", "pipeline_tied"])
+def test_tied_embeddings(one_rank, two_ranks, layout):
+    assert_same_run(result(two_ranks, layout), result(one_rank, "alone_tied"))
+
+
+@pytest.mark.parametrize("layout", ["tensor_from_one_rank", "data_from_one_rank", "pipeline_from_one_rank"])
+def test_a_checkpoint_of_one_rank_continues_in_another_layout(one_rank, two_ranks, layout):
+    expected, got = result(one_rank, "alone")["continued"], result(two_ranks, layout)
+    assert got["state"] == {"step": 3}
+    assert_same_run(got, expected)
+
+
+def test_the_runs_learn_something(one_rank):
+    run = result(one_rank, "alone")
+    assert len(set(run["loss"])) == 3
+    assert 0 < run["masked"][-1] < 1
+    mask = torch.cat([s["mask"] for s in sequences()])
+    assert run["loss_tokens"] == [int(mask.sum())] * 3
+    assert run["tokens"] == [len(mask)] * 3
+    assert bool((run["logprobs"][~mask] == 0).all())
+    assert bool((run["logprobs"][mask] < 0).all())
+
+
+def test_packing_does_not_matter(one_rank):
+    runs = result(one_rank, "packing")
+    for split in (3, 12):  # 12: every sequence by itself
+        assert_same_run(runs[split], runs[1])
+        assert runs["gspo", split] == pytest.approx(runs["gspo", 1], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fused", "selective", "full", "plain_optimizer"])
+def test_settings_that_change_no_number(one_rank, name):
+    runs = result(one_rank, "variants")
+    assert_same_run(runs[name], runs["plain"])
+
+
+def test_bf16_is_near_fp32(one_rank):
+    runs = result(one_rank, "variants")
+    assert runs["bf16"]["loss"][0] == pytest.approx(runs["plain"]["loss"][0], abs=0.02)
+    assert runs["bf16"]["grad_norm"][0] == pytest.approx(runs["plain"]["grad_norm"][0], rel=0.05)
+    assert runs["bf16"]["loss"][2] < runs["bf16"]["loss"][0]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_transformers_agrees(one_rank, family):
+    values = result(one_rank, "against_transformers")[family]
+    for name in ("logprobs", "score"):
+        torch.testing.assert_close(*values[name], rtol=1e-4, atol=1e-5)
+    for name in ("loss", "grad_norm"):
+        got, expected = values[name]
+        assert got == pytest.approx(expected, rel=1e-5), name
+
+
+def test_non_finite_updates_change_nothing_and_stop_the_run(one_rank):
+    values = result(one_rank, "non_finite")
+    assert values["skipped"] == [(True, 1), (True, 2)]
+    assert values["unchanged"]
+    assert values["recovered"] == (False, 0)
+    assert [skipped for skipped, _, _ in values["reported"]] == [True, True]
+    assert all(bad == tokens > 0 for _, bad, tokens in values["reported"])
+    assert "3 updates in a row" in values["error"]
+    assert "optimizer.lr" in values["error"]
+
+
+def test_a_micro_batch_without_loss_adds_nothing(one_rank):
+    values = result(one_rank, "no_loss_rows")
+    for name in ("loss", "grad_norm"):
+        alone, both = values[name]
+        assert both == pytest.approx(alone, rel=1e-6)
+    assert values["nothing"] == (0.0, 0.0, False)
+    assert not values["logprobs"].any()
+
+
+def test_learning_rate(one_rank):
+    rates = result(one_rank, "schedules")
+    assert rates["constant", 0] == [0.1] * 10
+    assert rates["constant", 4] == pytest.approx([0.025, 0.05, 0.075] + [0.1] * 7)
+    linear = rates["linear", 4]
+    assert linear[:4] == pytest.approx([0.025, 0.05, 0.075, 0.1])
+    assert linear[3:] == pytest.approx([0.1 - 0.015 * i for i in range(7)])  # ends at min_lr = 0.01
+    assert rates["cosine", 0][0] == pytest.approx(0.1)
+    assert rates["cosine", 0][-1] == pytest.approx(0.01)
+
+
+def test_a_rank_that_does_not_come_raises(two_ranks):
+    values = result(two_ranks, "late_rank")
+    assert 2 < values["seconds"] < 6
+    assert "timed out" in values["error"].lower() or "timeout" in values["error"].lower()
