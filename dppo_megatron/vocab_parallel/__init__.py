@@ -1,0 +1,10 @@
+"""Vocabulary-sized work: from a shard of the logits to per-token statistics, with exact gradients.
+
+Importable with torch alone. `docs/vocab_parallel.md` shows its use from another framework.
+"""
+
+from dppo_megatron.vocab_parallel.linear import linear_token_statistics
+from dppo_megatron.vocab_parallel.statistics import TokenStatistics
+from dppo_megatron.vocab_parallel.stored import token_statistics
+
+__all__ = ["TokenStatistics", "linear_token_statistics", "token_statistics"]

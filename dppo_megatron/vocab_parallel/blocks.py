@@ -1,0 +1,176 @@
+"""The two passes over vocabulary-sized data, in torch: sums of a block, and the gradient written over it.
+
+Eager, they work on a few rows at a time so that the fp32 scratch stays in cache and its size does not depend
+on T. Large blocks go through torch.compile, which needs no scratch at all.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dppo_megatron.vocab_parallel.compiled import CompiledOrEager
+from dppo_megatron.vocab_parallel.merge import FLOOR, join_sums
+
+# Elements at once. Eager: 512 KB of fp32 scratch stays in a CPU core's cache; a GPU wants fewer, larger
+# launches. Compiled: the two sweeps of a CPU kernel find their rows in cache; a GPU takes the whole block.
+_EAGER_CPU = 1 << 17
+_EAGER_GPU = 1 << 24
+_COMPILED_CPU = 1 << 20
+# Inductor's CPU sums lose 4e-6 over 150,000 columns, torch's own do not: it sums this many, torch the rest.
+_SUMMED_AT_ONCE = 1 << 13
+
+
+def _pieces(block: Tensor, elements: int, least: int = 1) -> list[slice]:
+    """Slices of rows of about `elements` elements each, their sizes within 1 of each other."""
+    rows = block.shape[0]
+    step = max(least, elements // max(1, block.shape[1]))
+    count = -(-rows // step)
+    return [slice(i * rows // count, (i + 1) * rows // count) for i in range(count)]
+
+
+def _eager_pieces(block: Tensor) -> list[slice]:
+    return _pieces(block, _EAGER_CPU if block.device.type == "cpu" else _EAGER_GPU)
+
+
+def _compiled_pieces(block: Tensor) -> list[slice]:
+    """At least 2 rows each: Dynamo would specialise, and compile again, for a size of 1."""
+    return _pieces(block, _COMPILED_CPU if block.device.type == "cpu" else block.numel(), least=4)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _column_bounds(block: Tensor) -> list[int]:
+    """Where to cut the columns: pieces of about _SUMMED_AT_ONCE on a CPU, starting at multiples of 16."""
+    columns = block.shape[1]
+    count = -(-columns // _SUMMED_AT_ONCE) if block.device.type == "cpu" else 1
+    return [i * columns // count // 16 * 16 for i in range(count)] + [columns]
+
+
+def _scale_of(scale: float | Tensor, rows: slice) -> float | Tensor:
+    return scale[rows].unsqueeze(1) if isinstance(scale, Tensor) else scale
+
+
+def _sums_eager(block: Tensor, scale: float | Tensor, out: Tensor, entropy: bool) -> None:
+    acc = out.dtype
+    for rows in _eager_pieces(block):
+        z = block[rows]
+        m = z.amax(dim=1, keepdim=True).to(acc)
+        out[rows, 0:1] = m
+        d = z - m.masked_fill_(m == float("-inf"), 0.0)
+        if not (isinstance(scale, float) and scale == 1.0):
+            d.mul_(_scale_of(scale, rows))
+        if not entropy:
+            torch.sum(d.exp_(), dim=1, out=out[rows, 1])
+            continue
+        e = d.clamp_min_(FLOOR).exp()
+        torch.sum(e, dim=1, out=out[rows, 1])
+        torch.sum(e.mul_(d), dim=1, out=out[rows, 2])
+
+
+def _sums(block: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    m = block.amax(dim=1).to(scale.dtype)
+    safe = m.masked_fill(m == float("-inf"), 0.0)
+    d = (block.to(scale.dtype) - safe.unsqueeze(1)) * scale.unsqueeze(1)
+    return m, d.exp().sum(dim=1)
+
+
+def _sums_with_entropy(block: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    m = block.amax(dim=1).to(scale.dtype)
+    safe = m.masked_fill(m == float("-inf"), 0.0)
+    d = ((block.to(scale.dtype) - safe.unsqueeze(1)) * scale.unsqueeze(1)).clamp_min(FLOOR)
+    e = d.exp()
+    return m, e.sum(dim=1), (e * d).sum(dim=1)
+
+
+_compiled_sums = CompiledOrEager(_sums)
+_compiled_sums_with_entropy = CompiledOrEager(_sums_with_entropy)
+
+
+def block_sums(block: Tensor, scale: float | Tensor, out: Tensor, entropy: bool, compiled: bool) -> None:
+    """Write m, s and (with entropy) u of merge.py into out[:, 0..2].
+
+    block: [T, columns > 0], listed columns hidden as -inf. out: [T, 3], fp32 or float64. scale: 1/tau.
+    compiled: use torch.compile if it works here.
+    """
+    kernel = _compiled_sums_with_entropy if entropy else _compiled_sums
+    if compiled and kernel.usable:
+        tensor = scale if isinstance(scale, Tensor) else out.new_full((block.shape[0],), scale)
+        bounds = _column_bounds(block)
+        sums = out.new_zeros((len(bounds) - 1, *out.shape))
+        for piece, (first, last) in zip(sums, pairwise(bounds), strict=True):
+            columns = block[:, first:last]
+            for rows in _compiled_pieces(columns):
+                results = kernel(columns[rows], tensor[rows])
+                if results is None:
+                    return _sums_eager(block, scale, out, entropy)
+                for k, result in enumerate(results):
+                    piece[rows, k] = result
+        out.copy_(sums[0] if len(sums) == 1 else join_sums(sums, scale))
+        return None
+    return _sums_eager(block, scale, out, entropy)
+
+
+def _gradient_eager(
+    block: Tensor, other_max: Tensor, scale: float | Tensor, a: Tensor, b: Tensor | None, dead: Tensor | None
+) -> None:
+    for rows in _eager_pieces(block):
+        z = block[rows]
+        d = z - other_max[rows].unsqueeze(1)
+        if not (isinstance(scale, float) and scale == 1.0):
+            d.mul_(_scale_of(scale, rows))
+        if b is None:
+            d.exp_().mul_(a[rows].unsqueeze(1))
+        else:
+            e = d.clamp_min_(FLOOR).exp()
+            d.mul_(b[rows].unsqueeze(1)).add_(a[rows].unsqueeze(1)).mul_(e)
+        if dead is not None:
+            d.masked_fill_(dead[rows].unsqueeze(1), 0.0)
+        z.copy_(d)
+
+
+def _gradient(block: Tensor, other_max: Tensor, scale: Tensor, a: Tensor, dead: Tensor) -> None:
+    d = (block.to(scale.dtype) - other_max.unsqueeze(1)) * scale.unsqueeze(1)
+    block.copy_((d.exp() * a.unsqueeze(1)).masked_fill(dead.unsqueeze(1), 0.0))
+
+
+def _gradient_with_entropy(block: Tensor, other_max: Tensor, scale: Tensor, a: Tensor, b: Tensor, dead: Tensor) -> None:
+    d = ((block.to(scale.dtype) - other_max.unsqueeze(1)) * scale.unsqueeze(1)).clamp_min(FLOOR)
+    block.copy_((d.exp() * (a.unsqueeze(1) + b.unsqueeze(1) * d)).masked_fill(dead.unsqueeze(1), 0.0))
+
+
+_compiled_gradient = CompiledOrEager(_gradient)
+_compiled_gradient_with_entropy = CompiledOrEager(_gradient_with_entropy)
+
+
+def block_gradient(
+    block: Tensor,
+    other_max: Tensor,
+    scale: float | Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    dead: Tensor | None,
+    compiled: bool,
+) -> None:
+    """Overwrite block [T, columns > 0] of logits by e^d (a + b d), d = (z - other_max) scale.
+
+    Right for the columns that no slot names; the caller then writes the listed ones. dead: [T] bool rows that
+    receive 0 whatever their logits, None if there are none. compiled: as in block_sums.
+    """
+    kernel = _compiled_gradient if b is None else _compiled_gradient_with_entropy
+    if compiled and kernel.usable:
+        tensor = scale if isinstance(scale, Tensor) else a.new_full(a.shape, scale)
+        mask = torch.zeros(a.shape, dtype=torch.bool, device=a.device) if dead is None else dead
+        by_row = [other_max, tensor, a, mask] if b is None else [other_max, tensor, a, b, mask]
+        for number, rows in enumerate(_compiled_pieces(block)):
+            if kernel(block[rows], *(argument[rows] for argument in by_row), returns=False) is None:
+                if number:  # part of the logits is overwritten already: eager would read gradients as logits
+                    raise RuntimeError("a compiled pass over the logits failed after its first rows")
+                break
+        else:
+            return
+    _gradient_eager(block, other_max, scale, a, b, dead)

@@ -1,0 +1,91 @@
+"""Arguments refused with their names and sizes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ENTROPY = ("none", "metric", "differentiable")
+BACKENDS = ("auto", "torch", "triton")
+_INTEGER = (torch.int64, torch.int32)
+
+
+def shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def check_floating(name: str, tensor: Tensor, dim: int, dims: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor {dims}, got {type(tensor).__name__}")
+    if tensor.dim() != dim:
+        raise ValueError(f"{name} must be {dims}, got shape {shape(tensor)}")
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be bf16, fp16, fp32 or float64, got {tensor.dtype}")
+
+
+def check_ids(name: str, ids: Tensor, dim: int, dims: str, tokens: int, device: torch.device) -> None:
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name} must be a tensor {dims}, got {type(ids).__name__}")
+    if ids.dtype not in _INTEGER:
+        raise TypeError(f"{name} must be int32 or int64, got {ids.dtype}")
+    if ids.dim() != dim or ids.shape[0] != tokens:
+        raise ValueError(f"{name} must be {dims} with T = {tokens}, got shape {shape(ids)}")
+    if ids.device != device:
+        raise ValueError(f"{name} is on {ids.device}, the logits are on {device}")
+
+
+def check_options(entropy: str, backend: str) -> None:
+    if entropy not in ENTROPY:
+        raise ValueError(f"entropy must be one of {ENTROPY}, got {entropy!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+
+
+def inverse_temperature(
+    temperature: float | Tensor, tokens: int, device: torch.device, dtype: torch.dtype
+) -> float | Tensor:
+    """1/tau as a float, or as a tensor [T] of `dtype` where the temperature is per token."""
+    if isinstance(temperature, Tensor) and temperature.dim() > 0:
+        if temperature.shape != (tokens,):
+            raise ValueError(f"temperature must be a float or [T] with T = {tokens}, got {shape(temperature)}")
+        if temperature.device != device:
+            raise ValueError(f"temperature is on {temperature.device}, the logits are on {device}")
+        return temperature.detach().to(dtype).reciprocal()
+    value = float(temperature)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"temperature must be positive and finite, got {value}")
+    return 1.0 / value
+
+
+def check_id_values(target_ids: Tensor, topk_ids: Tensor | None, scale: float | Tensor, vocab: int) -> None:
+    """Raise ValueError where an id lies outside the vocabulary or a temperature is not positive and finite.
+
+    One device synchronisation, on the extremes of all arguments together.
+    """
+    if target_ids.numel() == 0:
+        return
+    extremes = [*torch.aminmax(target_ids)]
+    if topk_ids is not None and topk_ids.numel():
+        extremes += torch.aminmax(topk_ids)
+    if isinstance(scale, Tensor):
+        extremes.append((torch.isfinite(scale) & (scale > 0)).all())
+    if target_ids.device.type != "cpu":
+        extremes = torch.stack([extreme.long() for extreme in extremes]).cpu()
+    values = [int(extreme) for extreme in extremes]
+    for name, low, ids in (("target_ids", 0, target_ids), ("topk_ids", -1, topk_ids)):
+        if ids is None or ids.numel() == 0:
+            continue
+        lowest, highest = values[:2]
+        values = values[2:]
+        if lowest < low or highest >= vocab:
+            bad = torch.nonzero((ids < low) | (ids >= vocab))
+            raise ValueError(
+                f"{name} must be within [{low}, {vocab}), found {lowest} to {highest}; {bad.shape[0]} out of "
+                f"range, the first at {bad[0].tolist()}"
+            )
+    if values and not values[0]:
+        bad = torch.nonzero(~(torch.isfinite(scale) & (scale > 0))).flatten()
+        raise ValueError(f"temperature must be positive and finite; {bad.numel()} are not, first at {int(bad[0])}")

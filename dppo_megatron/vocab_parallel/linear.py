@@ -1,0 +1,212 @@
+"""linear_token_statistics: from hidden states and the head's weight, the logits never stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dppo_megatron.vocab_parallel import blocks, checks
+from dppo_megatron.vocab_parallel.collectives import gather_sequence, reduce_gradient
+from dppo_megatron.vocab_parallel.compiled import worthwhile
+from dppo_megatron.vocab_parallel.merge import add_rows, empty_rows
+from dppo_megatron.vocab_parallel.request import Request, choose_backend, statistics
+from dppo_megatron.vocab_parallel.shard import make_shard
+from dppo_megatron.vocab_parallel.statistics import TokenStatistics
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+
+def linear_token_statistics(
+    hidden: Float[Tensor, "T H"],
+    weight: Float[Tensor, "V_local H"],
+    target_ids: Int[Tensor, " T"],
+    topk_ids: Int[Tensor, "T K"] | None = None,
+    vocab_size: int | None = None,
+    temperature: float | Float[Tensor, " T"] = 1.0,
+    group: dist.ProcessGroup | None = None,
+    entropy: Literal["none", "metric", "differentiable"] = "metric",
+    backend: Literal["auto", "torch", "triton"] = "auto",
+    *,
+    bias: Float[Tensor, " V_local"] | None = None,
+    loss_mask: Bool[Tensor, " T"] | None = None,
+    sequence_parallel: bool = False,
+    vocab_start: int | None = None,
+    block_columns: int | None = None,
+    check: bool = True,
+) -> TokenStatistics:
+    """token_statistics of hidden @ weight.T + bias, a block of the vocabulary at a time.
+
+    Costs a fourth GEMM (the backward pass projects again) and saves the memory of the logits and of their
+    gradient: what exists at once is [T, block_columns].
+
+    Sharding: weight and bias are split over `group` by vocabulary rows as in token_statistics; hidden is
+    replicated, or with sequence_parallel split along T (rank r holds rows [r T/W, (r + 1) T/W)). target_ids,
+    topk_ids, temperature, loss_mask and the results are for all T tokens, replicated.
+    Collectives: forward as token_statistics, and with sequence_parallel an all-gather of hidden. Backward:
+    the reduction of the hidden gradient that every column-parallel head has (all-reduce, or reduce-scatter
+    with sequence_parallel). The gradient of hidden is complete on return: add no reduction of your own.
+    dtypes: hidden and weight share one. Logits have it too, as a stored head would give them; sums over the
+    vocabulary are in fp32, and so is the sum of the hidden gradient over blocks of it, which is then rounded
+    to the dtype of hidden (and reduced over ranks in it). Gradients of weight and bias take one GEMM per
+    block, no accumulation across blocks. float64 stays float64.
+
+    Args, beyond those of token_statistics:
+        hidden: [T, H], or [T/W, H] with sequence_parallel.
+        weight: [V_local, H]; a tied embedding is passed as it is, autograd adds its two gradients.
+        bias: [V_local] or None.
+        loss_mask: [T] bool. Only the tokens where it is True are projected; the others hold 0 in every
+            statistic and send no gradient. Costs one device synchronisation. None = all tokens.
+        block_columns: columns projected at once; None = a sixteenth of the shard, at least 1024.
+
+    Maths and errors: as token_statistics.
+    """
+    checks.check_floating("hidden", hidden, 2, "[T, H]")
+    checks.check_floating("weight", weight, 2, "[V_local, H]")
+    checks.check_options(entropy, backend)
+    if hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden {checks.shape(hidden)} and weight {checks.shape(weight)} differ in H: "
+            f"{hidden.shape[1]} and {weight.shape[1]}"
+        )
+    if weight.dtype != hidden.dtype or weight.device != hidden.device:
+        raise ValueError(
+            f"weight ({weight.dtype}, {weight.device}) must match hidden ({hidden.dtype}, {hidden.device})"
+        )
+    columns = weight.shape[0]
+    if bias is not None and (bias.shape != (columns,) or bias.dtype != weight.dtype):
+        raise ValueError(
+            f"bias must be [V_local] = [{columns}] in {weight.dtype}, got {checks.shape(bias)} in {bias.dtype}"
+        )
+    if block_columns is not None and block_columns < 1:
+        raise ValueError(f"block_columns must be positive, got {block_columns}")
+    shard = make_shard(columns, vocab_size, vocab_start, group)
+    split = sequence_parallel and shard.group is not None
+    tokens = hidden.shape[0] * (shard.world if split else 1)
+    checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, hidden.device)
+    if topk_ids is not None:
+        checks.check_ids("topk_ids", topk_ids, 2, "[T, K]", tokens, hidden.device)
+    if loss_mask is not None and (loss_mask.shape != (tokens,) or loss_mask.dtype != torch.bool):
+        raise ValueError(
+            f"loss_mask must be bool [T] with T = {tokens}, got {loss_mask.dtype} {checks.shape(loss_mask)}"
+        )
+    dtype = blocks.accumulation_dtype(hidden.dtype)
+    scale = checks.inverse_temperature(temperature, tokens, hidden.device, dtype)
+
+    if split:
+        hidden = gather_sequence(hidden, shard.group)
+    rows = None
+    if loss_mask is not None:
+        rows = loss_mask.nonzero().flatten()
+        hidden = hidden.index_select(0, rows)
+        target_ids = target_ids.index_select(0, rows)
+        topk_ids = None if topk_ids is None else topk_ids.index_select(0, rows)
+        scale = scale.index_select(0, rows) if isinstance(scale, Tensor) else scale
+    if shard.group is not None and not split:
+        hidden = reduce_gradient(hidden, shard.group)
+
+    request = Request(
+        target_ids=target_ids,
+        topk_ids=topk_ids,
+        shard=shard,
+        scale=scale,
+        entropy=entropy,
+        dtype=dtype,
+        check=check,
+        backend=choose_backend(backend, hidden.device),
+    )
+    width = block_columns or max(1024, -(-shard.valid // 16))
+    outputs = _Linear.apply(hidden, weight, bias, request, width)
+    if rows is not None:
+        outputs = tuple(None if output is None else _spread(output, rows, tokens) for output in outputs)
+    return statistics(outputs)
+
+
+def _spread(output: Tensor, rows: Tensor, tokens: int) -> Tensor:
+    return output.new_zeros((tokens, *output.shape[1:])).index_copy(0, rows, output)
+
+
+def _blocks(valid: int, width: int) -> list[slice]:
+    """Columns [0, valid) in blocks of at most `width`, their sizes within 1 of each other."""
+    count = -(-valid // width)
+    return [slice(i * valid // count, (i + 1) * valid // count) for i in range(count)]
+
+
+def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
+    with torch.autocast(hidden.device.type, enabled=False):
+        if bias is None:
+            return torch.mm(hidden, weight[columns].t())
+        return torch.addmm(bias[columns], hidden, weight[columns].t())
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, request: Request, width: int
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        shard = request.shard
+        large = worthwhile(hidden.shape[0], shard.valid) and min(hidden.shape[0], width) > 1
+
+        def fill(ids: Tensor, out: Tensor) -> None:
+            empty_rows(out)
+            rows = torch.empty_like(out)
+            for columns in _blocks(shard.valid, width):
+                request.backend.forward(
+                    _project(hidden, weight, bias, columns),
+                    ids,
+                    shard.first + columns.start,
+                    request.scale,
+                    rows,
+                    entropy=request.entropy != "none",
+                    restore=False,
+                    large=large,
+                )
+                add_rows(out, rows, request.scale)
+
+        ids, merged = request.forward(fill)
+        outputs = request.outputs(merged)
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.request, ctx.ids, ctx.merged = request, ids, merged
+        ctx.width, ctx.large = width, large
+        metrics = outputs[4:] if request.entropy == "differentiable" else outputs[3:]
+        ctx.mark_non_differentiable(*(metric for metric in metrics if metric is not None))
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        request, shard = ctx.request, ctx.request.shard
+        found = request.coefficients(ctx.ids, ctx.merged, grads)
+        if found is None:
+            return (None,) * 5
+        coefficients, dead = found
+        hidden, weight, bias = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        d_hidden = hidden.new_zeros(hidden.shape, dtype=request.dtype) if need_hidden else None
+        d_weight = torch.zeros_like(weight) if need_weight else None
+        d_bias = torch.zeros_like(bias) if need_bias else None
+        for columns in _blocks(shard.valid, ctx.width):
+            block = _project(hidden, weight, bias, columns)
+            request.backend.backward(
+                block,
+                ctx.ids,
+                shard.first + columns.start,
+                request.scale,
+                ctx.merged.other_max,
+                coefficients,
+                dead,
+                large=ctx.large,
+            )
+            if d_weight is not None:
+                torch.mm(block.t(), hidden, out=d_weight[columns])
+            if d_bias is not None:
+                d_bias[columns] = block.sum(dim=0, dtype=request.dtype)
+            if d_hidden is not None:
+                d_hidden += torch.mm(block, weight[columns])
+        if d_hidden is not None:
+            d_hidden = d_hidden.to(hidden.dtype)
+        return d_hidden, d_weight, d_bias, None, None

@@ -1,0 +1,106 @@
+"""The listed ids of each row (the target, then the top-K) and the columns of a block that they own.
+
+A slot is one position of [T, n], n = 1 + K. Two slots may name the same id, and a slot may be absent (-1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_PAIRS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Listed:
+    """ids: [T, n] int64. present: ids >= 0. twin: [T, n] the slot that stands for all slots with this id,
+    None when n is 1. counted: present and standing for itself, so that each distinct id counts once."""
+
+    ids: Tensor
+    present: Tensor
+    counted: Tensor
+    twin: Tensor | None
+
+    def sum_over_twins(self, values: Tensor) -> Tensor:
+        """[T, n] -> [T, n]: each slot receives the sum over the slots that name the same id."""
+        if self.twin is None:
+            return values
+        return torch.zeros_like(values).scatter_add_(1, self.twin, values).gather(1, self.twin)
+
+
+def join_ids(target_ids: Tensor, topk_ids: Tensor | None) -> Tensor:
+    """[T, n] int64: the target, then the list."""
+    ids = target_ids.long().unsqueeze(1)
+    if topk_ids is not None and topk_ids.shape[1]:
+        ids = torch.cat((ids, topk_ids.long()), dim=1)
+    return ids
+
+
+def list_ids(ids: Tensor) -> Listed:
+    present = ids >= 0
+    n = ids.shape[1]
+    if n == 1:
+        return Listed(ids, present, present, None)
+    twin = torch.empty_like(ids)
+    rows = max(1, _PAIRS_AT_ONCE // (n * n))
+    for r in range(0, ids.shape[0], rows):
+        block = ids[r : r + rows]
+        equal = block.unsqueeze(2) == block.unsqueeze(1)
+        torch.argmax(equal.view(torch.uint8), dim=2, out=twin[r : r + rows])
+    counted = (twin == torch.arange(n, device=ids.device)).logical_and_(present)
+    return Listed(ids, present, counted, twin)
+
+
+def _scatter(block: Tensor, column: Tensor, values: Tensor) -> None:
+    if block.element_size() == 2:
+        # On the CPU a 16-bit float scatter_ converts and copies the whole block; the same bits as integers
+        # do not.
+        block, values = block.view(torch.int16), values.view(torch.int16)
+    block.scatter_(1, column, values)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The slots whose column lies in one block of columns.
+
+    inside: [T, n]. column: [T, n], within the block; a slot outside the block repeats a column of the same
+    row that is inside, or column 0 if none is, so that scatters need no data-dependent shapes (no device
+    sync).
+    source: [T, n], the slot whose value belongs at `column`. any_inside: [T, 1].
+    """
+
+    inside: Tensor
+    column: Tensor
+    source: Tensor | None
+    any_inside: Tensor
+
+    def put(self, block: Tensor, values: Tensor) -> None:
+        """Write values[t, slot] to the slot's column of block [T, columns], in place."""
+        if self.source is not None:
+            values = values.gather(1, self.source)
+        kept = block.gather(1, self.column)
+        _scatter(block, self.column, torch.where(self.any_inside, values.to(block.dtype), kept))
+
+    def hide(self, block: Tensor) -> Tensor:
+        """Set the owned columns of block to -inf, in place. Returns what `show` needs to undo it."""
+        kept = block.gather(1, self.column)
+        _scatter(block, self.column, kept.masked_fill(self.any_inside, float("-inf")))
+        return kept
+
+    def show(self, block: Tensor, kept: Tensor) -> None:
+        _scatter(block, self.column, kept)
+
+
+def owned_slots(ids: Tensor, first: int, columns: int) -> Owned:
+    """Slots of ids [T, n] (global) within the block [first, first + columns), columns > 0."""
+    local = ids - first
+    inside = (local >= 0) & (local < columns)
+    if ids.shape[1] == 1:
+        return Owned(inside, local.masked_fill_(~inside, 0), None, inside)
+    any_inside = inside.any(dim=1, keepdim=True)
+    home = inside.view(torch.uint8).argmax(dim=1, keepdim=True)
+    source = torch.where(inside, torch.arange(ids.shape[1], device=ids.device), home)
+    column = local.gather(1, source).masked_fill_(~any_inside, 0)
+    return Owned(inside, column, source, any_inside)

@@ -1,0 +1,175 @@
+"""From partial sums of blocks of the vocabulary to statistics, and from their gradients to coefficients.
+
+Replicated arithmetic on [T] and [T, n]; no vocabulary dimension, no process group. Scores are kept relative
+to a maximum and scaled by 1/temperature only after the subtraction: scaling or adding first would lose the
+low bits of large logits. `other` is every valid column that no slot names.
+
+A block of the vocabulary is summarised in rows [T, n + 3]: the logit of each slot that it owns, 0 for the
+rest,
+then over its other columns z_j: m = max z_j, s = sum e^d_j, u = sum d_j e^d_j with d_j = (z_j - m)/tau.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dppo_megatron.vocab_parallel.listed import Listed
+
+# exp of it is 0 even in float64, and 0 times it is 0: stands for -inf where that would give NaN.
+FLOOR = -1.0e4
+
+
+@dataclass(frozen=True)
+class Merged:
+    """logprob: [T, n] by slot. other_logprob, entropy (or None), nonfinite: [T].
+
+    For the backward pass: listed is what `merge` was given (None from other backends), listed_mass
+    = sum of pi over the listed ids, other_max = max of the other logits,
+    other_sum = sum e^((z - other_max)/tau) over them.
+    """
+
+    logprob: Tensor
+    other_logprob: Tensor
+    entropy: Tensor | None
+    nonfinite: Tensor
+    listed_mass: Tensor
+    other_max: Tensor
+    other_sum: Tensor
+    listed: Listed | None
+
+
+def _column(scale: float | Tensor) -> float | Tensor:
+    return scale.unsqueeze(1) if isinstance(scale, Tensor) else scale
+
+
+def empty_rows(rows: Tensor) -> None:
+    """Write the summary of a block without columns into rows [T, n + 3]."""
+    rows.zero_()
+    rows[:, -3] = float("-inf")
+
+
+def _rescale(m: Tensor, top: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """top (0 for -inf), and the exponent and factor that take sums relative to m to sums relative to top."""
+    top = top.masked_fill(top == float("-inf"), 0.0)
+    d = ((m - top) * scale).clamp_min_(FLOOR)
+    return top, d, d.exp()
+
+
+def join_sums(sums: Tensor, scale: float | Tensor) -> Tensor:
+    """m, s, u of several blocks [blocks, T, 3] -> of their union [T, 3]."""
+    m, s, u = sums.unbind(dim=2)
+    top = m.amax(dim=0)
+    _, d, w = _rescale(m, top, scale)
+    return torch.stack((top, (w * s).sum(dim=0), (w * (u + d * s)).sum(dim=0)), dim=1)
+
+
+def add_rows(rows: Tensor, block: Tensor, scale: float | Tensor) -> None:
+    """Merge the summary of another block of the same shard into rows, both [T, n + 3], in place."""
+    rows[:, :-3] += block[:, :-3]
+    rows[:, -3:] = join_sums(torch.stack((rows[:, -3:], block[:, -3:])), scale)
+
+
+def merge(rows: Tensor, listed: Listed, scale: float | Tensor, entropy: bool) -> Merged:
+    """rows: [ranks, T, n + 3]. scale: 1/tau, a float or [T]."""
+    scores = rows[0, :, :-3] if rows.shape[0] == 1 else rows[:, :, :-3].sum(dim=0)
+    m, s = rows[:, :, -3], rows[:, :, -2]
+    other_max, d, w = _rescale(m, m.amax(dim=0), scale)
+    other_sum = (w * s).sum(dim=0)
+
+    listed_scores = scores.masked_fill(~listed.counted, float("-inf"))
+    listed_max, listed_arg = listed_scores.max(dim=1, keepdim=True)
+    empty = other_sum == 0
+    best_other = other_max.masked_fill(empty, float("-inf")).unsqueeze(1)
+    best = torch.maximum(listed_max, best_other)
+
+    d_listed = (scores - best) * _column(scale)
+    e_listed = d_listed.exp().masked_fill_(~listed.counted, 0.0)
+    d_other = (other_max - best.squeeze(1)) * scale
+    w_other = d_other.exp().masked_fill_(empty, 0.0)
+    mass_other = w_other * other_sum
+
+    # S = 1 + rest, where the 1 is the largest term: ln pi and 1 - pi stay exact when pi is near 1.
+    listed_leads = listed_max >= best_other
+    led = e_listed.gather(1, listed_arg).masked_fill_(~listed_leads, 0.0)
+    others_listed = e_listed.scatter(1, listed_arg, e_listed.gather(1, listed_arg) - led).sum(dim=1)
+    rest = torch.where(listed_leads.squeeze(1), mass_other, mass_other - 1.0) + others_listed
+    log_s = rest.log1p()
+    total = rest + 1.0
+    log_s_column = log_s.unsqueeze(1)
+
+    logprob = (d_listed - log_s_column).masked_fill_(~listed.present, float("-inf"))
+    listed_mass = (others_listed + led.squeeze(1)) / total
+    direct = d_other + other_sum.log() - log_s
+    other_logprob = torch.where(listed_mass < 0.5, torch.log1p(-listed_mass), direct)
+
+    h = None
+    if entropy:
+        u_other = (w * (rows[:, :, -1] + d * s)).sum(dim=0)
+        total_u = w_other * (u_other + d_other.clamp_min(FLOOR) * other_sum)
+        total_u = total_u + (d_listed.clamp_min(FLOOR) * e_listed).sum(dim=1)
+        h = log_s - total_u / total
+
+    finite = torch.isfinite(scores).logical_or_(~listed.present).all(dim=1)
+    finite &= torch.isfinite(log_s) & torch.isfinite(best.squeeze(1))
+    return Merged(logprob, other_logprob, h, ~finite, listed_mass, other_max, other_sum, listed)
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """dL/dz = listed [T, n] at the slots' columns, and e^d (a + b d) elsewhere, d = (z - other_max)/tau.
+
+    b is None when no entropy gradient arrives.
+    """
+
+    listed: Tensor
+    a: Tensor
+    b: Tensor | None
+
+
+def coefficients(
+    merged: Merged,
+    scale: float | Tensor,
+    g_slots: Tensor,
+    g_other: Tensor | None,
+    g_entropy: Tensor | None,
+) -> Coefficients:
+    """Gradients of L by logprob [T, n], other_logprob [T] and entropy [T] -> what the backward pass writes.
+
+    dz_j = [g_j - pi_j (sum g + h (ln pi_j + H))] / tau for listed j; for other j, g_j is g_other
+    pi_j/pi_other. The factors 1 - pi are formed from what is left, never by subtraction from 1 in working
+    precision.
+    """
+    skip, listed = merged.nonfinite, merged.listed
+    g = g_slots.masked_fill(~listed.present | skip.unsqueeze(1), 0.0)
+    g_sum = g.sum(dim=1)
+    g = listed.sum_over_twins(g)
+    if g_other is not None:
+        g_other = g_other.masked_fill(skip | (merged.other_sum == 0), 0.0)
+    all_g = g_sum if g_other is None else g_sum + g_other
+
+    lp = merged.logprob
+    pi = lp.exp()
+    at_listed = -g * torch.expm1(lp) - pi * (all_g.unsqueeze(1) - g)
+    pi_other = merged.other_logprob.exp()
+    a = -pi_other * g_sum
+    if g_other is not None:
+        a = a + g_other * merged.listed_mass
+    b = None
+    if g_entropy is not None:
+        h = g_entropy.masked_fill(skip, 0.0)
+        entropy = merged.entropy
+        at_listed = at_listed - h.unsqueeze(1) * pi * (lp.clamp_min(FLOOR) + entropy.unsqueeze(1))
+        b = -h * pi_other
+        a = a + b * (merged.other_logprob.clamp_min(FLOOR) + entropy)
+    # The elementwise pass works relative to other_max, not to ln pi_other: fold the difference in here.
+    safe_sum = merged.other_sum.masked_fill(merged.other_sum == 0, 1.0)
+    dead = skip | (merged.other_sum == 0)
+    if b is not None:
+        a = a - b * safe_sum.log()
+        b = (b / safe_sum * scale).masked_fill_(dead, 0.0)
+    a = (a / safe_sum * scale).masked_fill_(dead, 0.0)
+    at_listed = (at_listed * _column(scale)).masked_fill_(~listed.present | skip.unsqueeze(1), 0.0)
+    return Coefficients(at_listed, a, b)

@@ -1,0 +1,109 @@
+"""One call's arguments after validation, and what all implementations share around the two passes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from dppo_megatron.vocab_parallel import checks, torch_backend
+from dppo_megatron.vocab_parallel.listed import join_ids
+from dppo_megatron.vocab_parallel.merge import Coefficients, Merged
+from dppo_megatron.vocab_parallel.shard import HEADER, Shard, gather_rows, total_columns, write_header
+from dppo_megatron.vocab_parallel.statistics import TokenStatistics
+
+
+@dataclass(frozen=True)
+class Request:
+    """target_ids: [T]. topk_ids: [T, K] or None. scale: 1/tau. dtype: of the arithmetic and the results."""
+
+    target_ids: Tensor
+    topk_ids: Tensor | None
+    shard: Shard
+    scale: float | Tensor
+    entropy: str
+    dtype: torch.dtype
+    check: bool
+    backend: ModuleType
+
+    def _check_ids(self, headers: list[list[float]] | None) -> None:
+        total = total_columns(self.shard, headers)
+        vocab = total if self.shard.vocab_size is None else self.shard.vocab_size
+        checks.check_id_values(self.target_ids, self.topk_ids, self.scale, vocab)
+
+    def forward(self, fill: Callable[[Tensor, Tensor], None]) -> tuple[Tensor, Merged]:
+        """Merge the shards of all ranks. One all-gather if there is more than one.
+
+        fill(ids, out) writes this rank's rows of merge.py into out [T, n + 3]. Returns ids [T, n] and the result.
+        """
+        ids = join_ids(self.target_ids, self.topk_ids)
+        tokens, n = ids.shape
+        device = ids.device
+        if self.shard.world == 1:
+            if self.check:
+                self._check_ids(None)
+            rows = torch.empty((1, tokens, n + 3), dtype=self.dtype, device=device)
+            fill(ids, rows[0])
+        else:
+            packed = torch.zeros((tokens + 1, n + 3), dtype=self.dtype, device=device)
+            if self.check:
+                write_header(packed[0], self.shard, ids)
+            fill(ids, packed[1:])
+            gathered = gather_rows(packed, self.shard)
+            if self.check:
+                self._check_ids(gathered[:, 0, :HEADER].tolist())
+            rows = gathered[:, 1:]
+        return ids, self.backend.merge(rows, ids, self.scale, entropy=self.entropy != "none")
+
+    def outputs(self, merged: Merged) -> tuple[Tensor | None, ...]:
+        """Fresh tensors: logprob, topk_logprob, other_logprob, entropy, nonfinite."""
+        topk = None if self.topk_ids is None else merged.logprob[:, 1:].clone()
+        other = None if self.topk_ids is None else merged.other_logprob.clone()
+        entropy = None if merged.entropy is None else merged.entropy.clone()
+        return merged.logprob[:, 0].clone(), topk, other, entropy, merged.nonfinite.clone()
+
+    def coefficients(
+        self, ids: Tensor, merged: Merged, grads: tuple[Tensor | None, ...]
+    ) -> tuple[Coefficients, Tensor | None] | None:
+        """Gradients of `outputs` -> what the backward pass writes, and its dead rows; None if none came."""
+        g_logprob, g_topk, g_other, g_entropy, _ = grads
+        if self.entropy != "differentiable":
+            g_entropy = None
+        if g_logprob is None and g_topk is None and g_other is None and g_entropy is None:
+            return None
+        g_slots = torch.zeros_like(merged.logprob)
+        if g_logprob is not None:
+            g_slots[:, 0] = g_logprob
+        if g_topk is not None:
+            g_slots[:, 1:] = g_topk
+        dead: Tensor | None = merged.nonfinite
+        if dead.device.type == "cpu" and not bool(dead.any()):  # elsewhere the question would cost a sync
+            dead = None
+        return self.backend.coefficients(merged, ids, self.scale, g_slots, g_other, g_entropy), dead
+
+
+def statistics(outputs: tuple[Tensor | None, ...]) -> TokenStatistics:
+    logprob, topk, other, entropy, nonfinite = outputs
+    return TokenStatistics(logprob, entropy, topk, other, nonfinite)
+
+
+def choose_backend(backend: str, device: torch.device) -> ModuleType:
+    """The module for `backend`; "auto" is Triton for CUDA tensors where it is installed, else torch.
+
+    Triton is imported here, on first use. Raises ValueError where "triton" cannot work.
+    """
+    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
+        return torch_backend
+    try:
+        from dppo_megatron.vocab_parallel import triton_backend
+    except ImportError as error:
+        if backend == "auto":
+            return torch_backend
+        raise ValueError(f'backend="triton" needs the triton package ({error}); "torch" works without') from error
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f'backend="triton" needs CUDA tensors or TRITON_INTERPRET=1, got tensors on {device}')
+    return triton_backend

@@ -1,0 +1,103 @@
+"""Which columns of the vocabulary this rank owns, and the one collective of the forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dppo_megatron.vocab_parallel.collectives import all_gather
+
+HEADER = 4  # first id, columns, vocab_size (-1: all), checksum of the ids
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Columns [first, first + columns) of the vocabulary, of which the leading `valid` are not padding."""
+
+    first: int
+    columns: int
+    valid: int
+    vocab_size: int | None
+    group: dist.ProcessGroup | None
+    world: int
+
+
+def make_shard(columns: int, vocab_size: int | None, vocab_start: int | None, group: dist.ProcessGroup | None) -> Shard:
+    """Describe this rank's shard. No collective. Raises ValueError when the sizes cannot add up."""
+    world = 1 if group is None else dist.get_world_size(group)
+    rank = 0 if group is None else dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"this process is not a member of group (its rank there is {rank})")
+    if vocab_size is not None and (not isinstance(vocab_size, Integral) or vocab_size < 1):
+        raise ValueError(f"vocab_size must be a positive int or None, got {vocab_size!r}")
+    if vocab_start is None:
+        if vocab_size is not None and world * columns < vocab_size:
+            raise ValueError(
+                f"{world} shard(s) of {columns} columns make {world * columns}, fewer than vocab_size="
+                f"{vocab_size}; pass vocab_start on every rank if the shards differ in size"
+            )
+        first = rank * columns
+    else:
+        if vocab_start < 0:
+            raise ValueError(f"vocab_start must not be negative, got {vocab_start}")
+        first = vocab_start
+    valid = columns if vocab_size is None else min(max(vocab_size - first, 0), columns)
+    if world == 1:
+        if first != 0:
+            raise ValueError(f"a single shard must start at column 0, got vocab_start={first}")
+        if columns < 1:
+            raise ValueError("logits have no columns")
+    return Shard(first, columns, valid, vocab_size, group if world > 1 else None, world)
+
+
+def write_header(row: Tensor, shard: Shard, ids: Tensor) -> None:
+    """Put into `row` what the other ranks need in order to refuse a group that disagrees."""
+    weights = torch.arange(ids.numel(), device=ids.device).mul_(2654435761).add_(97).view_as(ids)
+    row[3] = (ids * weights).sum().bitwise_and_(0xFFFFFF)
+    # Number by number: a tensor made on the host would wait for the device.
+    row[0], row[1] = shard.first, shard.columns
+    row[2] = -1 if shard.vocab_size is None else shard.vocab_size
+
+
+def gather_rows(packed: Tensor, shard: Shard) -> Tensor:
+    """All-gather [rows, width] to [world, rows, width]: the only collective of the forward pass.
+
+    A gather rather than a reduction: every rank then adds the same numbers in the same order, so results are
+    bit-identical on all of them.
+    """
+    gathered = packed.new_empty((shard.world * packed.shape[0], packed.shape[1]))
+    all_gather(gathered, packed, shard.group)
+    return gathered.view(shard.world, *packed.shape)
+
+
+def total_columns(shard: Shard, headers: list[list[float]] | None) -> int:
+    """Columns of the whole vocabulary, padding included, after checking that the ranks agree.
+
+    `headers` is the gathered header of every rank, None for a single shard. All ranks see the same headers
+    and so raise together. Raises ValueError with the sizes.
+    """
+    if headers is None:
+        return shard.columns
+    starts, sizes, vocab_sizes, checksums = (list(map(int, column)) for column in zip(*headers, strict=True))
+    if len(set(vocab_sizes)) > 1:
+        raise ValueError(f"vocab_size differs between the ranks of the group: {vocab_sizes} (-1 is None)")
+    if len(set(checksums)) > 1:
+        raise ValueError(
+            "target_ids or topk_ids differ between the ranks of the group; they must be replicated, "
+            "for sequence-parallel logits gather them along the sequence first"
+        )
+    end = 0
+    for start, size in zip(starts, sizes, strict=True):
+        if start != end:
+            raise ValueError(
+                f"the shards do not tile the vocabulary: first columns {starts} with sizes {sizes}; "
+                "pass vocab_start on every rank if the shards differ in size"
+            )
+        end += size
+    if shard.vocab_size is not None and end < shard.vocab_size:
+        raise ValueError(f"shards of {sizes} columns make {end}, fewer than vocab_size={shard.vocab_size}")
+    return end

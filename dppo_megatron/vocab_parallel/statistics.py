@@ -1,0 +1,44 @@
+"""What the kernels return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenStatistics:
+    """Statistics of the policy at each of T tokens, replicated and bit-identical on every rank of the group.
+
+    All are fp32 (float64 for float64 logits), in nats, at the temperature asked for.
+
+    logprob: [T] ln pi(target). Differentiable.
+    entropy: [T] over the whole vocabulary, None with entropy="none". Differentiable only with
+        entropy="differentiable".
+    topk_logprob: [T, K] ln pi of each listed id, -inf where the id is -1. None without topk_ids.
+        Differentiable; the gradient that arrives at an absent id is ignored.
+    other_logprob: [T] ln of the mass outside the listed ids and the target, -inf when nothing is outside.
+        None without topk_ids. Differentiable.
+    nonfinite: [T] bool, rows with a NaN or +inf logit, or -inf at the target or at a listed id. Their values
+        are not to be used and their logits receive gradient 0, so they cannot spoil other rows. A -inf
+        elsewhere is probability 0 and not reported.
+    """
+
+    logprob: Tensor
+    entropy: Tensor | None
+    topk_logprob: Tensor | None
+    other_logprob: Tensor | None
+    nonfinite: Tensor
+
+    def nonfinite_rows(self) -> list[int]:
+        """Indices of the rows reported by `nonfinite`. Synchronises with the device."""
+        return torch.nonzero(self.nonfinite).flatten().tolist()
+
+    def raise_if_nonfinite(self) -> None:
+        """Raise FloatingPointError naming the rows of `nonfinite`, if any. Synchronises with the device."""
+        rows = self.nonfinite_rows()
+        if rows:
+            shown = ", ".join(map(str, rows[:20])) + (", ..." if len(rows) > 20 else "")
+            raise FloatingPointError(f"non-finite logits in {len(rows)} of {self.nonfinite.numel()} rows: {shown}")

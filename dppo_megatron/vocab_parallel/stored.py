@@ -1,0 +1,158 @@
+"""token_statistics: from stored logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dppo_megatron.vocab_parallel import blocks, checks
+from dppo_megatron.vocab_parallel.compiled import worthwhile
+from dppo_megatron.vocab_parallel.merge import empty_rows
+from dppo_megatron.vocab_parallel.request import Request, choose_backend, statistics
+from dppo_megatron.vocab_parallel.shard import make_shard
+from dppo_megatron.vocab_parallel.statistics import TokenStatistics
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+def token_statistics(
+    logits: Float[Tensor, "T V_local"],
+    target_ids: Int[Tensor, " T"],
+    topk_ids: Int[Tensor, "T K"] | None = None,
+    vocab_size: int | None = None,
+    temperature: float | Float[Tensor, " T"] = 1.0,
+    group: dist.ProcessGroup | None = None,
+    entropy: Literal["none", "metric", "differentiable"] = "metric",
+    backend: Literal["auto", "torch", "triton"] = "auto",
+    *,
+    vocab_start: int | None = None,
+    inplace: bool | None = None,
+    check: bool = True,
+) -> TokenStatistics:
+    """Log-probs of the target, of listed ids and of everything else, and the entropy, from sharded logits.
+
+    Sharding: logits are split over `group` by columns; rank r owns [r V_local, (r + 1) V_local), or
+    [vocab_start, vocab_start + V_local) where vocab_start is given (on every rank; shards may then differ in
+    size). All other arguments are replicated, and so are the results, bit for bit.
+    Collectives: forward one all-gather of [T + 1, 1 + K + 3] fp32 (none without a group); backward none.
+    Accumulation is in fp32 whatever the logits' dtype; float64 logits stay float64.
+
+    Args:
+        logits: [T, V_local] bf16, fp16, fp32 or float64, any strides. See `inplace`.
+        target_ids: [T] int64 or int32, global ids.
+        topk_ids: [T, K] int32 or int64 global ids, -1 = absent. Duplicates, and the target among them, count
+            once in the mass. None = no list; K = 0 is a list that names nothing.
+        vocab_size: valid columns of the whole vocabulary. Columns from there on are padding: ignored,
+            gradient exactly 0. None = all columns are valid.
+        temperature: float, or [T]. Statistics are of softmax(logits / temperature). Not differentiable.
+        group: tensor-parallel process group (gloo or NCCL); None = logits hold the whole vocabulary.
+        entropy: "none" skips it, "metric" gives it without gradient, "differentiable" with.
+        backend: "torch", "triton", or "auto": Triton for CUDA tensors where it is installed, else torch.
+        vocab_start: first global id this rank owns, for shards of different sizes.
+        inplace: True = the backward pass writes the gradient into the logits' own storage, so nothing of the
+            size of the logits is allocated. False = it allocates. None = True unless the logits are a leaf
+            or a view of one (whose values the caller would expect to keep). Either way the logits keep their
+            values until the backward pass.
+        check: verify ids, temperatures and that the ranks agree. Costs small reductions and, on CUDA,
+            a synchronisation with the device.
+
+    Maths: for A the listed ids, dz_j = [1{j in A} g_j - pi_j (sum g + h (ln pi_j + H))] / temperature with
+    g = dL/d ln pi and h = dL/dH; each rank sends max, sum and entropy sum of its columns outside A, and the
+    logits it owns of A (log-sum-exp merging, as in Milakov and Gimelshein, 2018, "Online normalizer
+    calculation").
+
+    Raises:
+        TypeError, ValueError: wrong types, dtypes, shapes, devices or options; ids out of range; shards that
+            do not add up to vocab_size; ranks that disagree. With names and sizes, on every rank alike when
+            the arguments are.
+        Non-finite logits do not raise: see TokenStatistics.nonfinite.
+    """
+    checks.check_floating("logits", logits, 2, "[T, V_local]")
+    checks.check_options(entropy, backend)
+    tokens, columns = logits.shape
+    checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, logits.device)
+    if topk_ids is not None:
+        checks.check_ids("topk_ids", topk_ids, 2, "[T, K]", tokens, logits.device)
+    dtype = blocks.accumulation_dtype(logits.dtype)
+    request = Request(
+        target_ids=target_ids,
+        topk_ids=topk_ids,
+        shard=make_shard(columns, vocab_size, vocab_start, group),
+        scale=checks.inverse_temperature(temperature, tokens, logits.device, dtype),
+        entropy=entropy,
+        dtype=dtype,
+        check=check,
+        backend=choose_backend(backend, logits.device),
+    )
+    if inplace is None:
+        base = logits._base
+        inplace = not (logits.is_leaf or (base is not None and base.is_leaf))
+    return statistics(_Stored.apply(logits, request, inplace))
+
+
+def _writable(logits: Tensor) -> bool:
+    """Whether each element of logits has memory of its own that may be written here."""
+    overlapping = any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True))
+    return not overlapping and (not logits.is_inference() or torch.is_inference_mode_enabled())
+
+
+class _Stored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, request: Request, inplace: bool) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        shard = request.shard
+        # .data: the bits are restored before anyone else looks, so autograd's version counter must not move.
+        z = logits.data if _writable(logits) else logits.clone()
+
+        def fill(ids: Tensor, out: Tensor) -> None:
+            if shard.valid:
+                request.backend.forward(
+                    z[:, : shard.valid],
+                    ids,
+                    shard.first,
+                    request.scale,
+                    out,
+                    entropy=request.entropy != "none",
+                    restore=True,
+                    large=worthwhile(logits.shape[0], shard.valid),
+                )
+            else:
+                empty_rows(out)
+
+        ids, merged = request.forward(fill)
+        outputs = request.outputs(merged)
+        ctx.save_for_backward(logits)
+        ctx.request, ctx.ids, ctx.merged = request, ids, merged
+        ctx.inplace = inplace and _writable(logits)
+        metrics = outputs[4:] if request.entropy == "differentiable" else outputs[3:]
+        ctx.mark_non_differentiable(*(metric for metric in metrics if metric is not None))
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        request, shard = ctx.request, ctx.request.shard
+        found = request.coefficients(ctx.ids, ctx.merged, grads)
+        if found is None:
+            return None, None, None
+        coefficients, dead = found
+        (logits,) = ctx.saved_tensors
+        # detach, not .data: the version counter moves, so a second use of the consumed logits raises.
+        gradient = logits.detach() if ctx.inplace else logits.detach().clone()
+        if shard.valid:
+            request.backend.backward(
+                gradient[:, : shard.valid],
+                ctx.ids,
+                shard.first,
+                request.scale,
+                ctx.merged.other_max,
+                coefficients,
+                dead,
+                large=worthwhile(logits.shape[0], shard.valid),
+            )
+        gradient[:, shard.valid :] = 0
+        return gradient, None, None

@@ -1,0 +1,76 @@
+"""The torch backend.
+
+A backend is a module with these four functions. The two passes over a block of the vocabulary: `forward` fills
+what the collective carries, `backward` turns logits into their gradient. The arithmetic on [T, n] between them:
+`merge` and `coefficients`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dppo_megatron.vocab_parallel import blocks
+from dppo_megatron.vocab_parallel import merge as arithmetic
+from dppo_megatron.vocab_parallel.listed import list_ids, owned_slots
+from dppo_megatron.vocab_parallel.merge import Coefficients, Merged
+
+
+def forward(
+    block: Tensor,
+    ids: Tensor,
+    first: int,
+    scale: float | Tensor,
+    out: Tensor,
+    *,
+    entropy: bool,
+    restore: bool,
+    large: bool,
+) -> None:
+    """Fill out [T, n + 3] with the logit of each slot owned by the block (0 elsewhere), then m, s, u.
+
+    block: [T, columns > 0] logits of columns [first, first + columns). It is written during the call (listed
+    columns become -inf) and with `restore` holds its old bits again at the end. large: see
+    compiled.worthwhile.
+    """
+    n = ids.shape[1]
+    owned = owned_slots(ids, first, block.shape[1])
+    kept = owned.hide(block)
+    try:
+        out[:, :n] = kept.masked_fill(~owned.inside, 0.0)
+        blocks.block_sums(block, scale, out[:, n:], entropy, compiled=large)
+    finally:
+        if restore:
+            owned.show(block, kept)
+
+
+def backward(
+    block: Tensor,
+    ids: Tensor,
+    first: int,
+    scale: float | Tensor,
+    other_max: Tensor,
+    coefficients: Coefficients,
+    dead: Tensor | None,
+    *,
+    large: bool,
+) -> None:
+    """Overwrite block [T, columns > 0] of logits by their gradient. dead: [T] bool, rows that get 0."""
+    blocks.block_gradient(block, other_max, scale, coefficients.a, coefficients.b, dead, compiled=large)
+    owned_slots(ids, first, block.shape[1]).put(block, coefficients.listed)
+
+
+def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Merged:
+    """Summaries of all ranks [ranks, T, n + 3] -> statistics of the slots ids [T, n]."""
+    return arithmetic.merge(rows, list_ids(ids), scale, entropy)
+
+
+def coefficients(
+    merged: Merged,
+    ids: Tensor,
+    scale: float | Tensor,
+    g_slots: Tensor,
+    g_other: Tensor | None,
+    g_entropy: Tensor | None,
+) -> Coefficients:
+    """Gradients by the slots' log-probs [T, n], other_logprob and entropy [T] -> what `backward` writes."""
+    return arithmetic.coefficients(merged, scale, g_slots, g_other, g_entropy)

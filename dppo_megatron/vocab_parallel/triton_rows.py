@@ -1,0 +1,262 @@
+"""merge.py in Triton: the arithmetic on [T] and [T, n] in one launch each way instead of some hundred.
+
+On a GPU those launches, not the arithmetic, would be most of the time of a small shard. Same formulas, same
+results to rounding; merge.py explains them. fp32 only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dppo_megatron.vocab_parallel.merge import Coefficients, Merged
+
+# Ids are compared pairwise in registers.
+LONGEST_LIST = 64
+
+
+@triton.jit
+def _log1p(x):
+    # The GPU's log is only absolutely accurate near 1. Series of 2 artanh(x / (2 + x)), good to 1e-9 for |x| <= 1/2.
+    t = x / (2.0 + x)
+    q = t * t
+    p = 1.0 / 13 + q * (1.0 / 15 + q * (1.0 / 17))
+    p = 1.0 / 7 + q * (1.0 / 9 + q * (1.0 / 11 + q * p))
+    p = 1.0 + q * (1.0 / 3 + q * (1.0 / 5 + q * p))
+    return tl.where(tl.abs(x) <= 0.5, 2.0 * t * p, tl.log(1.0 + x))
+
+
+@triton.jit
+def _expm1(x):
+    p = 1.0 + x / 7 * (1.0 + x / 8 * (1.0 + x / 9))
+    p = 1.0 + x / 4 * (1.0 + x / 5 * (1.0 + x / 6 * p))
+    p = x * (1.0 + x / 2 * (1.0 + x / 3 * p))
+    return tl.where(x > -0.5, p, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def _floor(x):
+    """FLOOR of merge.py; keeps NaN."""
+    return tl.where(x < -1.0e4, -1.0e4, x)
+
+
+@triton.jit
+def _nonfinite(x):
+    return (x - x) != 0.0
+
+
+@triton.jit
+def _merge_kernel(
+    rows,
+    rank_stride,
+    row_stride,
+    ids,
+    scale,
+    scale_stride,
+    logprob,
+    other_logprob,
+    entropy,
+    nonfinite,
+    listed_mass,
+    other_max,
+    other_sum,
+    ranks: tl.constexpr,
+    listed: tl.constexpr,
+    padded: tl.constexpr,
+    with_entropy: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, padded)
+    used = slot < listed
+    tau = tl.load(scale + row * scale_stride)
+    name = tl.load(ids + row * listed + slot, mask=used, other=-1)
+    present = used & (name >= 0)
+    line = rows + row * row_stride
+
+    scores = tl.zeros((padded,), tl.float32)
+    top = tl.full((), float("-inf"), tl.float32)
+    for rank in range(ranks):
+        here = line + rank * rank_stride
+        scores += tl.load(here + slot, mask=used, other=0.0)
+        m = tl.load(here + listed)
+        top = tl.where((m > top) | (m != m), m, top)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    s = tl.full((), 0.0, tl.float32)
+    u = tl.full((), 0.0, tl.float32)
+    for rank in range(ranks):
+        here = line + rank * rank_stride + listed
+        d = _floor((tl.load(here) - top) * tau)
+        w = tl.exp(d)
+        part = tl.load(here + 1)
+        s += w * part
+        if with_entropy:
+            u += w * (tl.load(here + 2) + d * part)
+
+    same = tl.expand_dims(name, 1) == tl.expand_dims(name, 0)
+    twin = tl.min(tl.where(same, tl.expand_dims(slot, 0), padded), axis=1)
+    counted = present & (twin == slot)
+    candidates = tl.where(counted, scores, float("-inf"))
+    listed_max = tl.max(candidates, axis=0)
+    leader = tl.min(tl.where(candidates == listed_max, slot, padded), axis=0)
+    empty = s == 0.0
+    best_other = tl.where(empty, float("-inf"), top)
+    best = tl.maximum(listed_max, best_other)
+    d_listed = (scores - best) * tau
+    e = tl.where(counted, tl.exp(d_listed), 0.0)
+    d_other = (top - best) * tau
+    w_other = tl.where(empty, 0.0, tl.exp(d_other))
+    mass_other = w_other * s
+    leads = listed_max >= best_other
+    leading = slot == tl.where(leads, leader, padded)
+    led = tl.sum(tl.where(leading, e, 0.0), axis=0)
+    others = tl.sum(tl.where(leading, 0.0, e), axis=0)
+    rest = tl.where(leads, mass_other, mass_other - 1.0) + others
+    log_s = _log1p(rest)
+    total = rest + 1.0
+    mass = (others + led) / total
+    direct = d_other + tl.log(s) - log_s
+
+    bad = tl.sum((present & _nonfinite(scores)).to(tl.int32), axis=0) > 0
+    bad = bad | _nonfinite(log_s) | _nonfinite(best)
+    tl.store(logprob + row * listed + slot, tl.where(present, d_listed - log_s, float("-inf")), mask=used)
+    tl.store(other_logprob + row, tl.where(mass < 0.5, _log1p(-mass), direct))
+    tl.store(nonfinite + row, bad.to(tl.int8))
+    tl.store(listed_mass + row, mass)
+    tl.store(other_max + row, top)
+    tl.store(other_sum + row, s)
+    if with_entropy:
+        total_u = w_other * (u + _floor(d_other) * s) + tl.sum(_floor(d_listed) * e, axis=0)
+        tl.store(entropy + row, log_s - total_u / total)
+
+
+@triton.jit
+def _coefficients_kernel(
+    g_slots,
+    g_other,
+    g_entropy,
+    ids,
+    scale,
+    scale_stride,
+    logprob,
+    other_logprob,
+    entropy,
+    nonfinite,
+    listed_mass,
+    other_sum,
+    at_listed,
+    a_out,
+    b_out,
+    listed: tl.constexpr,
+    padded: tl.constexpr,
+    with_other: tl.constexpr,
+    with_entropy: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, padded)
+    used = slot < listed
+    tau = tl.load(scale + row * scale_stride)
+    name = tl.load(ids + row * listed + slot, mask=used, other=-1)
+    flag = tl.load(nonfinite + row)
+    skip = flag != 0
+    live = used & (tl.where(flag == 0, name, -1) >= 0)
+    s = tl.load(other_sum + row)
+    dead = skip | (s == 0.0)
+    safe = tl.where(s == 0.0, 1.0, s)
+
+    each = tl.where(live, tl.load(g_slots + row * listed + slot, mask=used, other=0.0), 0.0)
+    g_sum = tl.sum(each, axis=0)
+    same = tl.expand_dims(name, 1) == tl.expand_dims(name, 0)
+    g = tl.sum(tl.where(same, tl.expand_dims(each, 0), 0.0), axis=1)
+    lp = tl.load(logprob + row * listed + slot, mask=used, other=float("-inf"))
+    lpo = tl.load(other_logprob + row)
+    pi = tl.exp(lp)
+    pi_other = tl.exp(lpo)
+    all_g = g_sum
+    a = -pi_other * g_sum
+    if with_other:
+        go = tl.where(dead, 0.0, tl.load(g_other + row))
+        all_g += go
+        a += go * tl.load(listed_mass + row)
+    found = -g * _expm1(lp) - pi * (all_g - g)
+    if with_entropy:
+        h = tl.where(skip, 0.0, tl.load(g_entropy + row))
+        mean = tl.load(entropy + row)
+        found -= h * pi * (_floor(lp) + mean)
+        b = -h * pi_other
+        a += b * (_floor(lpo) + mean) - b * tl.log(safe)
+        tl.store(b_out + row, tl.where(dead, 0.0, b / safe * tau))
+    tl.store(a_out + row, tl.where(dead, 0.0, a / safe * tau))
+    tl.store(at_listed + row * listed + slot, tl.where(live, found * tau, 0.0), mask=used)
+
+
+def merge(rows: Tensor, ids: Tensor, tau: tuple[Tensor, int], entropy: bool) -> Merged:
+    """merge.merge for rows [ranks, T, n + 3] in fp32, n <= LONGEST_LIST. tau: 1/tau and its stride over rows."""
+    ranks, tokens, width = rows.shape
+    listed = width - 3
+    if rows.stride(2) != 1:
+        rows = rows.contiguous()
+    logprob = rows.new_empty((tokens, listed))
+    by_row = rows.new_empty((5, tokens))
+    other_logprob, mass, other_max, other_sum, mean = by_row.unbind()
+    nonfinite = torch.empty(tokens, dtype=torch.bool, device=rows.device)
+    if tokens:
+        _merge_kernel[(tokens,)](
+            rows,
+            rows.stride(0),
+            rows.stride(1),
+            ids,
+            *tau,
+            logprob,
+            other_logprob,
+            mean,
+            nonfinite.view(torch.int8),
+            mass,
+            other_max,
+            other_sum,
+            ranks=ranks,
+            listed=listed,
+            padded=triton.next_power_of_2(listed),
+            with_entropy=entropy,
+            num_warps=1 if listed <= 32 else 4,
+        )
+    return Merged(logprob, other_logprob, mean if entropy else None, nonfinite, mass, other_max, other_sum, None)
+
+
+def coefficients(
+    merged: Merged,
+    ids: Tensor,
+    tau: tuple[Tensor, int],
+    g_slots: Tensor,
+    g_other: Tensor | None,
+    g_entropy: Tensor | None,
+) -> Coefficients:
+    """merge.coefficients, of what `merge` above returned."""
+    tokens, listed = g_slots.shape
+    at_listed, a = torch.empty_like(g_slots), torch.empty_like(merged.other_max)
+    b = None if g_entropy is None else torch.empty_like(a)
+    unused = merged.other_max
+    if tokens:
+        _coefficients_kernel[(tokens,)](
+            g_slots,
+            unused if g_other is None else g_other.contiguous(),
+            unused if g_entropy is None else g_entropy.contiguous(),
+            ids,
+            *tau,
+            merged.logprob,
+            merged.other_logprob,
+            unused if merged.entropy is None else merged.entropy,
+            merged.nonfinite.view(torch.int8),
+            merged.listed_mass,
+            merged.other_sum,
+            at_listed,
+            a,
+            unused if b is None else b,
+            listed=listed,
+            padded=triton.next_power_of_2(listed),
+            with_other=g_other is not None,
+            with_entropy=g_entropy is not None,
+            num_warps=1 if listed <= 32 else 4,
+        )
+    return Coefficients(at_listed, a, b)

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from vp_ranks import Ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", params=[2, 4], ids=["tp2", "tp4"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    started = Ranks(request.param)
+    yield started
+    started.close()

@@ -1,0 +1,344 @@
+"""token_statistics in one process: reference, gradcheck, edge cases, memory, compiled path."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
+from vp_ranks import shard_case
+from vp_reference import Case, assert_close_to_reference, cases, make_inputs, reference
+
+from dppo_megatron.vocab_parallel import TokenStatistics, blocks, compiled, token_statistics
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = Case(seed=5, tokens=9, columns=(30,), vocab=27, topk=5)
+
+
+def check(case: Case, **options: Any) -> None:
+    result = shard_case(case, 0, **options)
+    assert_close_to_reference(case, reference(case, make_inputs(case)), result["values"], result["gradient"])
+    assert not result["nonfinite"].any()
+    assert result["forward"] == result["backward"] == {}
+
+
+@given(case=cases(dtypes=("fp32", "bf16", "fp16", "fp64")))
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_random_cases(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("topk", [None, torch.zeros(3, 0, dtype=torch.int64), torch.tensor([[1, 3], [-1, 4], [0, 0]])])
+@pytest.mark.parametrize("temperature", [1.3, torch.tensor([0.8, 1.0, 1.7])])
+def test_gradcheck(topk: torch.Tensor | None, temperature: float | torch.Tensor) -> None:
+    torch.manual_seed(0)
+    target = torch.tensor([1, 2, 6])
+
+    def values(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        stats = token_statistics(logits, target, topk, 7, temperature, entropy="differentiable")
+        found = (stats.logprob, stats.entropy, stats.topk_logprob, stats.other_logprob)
+        return tuple(v.masked_fill(torch.isinf(v), 0.0) for v in found if v is not None and v.numel())
+
+    assert torch.autograd.gradcheck(values, torch.randn(3, 8, dtype=torch.float64, requires_grad=True))
+
+
+def test_int32_ids() -> None:
+    inputs = make_inputs(BASE)
+    wide = token_statistics(inputs.logits, inputs.target, inputs.topk, BASE.vocab)
+    narrow = token_statistics(inputs.logits, inputs.target.int(), inputs.topk.int(), BASE.vocab)
+    assert torch.equal(wide.topk_logprob, narrow.topk_logprob)
+
+
+# --- numerics ---
+
+
+def test_p_near_one_keeps_its_gradient() -> None:
+    # 1 - p = 1e-3: subtracting a rounded p from 1 in bf16 would give 0, in fp32 an error of 6e-5.
+    rest = torch.full((1, 64), 0.0)
+    rest[0, 5] = torch.tensor(63 * 999.0).log()
+    for dtype, allowed in ((torch.float32, 2e-7), (torch.bfloat16, 2.0**-8)):
+        leaf = rest.detach().clone().to(dtype).requires_grad_()
+        token_statistics(leaf, torch.tensor([5])).logprob.sum().backward()
+        p = torch.softmax(leaf.detach().double(), dim=1)[0, 5]
+        assert abs(leaf.grad[0, 5].double() / (1 - p) - 1) < allowed
+
+
+def test_tail_mass_far_below_fp32() -> None:
+    logits = torch.zeros(2, 50)
+    logits[:, 3] = 400.0
+    logits.requires_grad_()
+    stats = token_statistics(logits, torch.tensor([3, 3]), torch.tensor([[3], [3]]))
+    expected = torch.tensor(49.0).log() - 400.0
+    assert torch.allclose(stats.other_logprob, expected.expand(2), rtol=1e-7)
+    stats.other_logprob.sum().backward()
+    wanted = torch.full((50,), 1 / 49)
+    wanted[3] = -1.0
+    assert torch.allclose(logits.grad[0], wanted, rtol=1e-6)
+
+
+def test_large_logits_keep_their_low_bits() -> None:
+    # lse = max + ln S would round to the spacing of numbers near 3000.
+    logits = torch.randn(16, 40, generator=torch.Generator().manual_seed(0)) + 3000.0
+    stats = token_statistics(logits, torch.arange(16), temperature=0.9)
+    wanted = torch.log_softmax(logits.double() / 0.9, dim=1)
+    assert (stats.logprob - wanted[torch.arange(16), torch.arange(16)]).abs().max() < 2e-6
+    assert (stats.entropy + (wanted.exp() * wanted).sum(1)).abs().max() < 2e-6
+
+
+def test_all_of_the_vocabulary_listed() -> None:
+    case = Case(seed=1, tokens=4, columns=(5,), vocab=None, topk=5)
+    logits = make_inputs(case).logits.requires_grad_()
+    everything = torch.arange(5).expand(4, 5)
+    stats = token_statistics(logits, torch.tensor([0, 1, 2, 3]), everything, entropy="differentiable")
+    assert torch.isneginf(stats.other_logprob).all()
+    assert torch.allclose(stats.topk_logprob, torch.log_softmax(logits, dim=1), atol=1e-6)
+    (stats.topk_logprob[:, 1] + stats.entropy + stats.other_logprob).sum().backward()
+    assert torch.isfinite(logits.grad).all()
+
+
+# --- rows that are not finite ---
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("entropy", ["none", "differentiable"])
+@pytest.mark.parametrize("column", [0, 4, 9])  # the target, a listed id, another column
+def test_nonfinite_rows_are_named_and_spoil_no_other(bad: float, entropy: str, column: int) -> None:
+    clean = torch.randn(4, 12, generator=torch.Generator().manual_seed(2))
+    target, topk = torch.tensor([0, 0, 0, 0]), torch.tensor([[4, 5]] * 4)
+    gradients, results = [], []
+    for spoil in (False, True):
+        logits = clean.clone()
+        if spoil:
+            logits[2, column] = bad
+        logits.requires_grad_()
+        stats = token_statistics(logits, target, topk, 11, entropy=entropy)
+        (stats.logprob + stats.topk_logprob.sum(1) + stats.other_logprob).sum().backward()
+        gradients.append(logits.grad)
+        results.append(stats)
+    assert results[0].nonfinite_rows() == []
+    assert results[1].nonfinite_rows() == [2]
+    with pytest.raises(FloatingPointError, match="1 of 4 rows: 2"):
+        results[1].raise_if_nonfinite()
+    others = [0, 1, 3]
+    assert torch.equal(gradients[1][others], gradients[0][others])
+    assert torch.equal(results[1].logprob[others], results[0].logprob[others])
+    assert (gradients[1][2] == 0).all()
+
+
+def test_minus_infinity_is_probability_zero() -> None:
+    case = replace(BASE, vocab=None)
+    inputs = make_inputs(case)
+    hidden = inputs.logits.clone()
+    free = [c for c in range(30) if c not in {*inputs.target.tolist(), *inputs.topk.flatten().tolist()}][:2]
+    hidden[:, free] = float("-inf")
+    lowest = inputs.logits.clone()
+    lowest[:, free] = -1e4
+    gradients = []
+    for logits in (hidden.requires_grad_(), lowest.requires_grad_()):
+        stats = token_statistics(logits, inputs.target, inputs.topk, entropy="differentiable")
+        assert not stats.nonfinite.any()
+        (stats.logprob + stats.entropy + stats.other_logprob).sum().backward()
+        gradients.append(logits.grad)
+    assert torch.equal(*gradients)
+    assert (gradients[0][:, free] == 0).all()
+    at_target = hidden.detach().clone()
+    at_target[1, inputs.target[1]] = float("-inf")
+    assert token_statistics(at_target, inputs.target).nonfinite_rows() == [1]
+
+
+# --- storage ---
+
+
+def test_gradient_replaces_the_logits() -> None:
+    leaf = torch.randn(3, 8, requires_grad=True)
+    logits = leaf * 1.0
+    seen: list[int] = []
+    logits.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
+    before = logits.detach().clone()
+    stats = token_statistics(logits, torch.tensor([1, 2, 3]))
+    assert torch.equal(logits, before)
+    stats.logprob.sum().backward()
+    assert seen == [logits.data_ptr()]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_leaf_keeps_its_values(view: bool) -> None:
+    leaf = torch.randn(1, 3, 8) if view else torch.randn(3, 8)
+    before = leaf.clone()
+    leaf.requires_grad_()
+    for _ in range(2):
+        token_statistics(leaf.view(3, 8) if view else leaf, torch.tensor([1, 2, 3])).logprob.sum().backward()
+    assert torch.equal(leaf, before)
+
+
+def test_consumed_logits_cannot_be_used_again() -> None:
+    logits = torch.randn(3, 8, requires_grad=True) * 1.0
+    target = torch.tensor([1, 2, 3])
+    first, second = token_statistics(logits, target), token_statistics(logits, target)
+    first.logprob.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.logprob.sum().backward()
+    kept = torch.randn(3, 8, requires_grad=True) * 1.0
+    first, second = (token_statistics(kept, target, inplace=False) for _ in range(2))
+    first.logprob.sum().backward(retain_graph=True)
+    second.logprob.sum().backward()
+
+
+def test_expanded_logits_are_not_written() -> None:
+    row = torch.randn(1, 8, requires_grad=True)
+    stats = token_statistics((row * 1.0).expand(3, 8), torch.tensor([1, 2, 2]), torch.tensor([[1], [1], [3]]))
+    stats.logprob.sum().backward()
+    again = row.detach().clone().requires_grad_()
+    torch.log_softmax(again.expand(3, 8), dim=1)[torch.arange(3), torch.tensor([1, 2, 2])].sum().backward()
+    assert torch.allclose(row.grad, again.grad, atol=1e-6)
+
+
+def test_inference_tensors() -> None:
+    with torch.inference_mode():
+        logits = torch.randn(3, 8)
+    assert torch.isfinite(token_statistics(logits, torch.tensor([1, 2, 3])).logprob).all()
+
+
+class _Largest(TorchDispatchMode):
+    """The largest tensor that any operation allocates."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func._schema.name.startswith("aten::_unsafe_view"):
+            given_storage = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+            if result.untyped_storage().data_ptr() not in given_storage:
+                self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
+        return result
+
+
+def test_eager_allocates_a_fraction_of_the_logits() -> None:
+    leaf = torch.randn(512, 8192, dtype=torch.bfloat16, requires_grad=True)
+    logits = leaf * 1.0
+    target, topk = torch.randint(0, 8192, (512,)), torch.randint(0, 8192, (512, 20))
+    with _Largest() as forward:
+        loss = token_statistics(logits, target, topk).logprob.sum()
+    assert forward.nbytes <= 0.15 * logits.numel()
+    with _Largest() as backward:
+        (gradient,) = torch.autograd.grad(loss, logits)
+    assert gradient.data_ptr() == logits.data_ptr()
+    assert backward.nbytes <= 0.15 * logits.numel()
+
+
+# --- compiled ---
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+def test_compiled_agrees_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_WORTHWHILE", 0)
+    monkeypatch.setattr(blocks, "_COMPILED_CPU", 200)  # several pieces
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # raised where compiling fails
+        check(BASE, count=False)
+        check(replace(BASE, seed=6, tokens=13, temperature="tensor", peaked=True), count=False)
+        # Inductor's own sum over so many columns errs by 4e-6.
+        check(Case(seed=3, tokens=3, columns=(150_001,), vocab=150_000, topk=8), count=False)
+        logits = torch.randn(4, 12)
+        logits[2, 9] = float("nan")
+        logits.requires_grad_()
+        stats = token_statistics(logits, torch.zeros(4, dtype=torch.int64), entropy="differentiable")
+        stats.entropy.sum().backward()
+    assert stats.nonfinite_rows() == [2]
+    assert torch.isfinite(logits.grad).all()
+    assert (logits.grad[2] == 0).all()
+
+
+def test_falls_back_where_compiling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(compiled, "_WORTHWHILE", 0)
+    monkeypatch.setattr(torch, "compile", broken)
+    for name in ("_compiled_sums_with_entropy", "_compiled_gradient_with_entropy"):
+        function = getattr(blocks, name)._function
+        monkeypatch.setattr(blocks, name, compiled.CompiledOrEager(function))
+    with pytest.warns(RuntimeWarning, match="no compiler"):
+        check(BASE)
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"logits": torch.zeros(2, 3, 4)},
+            ValueError,
+            r"logits must be \[T, V_local\], got shape \[2, 3, 4\]",
+        ),
+        ({"logits": torch.zeros(3, 8, dtype=torch.int64)}, TypeError, "logits must be bf16"),
+        ({"logits": [1.0]}, TypeError, "logits must be a tensor"),
+        ({"logits": torch.zeros(3, 0)}, ValueError, "no columns"),
+        (
+            {"target_ids": torch.zeros(4, dtype=torch.int64)},
+            ValueError,
+            r"target_ids must be \[T\] with T = 3",
+        ),
+        ({"target_ids": torch.zeros(3)}, TypeError, "target_ids must be int32 or int64, got torch.float32"),
+        ({"target_ids": torch.tensor([0, 8, 1])}, ValueError, r"target_ids .* \[0, 8\).* first at \[1\]"),
+        ({"target_ids": torch.tensor([0, 1, -100])}, ValueError, "found -100 to 1"),
+        (
+            {"topk_ids": torch.zeros(2, 5, dtype=torch.int64)},
+            ValueError,
+            r"topk_ids must be \[T, K\] with T = 3",
+        ),
+        ({"topk_ids": torch.tensor([[1], [-2], [3]])}, ValueError, r"topk_ids must be within \[-1, 8\)"),
+        ({"vocab_size": 9}, ValueError, r"1 shard\(s\) of 8 columns make 8, fewer than vocab_size=9"),
+        ({"vocab_size": 0}, ValueError, "vocab_size must be a positive int"),
+        ({"vocab_size": 2, "target_ids": torch.tensor([0, 1, 2])}, ValueError, r"within \[0, 2\)"),
+        ({"temperature": 0.0}, ValueError, "temperature must be positive and finite, got 0.0"),
+        ({"temperature": torch.ones(2)}, ValueError, r"temperature must be a float or \[T\] with T = 3"),
+        ({"temperature": torch.tensor([1.0, -1.0, 1.0])}, ValueError, "1 are not, first at 1"),
+        ({"entropy": "yes"}, ValueError, "entropy must be one of"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of"),
+        ({"vocab_start": 4}, ValueError, "must start at column 0"),
+    ],
+)
+def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"logits": torch.zeros(3, 8), "target_ids": torch.tensor([0, 1, 2])} | changes
+    with pytest.raises(error, match=message):
+        token_statistics(**arguments)
+
+
+def test_empty_batch_keeps_the_graph() -> None:
+    logits = torch.zeros(0, 7, requires_grad=True)
+    ids = torch.zeros(0, dtype=torch.int64)
+    stats = token_statistics(logits, ids, ids.view(0, 1).expand(0, 4))
+    assert isinstance(stats, TokenStatistics)
+    stats.logprob.sum().backward()
+    assert logits.grad.shape == (0, 7)
+
+
+def test_metric_entropy_has_no_gradient() -> None:
+    logits = torch.randn(3, 8, requires_grad=True)
+    stats = token_statistics(logits, torch.tensor([0, 1, 2]))
+    assert not stats.entropy.requires_grad
+    assert not stats.nonfinite.requires_grad
+    assert token_statistics(logits, torch.tensor([0, 1, 2]), entropy="none").entropy is None
+
+
+def test_imports_with_torch_alone() -> None:
+    blocked = ("triton", "jaxtyping", "megatron", "numpy", "vllm", "transformers")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); sys.path.insert(0, {str(ROOT)!r})\n"
+        "import torch\n"
+        "from dppo_megatron.vocab_parallel import token_statistics, linear_token_statistics\n"
+        "stats = token_statistics(torch.zeros(2, 4), torch.tensor([0, 1]))\n"
+        "assert abs(stats.entropy[0] - torch.tensor(4.0).log()) < 1e-6"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd="/")

@@ -1,0 +1,37 @@
+"""The Triton backend under Triton's interpreter (see vp_triton_cases.py), and what happens without Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dppo_megatron.vocab_parallel import token_statistics
+
+HERE = Path(__file__).resolve().parent
+MISSING = importlib.util.find_spec("triton") is None
+
+
+@pytest.mark.skipif(MISSING, reason="the triton package is not installed; `pip install triton` to run these")
+def test_cases_in_the_interpreter() -> None:
+    # A process of its own: Triton decides at import whether its functions are interpreted.
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "vp_triton_cases.py")]
+    run = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True, check=False)
+    print(run.stdout[-200:])
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is available: the backend works here")
+def test_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    logits, target = torch.zeros(2, 4), torch.tensor([0, 1])
+    message = "needs the triton package" if MISSING else "needs CUDA tensors"
+    with pytest.raises(ValueError, match=message):
+        token_statistics(logits, target, backend="triton")
+    token_statistics(logits, target, backend="auto")

@@ -1,0 +1,188 @@
+"""Random cases and their float64 full-vocabulary reference, shared by the tests of vocab_parallel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Half a unit in the last place, relative: what rounding a gradient to the logits' dtype may cost.
+HALF_ULP = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Case:
+    """columns: of each rank's shard, with padding. vocab: valid columns in all. topk: K, None for no list."""
+
+    seed: int
+    tokens: int
+    columns: tuple[int, ...]
+    vocab: int | None
+    topk: int | None
+    dtype: str = "fp32"
+    spread: float = 3.0
+    peaked: bool = False
+    temperature: str = "one"
+    entropy: str = "differentiable"
+    layout: str = "contiguous"
+
+    @property
+    def valid(self) -> int:
+        return sum(self.columns) if self.vocab is None else self.vocab
+
+
+@dataclass(frozen=True)
+class Inputs:
+    logits: Tensor
+    target: Tensor
+    topk: Tensor | None
+    temperature: float | Tensor
+    weights: tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@st.composite
+def cases(draw: st.DrawFn, world: int = 1, dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")) -> Case:
+    uneven = draw(st.booleans())
+    size = draw(st.integers(1, 40))
+    columns = tuple(draw(st.integers(1, 40)) if uneven else size for _ in range(world))
+    total = sum(columns)
+    # Down to a single valid column, so that whole shards are padding.
+    vocab = draw(st.one_of(st.none(), st.integers(1, total), st.integers(max(1, total - 5), total)))
+    return Case(
+        seed=draw(st.integers(0, 2**20)),
+        tokens=draw(st.sampled_from((0, 1, 2, 7, 13))),
+        columns=columns,
+        vocab=vocab,
+        topk=draw(st.sampled_from((None, 0, 1, 5, 8))),
+        dtype=draw(st.sampled_from(dtypes)),
+        spread=draw(st.sampled_from((0.1, 3.0, 12.0))),
+        peaked=draw(st.booleans()),
+        temperature=draw(st.sampled_from(("one", "float", "tensor"))),
+        entropy=draw(st.sampled_from(("none", "metric", "differentiable"))),
+        layout=draw(st.sampled_from(("contiguous", "transposed", "sliced"))),
+    )
+
+
+def make_inputs(case: Case) -> Inputs:
+    """Full-vocabulary inputs, alike on all ranks. Lists hold duplicates, absent ids and often the target."""
+    random = torch.Generator().manual_seed(case.seed)
+    rows, valid = case.tokens, case.valid
+    logits = torch.randn(rows, sum(case.columns), generator=random) * case.spread
+    if case.peaked and rows:
+        top = torch.randint(0, valid, (rows,), generator=random)
+        logits[torch.arange(rows), top] += 25.0
+    logits[:, valid:] = 1e4  # padding would dominate if it were read
+    target = torch.randint(0, valid, (rows,), generator=random)
+    topk = None
+    if case.topk is not None:
+        topk = torch.randint(-1, valid, (rows, case.topk), generator=random)
+        if case.topk:
+            topk[::2, 0] = target[::2]
+        if case.topk > 4:
+            topk[::3, 1], topk[1::3, 2] = topk[::3, 3], -1
+    temperature: float | Tensor = {"one": 1.0, "float": 0.7}.get(case.temperature, 0.0)
+    if case.temperature == "tensor":
+        temperature = torch.rand(rows, generator=random) + 0.5
+    shapes = ((rows,), (rows,), (rows, case.topk or 0), (rows,))
+    weights = tuple(torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes)
+    return Inputs(logits.to(DTYPES[case.dtype]), target, topk, temperature, weights)
+
+
+def lay_out(shard: Tensor, layout: str) -> Tensor:
+    """The same values with other strides."""
+    if layout == "transposed":
+        return shard.t().contiguous().t()
+    if layout == "sliced":
+        wide = torch.full((shard.shape[0], shard.shape[1] + 3), float("nan"), dtype=shard.dtype)
+        wide[:, : shard.shape[1]] = shard
+        return wide[:, : shard.shape[1]]
+    return shard.clone()
+
+
+def weighted(values: tuple[Tensor | None, ...], weights: tuple[Tensor, ...], entropy_gradient: bool) -> Tensor:
+    """A scalar of logprob, entropy, topk_logprob, other_logprob; infinite values (absent ids) left out."""
+    total = torch.zeros((), dtype=torch.float64)
+    for number, (value, weight) in enumerate(zip(values, weights, strict=True)):
+        if value is None or (number == 1 and not entropy_gradient):
+            continue
+        total = total + (weight * value.double().masked_fill(~torch.isfinite(value), 0.0)).sum()
+    return total
+
+
+@dataclass(frozen=True)
+class Reference:
+    logprob: Tensor
+    entropy: Tensor
+    topk_logprob: Tensor | None
+    other_logprob: Tensor | None
+    gradient: Tensor  # [T, all columns]
+    arriving: Tensor  # [T, 1] sum of the absolute gradients that arrive at the row's statistics, over temperature
+
+
+def reference(case: Case, inputs: Inputs) -> Reference:
+    full = inputs.logits.double().detach().clone().requires_grad_()
+    temperature = inputs.temperature
+    if isinstance(temperature, Tensor):
+        temperature = temperature.double().unsqueeze(1)
+    logp = torch.log_softmax(full[:, : case.valid] / temperature, dim=1)
+    logprob = logp.gather(1, inputs.target.unsqueeze(1)).squeeze(1)
+    entropy = -(logp.exp() * logp).sum(dim=1)
+    topk = other = None
+    if inputs.topk is not None:
+        present = inputs.topk >= 0
+        topk = logp.gather(1, inputs.topk.clamp_min(0)).masked_fill(~present, float("-inf"))
+        listed = torch.zeros_like(logp, dtype=torch.bool).scatter_(1, inputs.target.unsqueeze(1), True)
+        row, slot = present.nonzero(as_tuple=True)
+        listed[row, inputs.topk[row, slot]] = True
+        rest = logp.masked_fill(listed, float("-inf"))
+        alive = ~listed.all(dim=1)
+        other = torch.full_like(logprob, float("-inf"))
+        other = other.masked_scatter(alive, rest[alive].logsumexp(dim=1))
+    values = (logprob, entropy, topk, other)
+    weighted(values, inputs.weights, case.entropy == "differentiable").backward()
+    detached = [None if value is None else value.detach() for value in values]
+    columns = [weight.abs().unsqueeze(1) if weight.dim() == 1 else weight.abs() for weight in inputs.weights]
+    arriving = torch.cat(columns, dim=1).sum(dim=1, keepdim=True) / temperature
+    return Reference(*detached, gradient=full.grad, arriving=arriving)
+
+
+def assert_close_to_reference(
+    case: Case, expected: Reference, values: dict[str, Tensor | None], gradient: Tensor | None
+) -> None:
+    """values by field name; gradient [T, all columns], None if not asked for."""
+    tiny = 1e-12 if case.dtype == "fp64" else 2e-6
+    for name in ("logprob", "entropy", "topk_logprob", "other_logprob"):
+        found, wanted = values[name], getattr(expected, name)
+        if name == "entropy" and case.entropy == "none":
+            assert found is None
+            continue
+        assert (found is None) == (wanted is None), name
+        if wanted is None:
+            continue
+        assert found.shape == wanted.shape, name
+        assert found.dtype == (torch.float64 if case.dtype == "fp64" else torch.float32), name
+        finite = torch.isfinite(wanted)
+        assert torch.equal(finite, torch.isfinite(found)), name
+        assert torch.equal(found[~finite].double(), wanted[~finite]), name
+        # 2e-6 absolute; fp32 cannot hold a log-prob of -80 so closely: three units in its last place.
+        error = (found.double() - wanted)[finite].abs() - 3.6e-7 * wanted[finite].abs()
+        assert error.numel() == 0 or error.max() <= tiny, f"{name}: {error.max():.2e}"
+    if gradient is None:
+        return
+    wanted = expected.gradient
+    assert gradient.shape == wanted.shape
+    assert torch.equal(gradient[:, case.valid :], torch.zeros_like(gradient[:, case.valid :]))
+    if wanted.numel() == 0:
+        return
+    largest = wanted.abs().amax(dim=1, keepdim=True)
+    exact = case.dtype == "fp64"
+    # Relative to the row's gradient, plus one unit in the last place of what may cancel to form it.
+    allowed = (1e-12 if exact else 1e-6) * largest + (1e-15 if exact else 1.2e-7) * expected.arriving
+    allowed = allowed + HALF_ULP[case.dtype] * 1.01 * wanted.abs()
+    if case.dtype == "fp16":
+        allowed = allowed + 2.0**-25  # half of its smallest step
+    excess = (gradient.double() - wanted).abs() - allowed
+    assert excess.max() <= 0, f"gradient: {excess.max():.2e} over the allowed error"
