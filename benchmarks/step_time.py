@@ -3,8 +3,8 @@
     make quickstart && python benchmarks/step_time.py runs/quickstart/dppo
 
 Reads the records of a run that sampled synchronously (rollout.max_staleness 0) and prints the mean and the median
-step, part by part. Generation is what the orchestrator measured from a step's first request to its last group; the
-rest of the trainer's wait is hand-over. Exits with 1 when the overhead is above the limit.
+step, part by part. Generation is what the orchestrator measured from a step's first request to its last group, and
+evaluation (generation too, on held-out prompts) comes before it; the rest of the trainer's wait is hand-over. Exits with 1 when the overhead is above the limit.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from statistics import mean, median
 from dppo_megatron.observability.tail import read_records
 
 LIMIT = 0.10
-WORK = ("generation", "forward and backward", "optimizer", "engines load weights")
+WORK = ("generation", "evaluation", "forward and backward", "optimizer", "engines load weights")
 
 
-def step_parts(record: dict[str, float], generate_s: float) -> dict[str, float]:
+def step_parts(record: dict[str, float], generate_s: float, eval_s: float) -> dict[str, float]:
     """Seconds of every part of one step; they add up to the step."""
-    generation = min(generate_s, record["time/wait_s"])
     parts = {
-        "generation": generation,
+        "generation": generate_s,
+        "evaluation": eval_s,
         "forward and backward": record["time/forward_backward_s"],
         "optimizer": record["time/optimizer_s"],
         "engines load weights": record["time/publish_load_s"],
-        "hand-over of rollouts": record["time/wait_s"] - generation,
+        "hand-over of rollouts": record["time/wait_s"] - generate_s - eval_s,
         "read and pack": record["time/read_s"],
         "export weights": record["time/publish_export_s"],
         "probe": record["time/publish_probe_s"],
@@ -46,7 +46,9 @@ def read_steps(run: Path) -> list[dict[str, float]]:
     trained = [r for r in records if "time/forward_backward_s" in r and r["step"] in generated]
     if not trained:
         sys.exit(f"{run}: holds no step that was sampled and trained; run `make quickstart` first")
-    return [step_parts(r, generated[r["step"]]) for r in trained]
+    # The policy of version v is evaluated while the trainer waits for the batch of step v + 1.
+    evaluated = {r["step"] + 1: r["time/eval_s"] for r in records if "time/eval_s" in r}
+    return [step_parts(r, generated[r["step"]], evaluated.get(r["step"], 0.0)) for r in trained]
 
 
 def main() -> int:

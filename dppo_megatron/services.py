@@ -61,7 +61,7 @@ def engine_urls(config: Config, run: RunDir, check: Callable[[], None] = lambda:
 
 
 def engine_names(config: Config) -> Sequence[str]:
-    if config.objective.supervised or config.engine.urls:
+    if not config.samples or config.engine.urls:
         return []
     return [f"engine-{i}" for i in range(config.engine.count)]
 

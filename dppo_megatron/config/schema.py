@@ -121,6 +121,7 @@ class EngineConfig(Section):
     kind: Literal["vllm", "sglang"] = "vllm"
     urls: tuple[str, ...] = Field((), description="engines already running; empty = started with the run")
     count: int = Field(1, ge=1, description="engines to start when urls is empty")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs of one engine")
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535, description="first port; 0 = a free one")
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
@@ -152,6 +153,9 @@ class RolloutConfig(Section):
         0, ge=0, description="policy versions a rollout may lag behind; 0 = synchronous"
     )
     max_concurrent_groups: int = Field(256, ge=1)
+    bank: Path | None = Field(
+        None, description="train on the rollouts of this existing bank: nothing is sampled, no engine is started"
+    )
 
 
 class WeightSyncConfig(Section):
@@ -201,6 +205,11 @@ class Config(Section):
     @property
     def horizon(self) -> int:
         return self.objective.horizon or self.rollout.max_response_tokens
+
+    @property
+    def samples(self) -> bool:
+        """True when the run samples rollouts: it has engines and an orchestrator, and publishes weights to them."""
+        return not self.objective.supervised and self.rollout.bank is None
 
     @property
     def data_parallel(self) -> int:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dppo_megatron.errors import ExpectedError
+
 from ..types import Prompt
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 _SHOWN = 50  # violations described in the message; of the rest it gives the line numbers
 
 
-class PromptFileError(ValueError):
+class PromptFileError(ExpectedError, ValueError):
     """Every malformed line of a prompt file. `violations`: (line number from 1, problem)."""
 
     def __init__(self, path: Path, violations: Sequence[tuple[int, str]]):

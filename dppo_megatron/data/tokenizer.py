@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dppo_megatron.errors import ExpectedError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-class TokenizerError(ValueError):
+class TokenizerError(ExpectedError, ValueError):
     """The directory's tokenizer cannot be used; the message names the file and the remedy."""
 
 

@@ -56,7 +56,9 @@ def run_engine(config: Config, index: int) -> int:
     _wait_healthy(config, url, server)
     log.info("engine-%d answers at %s after %.1f s", index, url, time.monotonic() - started)
     register(run, f"engine-{index}", url, server.pid)
-    return server.wait()
+    code = server.wait()
+    log.info("engine-%d: the server ended (%s)", index, exit_reason(code))
+    return code if code >= 0 else 128 - code
 
 
 def _policy_to_serve(config: Config, run: RunDir) -> tuple[Path, int]:

@@ -28,6 +28,7 @@ def evaluate_model(config: Config, model: Path, source: str) -> float:
         update={
             "run": config.run.model_copy(update={"dir": directory}),
             "model": config.model.model_copy(update={"path": model}),
+            "engine": config.engine.model_copy(update={"urls": ()}),  # a running engine serves another policy
         }
     )
     run = RunDir(directory)

@@ -8,6 +8,8 @@ from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.services import port_in_use
 
+from .devices import device_problem, visible_devices
+
 # Changing these between lives of a run is safe; anything else would make the second life another run.
 RESUMABLE_CHANGES = (
     "train.steps",
@@ -27,6 +29,7 @@ RESUMABLE_CHANGES = (
 )
 
 
+
 @dataclass(frozen=True, slots=True)
 class Findings:
     violations: list[str]
@@ -39,7 +42,7 @@ def preflight(config: Config, source: str) -> list[str]:
     Returns notes worth showing (the method in words, the data). Raises `ConfigError` with every violation.
     """
     findings = Findings([], [])
-    for check in (_objective, _model, _engine, _data, _reward, _ports):
+    for check in (_objective, _model, _engine, _data, _reward, _devices, _ports):
         try:
             check(config, findings)
         except (ValueError, OSError, ImportError) as error:
@@ -71,7 +74,7 @@ def _engine(config: Config, findings: Findings) -> None:
     from dppo_megatron.hf import read_hf_config
 
     longest = read_hf_config(config.model.path).max_position_embeddings
-    if not config.objective.supervised and config.engine.max_model_len > longest:
+    if config.samples and config.engine.max_model_len > longest:
         findings.violations.append(
             f"engine.max_model_len = {config.engine.max_model_len}: the model was made for {longest} positions "
             f"(max_position_embeddings); set it to at most {longest}"
@@ -93,13 +96,18 @@ def _data(config: Config, findings: Findings) -> None:
 def _reward(config: Config, findings: Findings) -> None:
     from dppo_megatron.rewards import build_reward
 
-    if not config.objective.supervised:
+    if config.samples:
         build_reward(config.reward)
+
+
+def _devices(config: Config, findings: Findings) -> None:
+    if problem := device_problem(config, visible_devices()):
+        findings.violations.append(problem)
 
 
 def _ports(config: Config, findings: Findings) -> None:
     engine = config.engine
-    if config.objective.supervised or engine.urls or not engine.port:
+    if not config.samples or engine.urls or not engine.port:
         return
     for port in range(engine.port, engine.port + engine.count):
         if port_in_use(engine.host, port):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.services import engine_names, forget_all, free_port
 
+from .devices import engine_devices, visible_devices
 from .process import Child, exit_reason
 
 log = logging.getLogger(__name__)
@@ -59,16 +61,21 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _start(self) -> None:
+        visible = visible_devices()
         for index, name in enumerate(engine_names(self._config)):
-            self._servers.append(self._child(name, ["engine", str(self._run.config), "--index", str(index)]))
+            devices = engine_devices(self._config, index, visible)
+            env = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+            self._servers.append(self._child(name, ["engine", str(self._run.config), "--index", str(index)], env))
         resume = ["--resume"] if self._resume else []
-        if not self._config.objective.supervised:
+        if self._config.samples:
             self._workers.append(self._child("orchestrator", ["orchestrator", str(self._run.config)]))
         world_size = self._config.parallel.world_size
         rendezvous = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(world_size),
+            # Ranks that share a machine's cores must not each start a thread per core.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size))),
         }
         for rank in range(world_size):
             env = {**rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)}

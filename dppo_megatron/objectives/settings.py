@@ -8,8 +8,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from dppo_megatron.errors import ExpectedError
 
-class ObjectiveError(ValueError):
+
+class ObjectiveError(ExpectedError, ValueError):
     """A method that does not exist or does not make sense, or inputs it cannot work with."""
 
 

@@ -8,6 +8,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from dppo_megatron.errors import ExpectedError
+
 from .interface import Reward
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ BUILTIN = {
 }
 
 
-class RewardError(ValueError):
+class RewardError(ExpectedError, ValueError):
     """`reward.name` does not lead to a reward; the message names the nearest valid one."""
 
 

@@ -26,6 +26,8 @@ import numpy as np
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from dppo_megatron.errors import ExpectedError
+
 from ..types import Prompt, Rollout, RolloutGroup
 
 FORMAT = "1"
@@ -37,7 +39,7 @@ RECORD_HEAD = re.compile(rb'\{"kind":"(group|dropped)","position":(\d+),"row":(\
 GROUP_HEAD = b'{"kind":"group",'
 
 
-class BankError(RuntimeError):
+class BankError(ExpectedError, RuntimeError):
     """Anything wrong with a bank; the message names the file and the remedy."""
 
 

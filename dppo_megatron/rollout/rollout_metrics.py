@@ -46,8 +46,8 @@ class StepRecorder:
             self._path,
             {
                 "step": step + 1,
-                "time/sampling_s": seconds,
-                "throughput/generated_tokens_per_s": tokens / max(seconds, 1e-9),
+                "time/generate_s": seconds,
+                "rollout/generated_tokens_per_s": tokens / max(seconds, 1e-9),
                 "rollout/spoilt_samples": self._spoilt,
             },
         )

@@ -61,7 +61,7 @@ class BankBatches:
         return self._reader.num_groups >= (step + 1) * self._config.rollout.prompts_per_step
 
     def progress(self) -> str:
-        return f"{self._reader.num_groups} groups in {self._config.run.dir / 'bank'}"
+        return f"{self._reader.num_groups} groups in the bank"
 
     def read(self, step: int) -> StepBatch:
         groups = self._config.rollout.prompts_per_step

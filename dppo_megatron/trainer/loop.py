@@ -45,9 +45,9 @@ def train(
     try:
         while step < config.train.steps:
             metrics = StepMetrics()
-            with metrics.timed("generate"):
+            with metrics.timed("wait"):
                 control.wait_until_ready(source, step)
-            with metrics.timed("load_batch"):
+            with metrics.timed("read"):
                 batch = source.read(step)
             metrics.add(batch.metrics)
             for update in batch.updates:

@@ -31,7 +31,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     """Runs one trainer rank to the end of `train.steps`, or to the step boundary at which a signal asked it to stop.
 
     Rank, world size and rendezvous come from the environment (torchrun, srun or the local launcher). Raises what
-    stops training: `ModelError`, `WeightSyncError`, `BatchTimeout`, `NonFiniteError`.
+    stops training: `ModelError`, `WeightSyncError`, `BatchTimeout`, `TrainingDiverged`.
     """
     run = RunDir(config.run.dir)
     layout = init_layout(config)
@@ -40,7 +40,8 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     control = Control(config.run.stall_timeout_s)
     actor = Actor(config, layout)
     if layout.rank == 0:
-        _log_head(config, actor, objective)
+        for line in head(config, actor, objective):
+            log.info("%s", line)
     checkpoints = Checkpoints(config, actor)
     first_step = checkpoints.load_latest() if resume else None
     if first_step is None:
@@ -54,7 +55,8 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     if config.objective.supervised:
         source = SupervisedBatches(config, prompts, tokenizer, rank, size)
     else:
-        source = BankBatches(config, BankReader(run.bank), objective, rank, size)
+        source = BankBatches(config, BankReader(config.rollout.bank or run.bank), objective, rank, size)
+    if config.samples:
         if layout.rank == 0:
             urls = engine_urls(config, run)
             engines = EngineThread(lambda: [build_engine(config, url) for url in urls])
@@ -72,7 +74,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
             first_step=first_step or 0,
         )
         if done == config.train.steps:
-            save_hf(actor.model_chunks, run.final_model, template_dir=config.model.path)
+            save_hf(actor.model_chunks, run.final_model, template_dir=config.model.path, overwrite=True)
             recorder.wait_for_last_evaluation()
     if engines is not None:
         engines.close()
@@ -80,11 +82,11 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     log.info("finished %d steps", done)
 
 
-def _log_head(config: Config, actor: Actor, objective: Objective) -> None:
-    """The first lines of the log: what decides the result of the run."""
-    for line in objective.describe().splitlines():
-        log.info("method: %s", line)
-    log.info("advantage: %s, aggregation: %s, horizon: %d", config.objective.advantage,
-             config.objective.aggregation, config.horizon)  # fmt: skip
-    for line in actor.describe():
-        log.info("%s", line)
+def head(config: Config, actor: Actor, objective: Objective) -> list[str]:
+    """The first lines of the log: what decides the result of the run, the method in words before all."""
+    chosen = config.objective
+    return [
+        *(f"method: {line}" for line in objective.describe().splitlines()),
+        f"advantage: {chosen.advantage}, aggregation: {chosen.aggregation}, horizon: {config.horizon}",
+        *actor.describe(),
+    ]

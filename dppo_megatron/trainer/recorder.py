@@ -38,7 +38,7 @@ class RankZeroRecorder:
 
     def wait_for_last_evaluation(self) -> None:
         """Waits until the orchestrator evaluated the last policy, if it evaluates at all."""
-        if self._trackers is None or self._config.data.eval is None or self._config.objective.supervised:
+        if self._trackers is None or self._config.data.eval is None or not self._config.samples:
             return
         deadline = time.monotonic() + self._config.run.stall_timeout_s
         while self._config.train.steps not in self._evaluated:

@@ -1,0 +1,38 @@
+"""Which GPUs of this machine serve and which train: trainer ranks take the first ones, engines those after them."""
+
+from __future__ import annotations
+
+import os
+
+from dppo_megatron.config import Config
+
+
+def visible_devices() -> list[str]:
+    """The GPUs this process may use, by the names CUDA_VISIBLE_DEVICES gives them; empty without CUDA."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = [d.strip() for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d.strip()]
+    return named[:count] if named else [str(index) for index in range(count)]
+
+
+def engine_devices(config: Config, index: int, visible: list[str]) -> list[str]:
+    """GPUs of engine `index` on this machine; empty where there are none."""
+    each = config.engine.tensor_parallel
+    first = config.parallel.world_size + index * each
+    return visible[first : first + each]
+
+
+def device_problem(config: Config, visible: list[str]) -> str | None:
+    """Why trainer ranks and the engines to start do not fit on this machine's GPUs, or None."""
+    if not visible:
+        return None
+    engines = config.engine.count if config.samples and not config.engine.urls else 0
+    trainers, serving = config.parallel.world_size, engines * config.engine.tensor_parallel
+    if trainers + serving <= len(visible):
+        return None
+    return (
+        f"parallel.world_size = {trainers}: with {engines} engines of engine.tensor_parallel = "
+        f"{config.engine.tensor_parallel} the run needs {trainers + serving} GPUs, {len(visible)} are visible; lower "
+        "one of them, or serve elsewhere and set engine.urls"
+    )

@@ -1,0 +1,126 @@
+"""The samples of one group end to end in flat arrays: as engines send them, checked before anything uses them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..types import Rollout
+from .engine import GenerateRequest, SpoiltSample
+
+FINISH_REASONS = ("stop", "length", "abort")
+LOGPROB_TOLERANCE = 1e-4  # rounding of a log-softmax; a log-prob above it is no log-prob
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSamples:
+    """`n` samples, `S` response tokens in all, `K` listed tokens a position."""
+
+    lengths: np.ndarray  # [n] int32
+    finish_reasons: tuple[str, ...]  # [n]
+    token_ids: np.ndarray  # [S] int32
+    logprobs: np.ndarray  # [S] fp32
+    versions: np.ndarray  # [S] int32
+    topk_ids: np.ndarray | None = None  # [S, K] int32
+    topk_logprobs: np.ndarray | None = None  # [S, K] fp32
+
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """One `Rollout` per sample; the arrays are views."""
+        ends = np.cumsum(self.lengths)
+        out = []
+        for length, end, reason in zip(self.lengths, ends, self.finish_reasons, strict=True):
+            rows = slice(int(end - length), int(end))
+            out.append(
+                Rollout(
+                    token_ids=self.token_ids[rows],
+                    logprobs=self.logprobs[rows],
+                    versions=self.versions[rows],
+                    finish_reason=reason,
+                    topk_ids=None if self.topk_ids is None else self.topk_ids[rows],
+                    topk_logprobs=None if self.topk_logprobs is None else self.topk_logprobs[rows],
+                )
+            )
+        return tuple(out)
+
+    def check(self, request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
+        """Raises `SpoiltSample`, naming the sample and what is wrong, unless these can answer `request`."""
+        self._check_shapes(request)
+        check = _Check(request.request_id, self.lengths)
+        check.tokens((self.token_ids < 0) | (self.token_ids >= vocab_size), f"token id outside [0, {vocab_size})")
+        check.tokens(~np.isfinite(self.logprobs), "log-prob is missing or not finite")
+        check.tokens(self.logprobs > LOGPROB_TOLERANCE, "log-prob above 0")
+        check.tokens(self.versions < 0, "token carries no policy version")
+        self._check_ends(request, check, max_model_len)
+        if request.topk:
+            self._check_topk(check, vocab_size)
+
+    def _check_shapes(self, request: GenerateRequest) -> None:
+        n, k = request.n, request.topk
+        total = int(self.lengths.sum()) if self.lengths.ndim == 1 else -1
+        expected = {
+            "lengths": (self.lengths, (n,)),
+            "token_ids": (self.token_ids, (total,)),
+            "logprobs": (self.logprobs, (total,)),
+            "versions": (self.versions, (total,)),
+        }
+        if k:
+            expected |= {"topk_ids": (self.topk_ids, (total, k)), "topk_logprobs": (self.topk_logprobs, (total, k))}
+        for name, (array, shape) in expected.items():
+            if array is None or array.shape != shape:
+                found = "missing" if array is None else f"of shape {array.shape}"
+                raise SpoiltSample(f"group {request.request_id}: {name} is {found}, expected {shape}")
+        if len(self.finish_reasons) != n:
+            raise SpoiltSample(f"group {request.request_id}: {len(self.finish_reasons)} finish reasons for {n} samples")
+
+    def _check_ends(self, request: GenerateRequest, check: _Check, max_model_len: int) -> None:
+        reasons = np.asarray(self.finish_reasons)
+        check.samples(~np.isin(reasons, FINISH_REASONS), f"finish reason is none of {FINISH_REASONS}")
+        check.samples((self.lengths < 1) & (reasons != "abort"), "no token at all")
+        check.samples(self.lengths > request.max_tokens, f"longer than max_tokens = {request.max_tokens}")
+        full = (self.lengths == request.max_tokens) | (self.lengths + len(request.token_ids) == max_model_len)
+        check.samples((reasons == "length") & ~full, "ended for its length before it was reached")
+
+        is_stop = np.isin(self.token_ids, request.stop_token_ids)
+        is_last = np.zeros(len(self.token_ids), dtype=bool)
+        is_last[np.cumsum(self.lengths)[self.lengths > 0] - 1] = True
+        stopped = np.repeat(reasons == "stop", self.lengths)
+        check.tokens(is_stop & ~is_last, "goes on after a stop token")
+        check.tokens(is_last & stopped & ~is_stop, "finish reason is stop but the last token is no stop token")
+
+    def _check_topk(self, check: _Check, vocab_size: int) -> None:
+        ids, logprobs = self.topk_ids, self.topk_logprobs
+        check.tokens(((ids < 0) | (ids >= vocab_size)).any(1), f"listed id outside [0, {vocab_size})")
+        check.tokens(~np.isfinite(logprobs).all(1), "listed log-prob is missing or not finite")
+        check.tokens((np.diff(logprobs, axis=1) > LOGPROB_TOLERANCE).any(1), "listed log-probs are not in order")
+        check.tokens(np.exp(logprobs).sum(1) > 1 + 1e-3, "listed probabilities sum to more than 1")
+        check.tokens((np.diff(np.sort(ids, axis=1), axis=1) == 0).any(1), "an id is listed twice")
+        sampled = ids == self.token_ids[:, None]
+        differs = sampled & (np.abs(logprobs - self.logprobs[:, None]) > LOGPROB_TOLERANCE)
+        check.tokens(differs.any(1), "listed log-prob of the sampled token differs from its own")
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """Turns a mask of wrong tokens or samples into an error that names the first of them."""
+
+    request_id: str
+    lengths: np.ndarray
+
+    def tokens(self, wrong: np.ndarray, message: str) -> None:
+        if wrong.any():
+            token = int(np.argmax(wrong))
+            ends = np.cumsum(self.lengths)
+            sample = int(np.searchsorted(ends, token, side="right"))
+            position = token - int(ends[sample] - self.lengths[sample])
+            raise SpoiltSample(
+                f"group {self.request_id}, sample {sample}, token {position}: {message} "
+                f"({int(wrong.sum())} of {len(wrong)} tokens)"
+            )
+
+    def samples(self, wrong: np.ndarray, message: str) -> None:
+        if wrong.any():
+            raise SpoiltSample(
+                f"group {self.request_id}, sample {int(np.argmax(wrong))}: {message} "
+                f"({int(wrong.sum())} of {len(wrong)} samples)"
+            )

@@ -1,0 +1,91 @@
+"""Worker side: a weight transfer engine that reads a model directory on shared storage.
+
+Importing this module registers it and ties the process to its parent's life. Name `WorkerExtension` as the server's
+--worker-extension-cls so that every worker does, and `{"backend": BACKEND}` as its --weight-transfer-config.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+BACKEND = "dppo_shared_storage"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing to agree on: the directory is named with every update."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    files: list[str]  # safetensors files of the new policy, names of the Hugging Face model
+
+
+class SharedStorageWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads full weights in Hugging Face names through the model's own loaders, which shard and fuse them."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        for file in update_info.files:
+            with safe_open(Path(file), framework="pt") as shard:
+                self.model.load_weights((name, shard.get_tensor(name)) for name in shard.keys())  # noqa: SIM118
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _repack(self.model)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def _repack(model: torch.nn.Module) -> None:
+    """CPU kernels keep packed copies that a layerwise reload leaves stale in two places.
+
+    A head tied to the embedding loads nothing itself, so its copy is not made anew; expert weights are packed on the
+    first load only. Either way the server would go on with the old weights and say nothing.
+    """
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+        experts = getattr(module, "routed_experts", None)
+        kernel = getattr(getattr(experts, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(experts)
+
+
+def _end_with_parent() -> None:
+    """A killed server would leave its engine and worker processes behind, and their memory taken."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class WorkerExtension:
+    """Adds nothing to the worker: naming it makes every worker import this module."""
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, SharedStorageWeights)
+_end_with_parent()

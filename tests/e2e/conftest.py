@@ -1,0 +1,32 @@
+"""Whole runs on real parts: a random policy of 0.8 M parameters, Megatron-core ranks over gloo, a real vLLM server."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from run_helpers import Engine, start_engine
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory) -> Path:
+    """The quickstart's task with a held-out set small enough for tests."""
+    from make_task import make_task
+
+    directory = tmp_path_factory.mktemp("task")
+    make_task(directory, seed=1)
+    heldout = directory / "heldout.jsonl"
+    heldout.write_text("".join(heldout.read_text().splitlines(keepends=True)[:16]))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def engine(task, tmp_path_factory) -> Engine:
+    """One vLLM server that several runs share, as engines outside a run do."""
+    server = start_engine(task, tmp_path_factory.mktemp("engine"))
+    yield server
+    server.end()

@@ -1,0 +1,180 @@
+"""A run end to end, ended in every way a run can end, and continued."""
+
+import shutil
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from dppo_megatron.rollout.bank import BankReader
+from run_helpers import (
+    GROUPS,
+    STEPS,
+    config_tree,
+    descendants,
+    environment,
+    records,
+    run,
+    start,
+    steps_done,
+    wait_until,
+    weights_digest,
+    write_config,
+)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(task, engine, tmp_path_factory):
+    """A run that nothing disturbed: what every resumed one must equal."""
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    run("train", write_config(config_tree(task, directory / "run", urls=(engine.url,)), directory / "c.yaml"))
+    return directory / "run"
+
+
+def check_complete(run_dir, reference):
+    """Every step trained once, every prompt sampled once, and the weights those of an undisturbed run."""
+    assert steps_done(run_dir) == list(range(1, STEPS + 1))
+    reader = BankReader(run_dir / "bank")
+    assert reader.refresh() == STEPS * GROUPS
+    assert sorted(e.position for e in reader.entries(0, STEPS * GROUPS)) == list(range(STEPS * GROUPS))
+    assert weights_digest(run_dir) == weights_digest(reference)
+
+
+def test_a_run_trains_publishes_evaluates_and_reports(uninterrupted):
+    everything = records(uninterrupted)
+    assert [r["step"] for r in everything if "eval/accuracy" in r] == [0, STEPS]
+    probes = [r["probe/max_abs_logprob_difference"] for r in everything if "probe/max_abs_logprob_difference" in r]
+    assert len(probes) == STEPS + 1
+    assert max(probes) < 1e-4
+    trained = [r for r in everything if "time/step_s" in r]
+    assert all(r["mismatch/max_abs_logprob_difference"] < 1e-4 for r in trained)
+    assert all(r["train/grad_norm"] > 0 for r in trained)
+    assert (uninterrupted / "report" / "curves.png").stat().st_size > 10_000
+    head = (uninterrupted / "logs" / "trainer-0.log").read_text().splitlines()[:10]
+    assert any("dppo_binary_tv" in line for line in head)
+    assert any("tensor 2" in line for line in head)
+    assert (uninterrupted / "config.yaml").exists()
+
+
+def kill_in_the_middle(config, run_dir, victim, output):
+    """Starts a run, kills the process whose command line `victim` picks after step 2, returns the exit code."""
+    process = start("train", config, output=output)
+    wait_until(lambda: 2 in steps_done(run_dir), "step 2", process, output)
+    (target, *_) = [p for p in descendants(process) if victim in " ".join(p.cmdline())]
+    others = descendants(process)
+    target.kill()
+    code = process.wait(60)
+    assert not [p for p in others if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], "processes were left"
+    return code
+
+
+@pytest.mark.parametrize("victim", ["orchestrator", "trainer"])
+def test_kill_9_then_resume_equals_an_undisturbed_run(task, engine, uninterrupted, tmp_path, victim):
+    config = write_config(config_tree(task, tmp_path / "run", urls=(engine.url,)), tmp_path / "c.yaml")
+    code = kill_in_the_middle(config, tmp_path / "run", f"dppo_megatron {victim}", tmp_path / "out")
+    assert code == 1
+    shown = (tmp_path / "out").read_text()
+    assert f"{victim}" in shown
+    assert "killed by SIGKILL" in shown
+    run("train", config, "--resume")
+    check_complete(tmp_path / "run", uninterrupted)
+
+
+def test_kill_9_of_the_engine_then_resume_equals_an_undisturbed_run(task, uninterrupted, tmp_path):
+    config = write_config(config_tree(task, tmp_path / "run"), tmp_path / "c.yaml")
+    code = kill_in_the_middle(config, tmp_path / "run", "api_server", tmp_path / "out")
+    assert code == 1
+    run("train", config, "--resume")
+    check_complete(tmp_path / "run", uninterrupted)
+
+
+def test_a_killed_supervisor_leaves_no_process_and_a_resumable_run(task, engine, uninterrupted, tmp_path):
+    config = write_config(config_tree(task, tmp_path / "run", urls=(engine.url,)), tmp_path / "c.yaml")
+    process = start("train", config, output=tmp_path / "out")
+    wait_until(lambda: 1 in steps_done(tmp_path / "run"), "step 1", process, tmp_path / "out")
+    children = descendants(process)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
+    run("train", config, "--resume")
+    check_complete(tmp_path / "run", uninterrupted)
+
+
+def test_sigterm_checkpoints_leaves_no_process_and_resumes(task, engine, uninterrupted, tmp_path):
+    config = write_config(config_tree(task, tmp_path / "run", urls=(engine.url,)), tmp_path / "c.yaml")
+    process = start("train", config, output=tmp_path / "out")
+    wait_until(lambda: 1 in steps_done(tmp_path / "run"), "step 1", process, tmp_path / "out")
+    children = descendants(process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not [p for p in children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert "--resume" in (tmp_path / "out").read_text()
+    run("train", config, "--resume")
+    check_complete(tmp_path / "run", uninterrupted)
+
+
+def test_a_second_run_in_the_same_directory_is_refused(task, engine, uninterrupted, tmp_path):
+    tree = config_tree(task, uninterrupted, urls=(engine.url,))
+    refused = run("train", write_config(tree, tmp_path / "c.yaml"), check=False)
+    assert refused.returncode == 2
+    assert "already holds a run; pass --resume" in refused.stderr
+
+
+def test_resume_under_settings_of_another_run_is_refused(task, engine, uninterrupted, tmp_path):
+    tree = config_tree(task, uninterrupted, urls=(engine.url,))
+    tree["rollout"]["group_size"] = 8
+    refused = run("train", write_config(tree, tmp_path / "c.yaml"), "--resume", check=False)
+    assert refused.returncode == 2
+    assert "rollout.group_size = 8: the run was started with 4" in refused.stderr
+
+
+def replay(task, bank, directory, world_size):
+    """Trains on an existing bank: no engine, no orchestrator."""
+    tree = config_tree(task, directory / "run")
+    tree["parallel"] = {"world_size": world_size, "tensor": world_size}
+    tree["rollout"]["bank"] = str(bank)
+    run("train", write_config(tree, directory / "c.yaml"))
+    return [r for r in records(directory / "run") if "time/step_s" in r]
+
+
+def test_tensor_parallel_sizes_agree_on_the_same_bank(task, uninterrupted, tmp_path_factory):
+    one, two = (replay(task, uninterrupted / "bank", tmp_path_factory.mktemp(f"tp{n}"), n) for n in (1, 2))
+    assert len(one) == len(two) == STEPS
+    for a, b in zip(one, two, strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-5)
+        assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-5)
+    trained = [r for r in records(uninterrupted) if "time/step_s" in r]
+    assert [r["train/loss"] for r in two] == [r["train/loss"] for r in trained]
+
+
+def test_an_engine_that_dies_while_starting_shows_its_last_lines(task, tmp_path):
+    tree = config_tree(task, tmp_path / "run")
+    tree["engine"]["extra_args"] = ["--no-such-flag"]
+    result = run("train", write_config(tree, tmp_path / "c.yaml"), check=False)
+    assert result.returncode == 1
+    assert "no-such-flag" in result.stdout
+
+
+def test_commands_explain_themselves():
+    for name in ("train", "trainer", "orchestrator", "engine", "eval", "validate", "objectives", "report"):
+        assert "--help" in run(name, "--help").stdout
+
+
+def test_eval_scores_a_model_directory(task, engine, uninterrupted, tmp_path):
+    tree = config_tree(task, tmp_path / "run", urls=(engine.url,))
+    result = run("eval", write_config(tree, tmp_path / "c.yaml"), "--model", uninterrupted / "model")
+    assert "greedy accuracy" in result.stdout
+    shutil.rmtree(tmp_path / "run")
+
+
+def test_objectives_and_vocab_parallel_import_with_torch_alone():
+    """What `pip install .` gives: nothing of the trainer's environment may be pulled in."""
+    code = (
+        "import sys, dppo_megatron.objectives, dppo_megatron.vocab_parallel; "
+        "heavy = {'megatron', 'transformers', 'vllm', 'pydantic', 'yaml', 'jaxtyping'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)

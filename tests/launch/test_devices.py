@@ -1,0 +1,42 @@
+"""Which GPUs serve and which train, from the list of visible ones alone."""
+
+import pytest
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.launch.devices import device_problem, engine_devices
+
+EIGHT = [str(n) for n in range(8)]
+
+
+def config(world_size=4, **engine) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": "r"},
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "train": {"steps": 1},
+            "parallel": {"world_size": world_size},
+            "engine": engine,
+        }
+    )
+
+
+def test_engines_take_the_gpus_after_the_trainer_ranks():
+    two = config(world_size=4, count=2, tensor_parallel=2)
+    assert engine_devices(two, 0, EIGHT) == ["4", "5"]
+    assert engine_devices(two, 1, EIGHT) == ["6", "7"]
+    assert device_problem(two, EIGHT) is None
+
+
+def test_a_machine_without_gpus_has_nothing_to_share():
+    assert engine_devices(config(), 0, []) == []
+    assert device_problem(config(), []) is None
+
+
+@pytest.mark.parametrize("engine", [{"count": 5}, {"count": 1, "tensor_parallel": 8}])
+def test_too_few_gpus_are_refused_with_the_sum(engine):
+    assert "8 are visible" in device_problem(config(**engine), EIGHT)
+
+
+def test_engines_elsewhere_need_no_gpu_here():
+    assert device_problem(config(world_size=8, urls=["http://a:1"]), EIGHT) is None

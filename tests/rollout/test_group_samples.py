@@ -1,0 +1,117 @@
+"""What makes a group's samples unfit, named down to the token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dppo_megatron.rollout.engine import GenerateRequest, SpoiltSample
+from dppo_megatron.rollout.samples import GroupSamples
+
+VOCAB, MAX_MODEL_LEN = 20, 16
+REQUEST = GenerateRequest("g7", np.array([3, 4]), 3, (1, 2, 3), 1.0, 5, stop_token_ids=(9,), topk=2)
+
+
+def samples() -> GroupSamples:
+    """Three good samples: stopped after 3 tokens, cut at 5, aborted with none."""
+    tokens = np.array([5, 6, 9, 1, 2, 3, 4, 5], np.int32)
+    logprobs = np.linspace(-3, -2, 8, dtype=np.float32)
+    ids = np.stack([np.full(8, 18), np.full(8, 19)], 1).astype(np.int32)
+    ids[0] = [5, 19]
+    listed = np.tile(np.array([-1.0, -1.5], np.float32), (8, 1))
+    listed[0] = [logprobs[0], logprobs[0] - 1]
+    return GroupSamples(
+        lengths=np.array([3, 5, 0], np.int32),
+        finish_reasons=("stop", "length", "abort"),
+        token_ids=tokens,
+        logprobs=logprobs,
+        versions=np.full(8, 2, np.int32),
+        topk_ids=ids,
+        topk_logprobs=listed,
+    )
+
+
+def check(candidate: GroupSamples, request: GenerateRequest = REQUEST) -> None:
+    candidate.check(request, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN)
+
+
+def edited(field: str, index, value) -> GroupSamples:
+    array = getattr(samples(), field).copy()
+    array[index] = value
+    return replace(samples(), **{field: array})
+
+
+def test_good_samples_pass_and_split():
+    check(samples())
+    rollouts = samples().rollouts()
+    assert [r.token_ids.tolist() for r in rollouts] == [[5, 6, 9], [1, 2, 3, 4, 5], []]
+    assert [r.finish_reason for r in rollouts] == ["stop", "length", "abort"]
+    assert rollouts[1].topk_ids.shape == (5, 2)
+
+
+def test_length_may_be_that_of_the_model():
+    full = replace(REQUEST, token_ids=np.ones(MAX_MODEL_LEN - 3, np.int32))
+    check(replace(samples(), finish_reasons=("length", "length", "abort"), token_ids=_without_stop()), full)
+
+
+def _without_stop():
+    tokens = samples().token_ids.copy()
+    tokens[2] = 7
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "message"),
+    [
+        (edited("token_ids", 4, VOCAB), r"sample 1, token 1: token id outside \[0, 20\)"),
+        (edited("token_ids", 0, -1), "sample 0, token 0: token id"),
+        (edited("logprobs", 2, np.nan), "sample 0, token 2: log-prob is missing"),
+        (edited("logprobs", 7, -np.inf), "sample 1, token 4: log-prob is missing"),
+        (edited("logprobs", 3, 0.01), "sample 1, token 0: log-prob above 0"),
+        (edited("versions", 5, -1), "sample 1, token 2: token carries no policy version"),
+        (edited("token_ids", 1, 9), "sample 0, token 1: goes on after a stop token"),
+        (edited("token_ids", 2, 8), "sample 0, token 2: finish reason is stop"),
+        (edited("lengths", 1, 4), "token_ids is of shape"),
+        (replace(samples(), logprobs=samples().logprobs[:-1]), "logprobs is of shape"),
+        (replace(samples(), topk_ids=None), "topk_ids is missing"),
+        (replace(samples(), topk_logprobs=samples().topk_logprobs[:, :1]), "topk_logprobs is of shape"),
+        (replace(samples(), finish_reasons=("stop", "length")), "2 finish reasons"),
+        (replace(samples(), finish_reasons=("stop", "length", "error")), "sample 2: finish reason is none of"),
+        (replace(samples(), finish_reasons=("length", "length", "abort")), "sample 0: ended for its length"),
+        (replace(samples(), finish_reasons=("stop", "length", "stop")), "sample 2: no token at all"),
+        (edited("topk_ids", (3, 1), VOCAB), "sample 1, token 0: listed id outside"),
+        (edited("topk_ids", (3, 1), 18), "sample 1, token 0: an id is listed twice"),
+        (edited("topk_logprobs", (3, 1), np.nan), "sample 1, token 0: listed log-prob is missing"),
+        (edited("topk_logprobs", (3, 1), -0.5), "sample 1, token 0: listed log-probs are not in order"),
+        (edited("topk_logprobs", 3, (-0.1, -0.2)), "sample 1, token 0: listed probabilities sum"),
+        (edited("topk_logprobs", (0, 0), -2.5), "sample 0, token 0: listed log-prob of the sampled token"),
+    ],
+)
+def test_spoilt_samples_are_named(spoilt, message):
+    with pytest.raises(SpoiltSample, match=f"group g7.*{message}"):
+        check(spoilt)
+
+
+def test_longer_than_asked_for():
+    with pytest.raises(SpoiltSample, match="sample 1: longer than max_tokens = 4"):
+        check(samples(), replace(REQUEST, max_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": np.array([])}, "non-empty vector"),
+        ({"seeds": (1,)}, "1 seeds for n = 3"),
+        ({"seeds": (1, 2, -3)}, "seeds must lie"),
+        ({"temperature": 0.001}, "temperature = 0.001"),
+        ({"temperature": float("nan")}, "temperature = nan"),
+        ({"max_tokens": 0}, "max_tokens = 0"),
+        ({"topk": -1}, "topk = -1"),
+        ({"n": 0, "seeds": ()}, "n = 0"),
+    ],
+)
+def test_malformed_requests(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(REQUEST, **change)

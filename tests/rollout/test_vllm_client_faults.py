@@ -1,0 +1,200 @@
+"""The vLLM client against servers that are dead, silent, busy or talk nonsense: a clear error, in bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import numpy as np
+import pytest
+from tiny_engine import engine_config, with_engine
+
+from dppo_megatron.rollout.engine import (
+    EngineError,
+    EngineIncompatible,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnavailable,
+    GenerateRequest,
+    SpoiltSample,
+)
+from dppo_megatron.rollout.vllm_client import VllmEngine
+from dppo_megatron.rollout.vllm_extension.wire import encode_frame
+
+REQUEST = GenerateRequest("g", np.array([1, 2, 3]), 2, (5, 6), 1.0, 4)
+INFO = {
+    "version": 3,
+    "vocab_size": 10,
+    "max_model_len": 32,
+    "max_logprobs": 8,
+    "logprobs_mode": "processed_logprobs",
+    "dtype": "float32",
+    "model": "/nowhere",
+    "engine": "fake",
+    "problems": [],
+}
+GOOD_ARRAYS = {
+    "lengths": np.array([4, 4], np.int32),
+    "token_ids": np.arange(8, dtype=np.int32),
+    "logprobs": np.full(8, -1.0, np.float32),
+    "versions": np.full(8, 3, np.int32),
+}
+GOOD_HEADER = {"request_id": "g", "finish_reasons": ["length", "length"]}
+
+
+@pytest.fixture
+def config(tmp_path):
+    config = engine_config(tmp_path / "model", request_timeout_s=1.0)
+    return config.model_copy(update={"weight_sync": config.weight_sync.model_copy(update={"timeout_s": 1.0})})
+
+
+def http(status: int, body: bytes) -> bytes:
+    return b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
+
+
+def against(config, replies, use):
+    """Result of `use` on a client of a server that answers a path with the bytes of `replies`, one after the other.
+
+    A reply of None keeps silent; empty bytes hang up.
+    """
+    replies = {"/dppo/info": [http(200, json.dumps(INFO).encode())] * 9, **replies}
+
+    async def answer(reader, writer):
+        try:
+            while line := await reader.readline():
+                path = line.split()[1].decode()
+                headers = (await reader.readuntil(b"\r\n\r\n")).lower()
+                if b"content-length:" in headers:
+                    await reader.readexactly(int(headers.split(b"content-length:")[1].split()[0]))
+                reply = replies[path].pop(0)
+                if reply is None:
+                    await asyncio.sleep(60)
+                writer.write(reply)
+                await writer.drain()
+                if not reply:
+                    break
+        finally:
+            writer.close()
+
+    async def main():
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        engine = VllmEngine(config, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        try:
+            async with asyncio.timeout(20):
+                return await use(engine)
+        finally:
+            await engine.close()
+            server.close()
+
+    return asyncio.run(main())
+
+
+def generate(engine):
+    return engine.generate(REQUEST)
+
+
+def good_reply(**changed) -> bytes:
+    return http(200, encode_frame(GOOD_HEADER, GOOD_ARRAYS | changed))
+
+
+def test_a_good_reply_passes(config):
+    rollouts = against(config, {"/dppo/generate": [good_reply()]}, generate)
+    assert [r.token_ids.tolist() for r in rollouts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert {r.finish_reason for r in rollouts} == {"length"}
+
+
+def test_dead_server(config):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        for use in (VllmEngine.health, generate, lambda engine: engine.score(np.arange(3))):
+            with pytest.raises(EngineUnavailable, match=url):
+                with_engine(config, url, use)
+
+
+def test_server_that_dies_while_generating(config):
+    with pytest.raises(EngineUnavailable, match="generation of group g"):
+        against(config, {"/dppo/generate": [b""]}, generate)
+
+
+@pytest.mark.parametrize(
+    ("path", "use", "what"),
+    [
+        ("/dppo/generate", generate, "generation of group g"),
+        ("/dppo/score", lambda engine: engine.score(np.arange(3)), "scoring of 3 tokens"),
+        ("/dppo/load_weights", lambda engine: engine.load_weights("/some/policy", 4), "policy 4 from /some/policy"),
+    ],
+)
+def test_silent_server(config, path, use, what):
+    with pytest.raises(EngineTimeout, match=rf"127\.0\.0\.1.*within 1 s.*{what}"):
+        against(config, {path: [None]}, use)
+
+
+def test_busy_server_is_asked_again(config):
+    replies = [http(503, b"paused"), http(503, b"paused"), good_reply()]
+    assert len(against(config, {"/dppo/generate": replies}, generate)) == 2
+
+
+def test_server_that_stays_busy(config):
+    with pytest.raises(EngineTimeout):
+        against(config, {"/dppo/generate": [http(503, b"paused")] * 50}, generate)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(400, EngineRefused), (404, EngineIncompatible), (409, EngineError), (500, EngineError)]
+)
+def test_errors_carry_the_servers_reason(config, status, error):
+    reply = http(status, json.dumps({"error": "the reason"}).encode())
+    with pytest.raises(error, match=f"status {status}: the reason"):
+        against(config, {"/dppo/generate": [reply]}, generate)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (http(200, b"<html>hello</html>"), "not a frame"),
+        (http(200, b""), "not a frame"),
+        (http(200, encode_frame(GOOD_HEADER, GOOD_ARRAYS)[:-3]), "cut inside array 'versions'"),
+        (http(200, encode_frame(GOOD_HEADER, GOOD_ARRAYS) + b"x"), "1 bytes too many"),
+        (http(200, encode_frame(GOOD_HEADER, GOOD_ARRAYS)[:20]), "cut inside its header"),
+        (http(200, encode_frame({}, GOOD_ARRAYS)), "lacks 'finish_reasons'"),
+        (http(200, encode_frame(GOOD_HEADER, {"lengths": GOOD_ARRAYS["lengths"]})), "lacks 'token_ids'"),
+        (good_reply(logprobs=np.full(8, np.nan, np.float32)), "sample 0, token 0: log-prob is missing or not finite"),
+    ],
+)
+def test_garbled_replies_are_spoilt_samples(config, reply, message):
+    with pytest.raises(SpoiltSample, match=message) as error:
+        against(config, {"/dppo/generate": [reply]}, generate)
+    assert "127.0.0.1" in str(error.value)
+
+
+@pytest.mark.parametrize("logprobs", [[-1.0], [-1.0, np.nan], [-1.0, 0.5]])
+def test_spoilt_scores(config, logprobs):
+    reply = http(200, encode_frame({"version": 3}, {"logprobs": np.array(logprobs, np.float32)}))
+    with pytest.raises(SpoiltSample, match="scoring of 3 tokens"):
+        against(config, {"/dppo/score": [reply]}, lambda engine: engine.score(np.arange(3)))
+
+
+@pytest.mark.parametrize("body", [b"not json", b"[]", b'{"version": 3}'])
+def test_garbled_description(config, body):
+    with pytest.raises(EngineError, match="description"):
+        against(config, {"/dppo/info": [http(200, body)]}, VllmEngine.version)
+
+
+def test_load_weights_that_reports_another_version(config):
+    with pytest.raises(EngineError, match="reports version 3"):
+        against(
+            config,
+            {"/dppo/load_weights": [http(200, b'{"version": 3}')]},
+            lambda engine: engine.load_weights("/some/policy", 4),
+        )
+
+
+def test_hundreds_of_requests_at_once(tmp_path):
+    patient = engine_config(tmp_path / "model", request_timeout_s=20)
+
+    async def many(engine):
+        return await asyncio.gather(*(engine.generate(REQUEST) for _ in range(300)))
+
+    assert len(against(patient, {"/dppo/generate": [good_reply()] * 300}, many)) == 300

@@ -1,0 +1,127 @@
+"""The order of a weight update and what is left behind when a step of it fails, with the engine's part played."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from dppo_megatron.rollout.vllm_extension.manifest import BadWeights
+from dppo_megatron.rollout.vllm_extension.weights import WeightsTorn, WeightUpdater
+
+
+class PlayedEngine:
+    """Records the calls; raises at the one named `fails_at`."""
+
+    def __init__(self, fails_at: str = ""):
+        self.calls: list[str] = []
+        self.fails_at = fails_at
+        self.running_end = True
+
+    def _record(self, name: str) -> None:
+        self.calls.append(name)
+        if name.split()[0] == self.fails_at:
+            raise RuntimeError("out of memory")
+
+    async def pause_generation(self, *, mode, clear_cache=True):
+        self._record(f"pause {mode}")
+        if mode == "wait" and not self.running_end:
+            await asyncio.sleep(60)
+
+    async def resume_generation(self):
+        self._record("resume")
+
+    async def init_weight_transfer_engine(self, request):
+        self._record("init")
+
+    async def start_weight_update(self):
+        self._record("start")
+
+    async def update_weights(self, request):
+        self._record(f"update {len(request.update_info['files'])}")
+
+    async def finish_weight_update(self, weight_version=None):
+        self._record(f"finish {weight_version}")
+
+    async def reset_prefix_cache(self, reset_running_requests=False):
+        self._record(f"reset {reset_running_requests}")
+        return True
+
+
+@pytest.fixture
+def policy(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"w": np.zeros((2, 3), np.float32)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def load(updater, policy, mode="keep", wait_s=5.0, version=4):
+    return updater.load(policy, version, mode, wait_s)
+
+
+def test_order(policy):
+    async def twice():
+        engine = PlayedEngine()
+        updater = WeightUpdater(engine, policy)
+        await load(updater, policy)
+        await load(updater, policy, "abort", version=5)
+        return engine.calls
+
+    assert asyncio.run(twice()) == [
+        *("pause keep", "init", "start", "update 1", "finish 4", "reset True", "resume"),
+        *("pause abort", "start", "update 1", "finish 5", "reset False", "resume"),
+    ]
+
+
+def test_updates_do_not_overlap(policy):
+    async def both():
+        engine = PlayedEngine()
+        updater = WeightUpdater(engine, policy)
+        await asyncio.gather(load(updater, policy), load(updater, policy))
+        return engine.calls
+
+    calls = asyncio.run(both())
+    assert [call for call in calls if call in ("pause keep", "resume")] == ["pause keep", "resume"] * 2
+
+
+@pytest.mark.parametrize("step", ["start", "update", "finish", "reset"])
+def test_a_step_that_fails_refuses_generation_until_one_succeeds(policy, step):
+    async def fail_then_succeed():
+        engine = PlayedEngine(fails_at=step)
+        updater = WeightUpdater(engine, policy)
+        updater.check_whole()
+        with pytest.raises(WeightsTorn, match="out of memory"):
+            await load(updater, policy)
+        assert engine.calls[-2:] == ["pause abort", "resume"]
+        with pytest.raises(WeightsTorn, match="load them again"):
+            updater.check_whole()
+        engine.fails_at = ""
+        await load(updater, policy)
+        updater.check_whole()
+
+    asyncio.run(fail_then_succeed())
+
+
+def test_running_requests_that_do_not_end(policy):
+    async def wait_in_vain():
+        engine = PlayedEngine()
+        engine.running_end = False
+        updater = WeightUpdater(engine, policy)
+        with pytest.raises(TimeoutError):
+            await load(updater, policy, "wait", wait_s=0.05)
+        updater.check_whole()
+        return engine.calls
+
+    assert asyncio.run(wait_in_vain()) == ["pause wait", "resume"]
+
+
+@pytest.mark.parametrize("mode", ["keep_all", ""])
+def test_unknown_mode(policy, mode):
+    engine = PlayedEngine()
+    with pytest.raises(BadWeights, match="mode"):
+        asyncio.run(load(WeightUpdater(engine, policy), policy, mode))
+    assert engine.calls == []

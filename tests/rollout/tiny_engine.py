@@ -1,0 +1,157 @@
+"""A tiny random model, a real vLLM server of it, and what an fp32 reference says of its samples."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.rollout.vllm_client import VllmEngine
+from dppo_megatron.rollout.vllm_server import vllm_command, vllm_environment
+
+VOCAB = 64
+MAX_MODEL_LEN = 512
+MAX_LOGPROBS = 16
+EOS = 1
+START_TIMEOUT_S = 300
+
+Result = TypeVar("Result")
+
+
+def make_model(directory: Path, seed: int) -> Path:
+    """A random Qwen3 (4 layers, hidden 64, 64 characters) whose distributions are neither flat nor peaked."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # the smallest the CPU attention kernels take
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    characters = ["<pad>", "<eos>", *(chr(33 + i) for i in range(VOCAB - 2))]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(directory)
+    return directory
+
+
+def engine_config(model: Path, **engine) -> Config:
+    settings = {
+        "dtype": "fp32",
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 256,
+        "max_logprobs": MAX_LOGPROBS,
+        "kv_cache_bytes": 2**28,
+        "request_timeout_s": 120,
+    }
+    return Config(
+        run={"dir": model.parent / "run"},
+        model={"path": model},
+        train={"steps": 1},
+        data={"train": model.parent / "none.jsonl"},
+        engine=settings | engine,
+        rollout={"max_response_tokens": 64, "topk_logprobs": 8},
+        weight_sync={"timeout_s": 60},
+    )
+
+
+@contextlib.contextmanager
+def running_server(config: Config, log: Path, version: int) -> Iterator[str]:
+    """URL of a server that is up; ended, with what it started, on leaving."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            vllm_command(config, port, config.model.path),
+            env=os.environ | vllm_environment(config, version=version),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # its processes can be ended together
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_up(server, url, log)
+        yield url
+    finally:
+        server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def _wait_until_up(server: subprocess.Popen, url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while server.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"the server did not start; the end of its log:\n{log.read_text()[-3000:]}")
+
+
+def with_engine(
+    config: Config, url: str, use: Callable[[VllmEngine], Awaitable[Result]], timeout_s: float = 120
+) -> Result:
+    """Result of `use` on a fresh client in a fresh event loop."""
+
+    async def main() -> Result:
+        engine = VllmEngine(config, url)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await use(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+class Reference:
+    """The model of `directory` in transformers, fp32."""
+
+    def __init__(self, directory: Path):
+        import torch
+        from transformers import Qwen3ForCausalLM
+
+        self._torch = torch
+        self._model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def logprobs(self, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+        """[R, V] log-probs at `temperature` of each response position."""
+        torch = self._torch
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
+        with torch.no_grad():
+            logits = self._model(ids).logits[0, len(prompt) - 1 : -1].double()
+        return torch.log_softmax(logits / temperature, -1).numpy()
+
+    def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """[S - 1] log-probs of each token after the first."""
+        logprobs = self.logprobs(token_ids[:1], token_ids[1:])
+        return logprobs[np.arange(len(token_ids) - 1), token_ids[1:]]
