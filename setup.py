@@ -1,4 +1,4 @@
-"""Package metadata. `pip install .` brings torch alone and gives `objectives` and `vocab_parallel`; extras bring the rest."""
+"""Package metadata. `pip install .` needs torch alone and gives `objectives` and `vocab_parallel`."""
 
 from pathlib import Path
 

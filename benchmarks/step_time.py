@@ -4,7 +4,8 @@
 
 Reads the records of a run that sampled synchronously (rollout.max_staleness 0) and prints the mean and the median
 step, part by part. Generation is what the orchestrator measured from a step's first request to its last group, and
-evaluation (generation too, on held-out prompts) comes before it; the rest of the trainer's wait is hand-over. Exits with 1 when the overhead is above the limit.
+evaluation (generation too, on held-out prompts) comes before it; the rest of the trainer's wait is hand-over. Exits
+with 1 when the overhead is above the limit.
 """
 
 from __future__ import annotations

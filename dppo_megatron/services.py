@@ -43,7 +43,8 @@ def forget_all(run: RunDir) -> None:
 def engine_urls(config: Config, run: RunDir, check: Callable[[], None] = lambda: None) -> list[str]:
     """URLs of every engine of the run, waiting until those that the run starts have registered.
 
-    `check` is called while waiting and may raise to end the wait. Raises `ServiceTimeout` naming the engines that did not within `engine.start_timeout_s`.
+    `check` is called while waiting and may raise to end the wait. Raises `ServiceTimeout` naming the engines that did
+    not register within `engine.start_timeout_s`.
     """
     if config.engine.urls:
         return list(config.engine.urls)

@@ -28,7 +28,7 @@ class ConfigError(ExpectedError, ValueError):
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Reads `path`, applies overrides (`a.b=value`, the value in YAML) and validates types, names and cross-field rules.
+    """Reads `path`, applies overrides (`a.b=value`, the value in YAML), validates types, names and cross-field rules.
 
     Relative paths in the file are relative to the working directory, as on a command line.
     Raises `ConfigError` naming every violation. Reads no model or data files (see `checks.preflight`).
@@ -76,9 +76,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(str(path), [f"not valid YAML: {str(error).replace(chr(10), ' ')}"]) from None
     if not isinstance(tree, dict):
-        raise ConfigError(
-            str(path), [f"the top level must be a mapping of sections, found {type(tree).__name__}"]
-        )
+        raise ConfigError(str(path), [f"the top level must be a mapping of sections, found {type(tree).__name__}"])
     return tree
 
 

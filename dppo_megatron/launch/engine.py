@@ -37,9 +37,7 @@ def run_engine(config: Config, index: int) -> int:
     host = config.engine.host
     port = config.engine.port + index if config.engine.port else free_port(host)
     if port_in_use(host, port):
-        raise EngineStartError(
-            f"engine.port = {port}: already in use on {host}; choose another or 0 for a free one"
-        )
+        raise EngineStartError(f"engine.port = {port}: already in use on {host}; choose another or 0 for a free one")
     url = f"http://{host}:{port}"
     model, version = _policy_to_serve(config, run)
     command = server_command(config, port, model)

@@ -98,6 +98,7 @@ class EngineInfo:
     dtype: str  # "float32" | "bfloat16" | "float16"
     model: str  # directory the server was started from
     engine: str  # name and version of the server
+    running: int  # groups being sampled now
     problems: tuple[str, ...] = ()  # settings it knows to be unfit for rollouts, each with its remedy
 
 

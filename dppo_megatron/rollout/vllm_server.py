@@ -27,6 +27,7 @@ def vllm_command(config: Config, port: int, model_path: Path, *, device: Device 
         *("--model", str(model_path)),
         *("--host", engine.host, "--port", str(port)),
         *("--dtype", _DTYPES[engine.dtype]),
+        *("--tensor-parallel-size", str(engine.tensor_parallel)),
         *("--max-model-len", str(engine.max_model_len)),
         *("--max-num-seqs", str(engine.max_num_seqs)),
         *("--max-logprobs", str(engine.max_logprobs)),

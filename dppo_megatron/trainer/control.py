@@ -29,17 +29,30 @@ class Control:
     """Global rank 0 watches the bank and the signals and tells the others by one small gloo broadcast a step.
 
     Only one process of the job polls the file system, and a wait of any length never meets a NCCL time-out.
+    A context manager: inside it SIGTERM and SIGINT are requests to stop, outside they end the process.
     """
 
     def __init__(self, stall_timeout_s: float):
         self._stall_timeout_s = stall_timeout_s
         self._stop = False
+        self._handlers: dict[int, object] = {}
         self._group = None
         if dist.get_world_size() > 1:
             timeout = timedelta(seconds=stall_timeout_s + 120)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+
+    def __enter__(self) -> Control:
+        self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def barrier(self) -> None:
+        """Waits for every rank, for up to the stall time-out."""
+        if self._group is not None:
+            dist.barrier(group=self._group)
 
     def wait_until_ready(self, source: BatchSource, step: int) -> None:
         """Returns when the batch of `step` can be read. One broadcast of one integer.

@@ -85,9 +85,7 @@ class Publisher:
         exported = time.perf_counter()
         scores: Future | None = None
         if self._engines is not None:
-            scores = self._engines.on_all(
-                lambda engine: self._load_and_score(engine, directory.resolve(), version)
-            )
+            scores = self._engines.on_all(lambda engine: self._load_and_score(engine, directory.resolve(), version))
         expected = self._actor.score(self._probe)  # every rank computes while the engines load
         if scores is None:
             return Published(version, exported - started, 0.0, 0.0, 0.0)
@@ -119,7 +117,7 @@ class Publisher:
         if not difference <= tolerance:  # also when it is NaN
             raise WeightSyncError(
                 f"policy version {version}: engine and trainer log-probs of the probe differ by {difference:.3g}, more "
-                f"than weight_sync.probe_tolerance = {tolerance:g}. The engine does not serve the trainer's weights, or "
+                f"than weight_sync.probe_tolerance = {tolerance:g}. The engine does not serve the trainer's weights or "
                 f"computes in another precision (engine.dtype = {self._config.engine.dtype}, model.dtype = "
                 f"{self._config.model.dtype}); do not train on its rollouts"
             )

@@ -23,13 +23,9 @@ TARGET = 0.85
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="of the task, the start policy and the run")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="A.B=VALUE", help="passed to the DPPO run"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="passed to the DPPO run")
     arguments = parser.parse_args()
     started = time.monotonic()
     shutil.rmtree(ROOT, ignore_errors=True)
@@ -40,9 +36,7 @@ def main() -> int:
     print("== DPPO: two Megatron-core ranks, a vLLM server, an orchestrator", flush=True)
     train(HERE / "config.yaml", [seed, *arguments.set])
     evaluations = {
-        r["step"]: r["eval/accuracy"]
-        for r in read_records(ROOT / "dppo/metrics.jsonl")
-        if "eval/accuracy" in r
+        r["step"]: r["eval/accuracy"] for r in read_records(ROOT / "dppo/metrics.jsonl") if "eval/accuracy" in r
     }
     before, after = evaluations[min(evaluations)], evaluations[max(evaluations)]
     minutes = (time.monotonic() - started) / 60

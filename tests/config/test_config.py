@@ -43,9 +43,7 @@ def test_defaults_are_filled_and_saved(tmp_path):
 
 
 def test_every_violation_is_reported_at_once(tmp_path):
-    path = write(
-        tmp_path, model={"path": "m", "dtpe": "fp32"}, train={"steps": "many"}, rollout={"temprature": 1}
-    )
+    path = write(tmp_path, model={"path": "m", "dtpe": "fp32"}, train={"steps": "many"}, rollout={"temprature": 1})
     found = violations(path)
     assert "model.dtpe: unknown setting; did you mean model.dtype?" in found
     assert "rollout.temprature: unknown setting; did you mean rollout.temperature?" in found

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from run_helpers import Engine, start_engine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))

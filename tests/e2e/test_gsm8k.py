@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from run_helpers import records, run, steps_done, write_config
 
 ROOT = Path(__file__).parents[2]

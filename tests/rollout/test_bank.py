@@ -53,6 +53,7 @@ def test_entries_describe_groups_without_reading_them(tmp_path):
     assert entry.tokens == group.num_tokens
     assert (entry.min_version, entry.max_version, entry.topk, entry.temperature) == (3, 3, 2, 0.75)
     assert sum(entry.finish_reasons.values()) == entry.num_samples == 4
+    assert entry.truncated.sum() == entry.finish_reasons.get("length", 0)
 
 
 def test_responses_may_be_empty(tmp_path):

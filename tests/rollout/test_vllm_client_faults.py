@@ -32,6 +32,7 @@ INFO = {
     "dtype": "float32",
     "model": "/nowhere",
     "engine": "fake",
+    "running": 0,
     "problems": [],
 }
 GOOD_ARRAYS = {

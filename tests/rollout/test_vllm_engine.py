@@ -201,7 +201,9 @@ def test_bad_weights_leave_the_old_ones(use, tiny_models, tmp_path, reference_a,
 
 
 async def _some_steps(engine):
-    """Returns once everything that ran before has sampled several tokens more."""
+    """Returns once the request that was just sent runs and has sampled several tokens."""
+    while not (await engine.info()).running:
+        await asyncio.sleep(0.002)
     await engine.generate(group("pace", n=1, max_tokens=12))
 
 
@@ -304,7 +306,8 @@ def test_a_client_that_hangs_up_aborts_its_request(use):
         with pytest.raises(EngineRefused, match="already running"):
             await engine.generate(group("left", n=2, max_tokens=2))
         running.cancel()
-        await _some_steps(engine)
+        while (await engine.info()).running:
+            await asyncio.sleep(0.002)
         return await engine.generate(group("left", n=2, max_tokens=2))
 
     assert len(use(hang_up)) == 2

@@ -83,6 +83,7 @@ class DppoRoutes:
                 "dtype": str(config.dtype).removeprefix("torch."),
                 "model": str(config.model),
                 "engine": f"vllm {vllm_version}",
+                "running": len(self._running),
                 "problems": _unfit_settings(self._engine.vllm_config),
             }
         )
