@@ -1,0 +1,136 @@
+"""What is found wrong before anything starts: all of it, each with the setting, the value and the remedy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.config import Config, ConfigError, save_resolved
+from dppo_megatron.launch.preflight import check_fresh, check_resume, preflight
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    from make_task import make_task
+
+    directory = tmp_path_factory.mktemp("task")
+    make_task(directory)
+    return directory
+
+
+@pytest.fixture
+def tree(task, tmp_path) -> dict:
+    return {
+        "run": {"dir": str(tmp_path / "run")},
+        "model": {"path": str(task / "random_model"), "dtype": "fp32"},
+        "data": {"train": str(task / "train.jsonl"), "eval": str(task / "heldout.jsonl")},
+        "train": {"steps": 1},
+        "rollout": {"max_response_tokens": 4},
+        "engine": {"max_model_len": 64},
+    }
+
+
+def found(tree: dict) -> str:
+    with pytest.raises(ConfigError) as raised:
+        preflight(Config.model_validate(tree), "config.yaml")
+    return "\n".join(raised.value.violations)
+
+
+def test_a_good_config_says_what_will_be_trained(tree):
+    notes = "\n".join(preflight(Config.model_validate(tree), "config.yaml"))
+    assert "dppo_binary_tv" in notes
+    assert "7600 prompts" in notes
+
+
+def test_everything_wrong_is_reported_at_once(tree):
+    tree["objective"] = {"name": "dppo_binry_tv"}
+    tree["reward"] = {"name": "arithmetc"}
+    tree["parallel"] = {"world_size": 8, "tensor": 8}
+    tree["data"]["eval"] = "absent.jsonl"
+    problems = found(tree)
+    assert "dppo_binary_tv" in problems
+    assert "arithmetic" in problems
+    assert "parallel.tensor = 8" in problems
+    assert "absent.jsonl" in problems
+
+
+def test_topk_methods_need_listed_tokens(tree):
+    tree["objective"] = {"name": "dppo_topk_tv"}
+    assert "rollout.topk_logprobs = 0" in found(tree)
+
+
+def test_an_engine_longer_than_the_model_is_refused(tree):
+    tree["engine"]["max_model_len"] = 65
+    assert "engine.max_model_len = 65: the model was made for 64 positions" in found(tree)
+
+
+def test_a_missing_model_directory_is_named(tree, tmp_path):
+    tree["model"]["path"] = str(tmp_path / "absent")
+    assert "absent" in found(tree)
+
+
+def test_a_foreign_model_lists_the_supported_ones(tree, task, tmp_path):
+    model = shutil.copytree(task / "random_model", tmp_path / "foreign")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    tree["model"]["path"] = str(model)
+    problems = found(tree)
+    assert "MambaForCausalLM" in problems
+    assert "Qwen3ForCausalLM" in problems
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tree, task, tmp_path):
+    model = shutil.copytree(task / "random_model", tmp_path / "small")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 12}))
+    tree["model"]["path"] = str(model)
+    assert "tokenizer has 16 tokens but the model only 12" in found(tree)
+
+
+def test_malformed_prompt_lines_are_numbered(tree, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\nnot json\n{"prompt": "2+2="}\n')
+    tree["data"]["train"] = str(path)
+    problems = found(tree)
+    assert "line 2" in problems
+    assert "line 3" in problems
+
+
+def test_an_empty_prompt_file_is_refused(tree, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.touch()
+    tree["data"]["train"] = str(path)
+    assert "empty" in found(tree)
+
+
+def test_a_port_in_use_is_refused(tree):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        tree["engine"]["port"] = taken.getsockname()[1]
+        assert f"engine.port = {tree['engine']['port']}: already in use" in found(tree)
+
+
+def test_a_directory_that_holds_a_run_needs_resume(tree, tmp_path):
+    check_fresh(Config.model_validate(tree), "config.yaml")
+    (tmp_path / "run" / "bank").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="--resume"):
+        check_fresh(Config.model_validate(tree), "config.yaml")
+
+
+def test_resume_allows_what_cannot_change_the_run_and_names_the_rest(tree, tmp_path):
+    before = Config.model_validate(tree)
+    save_resolved(before, tmp_path / "saved.yaml")
+    tree["train"]["steps"] = 5
+    tree["engine"]["max_num_seqs"] = 8
+    check_resume(Config.model_validate(tree), before, "config.yaml")
+    tree["run"]["seed"] = 2
+    with pytest.raises(ConfigError, match=r"run\.seed = 2: the run was started with 1"):
+        check_resume(Config.model_validate(tree), before, "config.yaml")
