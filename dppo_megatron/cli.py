@@ -83,9 +83,7 @@ def engine(
 @app.command(name="eval")
 def evaluate(
     config_file: ConfigFile,
-    model: Annotated[
-        Path | None, typer.Option(help="model directory; default: the run's final model")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="model directory; default: the run's final model")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Print the greedy accuracy of a model on the config's held-out prompts, with an engine of its own."""
@@ -108,20 +106,20 @@ def validate(config_file: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def objectives() -> None:
-    """List the training objectives with their axes."""
-    from dppo_megatron.objectives import PRESETS, build_objective
+def objectives(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="one of them, or package.module:attribute, in words")
+    ] = None,
+) -> None:
+    """List the training objectives with their axes, or say of one what it does."""
+    from dppo_megatron.objectives.listing import in_words, table
 
-    width = max(map(len, PRESETS))
-    for name in PRESETS:
-        typer.echo(f"{name:<{width}}  {build_objective(name).describe()}")
+    typer.echo(table() if name is None else in_words(name))
 
 
 @app.command()
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="run directories; several are compared")
-    ],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories; several are compared")],
     out: Annotated[Path | None, typer.Option(help="where to write; default: RUN/report")] = None,
 ) -> None:
     """Print the table of a run and draw its curves; several runs are laid over each other."""

@@ -77,4 +77,8 @@ class TokenBatch:
     temperature: torch.Tensor | None = None  # [T] fp32; None = 1
     topk_ids: torch.Tensor | None = None  # [T, K] int32, -1 = absent
     topk_logprob: torch.Tensor | None = None  # [T, K] fp32
-    recomputed_logprob: torch.Tensor | None = None  # [T] fp32
+    # What the trainer scores itself before the step's first update, where the objective asks for it.
+    recomputed_logprob: torch.Tensor | None = None  # [T] fp32, by the weights the step starts from
+    recomputed_topk_logprob: torch.Tensor | None = None  # [T, K] fp32, of topk_ids by the same weights
+    recomputed_other_logprob: torch.Tensor | None = None  # [T] fp32, of everything that is neither listed nor target
+    reference_logprob: torch.Tensor | None = None  # [T] fp32, by the run's start model

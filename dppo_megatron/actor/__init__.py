@@ -17,12 +17,16 @@ from .checkpoint import CheckpointError
 from .layout import Layout, LayoutError, init_layout
 from .model import check_model
 from .model_config import padded_vocab_size
+from .reference import Reference
+from .scoring import Scores
 
 __all__ = [
     "Actor",
     "CheckpointError",
     "Layout",
     "LayoutError",
+    "Reference",
+    "Scores",
     "TrainingDiverged",
     "UpdateStats",
     "check_model",

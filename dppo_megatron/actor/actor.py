@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -23,14 +22,15 @@ from dppo_megatron.objectives import Metric, Objective, reduce_metrics
 from dppo_megatron.types import TokenBatch
 
 from . import checkpoint, megatron_version
-from .forward import LogprobStep, LossStep
+from .forward import LossStep
 from .layout import Layout
 from .model import PolicyModel, build_model
 from .model_config import dtype, transformer_config, use_transformer_engine
 from .optimizer import build_optimizer, build_schedule, learning_rate, optimizer_step, wrap_data_parallel
-from .packing import MicroBatch, Packer, filler
+from .packing import Packer
 from .reduction import reduce_reports
 from .rope import inverse_frequencies
+from .scoring import Scorer, Scores
 
 
 class TrainingDiverged(ExpectedError, RuntimeError):
@@ -51,6 +51,7 @@ class UpdateStats:
     nonfinite_tokens: int  # loss tokens whose logits were not finite
     metrics: dict[str, float]  # of the objective and the entropy, over the whole global batch
     parts: dict[str, Metric]  # the same before their last step, to merge with other updates
+    masked: dict[int, int]  # token id -> how often it was outside the trust region, where it ever was
     forward_backward_s: float
     optimizer_s: float
 
@@ -75,12 +76,14 @@ class Actor:
         self.schedule = build_schedule(self.optimizer, config)
         self.skipped_in_a_row = 0
         engine = use_transformer_engine(config)
-        self._packer = Packer(
+        self.packer = Packer(
             device=layout.device,
             dtype=dtype(config),
             frequencies=None if engine else inverse_frequencies(self.hf).to(layout.device),
             multiple=layout.tensor_size if layout.sequence_parallel else 1,
+            round_size=layout.pipeline_size if layout.virtual_pipeline_size else 1,
         )
+        self._scorer = Scorer(self.model, self.packer, layout, self.hf.vocab_size, config.train.micro_batch_tokens)
         self._forward_backward = partial(
             get_forward_backward_func(),
             model=self.model,
@@ -127,15 +130,18 @@ class Actor:
         micro-batches.
         """
         started = time.perf_counter()
-        prepared = self._prepare(micro_batches)
+        prepared = self.packer.whole_rounds(micro_batches)
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        step = LossStep(objective, self.hf.vocab_size, self.layout)
+        masked = torch.zeros(self.hf.vocab_size, dtype=torch.long, device=self.layout.device)
+        step = LossStep(objective, self.hf.vocab_size, self.layout, masked)
         results = self._forward_backward(
-            forward_step_func=step, data_iterator=self._iterators(prepared), num_microbatches=len(prepared)
+            forward_step_func=step,
+            data_iterator=[iter(prepared) for _ in self.model],  # every virtual stage reads all of them
+            num_microbatches=len(prepared),
         )
-        total = reduce_reports(results, prepared[: len(micro_batches)], self.layout)
+        total = reduce_reports(results, prepared[: len(micro_batches)], masked, self.layout)
         self._synchronize()
         computed = time.perf_counter()
         update = optimizer_step(
@@ -154,6 +160,7 @@ class Actor:
             nonfinite_tokens=total.nonfinite,
             metrics=reduce_metrics(total.metrics),
             parts=total.metrics,
+            masked=total.masked,
             forward_backward_s=computed - started,
             optimizer_s=time.perf_counter() - computed,
         )
@@ -165,24 +172,16 @@ class Actor:
             )
         return stats
 
-    @torch.no_grad()
+    def scores(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
+        """What the current weights say of every micro-batch's tokens. Forward only; see `Scorer`."""
+        return self._scorer(micro_batches, topk=topk)
+
     def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """Log-probs [T] fp32 of every micro-batch's targets at its temperature, on the CPU; 0 where mask is False.
 
         Forward only, with the current weights; the same on every rank of a replica.
         """
-        prepared = self._prepare(micro_batches)
-        step = LogprobStep(self.hf.vocab_size, self.layout)
-        results = self._forward_backward(
-            forward_step_func=step,
-            data_iterator=self._iterators(prepared),
-            num_microbatches=len(prepared),
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
-        if self.layout.pipeline_size > 1:
-            results = self._from_last_stage(results, prepared)
-        return [result.cpu() for result in results[: len(micro_batches)]]
+        return [scores.logprob for scores in self.scores(micro_batches)]
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         """Log-probs [S - 1] fp32, at temperature 1, of tokens 1.. of one sequence [S] given those before them."""
@@ -216,27 +215,6 @@ class Actor:
         Raises CheckpointError when it does not fit this run. See `checkpoint.load`.
         """
         return checkpoint.load(self, Path(directory))
-
-    def _prepare(self, micro_batches: Sequence[TokenBatch]) -> list[MicroBatch]:
-        if not micro_batches:
-            raise ValueError("an update needs at least one micro-batch")
-        missing = 0
-        if self.layout.virtual_pipeline_size:  # the interleaved schedule takes whole rounds of the pipeline
-            missing = -len(micro_batches) % self.layout.pipeline_size
-        return [self._packer(batch) for batch in [*micro_batches, *[filler(micro_batches[0])] * missing]]
-
-    def _iterators(self, prepared: list[MicroBatch]) -> list:
-        """One per model chunk: every virtual stage reads all micro-batches."""
-        return [iter(prepared) for _ in self.model]
-
-    def _from_last_stage(self, results: list[Tensor], prepared: list[MicroBatch]) -> list[Tensor]:
-        group = self.layout.pipeline_group
-        if not self.layout.is_last_stage:
-            device = self.layout.device
-            results = [torch.empty(b.num_tokens, dtype=torch.float32, device=device) for b in prepared]
-        for result in results:
-            dist.broadcast(result, group_src=self.layout.pipeline_size - 1, group=group)
-        return results
 
     def _synchronize(self) -> None:
         if self.layout.device.type == "cuda":

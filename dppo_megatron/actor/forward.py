@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -28,6 +28,9 @@ from .layout import Layout
 from .model import PolicyModel
 from .packing import MicroBatch
 
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
 
 @dataclass(frozen=True)
 class MicroBatchResult:
@@ -40,11 +43,15 @@ class MicroBatchResult:
 
 @dataclass(frozen=True)
 class LossStep:
-    """`forward_step` of Megatron's schedules for training with one objective."""
+    """`forward_step` of Megatron's schedules for one update with one objective.
+
+    masked: [V] int64 on the device, how often each token id was outside the trust region, over all calls.
+    """
 
     objective: Objective
     vocab_size: int
     layout: Layout
+    masked: Int[Tensor, " V"]
 
     def __call__(self, data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(data)
@@ -68,9 +75,11 @@ class LossStep:
             advantage=rows.advantage,
             topk=None if rows.topk_ids is None else self._topk(rows, stats),
             recomputed_logprob=rows.recomputed_logprob,
+            reference_logprob=rows.reference_logprob,
             sequence_ids=_sequence_ids(batch) if objective.needs_sequences else None,
             entropy=stats.entropy,
         )
+        self.masked.index_add_(0, rows.target_ids, out.masked_tokens.long())
         loss = (rows.loss_weight * out.loss).sum()
         metrics = {"entropy": mean_metric(stats.entropy, rows.mask), **out.metrics}
         nonfinite = (stats.nonfinite & rows.mask).sum().double()
@@ -85,25 +94,34 @@ class LossStep:
             other_logprob=stats.other_logprob,
             target_ids=rows.target_ids,
             vocab_size=self.vocab_size,
+            recomputed_logprob=rows.recomputed_topk_logprob,
+            recomputed_other_logprob=rows.recomputed_other_logprob,
         )
 
 
 @dataclass(frozen=True)
 class LogprobStep:
-    """`forward_step` that only scores: collects fp32 log-probs [T] of the targets, 0 where mask is False."""
+    """`forward_step` that only scores: collects fp32 log-probs [T, C] of each micro-batch, 0 where mask is False.
+
+    C = 1, the targets; with `topk` C = K + 2, the targets, the listed ids and everything else.
+    """
 
     vocab_size: int
     layout: Layout
+    topk: bool = False
 
     def __call__(self, data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(data)
         return run_model(model, batch), partial(self.collect, batch, model)
 
     def collect(self, batch: MicroBatch, model: Any, output: Tensor, non_loss_data: bool = True) -> Tensor:
-        stats = head_statistics(model, output, batch.loss, self, topk=False, entropy="none")
-        logprob = output.new_zeros(batch.num_tokens, dtype=stats.logprob.dtype)
-        kept = torch.where(batch.loss.mask, stats.logprob, 0.0)
-        return logprob.index_copy_(0, batch.packed.rows, kept)
+        rows = batch.loss
+        stats = head_statistics(model, output, rows, self, topk=self.topk, entropy="none")
+        columns = [stats.logprob[:, None]]
+        if self.topk:
+            columns += [stats.topk_logprob, stats.other_logprob[:, None]]
+        scored = torch.where(rows.mask[:, None], torch.cat(columns, dim=1), 0.0)
+        return scored.new_zeros(batch.num_tokens, scored.shape[1]).index_copy_(0, batch.packed.rows, scored)
 
 
 def run_model(model: Any, batch: MicroBatch) -> Tensor:

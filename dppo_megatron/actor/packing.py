@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -54,12 +55,21 @@ class Packer:
 
     frequencies: inverse rope frequencies where our own attention rotates, else None.
     multiple: T is padded to a multiple of it (sequence parallelism splits T evenly).
+    round_size: a pass takes a multiple of so many micro-batches (the interleaved pipeline schedule does).
     """
 
     device: torch.device
     dtype: torch.dtype
     frequencies: Float[Tensor, " d/2"] | None
     multiple: int = 1
+    round_size: int = 1
+
+    def whole_rounds(self, batches: Sequence[TokenBatch]) -> list[MicroBatch]:
+        """The micro-batches of one pass, then fillers up to whole rounds. Raises ValueError without any."""
+        if not batches:
+            raise ValueError("an update needs at least one micro-batch")
+        missing = -len(batches) % self.round_size
+        return [self(batch) for batch in [*batches, *[filler(batches[0])] * missing]]
 
     def __call__(self, batch: TokenBatch) -> MicroBatch:
         """Copies to the device. Raises ValueError for a batch without tokens or with an empty sequence."""

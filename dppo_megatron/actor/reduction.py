@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dppo_megatron.objectives import Metric, flatten_metrics, merge_metrics, unflatten_metrics
 
@@ -24,15 +25,18 @@ class UpdateTotal:
     tokens: int
     loss_tokens: int
     metrics: dict[str, Metric]
+    masked: dict[int, int]  # token id -> count, where above 0
 
 
-def reduce_reports(results: Sequence[MicroBatchResult], batches: Sequence[MicroBatch], layout: Layout) -> UpdateTotal:
-    """Add up this update's reports. `results` is empty before the last pipeline stage.
+def reduce_reports(
+    results: Sequence[MicroBatchResult], batches: Sequence[MicroBatch], masked: Tensor, layout: Layout
+) -> UpdateTotal:
+    """Add up this update's reports. `results` is empty before the last pipeline stage. masked: see `LossStep`.
 
-    Collectives: two all-reduces over the data-parallel group on the last stage (none for a single replica),
+    Collectives: three all-reduces over the data-parallel group on the last stage (none for a single replica),
     then one broadcast along the pipeline.
     """
-    total = _on_last_stage(results, batches, layout) if layout.is_last_stage else None
+    total = _on_last_stage(results, batches, masked, layout) if layout.is_last_stage else None
     if layout.pipeline_size > 1:
         box = [total]
         dist.broadcast_object_list(box, group_src=layout.pipeline_size - 1, group=layout.pipeline_group)
@@ -40,7 +44,9 @@ def reduce_reports(results: Sequence[MicroBatchResult], batches: Sequence[MicroB
     return total
 
 
-def _on_last_stage(results: Sequence[MicroBatchResult], batches: Sequence[MicroBatch], layout: Layout) -> UpdateTotal:
+def _on_last_stage(
+    results: Sequence[MicroBatchResult], batches: Sequence[MicroBatch], masked: Tensor, layout: Layout
+) -> UpdateTotal:
     merged = merge_metrics([result.metrics for result in results])
     metric_sums, maxima = flatten_metrics(merged)
     counts = [sum(b.num_tokens for b in batches), sum(b.num_loss_tokens for b in batches)]
@@ -49,7 +55,10 @@ def _on_last_stage(results: Sequence[MicroBatchResult], batches: Sequence[MicroB
     if layout.data_group.size() > 1:
         dist.all_reduce(sums, group=layout.data_group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=layout.data_group)
+        dist.all_reduce(masked, group=layout.data_group)
     sums, maxima = sums.cpu(), maxima.cpu()
     loss, nonfinite, tokens, loss_tokens = sums[:4].tolist()
     metrics = unflatten_metrics(merged, sums[4:], maxima)
-    return UpdateTotal(loss, int(nonfinite), int(tokens), int(loss_tokens), metrics)
+    ids = masked.nonzero().flatten()
+    counts = dict(zip(ids.tolist(), masked[ids].tolist(), strict=True))
+    return UpdateTotal(loss, int(nonfinite), int(tokens), int(loss_tokens), metrics, counts)

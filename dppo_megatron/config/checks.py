@@ -23,17 +23,18 @@ def _layout(config: Config) -> list[str]:
     if p.sequence and p.tensor == 1:
         out.append("parallel.sequence = true: needs parallel.tensor > 1; set it to false")
     if p.virtual_pipeline and p.pipeline == 1:
-        out.append(
-            f"parallel.virtual_pipeline = {p.virtual_pipeline}: needs parallel.pipeline > 1; remove it"
-        )
+        out.append(f"parallel.virtual_pipeline = {p.virtual_pipeline}: needs parallel.pipeline > 1; remove it")
     return out
 
 
 def _sampling(config: Config) -> list[str]:
-    if config.objective.supervised:
-        return []
     r, e = config.rollout, config.engine
     out = []
+    if r.dynamic_sampling and not config.samples:
+        why = "objective.name is nll" if config.objective.supervised else "rollout.bank is given"
+        out.append(f"rollout.dynamic_sampling = true: nothing is sampled ({why}); set it to false")
+    if config.objective.supervised:
+        return out
     if r.top_p != 1.0:
         out.append(
             f"rollout.top_p = {r.top_p}: truncated sampling removes tokens the policy still has, so every ratio "
@@ -79,11 +80,12 @@ def _batch(config: Config) -> list[str]:
             f"the {per_update} sequences of an update; lower it or raise rollout.prompts_per_step"
         )
     if not config.objective.supervised and r.group_size == 1:
+        out.append("rollout.group_size = 1: a group of one has no baseline, so every advantage is 0; use at least 2")
+    if config.reward.overlong_buffer > r.max_response_tokens:
         out.append(
-            "rollout.group_size = 1: a group of one has no baseline, so every advantage is 0; use at least 2"
+            f"reward.overlong_buffer = {config.reward.overlong_buffer}: longer than rollout.max_response_tokens = "
+            f"{r.max_response_tokens}; lower it"
         )
     if config.optimizer.min_lr > config.optimizer.lr:
-        out.append(
-            f"optimizer.min_lr = {config.optimizer.min_lr}: above optimizer.lr = {config.optimizer.lr}"
-        )
+        out.append(f"optimizer.min_lr = {config.optimizer.min_lr}: above optimizer.lr = {config.optimizer.lr}")
     return out

@@ -18,16 +18,12 @@ class Section(BaseModel):
 class RunConfig(Section):
     dir: Path = Field(description="run directory: resolved config, bank, weights, checkpoints, logs, metrics")
     seed: int = Field(1, ge=0, description="seeds prompt order, sampling and dropout")
-    stall_timeout_s: float = Field(
-        1800.0, gt=0, description="a wait without progress longer than this raises"
-    )
+    stall_timeout_s: float = Field(1800.0, gt=0, description="a wait without progress longer than this raises")
 
 
 class ModelConfig(Section):
     path: Path = Field(description="Hugging Face model directory (config.json, safetensors, tokenizer)")
-    dtype: Literal["fp32", "bf16"] = Field(
-        "bf16", description="parameters and activations; the optimizer is fp32"
-    )
+    dtype: Literal["fp32", "bf16"] = Field("bf16", description="parameters and activations; the optimizer is fp32")
     logits: Literal["stored", "fused"] = Field(
         "stored",
         description="stored: head output kept for the loss; fused: head and loss in one pass, less memory",
@@ -43,14 +39,10 @@ class ParallelConfig(Section):
     world_size: int = Field(1, ge=1, description="trainer ranks; data-parallel size follows from the rest")
     tensor: int = Field(1, ge=1)
     pipeline: int = Field(1, ge=1)
-    virtual_pipeline: int | None = Field(
-        None, ge=2, description="model chunks per pipeline rank (interleaved)"
-    )
+    virtual_pipeline: int | None = Field(None, ge=2, description="model chunks per pipeline rank (interleaved)")
     context: int = Field(1, ge=1)
     expert: int = Field(1, ge=1)
-    expert_tensor: int | None = Field(
-        None, ge=1, description="tensor parallelism of the experts; default: tensor"
-    )
+    expert_tensor: int | None = Field(None, ge=1, description="tensor parallelism of the experts; default: tensor")
     sequence: bool = Field(False, description="sequence parallelism; needs tensor > 1")
     distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
     timeout_s: float = Field(600.0, gt=0, description="a collective that takes longer raises")
@@ -77,11 +69,14 @@ class ObjectiveConfig(Section):
         default_factory=dict, description="axes of the preset to override, e.g. delta: 0.2"
     )
     advantage: Literal["group_mean", "group_mean_std", "leave_one_out", "batch_normalised"] = "group_mean"
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = (
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "seq_mean_token_sum"] = (
         "seq_mean_token_sum_norm"
     )
     horizon: int | None = Field(
         None, ge=1, description="divisor of seq_mean_token_sum_norm; default: rollout.max_response_tokens"
+    )
+    overlong_filter: bool = Field(
+        False, description="responses cut at the length limit carry no loss (DAPO); their rewards stay in the baseline"
     )
 
     @property
@@ -101,9 +96,7 @@ class DataConfig(Section):
     eval: Path | None = Field(None, description="JSONL of held-out prompts")
     prompt_column: str = "prompt"
     answer_column: str = "answer"
-    chat_template: bool = Field(
-        False, description="wrap the prompt as a user turn with the tokenizer's chat template"
-    )
+    chat_template: bool = Field(False, description="wrap the prompt as a user turn with the tokenizer's chat template")
     prompt_template: str = Field("{prompt}", description="text around the prompt; {prompt} is replaced")
     shuffle: bool = True
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are an error before work starts")
@@ -111,10 +104,14 @@ class DataConfig(Section):
 
 class RewardConfig(Section):
     name: str = Field("arithmetic", description="arithmetic | gsm8k | package.module:function")
-    timeout_s: float = Field(
-        10.0, gt=0, description="a verifier slower than this scores the sample as failed"
-    )
+    timeout_s: float = Field(10.0, gt=0, description="a verifier slower than this scores the sample as failed")
     workers: int = Field(2, ge=1, description="verifier processes")
+    overlong_buffer: int = Field(
+        0,
+        ge=0,
+        description="tokens before rollout.max_response_tokens over which a reward falls by up to 1 (DAPO's soft "
+        "overlong penalty, added when training, not in the bank); 0 = off",
+    )
 
 
 class EngineConfig(Section):
@@ -127,9 +124,7 @@ class EngineConfig(Section):
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     max_model_len: int = Field(4096, ge=2)
     max_num_seqs: int = Field(256, ge=1)
-    kv_cache_bytes: int | None = Field(
-        None, ge=1, description="KV cache size; default: the engine's own choice"
-    )
+    kv_cache_bytes: int | None = Field(None, ge=1, description="KV cache size; default: the engine's own choice")
     max_logprobs: int = Field(64, ge=1, description="the engine's cap on listed log-probs per token")
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     extra_args: tuple[str, ...] = Field((), description="appended to the server's command line")
@@ -146,13 +141,15 @@ class RolloutConfig(Section):
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = Field((), description="besides the tokenizer's end-of-sequence token")
-    topk_logprobs: int = Field(
-        0, ge=0, description="K of the rollout policy's listed tokens; top-K methods need > 0"
-    )
-    max_staleness: int = Field(
-        0, ge=0, description="policy versions a rollout may lag behind; 0 = synchronous"
-    )
+    topk_logprobs: int = Field(0, ge=0, description="K of the rollout policy's listed tokens; top-K methods need > 0")
+    max_staleness: int = Field(0, ge=0, description="policy versions a rollout may lag behind; 0 = synchronous")
     max_concurrent_groups: int = Field(256, ge=1)
+    dynamic_sampling: bool = Field(
+        False, description="groups whose rewards are all equal are dropped and other prompts sampled for them (DAPO)"
+    )
+    max_prompts_per_group: int = Field(
+        8, ge=2, description="dynamic_sampling: most prompts for each group of a step, on average; more is an error"
+    )
     bank: Path | None = Field(
         None, description="train on the rollouts of this existing bank: nothing is sampled, no engine is started"
     )

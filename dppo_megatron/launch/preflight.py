@@ -24,10 +24,10 @@ RESUMABLE_CHANGES = (
     "model.recompute",
     "model.logits",
     "rollout.max_concurrent_groups",
+    "rollout.max_prompts_per_group",
     "reward.timeout_s",
     "reward.workers",
 )
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,21 @@ def preflight(config: Config, source: str) -> list[str]:
 
 
 def _objective(config: Config, findings: Findings) -> None:
-    from dppo_megatron.objectives import build_objective
+    from dppo_megatron.objectives import PRESETS, ObjectiveError, build_objective
 
-    objective = build_objective(config.objective.name, **config.objective.settings)
+    chosen = config.objective
+    try:
+        objective = build_objective(chosen.name, **chosen.settings)
+    except ObjectiveError as error:
+        setting = f"settings = {chosen.settings}" if chosen.name in PRESETS else f"name = {chosen.name}"
+        findings.violations.append(f"objective.{setting}: {error}")
+        return
     findings.notes.append(objective.describe())
+    if preset := PRESETS.get(chosen.name):
+        for setting in ("advantage", "aggregation"):
+            published, given = getattr(preset, setting), getattr(chosen, setting)
+            if given != published:
+                findings.notes.append(f"objective.{setting} = {given}: {chosen.name} was published with {published}")
     if objective.needs_topk and config.rollout.topk_logprobs == 0:
         findings.violations.append(
             f"rollout.topk_logprobs = 0: objective {config.objective.name} compares listed tokens; set it to the K "
@@ -134,9 +145,7 @@ def check_fresh(config: Config, source: str) -> None:
     if run.bank.exists() or run.checkpoints.exists():
         raise ConfigError(
             source,
-            [
-                f"run.dir = {run.root}: already holds a run; pass --resume to continue it, or choose another run.dir"
-            ],
+            [f"run.dir = {run.root}: already holds a run; pass --resume to continue it, or choose another run.dir"],
         )
 
 

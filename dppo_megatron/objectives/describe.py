@@ -37,6 +37,31 @@ def describe(name: str, s: ObjectiveSettings) -> str:
     return "\n".join(lines)
 
 
+def axes(s: ObjectiveSettings) -> dict[str, str]:
+    """The main axes as the cells of a table, "-" where one has no meaning. The same keys for every method."""
+    region = s.control != "none"
+    policies = {"rollout": "mu", "recomputed": "recomputed"}
+    if not region:
+        threshold = "-"
+    elif s.measures_ratio:
+        threshold = f"-{s.epsilon_low:g} +{s.epsilon_high:g}" + (f", dual {s.dual_clip:g}" if s.dual_clip else "")
+    else:
+        threshold = f"{s.delta:g}" + (f", penalty {s.penalty_delta:g}" if s.penalty_delta else "")
+    ratio = "1" if s.importance == "none" else f"pi/{policies[s.importance]}"
+    if s.ratio_level == "sequence":
+        ratio += ", sequence"
+    if s.ratio_floor is not None or s.ratio_cap is not None:
+        ratio += f" in [{_bound(s.ratio_floor, '0')}, {_bound(s.ratio_cap, 'inf')}]"
+    return {
+        "divergence": s.divergence if region else "-",
+        "control": s.control,
+        "direction": s.direction if s.control in ("mask", "mask_quadratic") else "-",
+        "anchor": policies[s.anchor] if region else "-",
+        "threshold": threshold,
+        "ratio": ratio,
+    }
+
+
 def _ratio(s: ObjectiveSettings) -> str:
     if s.importance == "none":
         return "r = 1, no importance ratio"

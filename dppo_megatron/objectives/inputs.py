@@ -27,6 +27,7 @@ class TopKLogprobs:
     target_ids           [T] int, the sampled token.
     vocab_size           tokens of the whole vocabulary, for the uniform tail of the predictive direction.
     recomputed_logprob   [T, K] as rollout_logprob, of the recomputed old policy; anchor 'recomputed' only.
+    recomputed_other_logprob   [T] as other_logprob, of the same policy; None = what its list leaves of 1.
     """
 
     ids: Int[Tensor, "T K"]
@@ -36,6 +37,7 @@ class TopKLogprobs:
     target_ids: Int[Tensor, " T"]
     vocab_size: int | None = None
     recomputed_logprob: Float[Tensor, "T K"] | None = None
+    recomputed_other_logprob: Float[Tensor, " T"] | None = None
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,8 @@ def make_buckets(settings: ObjectiveSettings, name: str, tokens: Tokens, topk: T
     noise = 4 * eps * present.shape[1]
     remainder = 1 - (anchor.exp() * present).sum(dim=1)
     anchor_other = torch.where(remainder > noise, remainder, torch.zeros_like(remainder))
+    if recomputed and topk.recomputed_other_logprob is not None:
+        anchor_other = topk.recomputed_other_logprob.detach().to(dtype).exp()
     return Buckets(
         present=present,
         anchor_logprob=anchor,

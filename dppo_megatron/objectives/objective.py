@@ -229,7 +229,8 @@ def _call(path: str, factory: Callable[..., Any], overrides: dict[str, Any]) -> 
 def _lacking(target: Any) -> list[str]:
     if isinstance(target, type):
         return ["an instance"]
-    wanted = ("name", "settings", "describe", "needs_topk", "needs_recomputed", "needs_entropy", "__call__")
+    needs = ("topk", "recomputed", "reference", "sequences", "entropy")
+    wanted = ("name", "settings", "describe", *(f"needs_{what}" for what in needs), "__call__")
     return [attribute for attribute in wanted if not hasattr(target, attribute)]
 
 

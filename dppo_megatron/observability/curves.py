@@ -29,9 +29,7 @@ def draw_curves(runs: Sequence[History], path: Path) -> None:
     panels = figure.subplots(2, 3)
     last = max(1, *(max(run.rows) for run in runs))
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    for axes, draw in zip(
-        panels.flat, (_reward, _accuracy, _masked, _mismatch, _grad_norm, _time), strict=True
-    ):
+    for axes, draw in zip(panels.flat, (_reward, _accuracy, _masked, _mismatch, _grad_norm, _time), strict=True):
         _style(axes)
         draw(axes, runs)
         _finish(axes)
@@ -92,13 +90,9 @@ def _masked(axes: Axes, runs: Sequence[History]) -> None:
 
 
 def _mismatch(axes: Axes, runs: Sequence[History]) -> None:
-    axes.set_title(
-        "engine-trainer mismatch (nats)" if len(runs) == 1 else "engine-trainer mismatch (KL, nats)"
-    )
+    axes.set_title("engine-trainer mismatch (nats)" if len(runs) == 1 else "engine-trainer mismatch (KL, nats)")
     for index, run in enumerate(runs):
-        _curve(
-            axes, _positive(run.series("mismatch/kl")), _colour(index), label="KL" if len(runs) == 1 else None
-        )
+        _curve(axes, _positive(run.series("mismatch/kl")), _colour(index), label="KL" if len(runs) == 1 else None)
     if len(runs) == 1:
         largest = _positive(runs[0].series("mismatch/max_abs_logprob_difference"))
         _curve(axes, largest, _colour(1), label="largest log-prob difference")
@@ -151,9 +145,7 @@ def _curve(axes: Axes, series: Series, colour: str, label: str | None = None, st
     window = len(series.values) // 25
     if window >= 2:
         axes.plot(series.steps, series.values, color=colour, lw=0.8, alpha=0.25)
-        axes.plot(
-            series.steps, _running_mean(series.values, window), color=colour, lw=1.8, ls=style, label=label
-        )
+        axes.plot(series.steps, _running_mean(series.values, window), color=colour, lw=1.8, ls=style, label=label)
     else:
         marker = "o" if len(series.values) == 1 else None
         axes.plot(series.steps, series.values, color=colour, lw=1.6, ls=style, label=label, marker=marker)

@@ -12,6 +12,7 @@ import yaml
 
 from dppo_megatron.errors import ExpectedError
 
+from .masked_tokens import MASKED_TOKENS_FILE
 from .names import is_step_record
 from .tail import read_records
 from .trackers import METRICS_FILE
@@ -63,6 +64,7 @@ class History:
     config: dict[str, Any]
     rows: dict[int, dict[str, float | None]]
     times: tuple[float, ...]  # of the records, as written
+    masked: tuple[dict[str, Any], ...] = ()  # of each step, the tokens masked most
 
     def series(self, name: str) -> Series:
         found = [(step, row[name]) for step, row in sorted(self.rows.items()) if row.get(name) is not None]
@@ -92,12 +94,11 @@ def load_history(run_dir: Path, label: str) -> History:
             if isinstance(record.get("time"), int | float):
                 times.append(float(record["time"]))
     if not rows:
-        raise ReportError(
-            f"{run_dir / METRICS_FILE} holds no metrics: name the directory of a run that trained"
-        )
+        raise ReportError(f"{run_dir / METRICS_FILE} holds no metrics: name the directory of a run that trained")
     config_path = run_dir / CONFIG_FILE
     config = yaml.safe_load(config_path.read_text()) if config_path.exists() else None
-    return History(label, config if isinstance(config, dict) else {}, rows, tuple(times))
+    masked = tuple(read_records(run_dir / MASKED_TOKENS_FILE))
+    return History(label, config if isinstance(config, dict) else {}, rows, tuple(times), masked)
 
 
 def labels(run_dirs: Sequence[Path]) -> list[str]:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .curves import draw_curves
 from .history import History, ReportError, labels, load_history
+from .masked_tokens import masked_rows
 from .summary import NONE, summary_rows, time_rows
 
 Rows = dict[str, list[str]]  # quantity -> its value in each run
@@ -18,7 +20,8 @@ Rows = dict[str, list[str]]  # quantity -> its value in each run
 _NOTES = """\
 Masked share counts tokens with advantage A other than 0. Mismatch is what the engine said of the sampled
 tokens against what the trainer says of them with the same weights, in nats. Parts of a step are seconds of a
-mean step; `other` is what no part accounts for.
+mean step; `other` is what no part accounts for. Most masked tokens are counted from the ten of each step, with
+their share of all masked tokens.
 """
 
 
@@ -41,14 +44,19 @@ def write_report(
     draw_curves(histories, directory / "curves.png")
 
     summary, times = _side_by_side(histories, summary_rows), _side_by_side(histories, time_rows)
+    masked = _side_by_side(histories, lambda history: masked_rows(history.masked))
     names = [history.label for history in histories]
     console = console or Console()
     console.print(_table("run", names, summary))
     if times:
         console.print(_table("where a step's time goes", names, times))
+    if masked:
+        console.print(_table("most masked tokens", names, masked))
     sections = [f"# {' against '.join(names)}", _markdown("", names, summary)]
     if times:
         sections += ["## Where a step's time goes", _markdown("part", names, times)]
+    if masked:
+        sections += ["## Most masked tokens", _markdown("", names, masked)]
     sections += ["## Curves", "![curves](curves.png)", _NOTES]
     path = directory / "report.md"
     path.write_text("\n\n".join(sections))
@@ -69,15 +77,12 @@ def _table(title: str, names: Sequence[str], rows: Rows) -> Table:
     for name in names:
         table.add_column(name, overflow="fold")
     for key, values in rows.items():
-        table.add_row(key, *values)
+        table.add_row(key, *map(escape, values))  # a token may look like markup
     return table
 
 
 def _markdown(corner: str, names: Sequence[str], rows: Rows) -> str:
     lines = [[corner, *names], ["---"] * (len(names) + 1)]
     # Leading blanks mean "of which"; Markdown drops them.
-    lines += [
-        [f"&nbsp;&nbsp;{key.strip()}" if key.startswith(" ") else key, *values]
-        for key, values in rows.items()
-    ]
+    lines += [[f"&nbsp;&nbsp;{key.strip()}" if key.startswith(" ") else key, *values] for key, values in rows.items()]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

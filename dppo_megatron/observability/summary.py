@@ -31,7 +31,7 @@ def time_rows(run: History) -> dict[str, str]:
 
     counted = set(steps.steps)
     rows = {}
-    for name in STEP_PARTS:
+    for name in filter(run.series, STEP_PARTS):
         rows[_part_label(name)] = shown(inside(name))
         if name == "time/publish_s":
             rows |= {f"  {_part_label(inner)}": shown(inside(inner)) for inner in PUBLISH_PARTS}
@@ -93,9 +93,7 @@ def _result(run: History) -> dict[str, str]:
     return {
         "steps": f"{last} of {planned}" if planned and planned != last else str(last),
         "accuracy before": _at(accuracy.values[:1], accuracy.steps[:1]),
-        "accuracy after": _at(accuracy.values[-1:], accuracy.steps[-1:])
-        if len(accuracy.values) > 1
-        else NONE,
+        "accuracy after": _at(accuracy.values[-1:], accuracy.steps[-1:]) if len(accuracy.values) > 1 else NONE,
         "accuracy best": f"{best[0]:.1%} (step {best[1]})" if best else NONE,
         "reward first": _number(reward.at_start(few), ".3f", f" (mean of {few})"),
         "reward last": _number(reward.at_end(few), ".3f", f" (mean of {few})"),
@@ -124,9 +122,7 @@ def _cost(run: History) -> dict[str, str]:
     seconds = run.series("time/step_s")
     rate = run.series("throughput/tokens_per_s")
     by_step = dict(zip(seconds.steps, seconds.values, strict=True))
-    timed = [
-        (value, by_step[step]) for step, value in zip(rate.steps, rate.values, strict=True) if step in by_step
-    ]
+    timed = [(value, by_step[step]) for step, value in zip(rate.steps, rate.values, strict=True) if step in by_step]
     timed_s = sum(s for _, s in timed)
     tokens_per_s = sum(value * s for value, s in timed) / timed_s if timed_s else None
     wall = max(run.times) - min(run.times) + (seconds.values[0] if seconds else 0.0) if run.times else 0.0

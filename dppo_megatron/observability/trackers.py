@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .packages import MissingPackageError
 
@@ -85,8 +85,8 @@ class Trackers:
         self.close()
 
 
-class JsonlTracker:
-    """Appends one line per call, `{"step": ..., "time": ..., name: value, ...}`; not finite becomes null.
+class JsonlFile:
+    """Records with a `step`, one a line. On resume those after `resume_step` go; without, an older file is set aside.
 
     A line reaches the operating system whole or is taken back, so a killed trainer loses nothing it logged.
     """
@@ -99,16 +99,15 @@ class JsonlTracker:
                 _remove_after(path, resume_step)
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Raises ValueError once closed, OSError when there is no room; the file is then as before."""
         if self._fd is None:
             raise ValueError("this tracker is closed")
-        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = json.dumps({"step": int(step), "time": round(time.time(), 3), **values}) + "\n"
         size = os.fstat(self._fd).st_size
-        data = line.encode()
+        data = (json.dumps(record) + "\n").encode()
         try:
             if os.write(self._fd, data) != len(data):
-                raise OSError(f"no room for the metrics of step {step}")
+                raise OSError(f"no room for the record of step {record['step']}")
         except OSError:
             os.ftruncate(self._fd, size)  # half a line would swallow the next one
             raise
@@ -118,6 +117,14 @@ class JsonlTracker:
             os.fsync(self._fd)
             os.close(self._fd)
             self._fd = None
+
+
+class JsonlTracker(JsonlFile):
+    """Appends one line per call, `{"step": ..., "time": ..., name: value, ...}`; not finite becomes null."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self.append({"step": int(step), "time": round(time.time(), 3), **values})
 
 
 class TensorBoardTracker:

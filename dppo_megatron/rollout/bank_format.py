@@ -82,6 +82,7 @@ class BankEntry:
     response_lengths: np.ndarray  # [n] int32
     rewards: np.ndarray  # [n] fp32
     reward_failed: np.ndarray  # [n] bool, the verifier gave no reward
+    truncated: np.ndarray  # [n] bool, ended by the length limit
     min_version: int  # oldest policy version that sampled any token; -1 when there is none
     max_version: int
     finish_reasons: dict[str, int]
@@ -203,6 +204,7 @@ def group_line(group: RolloutGroup, offset: int, blob: bytes) -> bytes:
         lengths=[len(r.token_ids) for r in group.rollouts],
         rewards=group.rewards.tolist(),
         failed=np.flatnonzero(group.reward_failed).tolist(),
+        truncated=[i for i, r in enumerate(group.rollouts) if r.finish_reason == "length"],
         min_version=min((int(v.min()) for v in versions), default=-1),
         max_version=max((int(v.max()) for v in versions), default=-1),
         finish=Counter(r.finish_reason for r in group.rollouts),
@@ -220,8 +222,12 @@ def dropped_line(position: int, row: int, reason: str, detail: str) -> bytes:
 def parse_group_line(line: bytes, number: int, segment: int, record: int) -> BankEntry:
     """Raises `ValueError` or `KeyError` for a line that is not a group's."""
     fields = json.loads(line)
-    failed = np.zeros(fields["n"], dtype=bool)
-    failed[fields["failed"]] = True
+
+    def samples(indices: list[int]) -> np.ndarray:
+        chosen = np.zeros(fields["n"], dtype=bool)
+        chosen[indices] = True
+        return chosen
+
     return BankEntry(
         number=number,
         segment=segment,
@@ -234,7 +240,8 @@ def parse_group_line(line: bytes, number: int, segment: int, record: int) -> Ban
         prompt_tokens=fields["prompt_tokens"],
         response_lengths=np.array(fields["lengths"], dtype=np.int32),
         rewards=np.array(fields["rewards"], dtype=np.float32),
-        reward_failed=failed,
+        reward_failed=samples(fields["failed"]),
+        truncated=samples(fields["truncated"]),
         min_version=fields["min_version"],
         max_version=fields["max_version"],
         finish_reasons=fields["finish"],

@@ -26,9 +26,7 @@ class Evaluator:
     result is not evaluated again, so a resumed run does not repeat itself.
     """
 
-    def __init__(
-        self, config: Config, *, prompts, tokenizer, rewards, stop_token_ids: Sequence[int], output: Path
-    ):
+    def __init__(self, config: Config, *, prompts, tokenizer, rewards, stop_token_ids: Sequence[int], output: Path):
         self._config = config
         self._prompts: list[Prompt] = [prompts.prompt(position) for position in range(len(prompts))]
         self._tokenizer = tokenizer

@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
 from dppo_megatron.config import Config
 from dppo_megatron.types import Prompt, RolloutGroup
 
+from .dynamic_sampling import NO_SIGNAL, SignalFilter, why_dropped
 from .engine import GenerateRequest, SpoiltSample
 from .engine_pool import EnginePool
 from .evaluation import Evaluator
 from .published import POLL_S, PublishedFollower
 from .rollout_metrics import StepRecorder
+from .staleness import StalenessBound
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,9 @@ class Orchestrator:
 
     Group number g belongs to training step s = g // prompts_per_step and is sampled by a policy of at least version
     s - rollout.max_staleness: with 0, the batch of a step is sampled by exactly the weights that it will update.
+    A prompt is begun only for a group that is certainly still missing. So with staleness 0 the prompts of a run are
+    the shortest beginning of the prompt order that fills it, dropped ones included, whichever group ends first and
+    however often the orchestrator was started again.
     """
 
     def __init__(
@@ -59,30 +64,38 @@ class Orchestrator:
         self._evaluator = evaluator
         self._recorder = recorder
         self._stop_token_ids = tuple(stop_token_ids)
+        self._filter = SignalFilter(config.rollout)
+        self._bound = StalenessBound(config.rollout.prompts_per_step, config.rollout.max_staleness)
 
     async def run(self) -> None:
-        """Raises `PolicyTimeout` when the trainer stops publishing and `EngineError` when an engine fails."""
+        """Raises `PolicyTimeout` when the trainer stops publishing, `EngineError` when an engine fails, `NoSignal` when
+        dynamic sampling finds too few groups to train on."""
         rollout = self._config.rollout
         wanted = self._config.train.steps * rollout.prompts_per_step
         positions = self._open_positions()
-        running: set[asyncio.Task] = set()
+        running: dict[asyncio.Task, int] = {}  # -> the last step that may train on the group
+        finished: list[tuple[int, RolloutGroup]] = []  # the same of those that wait for slower ones
         try:
-            while (finished := self._bank.num_train_groups) < wanted:
-                step = min(finished + len(running), wanted - 1) // rollout.prompts_per_step
-                needed = max(0, step - rollout.max_staleness)
+            while (stored := self._bank.num_train_groups) < wanted:
+                begun = stored + len(running) + len(finished)
                 if not running:
-                    await self._published.wait_for(needed)
+                    await self._published.wait_for(self._bound.needed_version(min(begun, wanted - 1)))
                 await self._evaluate_if_due()
-                while self._may_start(finished + len(running), wanted, len(running)):
-                    self._recorder.started((finished + len(running)) // rollout.prompts_per_step)
-                    running.add(asyncio.create_task(self._produce(next(positions))))
-                done, running = await asyncio.wait(
+                while begun < wanted and len(running) < rollout.max_concurrent_groups and self._may_begin(begun):
+                    last_step = self._bound.last_step(self._published.current.version)
+                    self._recorder.started(begun // rollout.prompts_per_step)
+                    running[asyncio.create_task(self._produce(next(positions)))] = last_step
+                    begun += 1
+                done, _ = await asyncio.wait(
                     running,
                     timeout=POLL_S if rollout.max_staleness else None,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 for task in done:
-                    self._finish(task.result())
+                    last_step, group = running.pop(task), task.result()
+                    if self._keep(group):
+                        finished.append((last_step, group))
+                self._store(finished, running.values())
         finally:
             for task in running:
                 task.cancel()
@@ -94,21 +107,30 @@ class Orchestrator:
         done = self._bank.done_positions()
         return (position for position in itertools.count() if position not in done)
 
-    def _may_start(self, group: int, wanted: int, running: int) -> bool:
-        rollout = self._config.rollout
+    def _may_begin(self, group: int) -> bool:
         policy = self._published.current
-        return (
-            group < wanted
-            and running < rollout.max_concurrent_groups
-            and policy is not None
-            and policy.version >= group // rollout.prompts_per_step - rollout.max_staleness
-        )
+        return policy is not None and policy.version >= self._bound.needed_version(group)
 
-    def _finish(self, group: RolloutGroup) -> None:
-        rollout = self._config.rollout
-        index = self._bank.num_train_groups
-        self._recorder.finished(index // rollout.prompts_per_step, group)
-        self._bank.append(group)
+    def _store(self, finished: list[tuple[int, RolloutGroup]], running: Collection[int]) -> None:
+        """Moves to the bank, the most urgent first, what leaves room for the running ones."""
+        finished.sort(key=lambda entry: entry[0])
+        while finished:
+            group = self._bank.num_train_groups
+            others = [*running, *(last_step for last_step, _ in finished[1:])]
+            if running and not self._bound.leaves_room(group, others):
+                return
+            _, first = finished.pop(0)
+            self._recorder.finished(group // self._config.rollout.prompts_per_step, first)
+            self._bank.append(first)
+
+    def _keep(self, group: RolloutGroup) -> bool:
+        """Whether the run trains on `group`; when not, its prompt is recorded as dropped."""
+        step = self._bank.num_train_groups // self._config.rollout.prompts_per_step
+        keeps = self._filter.keeps(group, step)
+        if not keeps:
+            self._recorder.dropped(step, group)
+            self._bank.drop(group.prompt.position, group.prompt.row, NO_SIGNAL, why_dropped(group))
+        return keeps
 
     async def _produce(self, position: int) -> RolloutGroup:
         prompt = self._prompts.prompt(position)

@@ -24,7 +24,7 @@ class StepRecorder:
         self._started: dict[int, float] = {}
         self._finished: dict[int, int] = {}
         self._response_tokens: dict[int, int] = {}
-        self._spoilt = 0
+        self._spoilt = self._dropped = 0
 
     def started(self, step: int) -> None:
         self._started.setdefault(step, time.monotonic())
@@ -32,11 +32,15 @@ class StepRecorder:
     def spoilt(self) -> None:
         self._spoilt += 1
 
+    def dropped(self, step: int, group: RolloutGroup) -> None:
+        """Counts one group that was sampled for the step and is not trained on."""
+        self._dropped += 1
+        self._count_tokens(step, group)
+
     def finished(self, step: int, group: RolloutGroup) -> None:
         """Counts one group of the step; steps that an earlier orchestrator began are not timed."""
         self._finished[step] = self._finished.get(step, 0) + 1
-        tokens = sum(len(r.token_ids) for r in group.rollouts)
-        self._response_tokens[step] = self._response_tokens.get(step, 0) + tokens
+        self._count_tokens(step, group)
         if self._finished[step] < self._groups_per_step or step not in self._started:
             return
         seconds = time.monotonic() - self._started.pop(step)
@@ -49,6 +53,11 @@ class StepRecorder:
                 "time/generate_s": seconds,
                 "rollout/generated_tokens_per_s": tokens / max(seconds, 1e-9),
                 "rollout/spoilt_samples": self._spoilt,
+                "rollout/dropped_groups": self._dropped,
             },
         )
-        self._spoilt = 0
+        self._spoilt = self._dropped = 0
+
+    def _count_tokens(self, step: int, group: RolloutGroup) -> None:
+        tokens = sum(len(r.token_ids) for r in group.rollouts)
+        self._response_tokens[step] = self._response_tokens.get(step, 0) + tokens

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -16,9 +16,14 @@ from dppo_megatron.config import Config
 from dppo_megatron.data.packing import Sequence as PackedSequence
 from dppo_megatron.data.packing import pack, plan_micro_batches
 from dppo_megatron.data.prompts import PromptSource
-from dppo_megatron.objectives import Objective, group_advantages, sequence_weights
+from dppo_megatron.objectives import Objective, sequence_weights
 from dppo_megatron.rollout.bank import BankEntry, BankReader
 from dppo_megatron.types import TokenBatch
+
+from .step_samples import StepSamples
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +73,15 @@ class BankBatches:
         self._reader.refresh()
         entries = sorted(self._reader.entries(step * groups, (step + 1) * groups), key=lambda e: e.position)
         self._check(entries)
-        rewards = np.stack([e.rewards for e in entries])
-        valid = ~np.stack([e.reward_failed for e in entries])
-        advantages = group_advantages(
-            torch.from_numpy(rewards), valid=torch.from_numpy(valid), kind=self._config.objective.advantage
-        ).numpy()
+        samples = StepSamples.of(entries, self._config)
         order = np.random.default_rng([self._config.run.seed, step]).permutation(groups)
         updates = [
-            self._update([entries[i] for i in part], advantages[part], valid[part])
+            self._update([entries[i] for i in part], samples.part(part))
             for part in np.split(order, self._config.train.updates_per_step)
         ]
-        return StepBatch(
-            [u for u in updates if u is not None], self._metrics(step, entries, rewards, valid, advantages)
-        )
+        versions = np.array([e.min_version for e in entries])
+        metrics = samples.metrics(self._config) | {"rollout/staleness_mean": float(step - versions.mean())}
+        return StepBatch([u for u in updates if u is not None], metrics)
 
     def _check(self, entries: Sequence[BankEntry]) -> None:
         rollout = self._config.rollout
@@ -95,27 +96,26 @@ class BankBatches:
                     f"rollout.group_size = {rollout.group_size}: prompt {entry.position} in the bank has "
                     f"{len(entry.rewards)} samples; use the setting the bank was filled with"
                 )
+            if entry.topk != rollout.topk_logprobs:
+                raise ValueError(
+                    f"rollout.topk_logprobs = {rollout.topk_logprobs}: prompt {entry.position} in the bank has "
+                    f"{entry.topk} listed log-probs per token; use the setting the bank was filled with"
+                )
 
-    def _update(
-        self, entries: Sequence[BankEntry], advantages: np.ndarray, valid: np.ndarray
-    ) -> UpdateBatch | None:
-        """Denominators count every valid sample; only samples that can move the policy are computed."""
-        objective = self._config.objective
-        response = np.stack([e.response_lengths for e in entries])
-        carrying = torch.from_numpy(np.where(valid, response, 0)).flatten()
-        weights = sequence_weights(objective.aggregation, carrying, horizon=self._config.horizon)
-        weights = weights.view(response.shape).numpy()
-        computed = valid & ((advantages != 0) | learns_without_advantage(self._objective))
-        samples = np.argwhere(computed)
-        if not len(samples):
+    def _update(self, entries: Sequence[BankEntry], samples: StepSamples) -> UpdateBatch | None:
+        """Denominators count every sample that carries loss; only those that can move the policy are computed."""
+        advantages, weights = samples.advantages, samples.loss_weights(self._config)
+        moves = (advantages != 0) | learns_without_advantage(self._objective)
+        computed = np.argwhere((samples.carrying > 0) & moves)
+        if not len(computed):
             return None
-        lengths = [int(entries[g].prompt_tokens + response[g, i]) for g, i in samples]
+        lengths = [int(entries[g].prompt_tokens + samples.lengths[g, i]) for g, i in computed]
         plan = plan_micro_batches(lengths, self._size, self._config.train.micro_batch_tokens)
         read: dict[int, object] = {}
         micro_batches = []
         for indices in plan[self._rank]:
             sequences = []
-            for g, i in samples[indices]:
+            for g, i in computed[indices]:
                 group = read.get(g) or read.setdefault(g, self._reader.read(entries[g]))
                 sequences.append(
                     PackedSequence.of_rollout(
@@ -127,20 +127,7 @@ class BankBatches:
                     )
                 )
             micro_batches.append(pack(sequences, topk=self._config.rollout.topk_logprobs))
-        return UpdateBatch(micro_batches, len(samples), sum(lengths))
-
-    def _metrics(self, step, entries, rewards, valid, advantages) -> dict[str, float]:
-        lengths = np.stack([e.response_lengths for e in entries])
-        versions = np.array([e.min_version for e in entries])
-        return {
-            "rollout/reward_mean": float(rewards[valid].mean()) if valid.any() else 0.0,
-            "rollout/response_tokens_mean": float(lengths.mean()),
-            "rollout/truncated_share": float(np.mean([e.finish_reasons.get("length", 0) for e in entries]))
-            / lengths.shape[1],
-            "rollout/groups_without_signal": float((advantages == 0).all(axis=1).sum()),
-            "rollout/reward_failed": float((~valid).sum()),
-            "rollout/staleness_mean": float(step - versions.mean()),
-        }
+        return UpdateBatch(micro_batches, len(computed), sum(lengths))
 
 
 def learns_without_advantage(objective: Objective) -> bool:
@@ -151,7 +138,7 @@ def learns_without_advantage(objective: Objective) -> bool:
 class SupervisedBatches:
     """Batch of step s: the next `rollout.prompts_per_step` prompts with their own answers."""
 
-    def __init__(self, config: Config, prompts: PromptSource, tokenizer, rank: int, size: int):
+    def __init__(self, config: Config, prompts: PromptSource, tokenizer: PreTrainedTokenizerBase, rank: int, size: int):
         self._config = config
         self._prompts = prompts
         self._tokenizer = tokenizer
@@ -172,20 +159,14 @@ class SupervisedBatches:
     def _update(self, prompts) -> UpdateBatch:
         eos = self._tokenizer.eos_token_id
         answers = [
-            np.array([*self._tokenizer.encode(p.answer, add_special_tokens=False), eos], np.int32)
-            for p in prompts
+            np.array([*self._tokenizer.encode(p.answer, add_special_tokens=False), eos], np.int32) for p in prompts
         ]
         lengths = [len(p.token_ids) + len(a) for p, a in zip(prompts, answers, strict=True)]
         response = torch.tensor([len(a) for a in answers])
         weights = sequence_weights(self._config.objective.aggregation, response, horizon=self._config.horizon)
         plan = plan_micro_batches(lengths, self._size, self._config.train.micro_batch_tokens)
         micro_batches = [
-            pack(
-                [
-                    PackedSequence.of_answer(prompts[i], answers[i], loss_weight=float(weights[i]))
-                    for i in indices
-                ]
-            )
+            pack([PackedSequence.of_answer(prompts[i], answers[i], loss_weight=float(weights[i])) for i in indices])
             for indices in plan[self._rank]
         ]
         return UpdateBatch(micro_batches, len(prompts), sum(lengths))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Protocol
 
 from dppo_megatron.actor import Actor
@@ -14,12 +15,15 @@ from .batches import BatchSource
 from .checkpoints import Checkpoints
 from .control import Control, StopRequested
 from .metrics import StepMetrics
+from .old_policies import OldPolicies
 
 log = logging.getLogger(__name__)
 
 
 class Recorder(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def log_masked(self, step: int, counts: Mapping[int, int]) -> None: ...
 
 
 def train(
@@ -28,6 +32,7 @@ def train(
     actor: Actor,
     objective: Objective,
     source: BatchSource,
+    old_policies: OldPolicies,
     publisher: Publisher | None,
     checkpoints: Checkpoints,
     control: Control,
@@ -50,6 +55,7 @@ def train(
             with metrics.timed("read"):
                 batch = source.read(step)
             metrics.add(batch.metrics)
+            batch = old_policies.score(batch, metrics)
             for update in batch.updates:
                 metrics.add_update(actor.train_update(update.micro_batches, objective), update)
             step += 1
@@ -60,6 +66,7 @@ def train(
                 with metrics.timed("checkpoint"):
                     checkpoints.save(step)
             recorder.log(step, metrics.finish())
+            recorder.log_masked(step, metrics.masked_tokens)
     except StopRequested:
         log.info("stop requested: saving a checkpoint at step %d", step)
         checkpoints.save(step)

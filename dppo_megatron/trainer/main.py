@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from dppo_megatron.actor import Actor, init_layout
+from dppo_megatron.actor import Actor, Layout, init_layout
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import PromptSource
 from dppo_megatron.data.tokenizer import load_tokenizer
@@ -22,6 +22,7 @@ from .batches import BankBatches, SupervisedBatches
 from .checkpoints import Checkpoints
 from .control import Control
 from .loop import train
+from .old_policies import OldPolicies
 from .recorder import RankZeroRecorder
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     if layout.rank == 0:
         for line in head(config, actor, objective):
             log.info("%s", line)
+    old_policies = OldPolicies(actor, objective)
     checkpoints = Checkpoints(config, actor)
     first_step = checkpoints.load_latest() if resume else None
     if first_step is None:
@@ -51,28 +53,28 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     tokenizer = load_tokenizer(config.model.path)
     prompts = PromptSource(config.data.train, tokenizer, config.data, config.run.seed)
     rank, size = layout.data_parallel_rank, layout.data_parallel_size
-    engines = publisher = None
     if config.objective.supervised:
         source = SupervisedBatches(config, prompts, tokenizer, rank, size)
     else:
         source = BankBatches(config, BankReader(config.rollout.bank or run.bank), objective, rank, size)
+    engines = publisher = None
     if config.samples:
-        if layout.rank == 0:
-            urls = engine_urls(config, run)
-            engines = EngineThread(lambda: [build_engine(config, url) for url in urls])
+        engines = _connect(config, run, layout, control)
         publisher = Publisher(config, actor, engines, probe_tokens(prompts, config.engine.max_model_len))
-    with RankZeroRecorder(config, layout.rank, first_step) as recorder:
-        done = train(
-            config,
-            actor=actor,
-            objective=objective,
-            source=source,
-            publisher=publisher,
-            checkpoints=checkpoints,
-            control=control,
-            recorder=recorder,
-            first_step=first_step or 0,
-        )
+    with RankZeroRecorder(config, layout.rank, first_step, lambda token: tokenizer.decode([token])) as recorder:
+        with control:
+            done = train(
+                config,
+                actor=actor,
+                objective=objective,
+                source=source,
+                old_policies=old_policies,
+                publisher=publisher,
+                checkpoints=checkpoints,
+                control=control,
+                recorder=recorder,
+                first_step=first_step or 0,
+            )
         if done == config.train.steps:
             save_hf(actor.model_chunks, run.final_model, template_dir=config.model.path, overwrite=True)
             recorder.wait_for_last_evaluation()
@@ -80,6 +82,16 @@ def run_trainer(config: Config, *, resume: bool) -> None:
         engines.close()
     layout.close()
     log.info("finished %d steps", done)
+
+
+def _connect(config: Config, run: RunDir, layout: Layout, control: Control) -> EngineThread | None:
+    """Engine clients on rank 0, which waits for the engines to start; the others wait for it, however long."""
+    engines = None
+    if layout.rank == 0:
+        urls = engine_urls(config, run)
+        engines = EngineThread(lambda: [build_engine(config, url) for url in urls])
+    control.barrier()
+    return engines
 
 
 def head(config: Config, actor: Actor, objective: Objective) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -46,6 +47,11 @@ class StepMetrics:
 
     def add_update(self, stats: UpdateStats, batch: UpdateBatch) -> None:
         self._updates.append((stats, batch))
+
+    @property
+    def masked_tokens(self) -> Counter[int]:
+        """Token id -> how often the step's updates found it outside the trust region."""
+        return sum((Counter(stats.masked) for stats, _ in self._updates), Counter())
 
     def finish(self) -> dict[str, float]:
         values = dict(self._values)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Mapping
 
 from dppo_megatron.config import Config
+from dppo_megatron.observability.masked_tokens import MaskedTokenLog
 from dppo_megatron.observability.tail import JsonlFollower, read_records
 from dppo_megatron.observability.trackers import build_trackers
 from dppo_megatron.run_dir import RunDir
@@ -23,9 +25,11 @@ class RankZeroRecorder:
     file and logged here under the step it belongs to, possibly late.
     """
 
-    def __init__(self, config: Config, rank: int, resume_step: int | None):
+    def __init__(self, config: Config, rank: int, resume_step: int | None, decode: Callable[[int], str]):
+        """decode: token id -> its text, for the log of masked tokens."""
         self._config = config
         self._trackers = build_trackers(config, resume_step) if rank == 0 else None
+        self._masked = MaskedTokenLog(config.run.dir, decode, resume_step) if rank == 0 else None
         self._follower = JsonlFollower(RunDir(config.run.dir).rollout_metrics)
         self._first_step = resume_step or 0
         self._evaluated = {r["step"] for r in read_records(RunDir(config.run.dir).metrics) if EVALUATION in r}
@@ -35,6 +39,11 @@ class RankZeroRecorder:
             return
         self._forward()
         self._trackers.log(step, metrics)
+
+    def log_masked(self, step: int, counts: Mapping[int, int]) -> None:
+        """counts: token id -> how often the step masked it."""
+        if self._masked is not None:
+            self._masked.log(step, counts)
 
     def wait_for_last_evaluation(self) -> None:
         """Waits until the orchestrator evaluated the last policy, if it evaluates at all."""
@@ -66,3 +75,5 @@ class RankZeroRecorder:
     def __exit__(self, *_exc: object) -> None:
         if self._trackers is not None:
             self._trackers.close()
+        if self._masked is not None:
+            self._masked.close()

@@ -26,6 +26,7 @@ def train(actor, parts, *, updates: int = 3, split: int = 2) -> dict[str, list[f
         "loss": [s.loss for s in stats],
         "grad_norm": [s.grad_norm for s in stats],
         "masked": [s.metrics["masked/share"] for s in stats],
+        "masked_tokens": [s.masked for s in stats],
         "entropy": [s.metrics["entropy"] for s in stats],
         "tokens": [s.tokens for s in stats],
         "loss_tokens": [s.loss_tokens for s in stats],
@@ -48,6 +49,31 @@ def fingerprint(actor) -> dict[str, torch.Tensor]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def scores(rank: Rank) -> Any:
+    """What the weights and, after they moved, a reference say of listed tokens, in every layout of this world."""
+    from dppo_megatron.actor import Reference
+
+    layouts = {"alone": {}}
+    if rank.world_size == 2:
+        layouts = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}
+        layouts["pipeline_virtual"] = {"pipeline": 2, "virtual_pipeline": 2}
+    results = {}
+    for name, layout in layouts.items():
+        batches = micro_batches(sequences(), 3)
+        with rank.actor(**layout) as actor:
+            reference = Reference(actor)
+            before = actor.scores(batches, topk=True)
+            actor.train_update(batches, topk())
+            results[name] = {
+                "targets": torch.cat([s.logprob for s in before]),
+                "listed": torch.cat([s.topk_logprob for s in before]),
+                "other": torch.cat([s.other_logprob for s in before]),
+                "moved": torch.cat(actor.logprobs(batches)),
+                "reference": torch.cat([s.logprob for s in reference.scores(batches)]),
+            }
+    return results
 
 
 # ---- one rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from actor_cases import sequences
+from actor_cases import micro_batches, sequences
 
 
 def result(results: dict, name: str):
@@ -38,6 +38,7 @@ def test_two_ranks_train_as_one(one_rank, two_ranks, layout):
     assert_same_run(got, expected)
     assert got["tokens"] == expected["tokens"]
     assert got["loss_tokens"] == expected["loss_tokens"]
+    assert got["masked_tokens"] == expected["masked_tokens"]
 
 
 @pytest.mark.parametrize("layout", ["tensor_tied", "pipeline_tied"])
@@ -52,10 +53,27 @@ def test_a_checkpoint_of_one_rank_continues_in_another_layout(one_rank, two_rank
     assert_same_run(got, expected)
 
 
+def test_scores_of_listed_tokens_and_of_the_reference(one_rank, two_ranks):
+    alone = result(one_rank, "scores")["alone"]
+    batches = micro_batches(sequences(), 3)
+    mask, targets, ids = (torch.cat([getattr(b, f) for b in batches]) for f in ("mask", "target_ids", "topk_ids"))
+    listed_target = (ids == targets[:, None]).any(1)
+    mass = alone["listed"].exp().sum(1) + alone["other"].exp() + torch.where(listed_target, 0, alone["targets"].exp())
+    torch.testing.assert_close(mass[mask], torch.ones(int(mask.sum())))
+    for name in ("targets", "listed", "other"):
+        assert not alone[name][~mask].any()
+    for layout, got in result(two_ranks, "scores").items():
+        for name, expected in alone.items():
+            torch.testing.assert_close(got[name], expected, rtol=1e-4, atol=2e-5, msg=f"{layout}: {name}")
+    torch.testing.assert_close(alone["reference"], alone["targets"])  # the start model, whatever was learnt since
+    assert (alone["moved"] - alone["targets"]).abs().max() > 1e-3
+
+
 def test_the_runs_learn_something(one_rank):
     run = result(one_rank, "alone")
     assert len(set(run["loss"])) == 3
     assert 0 < run["masked"][-1] < 1
+    assert sum(run["masked_tokens"][-1].values()) == pytest.approx(run["masked"][-1] * run["loss_tokens"][-1])
     mask = torch.cat([s["mask"] for s in sequences()])
     assert run["loss_tokens"] == [int(mask.sum())] * 3
     assert run["tokens"] == [len(mask)] * 3

@@ -148,8 +148,6 @@ def test_tensor_parallel_sizes_agree_on_the_same_bank(task, uninterrupted, tmp_p
         # Advantages of a group add up to 0, so near the rollout policy the loss is what is left of terms of ~0.1.
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-5, abs=1e-6)
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-5)
-    first = next(r for r in records(uninterrupted) if "time/step_s" in r)
-    assert two[0]["train/grad_norm"] == pytest.approx(first["train/grad_norm"], rel=1e-3)
 
 
 def test_an_engine_that_dies_while_starting_shows_its_last_lines(task, tmp_path):

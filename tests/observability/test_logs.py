@@ -35,9 +35,7 @@ def test_lines_carry_time_process_rank_and_are_appended(tmp_path):
 
 def test_a_rank_with_a_file_of_its_own_logs_everything(tmp_path):
     run(tmp_path, "log.info('hello')", name="trainer-3", rank=3)
-    assert re.fullmatch(
-        rf"{STAMP} trainer-3 INFO here: hello\n", (tmp_path / "logs/trainer-3.log").read_text()
-    )
+    assert re.fullmatch(rf"{STAMP} trainer-3 INFO here: hello\n", (tmp_path / "logs/trainer-3.log").read_text())
 
 
 def test_stderr_gets_warnings_only_and_nothing_twice(tmp_path):

@@ -1,0 +1,34 @@
+"""The reference policy of a KL penalty: the run's start model, frozen, in the layout of the actor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dppo_megatron.hf import load_into
+from dppo_megatron.types import TokenBatch
+
+from .actor import Actor
+from .model import build_model
+from .model_config import transformer_config
+from .scoring import Scorer, Scores
+
+
+class Reference:
+    """`model.path` beside `actor`, whatever the actor has become: a resumed run has the reference it began with.
+
+    Holds one more copy of the parameters on each rank, in `model.dtype`; no gradients, no optimizer. Building
+    it is collective. Raises ModelError listing every tensor that does not fit.
+    """
+
+    def __init__(self, actor: Actor):
+        config, layout = actor.config, actor.layout
+        chunks = build_model(actor.hf, config, layout, transformer_config(actor.hf, config))
+        load_into(chunks, config.model.path, actor.hf)
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+            chunk.eval()
+        self._scorer = Scorer(chunks, actor.packer, layout, actor.hf.vocab_size, config.train.micro_batch_tokens)
+
+    def scores(self, micro_batches: Sequence[TokenBatch]) -> list[Scores]:
+        """What the start model says of every micro-batch's targets; see `Scorer`."""
+        return self._scorer(micro_batches)

@@ -1,0 +1,88 @@
+"""Forward-only passes: what some weights say of the tokens in micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from dppo_megatron.types import TokenBatch
+
+from .forward import LogprobStep
+from .layout import Layout
+from .packing import MicroBatch, Packer
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One micro-batch scored at its temperature, fp32 on the CPU, 0 where mask is False.
+
+    logprob: of the targets. topk_logprob: of topk_ids, -inf where absent. other_logprob: of the mass of
+    everything that is neither. The last two are None unless asked for.
+    """
+
+    logprob: Float[Tensor, " T"]
+    topk_logprob: Float[Tensor, "T K"] | None = None
+    other_logprob: Float[Tensor, " T"] | None = None
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores micro-batches with the weights that `chunks` (this rank's, wrapped or not) hold when called."""
+
+    chunks: list
+    packer: Packer
+    layout: Layout
+    vocab_size: int
+    token_budget: int  # train.micro_batch_tokens; only a hint, packed lengths travel with the tensors
+
+    @torch.no_grad()
+    def __call__(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
+        """Collective; the same on every rank of a replica. topk: the listed tokens too, which all must have.
+
+        One forward pass; with pipeline parallelism a broadcast of each result from the last stage.
+        """
+        prepared = self.packer.whole_rounds(micro_batches)
+        results = get_forward_backward_func()(
+            forward_step_func=LogprobStep(self.vocab_size, self.layout, topk),
+            data_iterator=[iter(prepared) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(prepared),
+            seq_length=self.token_budget,
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        if self.layout.pipeline_size > 1:
+            results = self._from_last_stage(results, prepared, topk)
+        return [_scores(result.cpu(), topk) for result in results[: len(micro_batches)]]
+
+    def _from_last_stage(self, results: list[Tensor], prepared: list[MicroBatch], topk: bool) -> list[Tensor]:
+        layout = self.layout
+        if not layout.is_last_stage:
+            results = [
+                torch.empty(
+                    b.num_tokens,
+                    b.loss.topk_ids.shape[1] + 2 if topk else 1,
+                    dtype=torch.float32,
+                    device=layout.device,
+                )
+                for b in prepared
+            ]
+        for result in results:
+            dist.broadcast(result, group_src=layout.pipeline_size - 1, group=layout.pipeline_group)
+        return results
+
+
+def _scores(columns: Tensor, topk: bool) -> Scores:
+    if not topk:
+        return Scores(columns[:, 0])
+    return Scores(columns[:, 0].contiguous(), columns[:, 1:-1].contiguous(), columns[:, -1].contiguous())

@@ -1,0 +1,48 @@
+"""The presets as text: a table of their axes, and one of them in words."""
+
+from __future__ import annotations
+
+from .describe import axes
+from .objective import build_objective
+from .presets import PRESETS
+from .settings import AXES
+
+_LEGEND = """\
+mu: the policy of the rollout engine; pi: the policy in training. A threshold is a probability for tv, nats for kl,
+how far r may leave 1 for ratio. Any axis can be overridden under objective.settings; `dppo-megatron objectives NAME`
+says in words what one does and lists its settings."""
+
+
+def table() -> str:
+    """Every preset with its axes, one a line, and what the columns mean."""
+    rows = {name: axes(preset.settings) for name, preset in PRESETS.items()}
+    columns = {"name": list(rows)}
+    for axis in next(iter(rows.values())):
+        columns[axis] = [row[axis] for row in rows.values()]
+    widths = {head: max(map(len, [head, *cells])) for head, cells in columns.items()}
+    lines = [columns.keys(), *zip(*columns.values(), strict=True)]
+    shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths.values(), strict=True)) for line in lines]
+    return "\n".join([*(line.rstrip() for line in shown), "", _LEGEND])
+
+
+def in_words(name: str) -> str:
+    """A preset, or a user's own by dotted path: what it does, its source, its settings.
+
+    Raises ObjectiveError for an unknown name, with the nearest.
+    """
+    objective = build_objective(name)
+    lines = [objective.describe()]
+    if preset := PRESETS.get(name):
+        lines += [
+            "",
+            f"  in short: {preset.summary}",
+            f"  source: {preset.source}",
+            f"  run there with: objective.advantage {preset.advantage}, objective.aggregation {preset.aggregation}",
+        ]
+    width = max(map(len, AXES))
+    lines += ["", "objective.settings (default of the family where marked *)"]
+    for axis, field in AXES.items():
+        value = getattr(objective.settings, axis)
+        mark = "*" if value == field.default else " "
+        lines.append(f"  {axis:<{width}} {mark} {value!s:<12} {field.metadata['doc']}")
+    return "\n".join(lines)

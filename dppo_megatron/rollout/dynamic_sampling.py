@@ -1,0 +1,58 @@
+"""Dynamic sampling (DAPO, arXiv 2503.14476): groups that teach nothing are replaced before the trainer sees them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from dppo_megatron.config.schema import RolloutConfig
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.objectives import group_has_signal
+from dppo_megatron.types import RolloutGroup
+
+NO_SIGNAL = "no_signal"  # the reason in the bank
+
+
+class NoSignal(ExpectedError, RuntimeError):
+    """Nearly every prompt gives groups whose rewards are all equal."""
+
+
+class SignalFilter:
+    """Says which groups to keep: all of them, or with `rollout.dynamic_sampling` those whose rewards differ.
+
+    Rewards are those of the verifier; failed ones do not count. At most `rollout.max_prompts_per_group` prompts
+    are spent for each group of a step, on the average of the step, counted from the start of this process.
+    """
+
+    def __init__(self, config: RolloutConfig):
+        self._config = config
+        self._dropped: Counter[int] = Counter()
+
+    def keeps(self, group: RolloutGroup, step: int) -> bool:
+        """Whether `group` is one of those that `step` trains on. Raises NoSignal when too many were not."""
+        config = self._config
+        if not config.dynamic_sampling or _has_signal(group):
+            return True
+        self._dropped[step] += 1
+        if self._dropped[step] > (config.max_prompts_per_group - 1) * config.prompts_per_step:
+            raise NoSignal(
+                f"step {step}: {self._dropped[step]} prompts gave groups of {config.group_size} equal rewards, which "
+                f"leaves fewer than one group in {config.max_prompts_per_group} prompts "
+                f"(rollout.max_prompts_per_group = {config.max_prompts_per_group}); the task is too easy or too hard "
+                "for this policy: raise the bound and go on with --resume, or start a run with other prompts, a larger "
+                "rollout.group_size or without rollout.dynamic_sampling"
+            )
+        return False
+
+
+def why_dropped(group: RolloutGroup) -> str:
+    """The detail of a dropped prompt in the bank."""
+    valid = group.rewards[~group.reward_failed]
+    equal = f"rewards of {len(valid)} samples are all {valid[0]:g}" if len(valid) else "no reward"
+    return f"{equal}, {int(group.reward_failed.sum())} failed"
+
+
+def _has_signal(group: RolloutGroup) -> bool:
+    rewards, failed = torch.from_numpy(group.rewards), torch.from_numpy(group.reward_failed)
+    return bool(group_has_signal(rewards[None], valid=~failed[None]))

@@ -1,0 +1,30 @@
+"""The arithmetic of `rollout.max_staleness`: when a group may be begun, and when a finished one may be stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessBound:
+    """Group number g is trained on in step g // groups_per_step, which is also the policy version it updates."""
+
+    groups_per_step: int
+    max_staleness: int
+
+    def needed_version(self, group: int) -> int:
+        """The oldest policy that may sample group number `group`."""
+        return max(0, group // self.groups_per_step - self.max_staleness)
+
+    def last_step(self, version: int) -> int:
+        """The last step that may train on what policy `version` sampled."""
+        return version + self.max_staleness
+
+    def leaves_room(self, group: int, running: Iterable[int]) -> bool:
+        """Whether all of the running groups, given by their last steps, find a place in time after number `group`.
+
+        Without this, groups that sample quickly would overtake slow ones until those are too stale.
+        """
+        places = enumerate(sorted(running), start=group + 1)
+        return all(place // self.groups_per_step <= last for place, last in places)

@@ -1,0 +1,73 @@
+"""The samples of one step as arrays [G, n]: from rewards and lengths to advantages, before any token is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dppo_megatron.config import Config
+from dppo_megatron.objectives import group_advantages, keep_finished, sequence_weights, soft_overlong_penalty
+from dppo_megatron.rollout.bank import BankEntry
+
+
+@dataclass(frozen=True, slots=True)
+class StepSamples:
+    """G groups of n samples; every array is [G, n]."""
+
+    rewards: np.ndarray  # fp32, the verifier's
+    valid: np.ndarray  # bool, False where the verifier gave none
+    lengths: np.ndarray  # int32, response tokens
+    truncated: np.ndarray  # bool, ended by the length limit
+    carrying: np.ndarray  # int32, response tokens that carry loss: all of a response's, or none
+    penalties: np.ndarray  # fp32, added to the rewards: at most 0
+    advantages: np.ndarray  # fp32
+
+    @classmethod
+    def of(cls, entries: Sequence[BankEntry], config: Config) -> StepSamples:
+        """Reads the index lines alone.
+
+        A truncated response that `objective.overlong_filter` takes out of the loss still stands in its group's
+        baseline: what the group could earn does not depend on who learns from it.
+        """
+        rewards = np.stack([e.rewards for e in entries])
+        lengths = np.stack([e.response_lengths for e in entries])
+        valid = ~np.stack([e.reward_failed for e in entries])
+        truncated = np.stack([e.truncated for e in entries])
+        carrying = np.where(valid, lengths, 0)
+        if config.objective.overlong_filter:
+            carrying = keep_finished(torch.from_numpy(truncated), torch.from_numpy(carrying)).numpy()
+        penalties = np.zeros_like(rewards)
+        if buffer := config.reward.overlong_buffer:
+            limit = config.rollout.max_response_tokens
+            penalties = soft_overlong_penalty(torch.from_numpy(lengths), limit, buffer).numpy()
+        advantages = group_advantages(
+            torch.from_numpy(rewards + penalties), valid=torch.from_numpy(valid), kind=config.objective.advantage
+        ).numpy()
+        return cls(rewards, valid, lengths, truncated, carrying, penalties, advantages)
+
+    def part(self, groups: np.ndarray) -> StepSamples:
+        """The given groups alone. Their advantages stay those of the whole step."""
+        return StepSamples(*(getattr(self, name)[groups] for name in self.__slots__))
+
+    def loss_weights(self, config: Config) -> np.ndarray:
+        """fp32 [G, n], of every loss-carrying token of a sample; the denominators count every sample that carries."""
+        carrying = torch.from_numpy(self.carrying).flatten()
+        weights = sequence_weights(config.objective.aggregation, carrying, horizon=config.horizon)
+        return weights.view(self.carrying.shape).numpy()
+
+    def metrics(self, config: Config) -> dict[str, float]:
+        metrics = {
+            "rollout/reward_mean": float(self.rewards[self.valid].mean()) if self.valid.any() else 0.0,
+            "rollout/response_tokens_mean": float(self.lengths.mean()),
+            "rollout/truncated_share": float(self.truncated.mean()),
+            "rollout/groups_without_signal": float((self.advantages == 0).all(axis=1).sum()),
+            "rollout/reward_failed": float((~self.valid).sum()),
+        }
+        if config.objective.overlong_filter:
+            metrics["rollout/overlong_filtered"] = float((self.truncated & self.valid).sum())
+        if config.reward.overlong_buffer:
+            metrics["rollout/overlong_penalty_mean"] = float(self.penalties.mean())
+        return metrics

@@ -1,0 +1,43 @@
+"""What is said of the objective before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.launch.preflight import preflight
+
+
+def problems(tmp_path, **objective) -> str:
+    """Of a config with this objective; the model and the data are missing too, and reported beside it."""
+    config = Config.model_validate(
+        {
+            "run": {"dir": tmp_path / "run"},
+            "model": {"path": tmp_path / "model"},
+            "data": {"train": tmp_path / "train.jsonl"},
+            "train": {"steps": 1},
+            "objective": objective,
+        }
+    )
+    with pytest.raises(ConfigError) as raised:
+        preflight(config, "config.yaml")
+    assert any("model.path" in violation for violation in raised.value.violations)
+    return "\n".join(raised.value.violations)
+
+
+def test_an_unknown_method_suggests_the_nearest(tmp_path):
+    found = problems(tmp_path, name="dppo_tv")
+    assert "objective.name = dppo_tv: unknown objective 'dppo_tv': did you mean" in found
+    assert "'dppo_topk_tv'" in found
+
+
+def test_an_unknown_axis_suggests_the_nearest(tmp_path):
+    found = problems(tmp_path, name="dppo_binary_tv", settings={"dleta": 0.2})
+    assert "objective.settings = {'dleta': 0.2}: " in found
+    assert "unknown axis 'dleta': did you mean 'delta'" in found
+
+
+def test_a_topk_method_needs_listed_log_probs(tmp_path):
+    assert "rollout.topk_logprobs = 0: objective dppo_topk_tv compares listed tokens" in problems(
+        tmp_path, name="dppo_topk_tv"
+    )

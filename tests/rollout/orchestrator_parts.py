@@ -1,0 +1,192 @@
+"""An orchestrator with everything around it in this process: a scripted engine, prompts, rewards, a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.config import Config
+from dppo_megatron.config.checks import cross_field_violations
+from dppo_megatron.rollout.bank import BankReader, BankWriter
+from dppo_megatron.rollout.engine import GenerateRequest, SpoiltSample
+from dppo_megatron.rollout.engine_pool import EnginePool
+from dppo_megatron.rollout.evaluation import Evaluator
+from dppo_megatron.rollout.orchestrator import Orchestrator
+from dppo_megatron.rollout.published import PublishedFollower, PublishedPolicy
+from dppo_megatron.rollout.rollout_metrics import StepRecorder
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.services import forget_all
+from dppo_megatron.types import Prompt, Rollout
+
+STOP = 99
+
+
+def make_config(run_dir: Path, *, steps: int = 3, **rollout: Any) -> Config:
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(run_dir), "seed": 5, "stall_timeout_s": 5},
+            "model": {"path": "unused"},
+            "data": {"train": "unused.jsonl"},
+            "train": {"steps": steps},
+            "eval": {"every": 2},
+            "rollout": {"prompts_per_step": 4, "group_size": 3, "max_response_tokens": 8, **rollout},
+        }
+    )
+    assert not cross_field_violations(config)
+    return config
+
+
+class Prompts:
+    """Position p is the prompt [p]; its row is p % 7."""
+
+    def __init__(self, count: int = 1000):
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def prompt(self, position: int) -> Prompt:
+        return Prompt(position, position % 7, np.array([position], np.int32), f"prompt {position}", "")
+
+
+class Tokenizer:
+    def batch_decode(self, sequences, skip_special_tokens: bool) -> list[str]:
+        return [" ".join(str(int(token)) for token in tokens) for tokens in sequences]
+
+
+class Rewards:
+    """Sample i scores i, or 1 where `hopeless(position)`; where `broken(position)` every verifier fails."""
+
+    def __init__(self, hopeless: Callable[[int], bool], broken: Callable[[int], bool]):
+        self._hopeless, self._broken = hopeless, broken
+
+    async def score(self, prompt: Prompt, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        equal = self._hopeless(prompt.position)
+        rewards = np.array([1.0 if equal else i for i in range(len(texts))], np.float32)
+        failed = np.full(len(texts), self._broken(prompt.position))
+        return rewards * ~failed, failed
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers after `delay(request)` seconds with tokens that follow from its seeds and the policy then served."""
+
+    published: Path
+    delay: Callable[[GenerateRequest], float] = lambda request: 0.0
+    spoils: Callable[[GenerateRequest], bool] = lambda request: False
+    fails: Callable[[GenerateRequest], Exception | None] = lambda request: None
+    url: str = "in-process"
+    requests: list[GenerateRequest] = field(default_factory=list)
+    versions: dict[str, int] = field(default_factory=dict)  # request id -> policy version
+    running: int = 0
+    most_running: int = 0
+
+    async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
+        version = PublishedPolicy.read(self.published).version  # the trainer publishes what engines serve
+        self.requests.append(request)
+        self.versions[request.request_id] = version
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await asyncio.sleep(self.delay(request))
+            if error := self.fails(request):
+                raise error
+            if self.spoils(request):
+                raise SpoiltSample(f"group {request.request_id}: a log-prob is not finite")
+            return tuple(self._sample(seed, version) for seed in request.seeds)
+        finally:
+            self.running -= 1
+
+    def _sample(self, seed: int, version: int) -> Rollout:
+        rng = np.random.default_rng([seed, version])
+        size = int(rng.integers(1, 8))
+        tokens = rng.integers(0, STOP, size + 1).astype(np.int32)
+        tokens[-1] = STOP
+        logprobs = -rng.exponential(size=size + 1).astype(np.float32)
+        return Rollout(tokens, logprobs, np.full(size + 1, version, np.int32), "stop")
+
+
+@dataclass
+class World:
+    """One run directory in which orchestrators live, one life after the other."""
+
+    config: Config
+    hopeless: Callable[[int], bool] = lambda position: False
+    broken: Callable[[int], bool] = lambda position: False
+    training_s: float = 0.0  # from a step's last group to the next policy
+    last_version: int | None = None  # the trainer dies after publishing it
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.config.run.dir)
+
+    def engine(self, **script: Any) -> ScriptedEngine:
+        return ScriptedEngine(self.run.published, **script)
+
+    def live(self, engine: ScriptedEngine, *, until_groups: int | None = None) -> None:
+        """One life of an orchestrator beside a trainer; killed once the bank holds `until_groups`."""
+        asyncio.run(self._live(engine, until_groups))
+
+    async def _live(self, engine: ScriptedEngine, until_groups: int | None) -> None:
+        config, run = self.config, self.run
+        run.root.mkdir(parents=True, exist_ok=True)
+        forget_all(run)
+        rewards = Rewards(self.hopeless, self.broken)
+        with BankWriter(run.bank, config.rollout.prompts_per_step, fsync=False) as bank:
+            trainer = asyncio.create_task(self._train(bank))
+            parts = {"tokenizer": Tokenizer(), "rewards": rewards, "stop_token_ids": (STOP,)}
+            orchestrator = Orchestrator(
+                config,
+                engines=EnginePool([engine]),
+                prompts=Prompts(),
+                bank=bank,
+                published=PublishedFollower(run.published, config.run.stall_timeout_s),
+                evaluator=Evaluator(config, prompts=Prompts(2), output=run.rollout_metrics, **parts),
+                recorder=StepRecorder(run.rollout_metrics, config.rollout.prompts_per_step),
+                **parts,
+            )
+            life = asyncio.create_task(orchestrator.run())
+            try:
+                if until_groups is None:
+                    await life
+                while not life.done() and bank.num_train_groups < until_groups:
+                    await asyncio.sleep(0.001)
+            finally:
+                for task in (life, trainer):
+                    task.cancel()
+                await asyncio.gather(life, trainer, return_exceptions=True)
+
+    async def _train(self, bank: BankWriter) -> None:
+        """Publishes version v as soon as the bank holds the batches of the v steps before it."""
+        last = self.config.train.steps if self.last_version is None else self.last_version
+        for version in range(last + 1):
+            while bank.num_train_groups < version * self.config.rollout.prompts_per_step:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(self.training_s if version else 0)
+            PublishedPolicy(version, "unused", time.time()).write(self.run.published)
+
+    def groups(self) -> list:
+        """Every group of the bank in training order."""
+        reader = BankReader(self.run.bank)
+        return [reader.read(entry) for entry in reader.entries(0, reader.refresh())]
+
+    def steps(self) -> list[list[int]]:
+        """The prompt positions of each step's batch, ascending."""
+        positions = [group.prompt.position for group in self.groups()]
+        size = self.config.rollout.prompts_per_step
+        return [sorted(positions[i : i + size]) for i in range(0, len(positions), size)]
+
+    def dropped(self) -> list[dict]:
+        """The bank's records of prompts without a group."""
+        lines = [line for path in sorted(self.run.bank.glob("*.jsonl")) for line in path.read_text().splitlines()]
+        return [record for record in map(json.loads, lines) if record["kind"] == "dropped"]
+
+    def records(self) -> list[dict]:
+        return [json.loads(line) for line in self.run.rollout_metrics.read_text().splitlines()]

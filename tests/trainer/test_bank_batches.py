@@ -1,0 +1,147 @@
+"""What a step trains on: which samples carry loss, with which advantage and weight."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_task import TEMPERATURE, K, make_config
+
+from dppo_megatron.config.checks import cross_field_violations
+from dppo_megatron.objectives import build_objective
+from dppo_megatron.rollout.bank import BankReader, BankWriter
+from dppo_megatron.trainer.batches import BankBatches
+from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+
+LONGEST, SAMPLES = 6, 4
+# (length, truncated, reward) of each sample; the second group is all right, the last sample of the first failed
+GROUPS = [
+    [(6, True, 0.0), (2, False, 1.0), (6, False, 1.0), (3, False, 1.0)],
+    [(5, False, 1.0), (4, False, 1.0), (3, False, 1.0), (6, True, 1.0)],
+]
+FAILED = np.array([[False, False, False, True], [False] * 4])
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads step 0 of the bank of GROUPS under changed settings -> (batch, samples by token that carries loss)."""
+    with BankWriter(tmp_path / "bank", 2) as bank:
+        for position, group in enumerate(GROUPS):
+            bank.append(_group(position, group))
+
+    def run(name: str = "dppo_binary_tv", rank: int = 0, size: int = 1, **sections):
+        base = {"prompts_per_step": 2, "group_size": SAMPLES, "max_response_tokens": LONGEST}
+        sections["rollout"] = {**base, **sections.get("rollout", {})}
+        config = make_config(tmp_path, **{"train": {"updates_per_step": 1}, **sections})
+        objective = build_objective(name, **config.objective.settings)
+        return BankBatches(config, BankReader(config.rollout.bank), objective, rank, size).read(0)
+
+    return run
+
+
+def _group(position: int, samples: list) -> RolloutGroup:
+    prompt = Prompt(position, position, np.array([7, 8], np.int32), "", "")
+    rollouts = []
+    for i, (length, truncated, _) in enumerate(samples):
+        logprobs = np.full(length, -1.0, np.float32)
+        ids = np.tile(np.arange(10, 10 + K, dtype=np.int32), (length, 1))
+        rollouts.append(
+            Rollout(
+                token_ids=np.full(length, i, np.int32),
+                logprobs=logprobs,
+                versions=np.zeros(length, np.int32),
+                finish_reason="length" if truncated else "stop",
+                topk_ids=ids,
+                topk_logprobs=np.full((length, K), -2.0, np.float32),
+            )
+        )
+    rewards = np.array([reward for _, _, reward in samples], np.float32)
+    return RolloutGroup(prompt, tuple(rollouts), rewards * ~FAILED[position], FAILED[position], TEMPERATURE)
+
+
+def learned(batch) -> dict[int, tuple[int, float, float]]:
+    """Sample of the first group -> (tokens with loss, advantage, weight); the sampled token is the sample's number."""
+    (update,) = batch.updates
+    out = {}
+    for micro in update.micro_batches:
+        for sample in range(SAMPLES):
+            rows = micro.mask & (micro.target_ids == sample)
+            if rows.any():
+                (advantage,), (weight,) = micro.advantage[rows].unique(), micro.loss_weight[rows].unique()
+                out[sample] = (int(rows.sum()), float(advantage), float(weight))
+    return out
+
+
+def test_by_default_every_verified_sample_of_a_group_with_signal_carries_loss(read):
+    batch = read()
+    found = learned(batch)
+    assert {sample: tokens for sample, (tokens, _, _) in found.items()} == {0: 6, 1: 2, 2: 6}  # 3 failed
+    assert [advantage for _, advantage, _ in found.values()] == pytest.approx([-2 / 3, 1 / 3, 1 / 3])
+    # Seven verified samples in all; the second group has no signal but counts.
+    assert [weight for _, _, weight in found.values()] == pytest.approx([1 / (7 * LONGEST)] * 3)
+    assert batch.metrics["rollout/truncated_share"] == 2 / 8
+    assert batch.metrics["rollout/groups_without_signal"] == 1
+    assert batch.metrics["rollout/reward_failed"] == 1
+    assert "rollout/overlong_filtered" not in batch.metrics
+    assert "rollout/overlong_penalty_mean" not in batch.metrics
+
+
+def test_overlong_filter_leaves_cut_responses_out_of_loss_and_denominators(read):
+    batch = read(objective={"overlong_filter": True})
+    found = learned(batch)
+    assert {sample: tokens for sample, (tokens, _, _) in found.items()} == {1: 2, 2: 6}  # 6 long but finished: stays
+    assert [advantage for _, advantage, _ in found.values()] == pytest.approx([1 / 3, 1 / 3])  # the baseline has all
+    assert [weight for _, _, weight in found.values()] == pytest.approx([1 / (5 * LONGEST)] * 2)
+    assert batch.metrics["rollout/overlong_filtered"] == 2
+    assert batch.metrics["rollout/truncated_share"] == 2 / 8
+    assert batch.updates[0].sequences == 2
+
+
+def test_overlong_filter_of_everything_leaves_no_update(read, tmp_path):
+    with BankWriter(tmp_path / "cut" / "bank", 1) as bank:
+        bank.append(_group(0, [(6, True, float(i)) for i in range(4)]))
+    batch = read(
+        rollout={"bank": str(tmp_path / "cut" / "bank"), "prompts_per_step": 1}, objective={"overlong_filter": True}
+    )
+    assert batch.updates == []
+    assert batch.metrics["rollout/overlong_filtered"] == 3  # the other one failed anyway
+
+
+def test_soft_overlong_penalty_is_added_to_the_reward(read):
+    batch = read(reward={"overlong_buffer": 4})  # 0 up to 2 tokens, -1 at 6
+    found = learned(batch)
+    # Rewards of the first group: 0 - 1, 1 - 0, 1 - 1. The second group gains a signal from its lengths.
+    advantages = {0: -1.0, 1: 1.0, 2: 0.0}
+    micro = batch.updates[0].micro_batches
+    first = [m.advantage[m.mask & (m.target_ids == 0)] for m in micro]
+    assert float(torch.cat(first).min()) == pytest.approx(advantages[0])
+    assert batch.metrics["rollout/groups_without_signal"] == 0
+    lengths = [6, 2, 6, 3, 5, 4, 3, 6]
+    assert batch.metrics["rollout/overlong_penalty_mean"] == pytest.approx(-np.mean([(n - 2) / 4 for n in lengths]))
+    assert batch.metrics["rollout/reward_mean"] == pytest.approx(6 / 7)  # as the verifier gave them
+    assert found
+
+
+def test_ranks_share_a_step_without_overlap(read):
+    parts = [read(rank=rank, size=2).updates[0] for rank in range(2)]
+    assert parts[0].sequences == parts[1].sequences == 3  # of all ranks
+    assert len(parts[0].micro_batches) == len(parts[1].micro_batches)
+    tokens = [sum(int(m.mask.sum()) for m in part.micro_batches) for part in parts]
+    assert sum(tokens) == 6 + 2 + 6
+
+
+def test_a_bank_filled_under_other_settings_is_refused(read):
+    for setting, value, says in (
+        ("temperature", 0.5, r"rollout.temperature = 0.5: prompt 0 in the bank was sampled at 0.9"),
+        ("group_size", 8, r"rollout.group_size = 8: prompt 0 in the bank has 4 samples"),
+        ("topk_logprobs", 2, r"rollout.topk_logprobs = 2: prompt 0 in the bank has 4 listed"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            read(rollout={setting: value})
+
+
+def test_a_buffer_longer_than_the_response_is_refused(tmp_path):
+    config = make_config(tmp_path)
+    longer = config.model_copy(update={"reward": config.reward.model_copy(update={"overlong_buffer": LONGEST + 1})})
+    (violation,) = cross_field_violations(longer)
+    assert violation.startswith("reward.overlong_buffer = 7: longer than rollout.max_response_tokens = 6")

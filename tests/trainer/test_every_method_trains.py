@@ -1,0 +1,110 @@
+"""Every method trains a tiny policy for some steps on a bank, at TP 2, and says in words what it does."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from tiny_task import STEPS, VOCAB, make_task
+from trainer_ranks import train_methods
+
+from dppo_megatron.objectives import PRESETS, build_objective
+
+VARIANTS = {
+    "dppo_topk_tv_recomputed": ("dppo_topk_tv", {"anchor": "recomputed"}),
+    "pg_tis_mismatch": ("pg_is", {"importance": "recomputed", "mismatch": "truncate", "mismatch_high": 2.0}),
+    "dppo_reference_kl": ("dppo_binary_tv", {"reference_kl": "k3", "reference_kl_coefficient": 0.1}),
+    "dppo_entropy": ("dppo_binary_tv", {"entropy_coefficient": 0.01}),
+}
+METHODS = {**{name: (name, {}) for name in PRESETS}, **VARIANTS}
+REFERENCE = "dppo_reference_kl"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    task = make_task(tmp_path_factory.mktemp("task"))
+    return train_methods(METHODS, task, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("label", METHODS)
+def test_trains_without_error(trained, label):
+    found = trained[label]
+    assert found["steps"] == len(found["records"]) == STEPS
+    assert len(found["updates"]) == 2 * STEPS
+    for update in found["updates"]:
+        assert math.isfinite(update["loss"])
+        assert 0 < update["grad_norm"] < math.inf
+        assert not update["skipped"]
+        assert update["nonfinite_tokens"] == 0
+
+
+@pytest.mark.parametrize("label", METHODS)
+def test_the_log_begins_with_the_method_in_words(trained, label):
+    name, settings = METHODS[label]
+    words = build_objective(name, **settings).describe().splitlines()
+    head = trained[label]["head"]
+    assert head[: len(words)] == [f"method: {line}" for line in words]
+    assert head[0].startswith(f"method: objective {name}: ")
+    assert head[len(words)].startswith(f"advantage: {PRESETS[name].advantage}, aggregation: ")
+
+
+@pytest.mark.parametrize("label", [label for label in METHODS if label != "nll"])
+def test_the_first_update_is_on_policy(trained, label):
+    """The policy that sampled the bank: nothing is outside the region, and every weight is 1."""
+    first = trained[label]["updates"][0]
+    assert first["mismatch/k3"] < 1e-9
+    assert first["weight/min"] == pytest.approx(1, abs=1e-3)
+    assert first["weight/max"] == pytest.approx(1, abs=1e-3)
+    assert first.get("masked/share", 0.0) == 0
+    assert first["divergence/max"] < 1e-4
+
+
+@pytest.mark.parametrize("label", [label for label, (name, _) in METHODS.items() if name != "nll"])
+def test_the_policy_moves_away_from_the_rollouts(trained, label):
+    updates = trained[label]["updates"]
+    assert updates[-1]["mismatch/k3"] > 1e-4
+
+
+@pytest.mark.parametrize(
+    "label",
+    [label for label, (name, settings) in METHODS.items() if build_objective(name, **settings).needs_recomputed],
+)
+def test_the_recomputed_policy_is_that_of_the_steps_start(trained, label):
+    found = trained[label]
+    first, second = found["updates"][-2:]  # of the last step: far from the rollouts by then
+    assert first["mismatch_recomputed/k3"] == pytest.approx(first["mismatch/k3"], rel=1e-3)
+    assert second["mismatch_recomputed/k3"] != pytest.approx(second["mismatch/k3"], rel=1e-3)
+    if "masked/share" in first:  # the anchor is recomputed too
+        assert first["masked/share"] == 0
+        assert first["divergence/max"] < 1e-4 < second["divergence/max"]
+    assert all(record["time/recompute_s"] > 0 for record in found["records"])
+
+
+def test_the_reference_is_the_start_model(trained):
+    found = trained[REFERENCE]
+    values = [update["reference_kl"] for update in found["updates"]]
+    assert values[0] == pytest.approx(0, abs=1e-9)
+    assert min(values[1:]) > 1e-6
+    assert all(record["time/reference_s"] > 0 for record in found["records"])
+    without = trained["dppo_binary_tv"]
+    assert found["updates"][0]["grad_norm"] == pytest.approx(without["updates"][0]["grad_norm"], rel=1e-4)
+    assert found["updates"][-1]["mismatch/k3"] < without["updates"][-1]["mismatch/k3"]
+
+
+def test_other_methods_pay_for_no_extra_pass(trained):
+    for record in trained["dppo_binary_tv"]["records"]:
+        assert "time/recompute_s" not in record
+        assert "time/reference_s" not in record
+
+
+def test_masked_tokens_are_counted_by_id(trained):
+    """What the two updates of a step masked, token by token, adds up to its masked share."""
+    found = trained["dppo_binary_tv"]
+    signed = [update["tokens"] * (1 - update["advantage/zero_share"]) for update in found["updates"]]
+    masked = [update["masked/share"] * count for update, count in zip(found["updates"], signed, strict=True)]
+    by_step = [sum(masked[2 * step : 2 * step + 2]) for step in range(STEPS)]
+    assert max(by_step) > 0
+    for record, expected in zip(found["records"], by_step, strict=True):
+        assert sum(record["masked_tokens"].values()) == pytest.approx(expected)
+        assert all(0 <= token < VOCAB and count > 0 for token, count in record["masked_tokens"].items())
+    assert not any(record["masked_tokens"] for record in trained["drpo"]["records"])

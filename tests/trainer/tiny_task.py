@@ -1,0 +1,107 @@
+"""A tiny policy, a bank that it sampled itself, and configs that train on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dppo_megatron.config import Config
+from dppo_megatron.config.checks import cross_field_violations
+from dppo_megatron.rollout.bank import BankWriter
+from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+
+VOCAB, EOS, K, TEMPERATURE = 23, 0, 4, 0.9  # not a multiple of the ranks: the head is padded
+STEPS, GROUPS, SAMPLES, LONGEST = 3, 4, 4, 6
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    "hidden_act": "silu",
+    "initializer_range": 0.2,
+}
+
+
+def make_task(directory: Path) -> Path:
+    """model/ and bank/ below `directory`."""
+    from transformers import AutoModelForCausalLM
+
+    from dppo_megatron.hf import make_random_hf_model
+
+    make_random_hf_model(directory / "model", MODEL, seed=1)
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    with BankWriter(directory / "bank", GROUPS) as bank:
+        for position in range(STEPS * GROUPS):
+            bank.append(sample_group(model, position, generator))
+    return directory
+
+
+@torch.no_grad()
+def sample_group(model: Any, position: int, generator: torch.Generator) -> RolloutGroup:
+    """Sampled token by token from `model`, with its own log-probs; the reward is how often token 1 or 2 came."""
+    prompt = Prompt(position, position, np.array([3 + position % 5, 4], np.int32), f"prompt {position}", "1 2")
+    rollouts = []
+    for _ in range(SAMPLES):
+        tokens, logprobs, ids, listed = list(prompt.token_ids), [], [], []
+        for _ in range(LONGEST):
+            row = (model(torch.tensor([tokens])).logits[0, -1] / TEMPERATURE).log_softmax(-1)
+            token = int(torch.multinomial(row.exp(), 1, generator=generator))
+            top = row.topk(K)
+            tokens.append(token)
+            logprobs.append(row[token])
+            ids.append(top.indices)
+            listed.append(top.values)
+            if token == EOS:
+                break
+        size = len(logprobs)
+        rollouts.append(
+            Rollout(
+                token_ids=np.array(tokens[2:], np.int32),
+                logprobs=torch.stack(logprobs).numpy(),
+                versions=np.zeros(size, np.int32),
+                finish_reason="stop" if tokens[-1] == EOS else "length",
+                topk_ids=torch.stack(ids).int().numpy(),
+                topk_logprobs=torch.stack(listed).numpy(),
+            )
+        )
+    rewards = np.array([np.isin(r.token_ids, (1, 2)).sum() + 0.1 * i for i, r in enumerate(rollouts)], np.float32)
+    return RolloutGroup(prompt, tuple(rollouts), rewards, np.zeros(SAMPLES, bool), TEMPERATURE)
+
+
+def make_config(task: Path, name: str = "dppo_binary_tv", *, tensor: int = 1, **sections: dict[str, Any]) -> Config:
+    """Trains on the task's bank; `sections` change it section by section."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(task / "run"), "seed": 3},
+        "model": {"path": str(task / "model"), "dtype": "fp32"},
+        "parallel": {"world_size": tensor, "tensor": tensor, "timeout_s": 60},
+        "optimizer": {"lr": 1e-2, "grad_clip": 0},
+        "objective": {"name": name},
+        "train": {"steps": STEPS, "updates_per_step": 2, "micro_batch_tokens": 32},
+        "data": {"train": "unused.jsonl"},
+        "rollout": {
+            "bank": str(task / "bank"),
+            "prompts_per_step": GROUPS,
+            "group_size": SAMPLES,
+            "max_response_tokens": LONGEST,
+            "temperature": TEMPERATURE,
+            "topk_logprobs": K,
+        },
+    }
+    for section, changes in sections.items():
+        tree[section] = {**tree.get(section, {}), **changes}
+    config = Config.model_validate(tree)
+    assert not cross_field_violations(config)
+    return config
