@@ -50,7 +50,9 @@ def _method(run: History) -> dict[str, str]:
     if ranks and ranks > model_ranks:
         split.append(f"DP {ranks // model_ranks}")
     layout = f"{ranks} rank{'s' if ranks != 1 else ''}" + (f": {', '.join(split)}" if split else "")
-    sampled = run.setting("rollout.prompts_per_step"), run.setting("rollout.group_size")
+    sampled = [run.setting("rollout.prompts_per_step"), run.setting("rollout.group_size")]
+    if run.setting("objective.name") == "nll":
+        sampled = sampled[:1]  # examples
     return {
         "method": _text(run.setting("objective.name")),
         "anchor": anchor,
