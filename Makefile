@@ -3,7 +3,7 @@
 # make lint         ruff
 # make install      the pinned CPU environment in .venv (the others do it when needed)
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
