@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
+from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.rollout.clients import build_engine, server_command, server_environment
 from dppo_megatron.rollout.engine import EngineError
 from dppo_megatron.rollout.published import PublishedPolicy
@@ -34,6 +35,7 @@ def run_engine(config: Config, index: int) -> int:
     `EngineStartError` when it dies or stays silent for `engine.start_timeout_s`.
     """
     run = RunDir(config.run.dir)
+    setup_logging(f"engine-{index}", run.root)
     host = config.engine.host
     port = config.engine.port + index if config.engine.port else free_port(host)
     if port_in_use(host, port):

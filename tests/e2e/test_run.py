@@ -70,22 +70,23 @@ def kill_in_the_middle(config, run_dir, victim, output):
     return code
 
 
-@pytest.mark.parametrize("victim", ["orchestrator", "trainer"])
-def test_kill_9_then_resume_equals_an_undisturbed_run(task, engine, uninterrupted, tmp_path, victim):
-    config = write_config(config_tree(task, tmp_path / "run", urls=(engine.url,)), tmp_path / "c.yaml")
-    code = kill_in_the_middle(config, tmp_path / "run", f"dppo_megatron {victim}", tmp_path / "out")
-    assert code == 1
+@pytest.mark.parametrize(
+    ("victim", "named", "starts_engine"),
+    [
+        ("dppo_megatron orchestrator", "orchestrator ended", False),
+        ("dppo_megatron trainer", "trainer-", False),
+        ("api_server", "engine-0 ended", True),
+    ],
+)
+def test_kill_9_then_resume_equals_an_undisturbed_run(
+    task, engine, uninterrupted, tmp_path, victim, named, starts_engine
+):
+    urls = () if starts_engine else (engine.url,)
+    config = write_config(config_tree(task, tmp_path / "run", urls=urls), tmp_path / "c.yaml")
+    assert kill_in_the_middle(config, tmp_path / "run", victim, tmp_path / "out") == 1
     shown = (tmp_path / "out").read_text()
-    assert f"{victim}" in shown
-    assert "killed by SIGKILL" in shown
-    run("train", config, "--resume")
-    check_complete(tmp_path / "run", uninterrupted)
-
-
-def test_kill_9_of_the_engine_then_resume_equals_an_undisturbed_run(task, uninterrupted, tmp_path):
-    config = write_config(config_tree(task, tmp_path / "run"), tmp_path / "c.yaml")
-    code = kill_in_the_middle(config, tmp_path / "run", "api_server", tmp_path / "out")
-    assert code == 1
+    assert named in shown
+    assert "SIGKILL" in shown
     run("train", config, "--resume")
     check_complete(tmp_path / "run", uninterrupted)
 
