@@ -33,8 +33,7 @@ class Evaluator:
         self._rewards = rewards
         self._stop_token_ids = tuple(stop_token_ids)
         self._output = output
-        records = read_records(output) if output.exists() else []
-        self._done = {record["step"] for record in records if "eval/accuracy" in record}
+        self._done = {record["step"] for record in read_records(output) if "eval/accuracy" in record}
 
     @property
     def num_prompts(self) -> int:
