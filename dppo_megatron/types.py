@@ -40,6 +40,9 @@ class Rollout:
     finish_reason: str  # "stop" | "length" | "abort"
     topk_ids: np.ndarray | None = None  # [R, K] int32, -1 = absent
     topk_logprobs: np.ndarray | None = None  # [R, K] fp32
+    # [P + R - 1, L, k] uint8 or uint16: the k experts of each of the L MoE layers, for every token the engine read
+    # (all but the last sampled one), in the engine's order of preference. For routing replay.
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,9 @@ class RolloutConfig(Section):
     max_prompts_per_group: int = Field(
         8, ge=2, description="dynamic_sampling: most prompts for each group of a step, on average; more is an error"
     )
+    routing_replay: bool = Field(
+        False, description="MoE: engines return the experts of every token and the trainer routes by them (R3)"
+    )
     bank: Path | None = Field(
         None, description="train on the rollouts of this existing bank: nothing is sampled, no engine is started"
     )

@@ -62,6 +62,7 @@ class GenerateRequest:
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     topk: int = 0  # K listed tokens per position; 0 = none
+    routed_experts: bool = False  # return the experts that each token was routed to
 
     def __post_init__(self):
         object.__setattr__(self, "token_ids", np.ascontiguousarray(self.token_ids, dtype=np.int32))
