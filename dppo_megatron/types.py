@@ -85,3 +85,5 @@ class TokenBatch:
     recomputed_topk_logprob: torch.Tensor | None = None  # [T, K] fp32, of topk_ids by the same weights
     recomputed_other_logprob: torch.Tensor | None = None  # [T] fp32, of everything that is neither listed nor target
     reference_logprob: torch.Tensor | None = None  # [T] fp32, by the run's start model
+    # Routing replay: the experts of each MoE layer that read token_ids[t], -1 where the trainer chooses itself.
+    routed_experts: torch.Tensor | None = None  # [T, L, k] int16

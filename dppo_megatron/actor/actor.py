@@ -25,11 +25,11 @@ from . import checkpoint, megatron_version
 from .forward import LossStep
 from .layout import Layout
 from .model import PolicyModel, build_model
-from .model_config import dtype, transformer_config, use_transformer_engine
+from .model_config import transformer_config, use_transformer_engine
 from .optimizer import build_optimizer, build_schedule, learning_rate, optimizer_step, wrap_data_parallel
 from .packing import Packer
 from .reduction import reduce_reports
-from .rope import inverse_frequencies
+from .routing import RoutingReplay
 from .scoring import Scorer, Scores
 
 
@@ -75,14 +75,8 @@ class Actor:
         self.optimizer = build_optimizer(self.model, config)
         self.schedule = build_schedule(self.optimizer, config)
         self.skipped_in_a_row = 0
-        engine = use_transformer_engine(config)
-        self.packer = Packer(
-            device=layout.device,
-            dtype=dtype(config),
-            frequencies=None if engine else inverse_frequencies(self.hf).to(layout.device),
-            multiple=layout.tensor_size if layout.sequence_parallel else 1,
-            round_size=layout.pipeline_size if layout.virtual_pipeline_size else 1,
-        )
+        self.routing = RoutingReplay(self.hf, self.model_chunks) if config.rollout.routing_replay else None
+        self.packer = Packer.of(self.hf, config, layout, self.routing.held_layers if self.routing else None)
         self._scorer = Scorer(self.model, self.packer, layout, self.hf.vocab_size, config.train.micro_batch_tokens)
         self._forward_backward = partial(
             get_forward_backward_func(),
@@ -142,6 +136,9 @@ class Actor:
             num_microbatches=len(prepared),
         )
         total = reduce_reports(results, prepared[: len(micro_batches)], masked, self.layout)
+        metrics = total.metrics
+        if self.routing is not None:
+            metrics = metrics | self.routing.disagreement(prepared[: len(micro_batches)])
         self._synchronize()
         computed = time.perf_counter()
         update = optimizer_step(
@@ -158,8 +155,8 @@ class Actor:
             tokens=total.tokens,
             loss_tokens=total.loss_tokens,
             nonfinite_tokens=total.nonfinite,
-            metrics=reduce_metrics(total.metrics),
-            parts=total.metrics,
+            metrics=reduce_metrics(metrics),
+            parts=metrics,
             masked=total.masked,
             forward_backward_s=computed - started,
             optimizer_s=time.perf_counter() - computed,

@@ -2,7 +2,8 @@
 
 Megatron-core writes "cuda" into its own source: literal devices, `.cuda()`, streams, the CUDA generator. Here
 those names mean the CPU. What a layer spec can replace (norms, core attention) is replaced there, not here.
-`install` runs before the first Megatron class is built and does nothing where CUDA is present.
+`import_without_compiled_fusions` comes before any other import of Megatron-core, `install` before the first class of
+it is built; both do nothing where CUDA is present.
 """
 
 from __future__ import annotations
@@ -20,17 +21,25 @@ def install() -> None:
     """Make Megatron-core's CUDA names mean the CPU, process-wide. Idempotent; a no-op where CUDA is available."""
     if torch.cuda.is_available() or torch.cuda.current_device is _current_device:
         return
-    _without_compiled_fusions()
     _devices()
     _generators()
     _streams()
     _experts()
 
 
-def _without_compiled_fusions() -> None:
-    """Megatron's jit_fuser is torch.compile: minutes of g++ for functions that take microseconds here."""
-    from megatron.core import jit
+def import_without_compiled_fusions() -> None:
+    """Import Megatron-core with its jit_fuser off. A no-op where CUDA is available.
 
+    It is torch.compile, applied as a decorator while modules are imported: minutes of g++ for functions that
+    take microseconds here.
+    """
+    if torch.cuda.is_available():
+        return
+    compile_, torch.compile = torch.compile, _uncompiled
+    try:
+        from megatron.core import jit
+    finally:
+        torch.compile = compile_
     jit.disable_jit_fuser()
 
 
@@ -115,6 +124,10 @@ class _Stream:
 
     def query(self):
         return True
+
+
+def _uncompiled(function=None, **options):
+    return function or _uncompiled
 
 
 def _current_device() -> torch.device:

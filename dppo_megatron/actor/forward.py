@@ -101,9 +101,10 @@ class LossStep:
 
 @dataclass(frozen=True)
 class LogprobStep:
-    """`forward_step` that only scores: collects fp32 log-probs [T, C] of each micro-batch, 0 where mask is False.
+    """`forward_step` that only scores: collects fp32 log-probs [T, C] of each batch as given, 0 where mask is False.
 
-    C = 1, the targets; with `topk` C = K + 2, the targets, the listed ids and everything else.
+    C = 1, the targets; with `topk` C = K + 2, the targets, the listed ids and everything else. Rows of other
+    context-parallel ranks are 0.
     """
 
     vocab_size: int
@@ -121,7 +122,7 @@ class LogprobStep:
         if self.topk:
             columns += [stats.topk_logprob, stats.other_logprob[:, None]]
         scored = torch.where(rows.mask[:, None], torch.cat(columns, dim=1), 0.0)
-        return scored.new_zeros(batch.num_tokens, scored.shape[1]).index_copy_(0, batch.packed.rows, scored)
+        return scored.new_zeros(batch.batch_tokens, scored.shape[1]).index_copy_(0, batch.loss_rows, scored)
 
 
 def run_model(model: Any, batch: MicroBatch) -> Tensor:
@@ -162,5 +163,5 @@ def head_statistics(
 
 def _sequence_ids(batch: MicroBatch) -> Tensor:
     """Sequence of each loss row, numbered without gaps: objectives want them below the number of rows."""
-    ids = sequence_ids_from_cu_seqlens(batch.loss.cu_seqlens, batch.num_tokens)[batch.packed.rows]
+    ids = sequence_ids_from_cu_seqlens(batch.loss.cu_seqlens, batch.batch_tokens)[batch.loss_rows]
     return torch.unique(ids, return_inverse=True)[1]

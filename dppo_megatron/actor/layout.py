@@ -40,9 +40,12 @@ class Layout:
     data_parallel_size: int
     data_parallel_rank: int  # which share of every batch this rank reads
     expert_size: int
+    expert_tensor_size: int
     tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
-    data_group: dist.ProcessGroup  # data x context parallel: ranks that hold the same weights
+    context_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup  # data x context parallel: ranks that hold the same dense weights
+    expert_group: dist.ProcessGroup  # expert tensor x expert: ranks that exchange tokens in a layer with experts
     sequence_parallel: bool
 
     @property
@@ -58,7 +61,7 @@ class Layout:
             pipeline += f" x {self.virtual_pipeline_size} virtual stages"
         sizes = f"{tensor}, {pipeline}, context {self.context_size}, data {self.data_parallel_size}"
         if self.expert_size > 1:
-            sizes += f", expert {self.expert_size}"
+            sizes += f", expert {self.expert_size} x tensor {self.expert_tensor_size}"
         return f"{self.world_size} ranks over {self.backend} on {self.device.type}: {sizes} (parallel)"
 
     def close(self) -> None:
@@ -82,12 +85,16 @@ def init_layout(config: Config) -> Layout:
             f"parallel.world_size = {parallel.world_size}: {world_size} trainer processes were started; "
             "start as many as the config says, or change it"
         )
-    model_ranks = parallel.tensor * parallel.pipeline * parallel.context
-    if world_size % model_ranks:
-        raise LayoutError(
-            f"parallel.world_size = {world_size}: not a multiple of tensor x pipeline x context = "
-            f"{model_ranks}; change one of them"
-        )
+    for names, ranks in {
+        "tensor x pipeline x context": parallel.tensor * parallel.pipeline * parallel.context,
+        "expert_tensor x expert x pipeline": (parallel.expert_tensor or parallel.tensor)
+        * parallel.expert
+        * parallel.pipeline,
+    }.items():
+        if world_size % ranks:
+            raise LayoutError(
+                f"parallel.world_size = {world_size}: not a multiple of {names} = {ranks}; change one of them"
+            )
     cpu.install()
     cuda = torch.cuda.is_available()
     backend = "nccl" if cuda else "gloo"
@@ -126,9 +133,12 @@ def init_layout(config: Config) -> Layout:
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         expert_size=parallel.expert,
+        expert_tensor_size=parallel.expert_tensor or parallel.tensor,
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        context_group=parallel_state.get_context_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        expert_group=parallel_state.get_expert_tensor_and_model_parallel_group(),
         sequence_parallel=parallel.sequence,
     )
 

@@ -19,6 +19,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -56,12 +58,24 @@ def fused_kernels() -> str:
 
 def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Layers of this pipeline stage (and virtual stage), dense and expert layers where the config says."""
+    # 0.16 sets it where TransformerEngine is absent too, and then asks for instances of its classes.
+    multi_latent_attention.HAVE_TE = has_transformer_engine()
     return get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=transformer_engine,
         normalization=config.normalization,
         **_accepted(get_gpt_decoder_block_spec, vp_stage=vp_stage),
     )
+
+
+def replicated_linear() -> type:
+    """A linear layer that every tensor-parallel rank holds whole: what latent attention accepts beside sharded ones."""
+    return multi_latent_attention.Linear
+
+
+def drop_replay_registry() -> None:
+    """Forget the routers that registered themselves: Megatron's list of them is of the process, not of a model."""
+    RouterReplay.global_router_replay_instances.clear()
 
 
 def save_sharded(state: dict[str, Any], directory: Path) -> None:

@@ -87,6 +87,7 @@ def build_model(hf: HFModelConfig, config: Config, layout: Layout, transformer: 
         last = layout.is_last_stage and stage == (stages or 1) - 1
         chunk = _chunk(hf, config, layout, transformer, first, last, None if stages is None else stage)
         chunks.append(chunk.to(layout.device))
+    megatron_version.drop_replay_registry()
     for chunk in chunks:
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -114,8 +115,9 @@ def _chunk(
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=hf.tied_embeddings,
-        # PackedAttention rotates by position id; with TransformerEngine Megatron does, in a fused kernel.
-        position_embedding_type="rope" if engine else "none",
+        # PackedAttention rotates by position id; with TransformerEngine Megatron does, in a fused kernel. Latent
+        # attention brings its own rotation.
+        position_embedding_type="rope" if engine and hf.mla is None else "none",
         rotary_base=hf.rope_theta,
         rope_scaling=hf.rope_type == "llama3",
         rope_scaling_factor=hf.rope_scaling.get("factor", 1.0),
@@ -130,6 +132,11 @@ def _use_own_modules(block: TransformerBlockSubmodules) -> None:
     for layer in block.layer_specs:
         modules, attention = layer.submodules, layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            if hasattr(attention, name):
+                # Megatron cuts them by rows and gathers, and then each rank keeps the gradient of its own heads
+                # alone for the rotated key that all heads share.
+                setattr(attention, name, megatron_version.replicated_linear())
         for owner, names in (
             (modules, ("input_layernorm", "pre_mlp_layernorm")),
             (attention, ("q_layernorm", "k_layernorm", "kv_layernorm")),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from dppo_megatron.config.schema import Config, ParallelConfig
 from dppo_megatron.hf import HFModelConfig, ModelError
@@ -50,10 +50,12 @@ def transformer_config(hf: HFModelConfig, config: Config) -> TransformerConfig:
     """
     if problems := model_problems(hf, config):
         raise ModelError(str(config.model.path), problems)
-    return TransformerConfig(
+    build = TransformerConfig if hf.mla is None else MLATransformerConfig
+    return build(
         **_FAMILIES[hf.family](hf),
+        **_expert_arguments(hf, config),
         **_parallel_arguments(config),
-        **_precision_arguments(config),
+        **_precision_arguments(hf, config),
         **_recompute_arguments(config),
     )
 
@@ -80,11 +82,72 @@ def _decoder(hf: HFModelConfig) -> dict[str, Any]:
     }
 
 
+def _latent_decoder(hf: HFModelConfig) -> dict[str, Any]:
+    """The same with latent attention (DeepSeek-V3), which rotates inside Megatron."""
+    mla, scaling = hf.mla, hf.rope_scaling
+    arguments = _decoder(hf) | {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rotary_base": hf.rope_theta,
+        "rope_type": "rope",
+    }
+    if hf.rope_type != "yarn":
+        return arguments
+    return arguments | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": float(scaling["factor"]),
+        "original_max_position_embeddings": _original_length(hf),
+        "beta_fast": float(scaling.get("beta_fast") or 32),
+        "beta_slow": float(scaling.get("beta_slow") or 1),
+        "mscale": float(scaling.get("mscale") or 1),
+        "mscale_all_dim": float(scaling.get("mscale_all_dim") or 0),
+    }
+
+
 _FAMILIES: dict[str, Callable[[HFModelConfig], dict[str, Any]]] = {
     "qwen2": _decoder,
     "qwen3": _decoder,
     "llama": _decoder,
+    "qwen3_moe": _decoder,
+    "deepseek_v3": _latent_decoder,
 }
+
+
+def _original_length(hf: HFModelConfig) -> int:
+    """Positions that a model was trained on before YaRN stretched them."""
+    return int(hf.rope_scaling.get("original_max_position_embeddings") or hf.max_position_embeddings)
+
+
+def _expert_arguments(hf: HFModelConfig, config: Config) -> dict[str, Any]:
+    """Routing as the HF config says. No balancing loss, and the correction bias stays as loaded: RL adds nothing."""
+    moe = hf.moe
+    if moe is None:
+        return {"moe_token_dispatcher_type": "alltoall"}  # packed lengths vary, for which Megatron insists on it
+    return {
+        "moe_token_dispatcher_type": config.parallel.expert_dispatcher,
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_layer_freq": [int(sparse) for sparse in moe.layers],
+        "moe_router_score_function": moe.score_function,
+        # Softmax of the selected logits alone is softmax of all, rescaled to sum to 1.
+        "moe_router_pre_softmax": moe.score_function == "softmax" and not moe.norm_topk_prob,
+        "moe_router_num_groups": moe.num_groups,
+        "moe_router_group_topk": moe.topk_groups,
+        "moe_router_topk_scaling_factor": None if moe.routed_scaling_factor == 1.0 else moe.routed_scaling_factor,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32" if config.model.router_dtype == "fp32" else None,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_grouped_gemm": use_transformer_engine(config),
+        "moe_enable_routing_replay": config.rollout.routing_replay,
+    }
 
 
 def _parallel_arguments(config: Config) -> dict[str, Any]:
@@ -99,7 +162,6 @@ def _parallel_arguments(config: Config) -> dict[str, Any]:
         "expert_tensor_parallel_size": p.expert_tensor or p.tensor,
         "sequence_parallel": p.sequence,
         "variable_seq_lengths": p.pipeline > 1,  # packed micro-batches differ in length
-        "moe_token_dispatcher_type": "alltoall",  # Megatron insists on it for them, in dense models too
         # Megatron's batched exchange between virtual stages gives wrong numbers over gloo, without an error.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
@@ -108,7 +170,7 @@ def _parallel_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def _precision_arguments(config: Config) -> dict[str, Any]:
+def _precision_arguments(hf: HFModelConfig, config: Config) -> dict[str, Any]:
     parameters = dtype(config)
     fused = torch.cuda.is_available()
     return {
@@ -118,7 +180,8 @@ def _precision_arguments(config: Config) -> dict[str, Any]:
         "use_cpu_initialization": not fused,
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
-        "apply_rope_fusion": use_transformer_engine(config),
+        # Megatron's fused rotation of latent attention knows YaRN only.
+        "apply_rope_fusion": use_transformer_engine(config) and (hf.mla is None or hf.rope_type == "yarn"),
         "gradient_accumulation_fusion": fused and megatron_version.has_fused_weight_gradient(),
     }
 
@@ -147,24 +210,64 @@ def machine_problems(config: Config) -> list[str]:
 def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:
     out = []
     scaling = hf.rope_scaling
-    if use_transformer_engine(config) and any(scaling.get(k, v) != v for k, v in _MEGATRON_LLAMA3.items()):
+    source = f"model.path = {hf.source}"
+    if (
+        use_transformer_engine(config)
+        and hf.rope_type == "llama3"
+        and any(scaling.get(k, v) != v for k, v in _MEGATRON_LLAMA3.items())
+    ):
         out.append(
             f"model.layers = {config.model.layers}: Megatron's fused rotary embedding scales with fixed constants, "
             f"not those of {hf.source}; set it to local"
         )
     if hf.family not in _FAMILIES:
         out.append(
-            f"model.path = {hf.source}: the trainer does not build {hf.architecture} yet; it builds "
-            f"{', '.join(sorted(_FAMILIES))}"
+            f"{source}: the trainer does not build {hf.architecture} yet; it builds {', '.join(sorted(_FAMILIES))}"
         )
     if hf.quantization is not None:
-        out.append(f"model.path = {hf.source}: quantised weights cannot be trained; use the full-precision ones")
+        out.append(f"{source}: quantised weights cannot be trained; use the full-precision ones")
+    if hf.rope_type == "yarn":
+        out += [f"{source}: {problem}" for problem in _yarn_problems(scaling)]
+    if hf.moe is not None:
+        out += [f"{source}: {problem}" for problem in _routing_problems(hf)]
+    elif config.rollout.routing_replay:
+        out.append("rollout.routing_replay = true: the model has no experts to replay; set it to false")
+    return out
+
+
+def _yarn_problems(scaling: Mapping[str, Any]) -> list[str]:
+    """Where Megatron's YaRN would compute something else than transformers and the engines do."""
+    out = [f"rope_parameters.{name} = {scaling[name]}: Megatron-core has no such setting; models that use it are not "
+           "supported" for name, default in (("attention_factor", None), ("truncate", True))
+           if scaling.get(name, default) not in (None, default)]  # fmt: skip
+    mscale, all_dim = scaling.get("mscale") or 0, scaling.get("mscale_all_dim") or 0
+    if mscale not in (0, 1) and not all_dim:
+        out.append(f"rope_parameters.mscale = {mscale}: only supported together with mscale_all_dim")
+    if all_dim and not mscale:
+        out.append(f"rope_parameters.mscale_all_dim = {all_dim}: only supported together with mscale")
+    return out
+
+
+def _routing_problems(hf: HFModelConfig) -> list[str]:
+    """Where Megatron's router would choose or weigh experts otherwise than the model was trained to."""
+    moe, out = hf.moe, []
+    if moe.score_function == "sigmoid" and not moe.norm_topk_prob and moe.top_k > 1:
+        out.append("norm_topk_prob = false: Megatron-core always rescales sigmoid scores; not supported")
+    if moe.score_function == "softmax" and moe.norm_topk_prob and moe.top_k == 1:
+        out.append("norm_topk_prob = true: with one expert per token its weight is always 1; routing cannot be learnt")
+    if (moe.num_groups or 1) > 1 and moe.top_k != 2 * moe.topk_groups:
+        out.append(
+            f"topk_group = {moe.topk_groups}: Megatron-core ranks groups by the sum of their num_experts_per_tok / "
+            f"topk_group best experts, transformers and engines of their 2 best; only {moe.top_k / 2:g} is supported"
+        )
     return out
 
 
 def _layout_problems(hf: HFModelConfig, p: ParallelConfig) -> list[str]:
     out = []
-    sizes = {"attention heads": hf.num_heads, "key-value heads": hf.num_kv_heads}
+    sizes = {"attention heads": hf.num_heads}
+    if hf.mla is None:
+        sizes["key-value heads"] = hf.num_kv_heads
     for what, size in sizes.items():
         if size % p.tensor:
             out.append(f"parallel.tensor = {p.tensor}: does not divide {size} {what}; {_divisors(size)}")
@@ -173,10 +276,40 @@ def _layout_problems(hf: HFModelConfig, p: ParallelConfig) -> list[str]:
     stages = p.pipeline * (p.virtual_pipeline or 1)
     if hf.num_layers % stages:
         out.append(f"parallel.pipeline = {p.pipeline}: {stages} stages do not divide {hf.num_layers} layers")
-    if p.context > 1:
-        out.append(f"parallel.context = {p.context}: context parallelism is not built yet; set it to 1")
-    if p.expert > 1 and hf.moe is None:
+    return out + (_dense_layout_problems(p) if hf.moe is None else _expert_layout_problems(hf, p))
+
+
+def _dense_layout_problems(p: ParallelConfig) -> list[str]:
+    out = []
+    if p.expert > 1:
         out.append(f"parallel.expert = {p.expert}: the model has no experts; set it to 1")
+    if p.expert_tensor not in (None, p.tensor):
+        out.append(f"parallel.expert_tensor = {p.expert_tensor}: the model has no experts; remove it")
+    return out
+
+
+def _expert_layout_problems(hf: HFModelConfig, p: ParallelConfig) -> list[str]:
+    out, moe = [], hf.moe
+    expert_tensor = p.expert_tensor or p.tensor
+    if moe.num_experts % p.expert:
+        out.append(f"parallel.expert = {p.expert}: does not divide {moe.num_experts} experts; "
+                   f"{_divisors(moe.num_experts)}")  # fmt: skip
+    if moe.ffn_hidden_size % expert_tensor:
+        out.append(
+            f"parallel.expert_tensor = {expert_tensor}: does not divide moe_intermediate_size = {moe.ffn_hidden_size}"
+        )
+    if moe.shared_ffn_hidden_size % p.tensor:
+        out.append(
+            f"parallel.tensor = {p.tensor}: does not divide the {moe.shared_ffn_hidden_size} columns of the shared "
+            "experts"
+        )
+    if p.tensor > 1 and not p.sequence:
+        out.append("parallel.sequence = false: a model with experts needs it where parallel.tensor > 1; set it to true")
+    if p.expert_dispatcher == "allgather" and p.pipeline > 1:
+        out.append(
+            "parallel.expert_dispatcher = allgather: Megatron-core cannot combine it with packed micro-batches in a "
+            "pipeline; use alltoall"
+        )
     return out
 
 

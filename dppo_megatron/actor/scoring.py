@@ -48,7 +48,8 @@ class Scorer:
     def __call__(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
         """Collective; the same on every rank of a replica. topk: the listed tokens too, which all must have.
 
-        One forward pass; with pipeline parallelism a broadcast of each result from the last stage.
+        One forward pass; with context parallelism a sum of each result over its ranks, with pipeline parallelism a
+        broadcast from the last stage.
         """
         prepared = self.packer.whole_rounds(micro_batches)
         results = get_forward_backward_func()(
@@ -61,6 +62,9 @@ class Scorer:
             forward_only=True,
             collect_non_loss_data=True,
         )
+        if self.layout.context_size > 1:
+            for result in results:
+                dist.all_reduce(result, group=self.layout.context_group)
         if self.layout.pipeline_size > 1:
             results = self._from_last_stage(results, prepared, topk)
         return [_scores(result.cpu(), topk) for result in results[: len(micro_batches)]]
@@ -70,7 +74,7 @@ class Scorer:
         if not layout.is_last_stage:
             results = [
                 torch.empty(
-                    b.num_tokens,
+                    b.batch_tokens,
                     b.loss.topk_ids.shape[1] + 2 if topk else 1,
                     dtype=torch.float32,
                     device=layout.device,

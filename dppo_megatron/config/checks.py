@@ -20,6 +20,12 @@ def _layout(config: Config) -> list[str]:
             f"parallel.world_size = {p.world_size}: not a multiple of tensor x pipeline x context = {model_ranks}; "
             "change one of them"
         )
+    expert_ranks = (p.expert_tensor or p.tensor) * p.expert * p.pipeline
+    if p.world_size % expert_ranks:
+        out.append(
+            f"parallel.world_size = {p.world_size}: not a multiple of expert_tensor x expert x pipeline = "
+            f"{expert_ranks}; change one of them"
+        )
     if p.sequence and p.tensor == 1:
         out.append("parallel.sequence = true: needs parallel.tensor > 1; set it to false")
     if p.virtual_pipeline and p.pipeline == 1:

@@ -33,6 +33,9 @@ class ModelConfig(Section):
         "auto",
         description="layer implementation; auto = TransformerEngine on CUDA where installed, else local",
     )
+    router_dtype: Literal["fp32", "model"] = Field(
+        "fp32", description="MoE: precision of router scores and expert weights; model = that of `dtype`"
+    )
 
 
 class ParallelConfig(Section):
@@ -43,6 +46,9 @@ class ParallelConfig(Section):
     context: int = Field(1, ge=1)
     expert: int = Field(1, ge=1)
     expert_tensor: int | None = Field(None, ge=1, description="tensor parallelism of the experts; default: tensor")
+    expert_dispatcher: Literal["alltoall", "allgather"] = Field(
+        "alltoall", description="how tokens reach the experts of other ranks; allgather suits few experts per rank"
+    )
     sequence: bool = Field(False, description="sequence parallelism; needs tensor > 1")
     distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
     timeout_s: float = Field(600.0, gt=0, description="a collective that takes longer raises")

@@ -26,6 +26,7 @@ class Sequence:
     temperature: float = 1.0
     topk_ids: np.ndarray | None = None  # [R, K] int32, -1 = absent
     topk_logprobs: np.ndarray | None = None  # [R, K] fp32
+    routed_experts: np.ndarray | None = None  # [P + R - 1, L, k] of every token but the last, for routing replay
 
     @classmethod
     def of_rollout(
@@ -36,8 +37,9 @@ class Sequence:
         advantage: float | np.ndarray,
         loss_weight: float,
         temperature: float = 1.0,
+        replay_routing: bool = False,
     ) -> Sequence:
-        """A sampled response with the log-probs of the policy that sampled it."""
+        """A sampled response with the log-probs, and if asked the routing, of the policy that sampled it."""
         return cls(
             prompt.token_ids,
             rollout.token_ids,
@@ -47,6 +49,7 @@ class Sequence:
             temperature,
             rollout.topk_ids,
             rollout.topk_logprobs,
+            rollout.routed_experts if replay_routing else None,
         )
 
     @classmethod
@@ -156,6 +159,12 @@ def pack(sequences: ListOf[Sequence], *, topk: int = 0, pad_to_multiple: int = 1
     if first.topk_ids is not None:
         batch["topk_ids"] = per_row(np.concatenate([s.topk_ids for s in sequences]), np.int32, fill=-1)
         batch["topk_logprob"] = per_row(np.concatenate([s.topk_logprobs for s in sequences]), np.float32)
+    if first.routed_experts is not None:
+        # A response's last token is not read when sampling: the trainer routes it itself, and nothing depends on it.
+        routed = np.full((total, *first.routed_experts.shape[1:]), -1, dtype=np.int16)
+        for start, size, s in zip(starts, sizes, sequences, strict=True):
+            routed[start : start + size - 1] = s.routed_experts
+        batch["routed_experts"] = torch.from_numpy(routed)
     if not finite:
         raise ValueError("a loss_weight or advantage is not finite; it would spoil the gradient of the whole batch")
     return TokenBatch(**batch)
@@ -229,6 +238,11 @@ def _problem(s: Sequence, first: Sequence) -> str:
         s.topk_logprobs is None or not s.topk_ids.shape == s.topk_logprobs.shape == (responses, width)
     ):
         return f"top-K ids and log-probs must both be [{responses}, {width}]"
+    routed = None if s.routed_experts is None else s.routed_experts.shape
+    if (routed is None) != (first.routed_experts is None) or (
+        routed is not None and routed != (len(s) - 1, *first.routed_experts.shape[1:])
+    ):
+        return f"routed experts {routed}: expected one row for each of {len(s) - 1} tokens, or none as in sequence 0"
     return ""
 
 

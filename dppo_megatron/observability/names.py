@@ -41,7 +41,7 @@ _POLICY = (
 _MISMATCH = (
     Metric("mismatch/kl", "nats", "KL(rollout || trainer) per token, by what the engine said when sampling"),
     Metric("mismatch/max_abs_logprob_difference", "nats", "largest engine-trainer difference in the batch"),
-    Metric("mismatch/router_disagreement", "share", "MoE routers that would have chosen other experts"),
+    Metric("moe/routing_replay_disagreement", "share", "replayed experts that the trainer would not have chosen"),
     Metric("probe/max_abs_logprob_difference", "nats", "largest difference on the probe, after a publish"),
 )
 _ROLLOUT = (

@@ -89,6 +89,7 @@ class BankEntry:
     temperature: float
     topk: int  # listed log-probs per token, 0 = none
     time: float  # seconds since the epoch, when written
+    routing: tuple[int, int] | None = None  # (layers with experts, experts per token) where routing is held
 
     @property
     def num_samples(self) -> int:
@@ -138,6 +139,8 @@ def encode_group(group: RolloutGroup) -> bytes:
     if rollouts[0].topk_ids is not None:
         tensors["topk_ids"] = np.concatenate([r.topk_ids for r in rollouts])
         tensors["topk_logprobs"] = np.concatenate([r.topk_logprobs for r in rollouts])
+    if rollouts[0].routed_experts is not None:
+        tensors["routed_experts"] = np.concatenate([r.routed_experts for r in rollouts])
     metadata = {
         "format": FORMAT,
         "position": str(group.prompt.position),
@@ -157,10 +160,11 @@ def decode_group(blob: bytes) -> RolloutGroup:
     if metadata.get("format") != FORMAT:
         raise ValueError(f"bank format {metadata.get('format')!r}, this version reads {FORMAT!r}")
     tensors = load_tensors(blob)
-    cuts = np.cumsum(tensors["lengths"])[:-1]
+    lengths = tensors["lengths"]
 
-    def split(name: str) -> list[Any]:
-        return np.split(tensors[name], cuts) if name in tensors else [None] * (len(cuts) + 1)
+    def split(name: str, more: int = 0) -> list[Any]:
+        cuts = np.cumsum(lengths + more)[:-1]
+        return np.split(tensors[name], cuts) if name in tensors else [None] * len(lengths)
 
     parts = zip(
         split("response_ids"),
@@ -169,6 +173,7 @@ def decode_group(blob: bytes) -> RolloutGroup:
         metadata["finish_reasons"].split(","),
         split("topk_ids"),
         split("topk_logprobs"),
+        split("routed_experts", len(tensors["prompt_ids"]) - 1),
         strict=True,
     )
     prompt = Prompt(
@@ -190,7 +195,7 @@ def decode_group(blob: bytes) -> RolloutGroup:
 def group_line(group: RolloutGroup, offset: int, blob: bytes) -> bytes:
     """The index line of a group whose blob starts at `offset`, newline included."""
     versions = [r.versions for r in group.rollouts if len(r.versions)]
-    topk = group.rollouts[0].topk_ids
+    topk, routed = group.rollouts[0].topk_ids, group.rollouts[0].routed_experts
     return _line(
         kind="group",
         position=int(group.prompt.position),
@@ -210,6 +215,7 @@ def group_line(group: RolloutGroup, offset: int, blob: bytes) -> bytes:
         finish=Counter(r.finish_reason for r in group.rollouts),
         temperature=float(group.temperature),
         topk=0 if topk is None else topk.shape[1],
+        routing=None if routed is None else routed.shape[1:],
         time=round(time.time(), 3),
     )
 
@@ -222,6 +228,7 @@ def dropped_line(position: int, row: int, reason: str, detail: str) -> bytes:
 def parse_group_line(line: bytes, number: int, segment: int, record: int) -> BankEntry:
     """Raises `ValueError` or `KeyError` for a line that is not a group's."""
     fields = json.loads(line)
+    routing = fields.get("routing")
 
     def samples(indices: list[int]) -> np.ndarray:
         chosen = np.zeros(fields["n"], dtype=bool)
@@ -248,6 +255,7 @@ def parse_group_line(line: bytes, number: int, segment: int, record: int) -> Ban
         temperature=fields["temperature"],
         topk=fields["topk"],
         time=fields["time"],
+        routing=None if routing is None else tuple(routing),
     )
 
 
@@ -287,6 +295,22 @@ def _check(group: RolloutGroup) -> None:
             shape = (size, *topk.shape[1:])
             _expect(r.topk_ids, np.int32, shape, f"{where}, sample {i}: topk_ids")
             _expect(r.topk_logprobs, np.float32, shape, f"{where}, sample {i}: topk_logprobs")
+        _check_routing(r, group, f"{where}, sample {i}: routed_experts")
+
+
+def _check_routing(rollout: Rollout, group: RolloutGroup, what: str) -> None:
+    routed, first = rollout.routed_experts, group.rollouts[0].routed_experts
+    if (routed is None) != (first is None):
+        raise ValueError(f"{what}: must be present in all samples or in none")
+    if routed is None:
+        return
+    read = len(group.prompt.token_ids) + len(rollout.token_ids) - 1
+    dtype = routed.dtype if routed.dtype in (np.uint8, np.uint16) else np.uint8
+    _expect(routed, dtype, (read, *first.shape[1:]), what)
+    if routed.ndim != 3:
+        raise ValueError(f"{what}: expected [tokens, layers, experts per token], found {routed.shape}")
+    if (np.diff(np.sort(routed, axis=2), axis=2) == 0).any():
+        raise ValueError(f"{what}: a token was sent to the same expert twice")
 
 
 def _expect(array: Any, dtype: Any, shape: tuple[int, ...], what: str) -> None:

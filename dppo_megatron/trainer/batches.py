@@ -16,9 +16,10 @@ from dppo_megatron.config import Config
 from dppo_megatron.data.packing import Sequence as PackedSequence
 from dppo_megatron.data.packing import pack, plan_micro_batches
 from dppo_megatron.data.prompts import PromptSource
+from dppo_megatron.hf import read_hf_config
 from dppo_megatron.objectives import Objective, sequence_weights
 from dppo_megatron.rollout.bank import BankEntry, BankReader
-from dppo_megatron.types import TokenBatch
+from dppo_megatron.types import RolloutGroup, TokenBatch
 
 from .step_samples import StepSamples
 
@@ -60,6 +61,7 @@ class BankBatches:
         self._reader = reader
         self._objective = objective
         self._rank, self._size = rank, size
+        self._experts = read_hf_config(config.model.path).moe if config.rollout.routing_replay else None
 
     def ready(self, step: int) -> bool:
         self._reader.refresh()
@@ -101,6 +103,27 @@ class BankBatches:
                     f"rollout.topk_logprobs = {rollout.topk_logprobs}: prompt {entry.position} in the bank has "
                     f"{entry.topk} listed log-probs per token; use the setting the bank was filled with"
                 )
+            if self._experts is not None:
+                wanted = (sum(self._experts.layers), self._experts.top_k)
+                if entry.routing != wanted:
+                    found = "no routing" if entry.routing is None else "routing of {} layers, {} each".format(
+                        *entry.routing)  # fmt: skip
+                    raise ValueError(
+                        f"rollout.routing_replay = true: prompt {entry.position} in the bank has {found}, the model "
+                        f"has {wanted[0]} layers with {wanted[1]} experts per token; set it to false, or fill the bank "
+                        "with the model's own routing"
+                    )
+
+    def _read(self, entry: BankEntry) -> RolloutGroup:
+        group = self._reader.read(entry)
+        if self._experts is not None:
+            largest = max(int(r.routed_experts.max(initial=0)) for r in group.rollouts)
+            if largest >= self._experts.num_experts:
+                raise ValueError(
+                    f"rollout.routing_replay = true: prompt {entry.position} in the bank names expert {largest}, the "
+                    f"model has {self._experts.num_experts}; the bank was filled by another model"
+                )
+        return group
 
     def _update(self, entries: Sequence[BankEntry], samples: StepSamples) -> UpdateBatch | None:
         """Denominators count every sample that carries loss; only those that can move the policy are computed."""
@@ -111,12 +134,12 @@ class BankBatches:
             return None
         lengths = [int(entries[g].prompt_tokens + samples.lengths[g, i]) for g, i in computed]
         plan = plan_micro_batches(lengths, self._size, self._config.train.micro_batch_tokens)
-        read: dict[int, object] = {}
+        read: dict[int, RolloutGroup] = {}
         micro_batches = []
         for indices in plan[self._rank]:
             sequences = []
             for g, i in computed[indices]:
-                group = read.get(g) or read.setdefault(g, self._reader.read(entries[g]))
+                group = read.get(g) or read.setdefault(g, self._read(entries[g]))
                 sequences.append(
                     PackedSequence.of_rollout(
                         group.prompt,
@@ -124,6 +147,7 @@ class BankBatches:
                         advantage=float(advantages[g, i]),
                         loss_weight=float(weights[g, i]),
                         temperature=group.temperature,
+                        replay_routing=self._experts is not None,
                     )
                 )
             micro_batches.append(pack(sequences, topk=self._config.rollout.topk_logprobs))

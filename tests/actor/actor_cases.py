@@ -29,6 +29,48 @@ QWEN3 = {
     "hidden_act": "silu",
     "initializer_range": 0.2,
 }
+QWEN3_MOE = {
+    **QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+    "decoder_sparse_step": 1,
+}
+DEEPSEEK = {
+    **{name: value for name, value in QWEN3.items() if name != "head_dim"},
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 K = 4
 
 
@@ -37,6 +79,19 @@ def write_config(directory: Path, **changes: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**QWEN3, **changes}))
     return directory
+
+
+def set_expert_bias(directory: Path) -> None:
+    """Correction biases large enough to change which experts are chosen; a new model has zeros."""
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(0)
+    for path in directory.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in sorted(tensors):
+            if name.endswith("e_score_correction_bias"):
+                tensors[name].normal_(0, 0.3, generator=generator)
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def make_config(model: Path, *, parallel: dict | None = None, optimizer: dict | None = None, **model_settings: Any):

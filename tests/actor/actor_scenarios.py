@@ -129,35 +129,58 @@ def variants(rank: Rank) -> Any:
 
 
 def against_transformers(rank: Rank) -> Any:
-    """Log-probs and the nll gradient norm of a Hugging Face model, by transformers and by the actor."""
+    return {family: _against_transformers(rank, family) for family in ("qwen3", "llama")}
+
+
+def experts_against_transformers(rank: Rank) -> Any:
+    """Models with experts alone, and over two ranks: tensor-parallel, experts apart or cut, and replicated."""
+    layouts = {"alone": {}}
+    if rank.world_size == 2:
+        layouts = {
+            "tensor": {"tensor": 2, "sequence": True},
+            "tensor_experts": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
+        }
+    return {
+        (family, name): _against_transformers(rank, family, **layout)
+        for family in ("qwen3_moe", "deepseek", "moonlight")
+        for name, layout in layouts.items()
+    }
+
+
+def _against_transformers(rank: Rank, family: str, **layout: Any) -> dict[str, Any]:
+    """Log-probs and the nll gradient norm of a Hugging Face model: (the actor's, what transformers says)."""
     from transformers import AutoModelForCausalLM
 
-    results = {}
-    for family in ("qwen3", "llama"):
-        parts = sequences()
-        batch = replace(pack(parts), temperature=None)
-        model = AutoModelForCausalLM.from_pretrained(rank.models / family, dtype=torch.float32)
-        expected, loss = [], 0.0
-        for part in parts:
-            logits = model(part["token_ids"][None]).logits[0]
-            logprob = logits.log_softmax(-1).gather(1, part["token_ids"].roll(-1)[:, None])[:, 0]
-            expected.append(torch.where(part["mask"], logprob, 0.0).detach())
-            loss = loss - (part["loss_weight"] * logprob).sum()
-        loss.backward()
-        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        with rank.actor(family) as actor:
-            logprobs = actor.logprobs([batch])[0]
-            score = actor.score(parts[1]["token_ids"].numpy())
-            stats = actor.train_update([batch], build_objective("nll"))
-        whole = model(parts[1]["token_ids"][None]).logits[0].log_softmax(-1)[:-1]
-        scored = whole.gather(1, parts[1]["token_ids"][1:, None])[:, 0].detach()
-        results[family] = {
-            "logprobs": (logprobs, torch.cat(expected)),
-            "score": (torch.as_tensor(score), scored),
-            "loss": (stats.loss, float(loss)),
-            "grad_norm": (stats.grad_norm, float(norm)),
-        }
-    return results
+    parts = sequences()
+    batch = replace(pack(parts), temperature=None)
+    model = AutoModelForCausalLM.from_pretrained(rank.models / family, dtype=torch.float32)
+    expected, loss = [], 0.0
+    for part in parts:
+        logits = model(part["token_ids"][None]).logits[0]
+        logprob = logits.log_softmax(-1).gather(1, part["token_ids"].roll(-1)[:, None])[:, 0]
+        expected.append(torch.where(part["mask"], logprob, 0.0).detach())
+        loss = loss - (part["loss_weight"] * logprob).sum()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    with rank.actor(family, **layout) as actor:
+        logprobs = actor.logprobs([batch])[0]
+        score = actor.score(parts[1]["token_ids"].numpy())
+        biases = expert_biases(actor)
+        stats = actor.train_update([batch], build_objective("nll"))
+        frozen = all(map(torch.equal, biases, expert_biases(actor)))
+    whole = model(parts[1]["token_ids"][None]).logits[0].log_softmax(-1)[:-1]
+    scored = whole.gather(1, parts[1]["token_ids"][1:, None])[:, 0].detach()
+    return {
+        "logprobs": (logprobs, torch.cat(expected)),
+        "score": (torch.as_tensor(score), scored),
+        "loss": (stats.loss, float(loss)),
+        "grad_norm": (stats.grad_norm, float(norm)),
+        "frozen_biases": (len(biases) if frozen else None, 3 if family in ("deepseek", "moonlight") else 0),
+    }
+
+
+def expert_biases(actor) -> list[torch.Tensor]:
+    return [b.clone() for c in actor.model_chunks for name, b in c.named_buffers() if name.endswith("expert_bias")]
 
 
 def non_finite(rank: Rank) -> Any:

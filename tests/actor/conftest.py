@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from actor_cases import QWEN3
+from actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE, YARN, set_expert_bias
 from actor_ranks import run_ranks
 
 ONE_RANK = [
-    "alone", "alone_tied", "packing", "variants", "against_transformers", "non_finite", "no_loss_rows", "scores",
-    "schedules", "checkpoint_files", "unwritable", "resume",
+    "alone", "alone_tied", "packing", "variants", "against_transformers", "experts_against_transformers",
+    "non_finite", "no_loss_rows", "scores", "schedules", "checkpoint_files", "unwritable", "resume",
 ]  # fmt: skip
 TWO_RANKS = [
+    "experts_against_transformers",
     "tensor", "scores", "tensor_tied", "tensor_fused", "sequence", "sequence_fused_recompute", "data",
     "data_plain_optimizer", "pipeline", "pipeline_virtual", "pipeline_tied",
     "tensor_from_one_rank", "data_from_one_rank", "pipeline_from_one_rank", "resume", "late_rank",
@@ -33,6 +34,11 @@ def models(tmp_path_factory) -> Path:
     }  # fmt: skip
     llama = {**QWEN3, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_parameters": llama3}
     make_random_hf_model(root / "llama", llama, seed=1)
+    make_random_hf_model(root / "qwen3_moe", QWEN3_MOE, seed=1)
+    make_random_hf_model(root / "deepseek", DEEPSEEK, seed=1)
+    make_random_hf_model(root / "moonlight", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": YARN}, seed=1)
+    for model in ("deepseek", "moonlight"):
+        set_expert_bias(root / model)
     return root
 
 

@@ -101,14 +101,27 @@ def test_bf16_is_near_fp32(one_rank):
     assert runs["bf16"]["loss"][2] < runs["bf16"]["loss"][0]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_transformers_agrees(one_rank, family):
-    values = result(one_rank, "against_transformers")[family]
+def assert_transformers_agrees(values: dict) -> None:
     for name in ("logprobs", "score"):
         torch.testing.assert_close(*values[name], rtol=1e-4, atol=1e-5)
     for name in ("loss", "grad_norm"):
         got, expected = values[name]
         assert got == pytest.approx(expected, rel=1e-5), name
+    held, expected = values["frozen_biases"]
+    assert held == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_transformers_agrees(one_rank, family):
+    assert_transformers_agrees(result(one_rank, "against_transformers")[family])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek", "moonlight"])
+def test_transformers_agrees_with_experts(one_rank, two_ranks, family):
+    one, two = (result(world, "experts_against_transformers") for world in (one_rank, two_ranks))
+    assert_transformers_agrees(one[family, "alone"])
+    for layout in ("tensor", "tensor_experts"):
+        assert_transformers_agrees(two[family, layout])
 
 
 def test_non_finite_updates_change_nothing_and_stop_the_run(one_rank):

@@ -1,0 +1,108 @@
+"""Routing replay (R3): routers use the experts that the engine chose, in forward, recompute and so in backward.
+
+The experts travel with the micro-batch (`PackedSequences.replay`), and every layer hands its own to its router when
+it is called. So nothing has to be kept in step with the schedule: whichever micro-batch a pipeline stage runs, or
+runs again to recompute activations, brings its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from torch import Tensor, nn
+
+from dppo_megatron.hf import HFModelConfig
+from dppo_megatron.objectives import Metric
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+    from .packing import MicroBatch
+
+
+class ReplayedExperts:
+    """The experts of one micro-batch for this rank's L layers and R rows, -1 where a router chooses itself."""
+
+    def __init__(self, experts: Int[Tensor, "L R k"]):
+        self.experts = experts
+        # Set, not added to, so that a layer that runs again for its activations counts once.
+        self.differing: list[Tensor | int] = [0] * len(experts)
+        self.replayed: list[Tensor | int] = [0] * len(experts)
+
+    def counts(self) -> Float[Tensor, " 2"]:
+        """fp64: (token, layer, slot) triples whose expert the own router would not have chosen, and all replayed."""
+        totals = torch.stack([torch.as_tensor(sum(n)).double() for n in (self.differing, self.replayed)])
+        return totals.to(self.experts.device)
+
+
+class RoutingReplay:
+    """Replays, or records, the routing of one model's chunks on this rank.
+
+    `held_layers` are this rank's layers with experts, counted among those of the whole model.
+    """
+
+    def __init__(self, hf: HFModelConfig, chunks: Sequence[nn.Module]):
+        sparse = [i for i in range(hf.num_layers) if hf.is_moe_layer(i)]
+        self._routers: list[_LayerReplay] = []
+        held = []
+        for layer in (layer for chunk in chunks for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)):
+            replay = _LayerReplay(len(held))
+            layer.mlp.router.router_replay = replay
+            layer.register_forward_pre_hook(replay.take, with_kwargs=True)
+            self._routers.append(replay)
+            held.append(sparse.index(layer.layer_number - 1))
+        self.held_layers = tuple(held)
+
+    def disagreement(self, batches: Iterable[MicroBatch]) -> dict[str, Metric]:
+        """Share of replayed (token, layer, slot) triples whose expert the trainer's router would not have chosen.
+
+        Over all ranks: one all-reduce. Ranks that route the same rows count them alike, which changes no share.
+        """
+        counts = sum(batch.packed.replay.counts() for batch in batches if batch.packed.replay is not None)
+        counts = torch.as_tensor(counts).double().expand(2).clone()
+        dist.all_reduce(counts)
+        return {"moe/routing_replay_disagreement": Metric("mean", counts.cpu(), counts.new_zeros(0).cpu())}
+
+    def record(self, on: bool) -> None:
+        """Keep what every router uses from now on, or stop and forget it."""
+        for router in self._routers:
+            router.recorded = [] if on else None
+
+    def recorded(self) -> list[Int[Tensor, "L R k"]]:
+        """What was used since `record`, one entry for each forward pass, for this rank's layers and rows."""
+        return [torch.stack(parts) for parts in zip(*(r.recorded for r in self._routers), strict=True)]
+
+
+class _LayerReplay(RouterReplay):
+    """What Megatron's router asks for its top-k. Does not register itself in Megatron's list of all routers."""
+
+    def __init__(self, index: int):
+        self.index = index  # among this rank's layers with experts
+        self.batch: ReplayedExperts | None = None
+        self.recorded: list[Tensor] | None = None
+
+    def take(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Forward pre-hook of the layer: the micro-batch it is called with."""
+        packed = kwargs.get("packed_seq_params")
+        self.batch = None if packed is None else packed.replay
+
+    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+        """(scores [R, k], experts [R, k]); `scores` [R, E] are what the router selects by."""
+        own_scores, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        used_scores, used = own_scores, own
+        if self.batch is not None:
+            given = self.batch.experts[self.index].long()
+            replayed = given >= 0
+            used = torch.where(replayed, given, own)
+            used_scores = scores.gather(1, used)
+            chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, own, True).gather(1, used)
+            self.batch.differing[self.index] = (~chosen).sum()
+            self.batch.replayed[self.index] = replayed.sum()
+        if self.recorded is not None:
+            self.recorded.append(used.detach())
+        return used_scores, used
