@@ -1,5 +1,6 @@
 # make quickstart   train a small policy end to end on this machine's CPU, real parts, about ten minutes
 # make test         the tests, real vLLM server and Megatron-core ranks included
+# make test-parallel  the whole parity suite: every parallel layout trains as one process does, two minutes
 # make lint         ruff
 # make install      the pinned CPU environment in .venv (the others do it when needed)
 
@@ -10,13 +11,16 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart test lint format install clean
+.PHONY: quickstart test test-parallel lint format install clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
 
 test: install
 	$(BIN)/python -m pytest tests
+
+test-parallel: install
+	$(BIN)/python -m pytest tests/parallel -m "parallel or not parallel"
 
 lint: install
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ import contextlib
 import functools
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -25,6 +26,7 @@ def install() -> None:
     _generators()
     _streams()
     _experts()
+    _uneven_exchange()
 
 
 def import_without_compiled_fusions() -> None:
@@ -78,6 +80,15 @@ def _experts() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
     if not hasattr(moe_utils, "te_general_gemm"):  # read, but not imported without TransformerEngine
         moe_utils.te_general_gemm = None
+
+
+def _uneven_exchange() -> None:
+    """Tokens for experts that are cut over ranks are gathered unevenly, which NCCL can do and gloo refuses."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    mappings._gather_along_first_dim = functools.partial(_gather_unevenly, gather)
+    mappings._reduce_scatter_along_first_dim = functools.partial(_reduce_scatter_unevenly, reduce_scatter)
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -144,6 +155,24 @@ def _get_rng_state(device="cuda", clone=False, graph_safe=False) -> torch.Tensor
 
 def _set_rng_state(new_state, device=-1, graph_safe=False) -> None:
     torch.set_rng_state(new_state)
+
+
+def _gather_unevenly(evenly, input_, group, output_split_sizes=None, use_global_buffer=False):
+    if output_split_sizes is None or group.size() == 1:
+        return evenly(input_, group, None, use_global_buffer)
+    out = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+    mine = [input_.shape[0]] * group.size()
+    everywhere = input_.repeat(group.size(), *[1] * (input_.dim() - 1))
+    dist.all_to_all_single(out, everywhere, list(output_split_sizes), mine, group=group)
+    return out
+
+
+def _reduce_scatter_unevenly(evenly, input_, group, input_split_sizes=None, use_global_buffer=False):
+    if input_split_sizes is None or group.size() == 1:
+        return evenly(input_, group, None, use_global_buffer)
+    total = input_.clone()
+    dist.all_reduce(total, group=group)
+    return total.split(list(input_split_sizes))[group.rank()].clone()
 
 
 def _to_host(tensor, as_numpy=False, record_stream=False):

@@ -157,6 +157,8 @@ def _parallel_arguments(config: Config) -> dict[str, Any]:
         "tensor_model_parallel_size": p.tensor,
         "pipeline_model_parallel_size": p.pipeline,
         "virtual_pipeline_model_parallel_size": p.virtual_pipeline,
+        "num_layers_in_first_pipeline_stage": p.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": p.last_stage_layers,
         "context_parallel_size": p.context,
         "expert_model_parallel_size": p.expert,
         "expert_tensor_parallel_size": p.expert_tensor or p.tensor,
@@ -273,10 +275,27 @@ def _layout_problems(hf: HFModelConfig, p: ParallelConfig) -> list[str]:
             out.append(f"parallel.tensor = {p.tensor}: does not divide {size} {what}; {_divisors(size)}")
     if hf.ffn_hidden_size % p.tensor:
         out.append(f"parallel.tensor = {p.tensor}: does not divide intermediate_size = {hf.ffn_hidden_size}")
-    stages = p.pipeline * (p.virtual_pipeline or 1)
-    if hf.num_layers % stages:
-        out.append(f"parallel.pipeline = {p.pipeline}: {stages} stages do not divide {hf.num_layers} layers")
+    out += _stage_problems(hf.num_layers, p)
     return out + (_dense_layout_problems(p) if hf.moe is None else _expert_layout_problems(hf, p))
+
+
+def _stage_problems(num_layers: int, p: ParallelConfig) -> list[str]:
+    """Every stage, and every virtual stage of it, holds the same whole number of layers but those set apart."""
+    out, virtual = [], p.virtual_pipeline or 1
+    apart = {"first_stage_layers": p.first_stage_layers, "last_stage_layers": p.last_stage_layers}
+    apart = {name: layers for name, layers in apart.items() if layers}
+    for name, layers in apart.items():
+        if layers % virtual:
+            out.append(f"parallel.{name} = {layers}: {virtual} virtual stages do not divide it")
+    layers, ranks = num_layers - sum(apart.values()), p.pipeline - len(apart)
+    if layers < 0 or (ranks <= 0 and layers):
+        total = " + ".join(map(str, apart.values()))
+        out.append(f"parallel.{' + parallel.'.join(apart)} = {total}: does not leave {ranks} stages their part of "
+                   f"{num_layers} layers")  # fmt: skip
+    elif ranks > 0 and (layers == 0 or layers % (ranks * virtual)):
+        remedy = "" if apart else "; set parallel.last_stage_layers apart or change it"
+        out.append(f"parallel.pipeline = {p.pipeline}: {ranks * virtual} stages do not divide {layers} layers{remedy}")
+    return out
 
 
 def _dense_layout_problems(p: ParallelConfig) -> list[str]:

@@ -30,6 +30,9 @@ def _layout(config: Config) -> list[str]:
         out.append("parallel.sequence = true: needs parallel.tensor > 1; set it to false")
     if p.virtual_pipeline and p.pipeline == 1:
         out.append(f"parallel.virtual_pipeline = {p.virtual_pipeline}: needs parallel.pipeline > 1; remove it")
+    for name in ("first_stage_layers", "last_stage_layers"):
+        if getattr(p, name) and p.pipeline == 1:
+            out.append(f"parallel.{name} = {getattr(p, name)}: needs parallel.pipeline > 1; remove it")
     return out
 
 

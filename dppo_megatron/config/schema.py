@@ -43,6 +43,10 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1)
     pipeline: int = Field(1, ge=1)
     virtual_pipeline: int | None = Field(None, ge=2, description="model chunks per pipeline rank (interleaved)")
+    first_stage_layers: int | None = Field(
+        None, ge=1, description="layers of the first pipeline rank; default: as many as each other rank"
+    )
+    last_stage_layers: int | None = Field(None, ge=1, description="layers of the last pipeline rank, likewise")
     context: int = Field(1, ge=1)
     expert: int = Field(1, ge=1)
     expert_tensor: int | None = Field(None, ge=1, description="tensor parallelism of the experts; default: tensor")

@@ -94,7 +94,15 @@ def set_expert_bias(directory: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
 
 
-def make_config(model: Path, *, parallel: dict | None = None, optimizer: dict | None = None, **model_settings: Any):
+def make_config(
+    model: Path,
+    *,
+    parallel: dict | None = None,
+    optimizer: dict | None = None,
+    sections: dict[str, dict] | None = None,
+    **model_settings: Any,
+) -> Config:
+    """`sections` are added to those that every test shares; the rest of the model's settings come by name."""
     return Config.model_validate(
         {
             "run": {"dir": "unused", "seed": 3},
@@ -104,6 +112,7 @@ def make_config(model: Path, *, parallel: dict | None = None, optimizer: dict | 
             "optimizer": {"lr": 1e-2, "eps": 1e-4, "grad_clip": 0.5, **(optimizer or {})},
             "train": {"steps": 10},
             "data": {"train": "unused.jsonl"},
+            **(sections or {}),
         }
     )
 

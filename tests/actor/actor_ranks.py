@@ -1,10 +1,12 @@
 """Real ranks over gloo that run many scenarios in one spawn: each builds its own layout, and returns plain values.
 
-A scenario is a function of `actor_scenarios` called as f(Rank). What rank 0 returns is kept under its name.
+A scenario is a function called as f(Rank): what `find(name)` of the module of scenarios gives. What rank 0 returns is
+kept under its name.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import time
@@ -33,7 +35,15 @@ class Rank:
     meetings: Iterator[int]
 
     @contextmanager
-    def actor(self, model: str = "qwen3", *, optimizer: dict | None = None, settings: dict | None = None, **parallel):
+    def actor(
+        self,
+        model: str = "qwen3",
+        *,
+        optimizer: dict | None = None,
+        settings: dict | None = None,
+        sections: dict[str, dict] | None = None,
+        **parallel,
+    ):
         """An Actor in the layout `parallel` of this spawn's world, with the model's weights; closed afterwards."""
         from dppo_megatron.actor import Actor, init_layout
 
@@ -41,6 +51,7 @@ class Rank:
             self.models / model,
             parallel={"world_size": self.world_size, **parallel},
             optimizer=optimizer,
+            sections=sections,
             **(settings or {}),
         )
         self.meet()
@@ -66,9 +77,11 @@ class Rank:
         os.environ["MASTER_PORT"] = note.read_text()
 
 
-def run_ranks(world_size: int, names: list[str], models: Path, directory: Path) -> dict[str, Any]:
+def run_ranks(
+    world_size: int, names: list[str], models: Path, directory: Path, module: str = "actor_scenarios"
+) -> dict[str, Any]:
     """Scenario name -> what rank 0 returned, or the traceback (str) of the first rank that failed."""
-    mp.spawn(_rank, args=(world_size, names, models, directory), nprocs=world_size)
+    mp.spawn(_rank, args=(world_size, names, models, directory, module), nprocs=world_size)
     results = {}
     for name in names:
         failed = sorted(directory.glob(f"{name}.*.error"))
@@ -77,14 +90,14 @@ def run_ranks(world_size: int, names: list[str], models: Path, directory: Path) 
     return results
 
 
-def _rank(rank: int, world_size: int, names: list[str], models: Path, directory: Path) -> None:
+def _rank(rank: int, world_size: int, names: list[str], models: Path, directory: Path, module: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
-    import actor_scenarios
+    find = importlib.import_module(module).find
 
     for name in names:
-        scenario: Callable[[Rank], Any] = getattr(actor_scenarios, name)
+        scenario: Callable[[Rank], Any] = find(name)
         own = directory / name
         own.mkdir(exist_ok=True)
         try:

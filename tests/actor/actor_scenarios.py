@@ -13,6 +13,10 @@ from actor_ranks import Rank
 from dppo_megatron.objectives import build_objective
 
 
+def find(name: str) -> Any:
+    return globals()[name]
+
+
 def topk():
     return build_objective("dppo_topk_tv", delta=0.2)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from actor_cases import make_config, write_config
+from actor_cases import DEEPSEEK, QWEN3_MOE, YARN, make_config, write_config
 
 from dppo_megatron.actor import LayoutError, check_model, init_layout, padded_vocab_size
 
@@ -23,7 +23,47 @@ def test_a_model_that_fits(tmp_path):
             ["2 key-value heads", "intermediate_size = 51", "3 stages do not divide 4 layers"],
         ),
         ({}, {"pipeline": 2, "virtual_pipeline": 4, "world_size": 2}, {}, ["8 stages do not divide 4 layers"]),
-        ({}, {"expert": 2, "world_size": 2}, {}, ["the model has no experts"]),
+        (
+            {},
+            {"expert": 2, "world_size": 2, "expert_tensor": 2},
+            {},
+            ["expert = 2: the model has no experts", "expert_tensor = 2: the model has no experts"],
+        ),
+        (
+            {"num_hidden_layers": 61},
+            {"pipeline": 16, "last_stage_layers": 2, "virtual_pipeline": 4, "world_size": 16},
+            {},
+            ["last_stage_layers = 2: 4 virtual stages", "60 stages do not divide 59 layers"],
+        ),
+        (
+            {},
+            {"pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 4, "world_size": 2},
+            {},
+            ["first_stage_layers + parallel.last_stage_layers = 2 + 4"],
+        ),
+        (
+            {**QWEN3_MOE, "num_experts": 9, "moe_intermediate_size": 25},
+            {"expert": 2, "tensor": 2, "pipeline": 2, "expert_dispatcher": "allgather", "world_size": 8},
+            {},
+            [
+                "does not divide 9 experts; use one of 1, 3, 9",
+                "moe_intermediate_size = 25",
+                "parallel.sequence = false",
+                "expert_dispatcher = allgather",
+            ],
+        ),
+        ({**QWEN3_MOE, "num_experts_per_tok": 1}, {}, {}, ["norm_topk_prob = true: with one expert"]),
+        (
+            {
+                **DEEPSEEK,
+                "topk_group": 3,
+                "norm_topk_prob": False,
+                "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0, "truncate": False},
+            },
+            {},
+            {},
+            ["norm_topk_prob = false", "topk_group = 3", "truncate = False", "mscale = 0.7"],
+        ),
         ({}, {}, {"layers": "transformer_engine"}, ["needs a CUDA device"]),
         ({"architectures": ["FooForCausalLM"]}, {}, {}, ["FooForCausalLM", "Qwen3ForCausalLM"]),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, {}, ["quantised weights"]),
@@ -34,6 +74,17 @@ def test_every_problem_is_named(tmp_path, changes, parallel, settings, expected)
     for text in expected:
         assert any(text in problem for problem in problems), problems
     assert all(" = " in problem and ": " in problem for problem in problems)
+
+
+def test_uneven_stages_that_fit(tmp_path):
+    """DeepSeek-V3 has 61 layers."""
+    parallel = {"pipeline": 16, "last_stage_layers": 1, "world_size": 16}
+    assert check_model(make_config(write_config(tmp_path, num_hidden_layers=61), parallel=parallel)) == []
+
+
+def test_routing_replay_needs_experts(tmp_path):
+    config = make_config(write_config(tmp_path), sections={"rollout": {"routing_replay": True}})
+    assert check_model(config) == ["rollout.routing_replay = true: the model has no experts to replay; set it to false"]
 
 
 def test_missing_directory_and_foreign_files(tmp_path):

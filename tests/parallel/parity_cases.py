@@ -1,0 +1,136 @@
+"""The layouts of the parity suite, and the bank that all of them train on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dppo_megatron.rollout.bank import BankWriter
+from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+
+K = 8
+STEPS, PROMPTS, SAMPLES, LONGEST = 3, 4, 4, 20
+TEMPERATURE = 0.9
+SP = {"tensor": 2, "sequence": True}
+
+DENSE = {
+    "tp2": {"tensor": 2},
+    "tp2_sp": SP,
+    "pp2": {"pipeline": 2},
+    "pp2_uneven": {"pipeline": 2, "last_stage_layers": 1},
+    "vpp": {"pipeline": 2, "virtual_pipeline": 2},
+    "cp2": {"context": 2},
+    "dp2": {},
+}
+EXPERTS = {
+    "tp2_sp": SP,
+    "pp2": {"pipeline": 2},
+    "vpp": {"pipeline": 2, "virtual_pipeline": 2},
+    "cp2": {"context": 2},
+    "dp2": {},
+    "ep2": {"expert": 2},
+    "ep2_allgather": {"expert": 2, "expert_dispatcher": "allgather"},
+}
+PAIRS = {
+    "tp2_pp2": {**SP, "pipeline": 2},
+    "tp2_cp2": {**SP, "context": 2},
+    "pp2_dp2": {"pipeline": 2},
+}
+EXPERT_PAIRS = {
+    "ep2_tp2": {**SP, "expert": 2},
+    "ep2_tp2_whole_experts": {**SP, "expert": 2, "expert_tensor": 1},
+    "ep2_tp2_allgather": {**SP, "expert": 2, "expert_dispatcher": "allgather"},
+    "ep2_cp2": {"context": 2, "expert": 2},
+}
+REPLAY = {"ep2": {"expert": 2}, "cp2": {"context": 2}, "vpp": {"pipeline": 2, "virtual_pipeline": 2}, "tp2_sp": SP}
+
+# world size -> case -> layout. A case is model[+replay]:layout.
+CASES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"qwen3:one": {}, "qwen3_moe:one": {}, "qwen3_moe+replay:one": {}, "deepseek:one": {}},
+    2: {
+        **{f"qwen3:{name}": layout for name, layout in DENSE.items()},
+        **{f"qwen3_moe:{name}": layout for name, layout in EXPERTS.items()},
+        **{f"qwen3_moe+replay:{name}": layout for name, layout in REPLAY.items()},
+        **{f"deepseek:{name}": EXPERTS[name] for name in ("tp2_sp", "pp2", "cp2", "ep2")},
+    },
+    4: {
+        **{f"qwen3:{name}": layout for name, layout in PAIRS.items()},
+        **{f"qwen3_moe:{name}": layout for name, layout in {**PAIRS, **EXPERT_PAIRS}.items()},
+        "deepseek:ep2_tp2": EXPERT_PAIRS["ep2_tp2"],
+    },
+}
+FAST = ("qwen3:cp2", "qwen3_moe:ep2", "qwen3_moe:ep2_allgather", "qwen3_moe+replay:vpp", "deepseek:cp2")
+
+
+def sections(bank: Path, *, replay: bool) -> dict[str, dict]:
+    return {
+        "train": {"steps": STEPS, "micro_batch_tokens": 96},
+        "rollout": {
+            "bank": str(bank),
+            "prompts_per_step": PROMPTS,
+            "group_size": SAMPLES,
+            "max_response_tokens": LONGEST,
+            "temperature": TEMPERATURE,
+            "topk_logprobs": K,
+            "routing_replay": replay,
+        },
+        "objective": {"name": "dppo_topk_tv", "aggregation": "token_mean"},
+    }
+
+
+def write_bank(directory: Path, model: Path, seed: int = 0) -> None:
+    """Rollouts that the model samples itself with noise on its logits, and its routers with noise on theirs."""
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with BankWriter(directory, PROMPTS, fsync=False) as bank, torch.no_grad():
+        for position in range(STEPS * PROMPTS):
+            bank.append(_group(policy, position, generator))
+
+
+def _group(policy: Any, position: int, generator: torch.Generator) -> RolloutGroup:
+    vocab = policy.config.vocab_size
+    size = int(torch.randint(2, 12, (), generator=generator))
+    prompt = torch.randint(0, vocab, (size,), generator=generator)
+    tokens, said = prompt.repeat(SAMPLES, 1), []
+    for _ in range(LONGEST):
+        logits = policy(tokens).logits[:, -1]
+        noise = 0.3 * torch.randn(logits.shape, generator=generator)
+        logprobs = ((logits + noise) / TEMPERATURE).log_softmax(-1)
+        said.append(logprobs)
+        tokens = torch.cat((tokens, torch.multinomial(logprobs.exp(), 1, generator=generator)), dim=1)
+    logprobs = torch.stack(said, dim=1)
+    listed = logprobs.topk(K)
+    sampled = logprobs.gather(2, tokens[:, size:, None])[..., 0]
+    routed = _routing(policy, tokens[:, :-1], generator)
+    lengths = torch.randint(3, LONGEST + 1, (SAMPLES,), generator=generator).tolist()
+    rollouts = tuple(
+        Rollout(
+            token_ids=tokens[i, size : size + n].int().numpy(),
+            logprobs=sampled[i, :n].numpy(),
+            versions=np.zeros(n, np.int32),
+            finish_reason="stop",
+            topk_ids=listed.indices[i, :n].int().numpy(),
+            topk_logprobs=listed.values[i, :n].numpy(),
+            routed_experts=None if routed is None else routed[i, : size + n - 1].numpy(),
+        )
+        for i, n in enumerate(lengths)
+    )
+    rewards = np.resize(np.array([0, 1], np.float32), SAMPLES)
+    return RolloutGroup(
+        Prompt(position, position, prompt.int().numpy(), "", ""), rollouts, rewards, rewards < 0, TEMPERATURE
+    )
+
+
+def _routing(policy: Any, tokens: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
+    """[n, tokens, layers, k] uint8, where the model can say."""
+    if policy.config.model_type != "qwen3_moe":
+        return None
+    logits = torch.stack(policy(tokens, output_router_logits=True).router_logits, dim=-2)
+    noisy = logits + 0.2 * torch.randn(logits.shape, generator=generator)
+    experts = noisy.topk(policy.config.num_experts_per_tok).indices.to(torch.uint8)
+    return experts.view(*tokens.shape, *experts.shape[1:])

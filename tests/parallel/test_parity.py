@@ -1,0 +1,34 @@
+"""Every layout trains as one process does: loss, masked share and gradient norm to 1e-5 in fp32."""
+
+from __future__ import annotations
+
+import pytest
+from parity_cases import CASES, FAST
+
+EXACT = ("tokens", "loss_tokens", "masked_tokens", "skipped")
+CLOSE = ("loss", "masked", "grad_norm", "entropy", "disagreement")
+
+
+def marked(case: str):
+    return case if case in FAST else pytest.param(case, marks=pytest.mark.parallel)
+
+
+@pytest.mark.parametrize("case", [marked(case) for world in (2, 4) for case in CASES[world]])
+def test_trains_as_one_process(ranks, case):
+    expected, got = ranks(f"{case.split(':')[0]}:one"), ranks(case)
+    for name in EXACT:
+        assert got[name] == expected[name], name
+    for name in CLOSE:
+        assert got[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+
+
+def test_the_reference_learns_and_masks(ranks):
+    """Else the comparison would say nothing."""
+    for case in CASES[1]:
+        run = ranks(case)
+        assert len(set(run["loss"])) == len(set(run["grad_norm"])) == 3
+        assert all(0.001 < share < 0.9 for share in run["masked"])
+        assert run["skipped"] == [False] * 3
+    replayed = ranks("qwen3_moe+replay:one")
+    assert all(0.01 < share < 0.5 for share in replayed["disagreement"])
+    assert replayed["loss"][0] != ranks("qwen3_moe:one")["loss"][0]
