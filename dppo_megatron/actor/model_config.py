@@ -32,6 +32,11 @@ def use_transformer_engine(config: Config) -> bool:
     return config.model.layers == "transformer_engine"
 
 
+def overlaps_reduction(config: Config) -> bool:
+    """What `parallel.overlap` means on this machine."""
+    return torch.cuda.is_available() if config.parallel.overlap is None else config.parallel.overlap
+
+
 def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
     """Rows of the embedding over all ranks: equal shards, and for real vocabularies a multiple of 128 on each."""
     unit = tensor_size * (_SHARD_UNIT if vocab_size >= _SMALL_VOCAB else 1)

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from dppo_megatron.config.schema import Config
 
 from .model import PolicyModel
-from .model_config import dtype
+from .model_config import dtype, overlaps_reduction
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,24 @@ class StepResult:
 def wrap_data_parallel(
     chunks: list[PolicyModel], transformer: TransformerConfig, config: Config
 ) -> list[DistributedDataParallel]:
-    """Megatron's DDP: fp32 gradient buffers, summed (never averaged) over data and context parallel ranks."""
+    """Megatron's DDP: fp32 gradient buffers, summed (never averaged) over data and context parallel ranks.
+
+    New parameters are gathered at once, not during the next forward pass: they are published before it.
+    """
+    overlap = overlaps_reduction(config)
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.parallel.distributed_optimizer,
+        overlap_grad_reduce=overlap,
     )
-    return [
+    model = [
         DistributedDataParallel(transformer, settings, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    if overlap:  # the schedules then reduce in the last micro-batch's backward pass alone
+        waits = [chunk.no_sync for chunk in model]
+        transformer.no_sync_func = waits if len(waits) > 1 else waits[0]
+    return model
 
 
 def build_optimizer(model: list[DistributedDataParallel], config: Config) -> MegatronOptimizer:

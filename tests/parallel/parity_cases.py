@@ -24,6 +24,8 @@ DENSE = {
     "vpp": {"pipeline": 2, "virtual_pipeline": 2},
     "cp2": {"context": 2},
     "dp2": {},
+    "dp2_overlap": {"overlap": True},
+    "vpp_overlap": {"pipeline": 2, "virtual_pipeline": 2, "overlap": True},
 }
 EXPERTS = {
     "tp2_sp": SP,
@@ -32,12 +34,14 @@ EXPERTS = {
     "cp2": {"context": 2},
     "dp2": {},
     "ep2": {"expert": 2},
+    "ep2_overlap": {"expert": 2, "overlap": True},
     "ep2_allgather": {"expert": 2, "expert_dispatcher": "allgather"},
 }
 PAIRS = {
     "tp2_pp2": {**SP, "pipeline": 2},
     "tp2_cp2": {**SP, "context": 2},
     "pp2_dp2": {"pipeline": 2},
+    "pp2_dp2_overlap": {"pipeline": 2, "overlap": True},
 }
 EXPERT_PAIRS = {
     "ep2_tp2": {**SP, "expert": 2},
