@@ -6,6 +6,7 @@ mirror image, so that causal attention costs every rank the same. This is Transf
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +40,14 @@ def gathered_places(cu_seqlens: Int[Tensor, " B+1"], size: int) -> Int[Tensor, "
 def gather_rows(x: Float[Tensor, "T ..."], group: dist.ProcessGroup) -> Float[Tensor, "size*T ..."]:
     """Rows of all ranks end to end, equally many from each. The gradient of a row is summed over the ranks."""
     return _GatherRows.apply(x, group)
+
+
+def gather_unequal_rows(x: Float[Tensor, "n ..."], counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """`gather_rows` where rank r holds counts[r] rows."""
+    longest = max(counts)
+    missing = x.new_zeros(longest - x.shape[0], *x.shape[1:])
+    parts = gather_rows(torch.cat((x, missing)), group).split(longest)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 class _GatherRows(torch.autograd.Function):

@@ -6,7 +6,7 @@ Megatron's schedules call `forward_step` on every stage and what it returns on t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,9 +24,10 @@ from dppo_megatron.objectives import (
 from dppo_megatron.types import TokenBatch
 from dppo_megatron.vocab_parallel import TokenStatistics, linear_token_statistics, token_statistics
 
+from .context import gather_unequal_rows
 from .layout import Layout
 from .model import PolicyModel
-from .packing import MicroBatch
+from .packing import MicroBatch, loss_fields, to_device
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -68,6 +69,10 @@ class LossStep:
             topk=rows.topk_ids is not None,
             entropy="differentiable" if objective.needs_entropy else "metric",
         )
+        nonfinite = (stats.nonfinite & rows.mask).sum().double()
+        own = slice(None)
+        if objective.needs_sequences and self.layout.context_size > 1:
+            rows, stats, own = _whole_sequences(batch, stats, self.layout)
         out = objective(
             logprob=stats.logprob,
             mask=rows.mask,
@@ -76,13 +81,14 @@ class LossStep:
             topk=None if rows.topk_ids is None else self._topk(rows, stats),
             recomputed_logprob=rows.recomputed_logprob,
             reference_logprob=rows.reference_logprob,
-            sequence_ids=_sequence_ids(batch) if objective.needs_sequences else None,
+            sequence_ids=_sequence_ids(batch, self.layout) if objective.needs_sequences else None,
             entropy=stats.entropy,
         )
-        self.masked.index_add_(0, rows.target_ids, out.masked_tokens.long())
-        loss = (rows.loss_weight * out.loss).sum()
+        self.masked.index_add_(0, rows.target_ids[own], out.masked_tokens[own].long())
+        loss = (rows.loss_weight * out.loss)[own].sum()
         metrics = {"entropy": mean_metric(stats.entropy, rows.mask), **out.metrics}
-        nonfinite = (stats.nonfinite & rows.mask).sum().double()
+        if own != slice(None) and self.layout.context_rank > 0:  # every rank has measured the whole sequences
+            metrics = {name: replace(metric, sums=metric.sums * 0) for name, metric in metrics.items()}
         report = MicroBatchResult(loss.detach().double(), nonfinite, metrics)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
 
@@ -161,7 +167,36 @@ def head_statistics(
     )
 
 
-def _sequence_ids(batch: MicroBatch) -> Tensor:
-    """Sequence of each loss row, numbered without gaps: objectives want them below the number of rows."""
-    ids = sequence_ids_from_cu_seqlens(batch.loss.cu_seqlens, batch.batch_tokens)[batch.loss_rows]
+def _whole_sequences(
+    batch: MicroBatch, stats: TokenStatistics, layout: Layout
+) -> tuple[TokenBatch, TokenStatistics, slice]:
+    """(loss rows of all context-parallel ranks, their statistics, which of them are this rank's).
+
+    For objectives that look at whole sequences, of which each rank holds a part. Collectives: one all-gather for
+    each statistic, one reduce-scatter for its gradient.
+    """
+    counts = [max(1, len(rows)) for rows in batch.context_rows]  # a rank without loss rows computes one all the same
+    parts = [
+        loss_fields(batch.given, rows if len(rows) else torch.zeros(1, dtype=torch.long), len(rows) > 0)
+        for rows in batch.context_rows
+    ]
+    merged = {f.name: _joined([getattr(part, f.name) for part in parts]) for f in fields(TokenBatch)}
+    rows = to_device(TokenBatch(**{**merged, "cu_seqlens": batch.given.cu_seqlens}), layout.device)
+    names = [f.name for f in fields(TokenStatistics) if f.name != "nonfinite" and getattr(stats, f.name) is not None]
+    whole = {name: gather_unequal_rows(getattr(stats, name), counts, layout.context_group) for name in names}
+    start = sum(counts[: layout.context_rank])
+    return rows, replace(stats, **whole), slice(start, start + counts[layout.context_rank])
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    return None if parts[0] is None else torch.cat(parts)
+
+
+def _sequence_ids(batch: MicroBatch, layout: Layout) -> Tensor:
+    """Sequence of each row that the objective is given, numbered without gaps: it wants them below their number."""
+    rows = batch.loss_rows
+    if layout.context_size > 1:
+        parts = [part if len(part) else part.new_zeros(1) for part in batch.context_rows]
+        rows = torch.cat(parts).to(layout.device)
+    ids = sequence_ids_from_cu_seqlens(batch.loss.cu_seqlens, batch.batch_tokens)[rows]
     return torch.unique(ids, return_inverse=True)[1]

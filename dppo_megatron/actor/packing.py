@@ -56,6 +56,8 @@ class MicroBatch:
     packed: PackedSequences
     loss: TokenBatch
     loss_rows: Int[Tensor, " n"]  # where `loss` lies in the batch as given
+    context_rows: tuple[Int[Tensor, " m"], ...]  # the same of every context-parallel rank, empty where it has none
+    given: TokenBatch  # the batch as given, on the CPU
     batch_tokens: int  # tokens of the batch as given, all context-parallel ranks together
     num_tokens: int  # of those, this rank's
     num_loss_tokens: int
@@ -139,24 +141,28 @@ class Packer:
     def _micro_batch(self, batch: TokenBatch, bounds: Tensor, end: int) -> MicroBatch:
         bounds = _extended(bounds, end)
         origin, position_ids = _padded_rows(batch.cu_seqlens.cpu().long(), bounds, batch.position_ids)
+        carries = (origin >= 0) & batch.mask[origin]
+        context_rows = (origin[carries],)
         if self.context_size > 1:
-            owned = owned_rows(bounds, self.context_rank, self.context_size)
-            origin, position_ids = origin[owned], position_ids[owned]
+            owned = [owned_rows(bounds, rank, self.context_size) for rank in range(self.context_size)]
+            context_rows = tuple(origin[part][carries[part]] for part in owned)
+            own = owned[self.context_rank]
+            origin, position_ids, carries = origin[own], position_ids[own], carries[own]
         real = origin >= 0
-        rows = (real & batch.mask[origin]).nonzero().flatten()
+        rows = carries.nonzero().flatten()
         num_loss_tokens = len(rows)
         if num_loss_tokens == 0:  # the head and its collectives still run, on a row that the mask leaves out
             rows = torch.zeros(1, dtype=torch.long)
-        loss = at_rows(replace(batch, routed_experts=None), origin[rows])
-        if num_loss_tokens == 0:
-            loss = replace(loss, mask=torch.zeros(1, dtype=torch.bool), loss_weight=torch.zeros(1))
+        loss = loss_fields(batch, origin[rows], num_loss_tokens > 0)
         position_ids = position_ids.to(self.device)
         return MicroBatch(
             token_ids=torch.where(real, batch.token_ids[origin], 0).to(self.device)[None],
             position_ids=position_ids[None],
             packed=self._packed(bounds, position_ids, rows.to(self.device), self._replayed(batch, origin)),
-            loss=_to(loss, self.device),
+            loss=to_device(loss, self.device),
             loss_rows=origin[rows].to(self.device),
+            context_rows=context_rows,
+            given=batch,
             batch_tokens=batch.token_ids.shape[0],
             num_tokens=int(real.sum()),
             num_loss_tokens=num_loss_tokens,
@@ -216,6 +222,14 @@ def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
     return TokenBatch(**picked)
 
 
+def loss_fields(batch: TokenBatch, rows: Tensor, carry: bool = True) -> TokenBatch:
+    """What the objective reads at `rows`; not `carry`: the rows stand in for none at all and are masked."""
+    loss = at_rows(replace(batch, routed_experts=None), rows)
+    if carry:
+        return loss
+    return replace(loss, mask=torch.zeros_like(loss.mask), loss_weight=torch.zeros_like(loss.loss_weight))
+
+
 def _extended(bounds: Tensor, end: int) -> Tensor:
     """`bounds` with one more sequence of padding up to `end`, where there is something to fill."""
     return bounds if int(bounds[-1]) == end else torch.cat((bounds, bounds.new_tensor([end])))
@@ -233,6 +247,6 @@ def _padded_rows(cu_seqlens: Tensor, bounds: Tensor, position_ids: Tensor) -> tu
     return origin, torch.where(real, position_ids[origin], column)
 
 
-def _to(batch: TokenBatch, device: torch.device) -> TokenBatch:
+def to_device(batch: TokenBatch, device: torch.device) -> TokenBatch:
     moved = {f.name: getattr(batch, f.name) for f in fields(TokenBatch)}
     return TokenBatch(**{name: None if v is None else v.to(device) for name, v in moved.items()})

@@ -51,11 +51,12 @@ EXPERT_PAIRS = {
 }
 REPLAY = {"ep2": {"expert": 2}, "cp2": {"context": 2}, "vpp": {"pipeline": 2, "virtual_pipeline": 2}, "tp2_sp": SP}
 
-# world size -> case -> layout. A case is model[+replay]:layout.
+# world size -> case -> layout. A case is model[+variant]:layout; gspo compares whole sequences, cut apart by CP.
 CASES: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"qwen3:one": {}, "qwen3_moe:one": {}, "qwen3_moe+replay:one": {}, "deepseek:one": {}},
+    1: {"qwen3:one": {}, "qwen3_moe:one": {}, "qwen3+gspo:one": {}, "qwen3_moe+replay:one": {}, "deepseek:one": {}},
     2: {
         **{f"qwen3:{name}": layout for name, layout in DENSE.items()},
+        "qwen3+gspo:cp2": DENSE["cp2"],
         **{f"qwen3_moe:{name}": layout for name, layout in EXPERTS.items()},
         **{f"qwen3_moe+replay:{name}": layout for name, layout in REPLAY.items()},
         **{f"deepseek:{name}": EXPERTS[name] for name in ("tp2_sp", "pp2", "cp2", "ep2")},
@@ -66,10 +67,19 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "deepseek:ep2_tp2": EXPERT_PAIRS["ep2_tp2"],
     },
 }
-FAST = ("qwen3:cp2", "qwen3_moe:ep2", "qwen3_moe:ep2_allgather", "qwen3_moe+replay:vpp", "deepseek:cp2")
+DPPO = {"name": "dppo_topk_tv", "aggregation": "token_mean", "settings": {"delta": 0.1}}
+OBJECTIVES = {"gspo": {"name": "gspo", "aggregation": "seq_mean_token_mean"}}
+FAST = (
+    "qwen3:cp2",
+    "qwen3+gspo:cp2",
+    "qwen3_moe:ep2",
+    "qwen3_moe:ep2_allgather",
+    "qwen3_moe+replay:vpp",
+    "deepseek:cp2",
+)
 
 
-def sections(bank: Path, *, replay: bool) -> dict[str, dict]:
+def sections(bank: Path, variant: str) -> dict[str, dict]:
     return {
         "train": {"steps": STEPS, "micro_batch_tokens": 96},
         "rollout": {
@@ -79,9 +89,9 @@ def sections(bank: Path, *, replay: bool) -> dict[str, dict]:
             "max_response_tokens": LONGEST,
             "temperature": TEMPERATURE,
             "topk_logprobs": K,
-            "routing_replay": replay,
+            "routing_replay": variant == "replay",
         },
-        "objective": {"name": "dppo_topk_tv", "aggregation": "token_mean"},
+        "objective": OBJECTIVES.get(variant, DPPO),
     }
 
 

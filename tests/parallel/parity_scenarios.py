@@ -19,11 +19,11 @@ def find(case: str) -> Any:
 def train(rank: Rank, case: str) -> dict[str, list]:
     """STEPS steps of DPPO over the listed tokens; what the last layout or one process must agree on."""
     model, _ = case.split(":")
-    name, _, replay = model.partition("+")
+    name, _, variant = model.partition("+")
     bank = rank.models.parent / "banks" / name
     layout = CASES[rank.world_size][case]
-    with rank.actor(name, sections=sections(bank, replay=bool(replay)), **layout) as actor:
-        objective = build_objective(actor.config.objective.name, delta=0.1)
+    with rank.actor(name, sections=sections(bank, variant), **layout) as actor:
+        objective = build_objective(actor.config.objective.name, **actor.config.objective.settings)
         place = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
         batches = BankBatches(actor.config, BankReader(bank), objective, *place)
         stats = []
