@@ -61,7 +61,7 @@ def scores(rank: Rank) -> Any:
 
     layouts = {"alone": {}}
     if rank.world_size == 2:
-        layouts = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}
+        layouts = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}, "context": {"context": 2}}
         layouts["pipeline_virtual"] = {"pipeline": 2, "virtual_pipeline": 2}
     results = {}
     for name, layout in layouts.items():
@@ -390,6 +390,9 @@ def resume(rank: Rank) -> Any:
         layouts |= {
             "virtual": {"pipeline": 2, "virtual_pipeline": 2},
             "pipeline": {"pipeline": 2},
+            "context": {"context": 2},
+            "experts": {"model": "qwen3_moe", "expert": 2},
+            "latent": {"model": "deepseek", "tensor": 2, "sequence": True},
             "bf16": {"tensor": 2, "settings": {"dtype": "bf16"}},
         }
     optimizer = {"decay": "linear", "warmup_updates": 3, "weight_decay": 0.1}

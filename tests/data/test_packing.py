@@ -160,6 +160,25 @@ def test_a_filler_carries_no_loss(topk, rows):
     assert batch.rollout_logprob.shape == (rows,)
 
 
+def test_routed_experts_lie_at_the_tokens_that_were_read():
+    rng = np.random.default_rng(0)
+    routed = [np.arange(n * 6, dtype=np.uint16).reshape(n, 3, 2) for n in (4, 7)]
+    sequences = [
+        dataclasses.replace(sequence(rng, 2, len(r) - 1), routed_experts=r) for r in routed
+    ]  # P + R - 1 rows: nothing was read after the last token
+    batch = pack(sequences, pad_to_multiple=8)
+    assert batch.routed_experts.dtype == torch.int16
+    assert batch.routed_experts.shape == (16, 3, 2)
+    np.testing.assert_array_equal(batch.routed_experts[:4], routed[0])
+    np.testing.assert_array_equal(batch.routed_experts[5:12], routed[1])
+    assert (batch.routed_experts[[4, 12, 13, 14, 15]] == -1).all()
+    for spoilt in (routed[1][1:], routed[1][:, 1:], None):
+        with pytest.raises(ValueError, match="sequence 1: routed experts"):
+            pack([sequences[0], dataclasses.replace(sequences[1], routed_experts=spoilt)])
+    assert pack(sequences[:1]).routed_experts is not None
+    assert pack([sequence(rng, 2, 3)]).routed_experts is None
+
+
 def test_sequences_that_do_not_fit_together_are_refused():
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="sequence 1: rollout log-probs or top-K differ"):

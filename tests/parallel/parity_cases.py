@@ -49,7 +49,13 @@ EXPERT_PAIRS = {
     "ep2_tp2_allgather": {**SP, "expert": 2, "expert_dispatcher": "allgather"},
     "ep2_cp2": {"context": 2, "expert": 2},
 }
-REPLAY = {"ep2": {"expert": 2}, "cp2": {"context": 2}, "vpp": {"pipeline": 2, "virtual_pipeline": 2}, "tp2_sp": SP}
+REPLAY = {
+    "ep2": {"expert": 2},
+    "cp2": {"context": 2},
+    "tp2_sp": SP,
+    # Layers run again in the backward pass, with other micro-batches in between.
+    "vpp_recompute": {"pipeline": 2, "virtual_pipeline": 2, "settings": {"recompute": "full"}},
+}
 
 # world size -> case -> layout. A case is model[+variant]:layout; gspo compares whole sequences, cut apart by CP.
 CASES: dict[int, dict[str, dict[str, Any]]] = {
@@ -74,7 +80,7 @@ FAST = (
     "qwen3+gspo:cp2",
     "qwen3_moe:ep2",
     "qwen3_moe:ep2_allgather",
-    "qwen3_moe+replay:vpp",
+    "qwen3_moe+replay:vpp_recompute",
     "deepseek:cp2",
 )
 

@@ -6,8 +6,13 @@ import numpy as np
 
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 
+PROMPT = 5
 
-def make_group(position: int, *, samples: int = 4, longest: int = 12, topk: int = 0, version: int = 3) -> RolloutGroup:
+
+def make_group(
+    position: int, *, samples: int = 4, longest: int = 12, topk: int = 0, version: int = 3, experts: int = 0
+) -> RolloutGroup:
+    """With `experts`, 3 layers of so many route each token to 2 of them."""
     rng = np.random.default_rng(position)
     rollouts = []
     for _ in range(samples):
@@ -20,13 +25,19 @@ def make_group(position: int, *, samples: int = 4, longest: int = 12, topk: int 
                 finish_reason="length" if size == longest else "stop",
                 topk_ids=rng.integers(0, 1000, (size, topk)).astype(np.int32) if topk else None,
                 topk_logprobs=-rng.exponential(size=(size, topk)).astype(np.float32) if topk else None,
+                routed_experts=_routing(rng, PROMPT + size - 1, experts) if experts else None,
             )
         )
-    prompt = Prompt(position, position % 7, rng.integers(0, 1000, 5).astype(np.int32), f"text {position}", "42")
+    prompt = Prompt(position, position % 7, rng.integers(0, 1000, PROMPT).astype(np.int32), f"text {position}", "42")
     rewards = rng.random(samples).astype(np.float32)
     failed = np.zeros(samples, dtype=bool)
     failed[0] = position % 5 == 0
     return RolloutGroup(prompt, tuple(rollouts), rewards * ~failed, failed, temperature=0.75)
+
+
+def _routing(rng: np.random.Generator, tokens: int, experts: int) -> np.ndarray:
+    chosen = rng.random((tokens, 3, experts)).argsort(axis=2)[..., :2]
+    return np.ascontiguousarray(chosen.astype(np.uint8 if experts <= 256 else np.uint16))
 
 
 def assert_same_group(found: RolloutGroup, expected: RolloutGroup) -> None:
@@ -39,7 +50,7 @@ def assert_same_group(found: RolloutGroup, expected: RolloutGroup) -> None:
     assert len(found.rollouts) == len(expected.rollouts)
     for a, b in zip(found.rollouts, expected.rollouts, strict=True):
         assert a.finish_reason == b.finish_reason
-        for name in ("token_ids", "logprobs", "versions", "topk_ids", "topk_logprobs"):
+        for name in ("token_ids", "logprobs", "versions", "topk_ids", "topk_logprobs", "routed_experts"):
             assert_same_array(getattr(a, name), getattr(b, name))
 
 

@@ -36,6 +36,18 @@ def test_groups_return_unchanged(tmp_path, topk):
         assert_same_group(reader.read(entry), group)
 
 
+@pytest.mark.parametrize("experts", [8, 256, 300])
+def test_routed_experts_return_unchanged(tmp_path, experts):
+    group = make_group(3, topk=2, experts=experts)
+    with BankWriter(tmp_path, 1) as writer:
+        writer.append(group)
+        writer.append(make_group(4))
+    reader = BankReader(tmp_path)
+    routed, plain = reader.entries(0, reader.refresh())
+    assert (routed.routing, plain.routing) == ((3, 2), None)
+    assert_same_group(reader.read(routed), group)
+
+
 def test_entries_describe_groups_without_reading_them(tmp_path):
     group = make_group(10, topk=2)
     with BankWriter(tmp_path, 4) as writer:
@@ -125,13 +137,18 @@ def test_a_closed_writer_refuses(tmp_path):
         (lambda g: dataclasses.replace(g, reward_failed=g.reward_failed[:-1]), "reward_failed"),
         (lambda g: dataclasses.replace(g, rollouts=()), "no rollouts"),
         (lambda g: dataclasses.replace(g, temperature=0.0), "temperature"),
+        (lambda g: replace_rollout(g, routed_experts=None), "in all samples or in none"),
+        (lambda g: replace_rollout(g, routed_experts=g.rollouts[0].routed_experts[1:]), "routed_experts: expected"),
+        (lambda g: replace_rollout(g, routed_experts=g.rollouts[0].routed_experts[:, 1:]), "routed_experts"),
+        (lambda g: replace_rollout(g, routed_experts=g.rollouts[0].routed_experts.astype(np.int64)), "uint8"),
+        (lambda g: replace_rollout(g, routed_experts=g.rollouts[0].routed_experts * 0), "the same expert twice"),
     ],
 )
 def test_malformed_groups_are_refused_and_leave_no_trace(tmp_path, spoil, message):
     with BankWriter(tmp_path, 2) as writer:
         with pytest.raises(ValueError, match=message):
-            writer.append(spoil(make_group(1, topk=2)))
-        assert writer.append(make_group(1, topk=2)) == 0
+            writer.append(spoil(make_group(1, topk=2, experts=8)))
+        assert writer.append(make_group(1, topk=2, experts=8)) == 0
 
 
 def test_refresh_reads_only_what_is_new(tmp_path):

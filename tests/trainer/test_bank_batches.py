@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -138,6 +141,57 @@ def test_a_bank_filled_under_other_settings_is_refused(read):
     ):
         with pytest.raises(ValueError, match=says):
             read(rollout={setting: value})
+
+
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 8,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [0],
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+}
+
+
+def test_routing_is_replayed_only_where_it_fits_the_model(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTURE))
+
+    def read(routing: np.ndarray | None, name: str, replay: bool = True):
+        group = _group(0, GROUPS[0])
+        rollouts = tuple(
+            dataclasses.replace(
+                r, routed_experts=None if routing is None else np.stack([routing] * (len(r.token_ids) + 1))
+            )
+            for r in group.rollouts
+        )
+        with BankWriter(tmp_path / name, 1) as bank:
+            bank.append(dataclasses.replace(group, rollouts=rollouts))
+        settings = {"prompts_per_step": 1, "group_size": SAMPLES, "max_response_tokens": LONGEST}
+        rollout = {**settings, "bank": str(tmp_path / name), "routing_replay": replay}
+        config = make_config(tmp_path, train={"updates_per_step": 1}, rollout=rollout)
+        return BankBatches(config, BankReader(tmp_path / name), build_objective("dppo_binary_tv"), 0, 1).read(0)
+
+    fits = np.array([[0, 3], [2, 1]], np.uint8)
+    (micro, *_) = read(fits, "fits").updates[0].micro_batches
+    replayed = (micro.routed_experts >= 0).all(2).all(1)
+    ends = micro.cu_seqlens[1:].long() - 1
+    assert replayed.sum() == len(replayed) - len(ends)
+    assert not replayed[ends].any()
+    assert (micro.routed_experts[replayed] == torch.from_numpy(fits.astype(np.int16))).all()
+    assert read(fits, "off", replay=False).updates[0].micro_batches[0].routed_experts is None
+    for name, routing, says in (
+        ("none", None, "prompt 0 in the bank has no routing, the model has 2 layers with 2 experts per token"),
+        ("layers", fits[:1], "routing of 1 layers, 2 each"),
+        ("range", fits + 1, "names expert 4, the model has 4"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            read(routing, name)
 
 
 def test_a_buffer_longer_than_the_response_is_refused(tmp_path):
