@@ -32,16 +32,13 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
 
     Ctrl-C or SIGTERM ends all of them and leaves a run that --resume continues.
     """
-    from dppo_megatron.launch.preflight import check_fresh, check_resume, preflight
+    from dppo_megatron.launch.preflight import check_life, preflight
     from dppo_megatron.launch.supervisor import Supervisor
     from dppo_megatron.observability.report import write_report
 
     config = load_config(config_file, overrides or ())
     run = RunDir(config.run.dir)
-    if resume and run.config.exists():
-        check_resume(config, load_config(run.config), str(config_file))
-    else:
-        check_fresh(config, str(config_file))
+    check_life(config, str(config_file), resume=resume)
     for note in preflight(config, str(config_file)):
         typer.echo(note)
     run.root.mkdir(parents=True, exist_ok=True)
@@ -126,6 +123,28 @@ def report(
     from dppo_megatron.observability.report import write_report
 
     typer.echo(write_report(runs if len(runs) > 1 else runs[0], out))
+
+
+@app.command(name="slurm-job", hidden=True)
+def slurm_job(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
+    """Drive a run inside a Slurm allocation; the last line of slurm/train.sbatch."""
+    from dppo_megatron.slurm.job import run_job
+
+    raise typer.Exit(run_job(config_file, overrides or (), resume=resume))
+
+
+@app.command(name="slurm-task", hidden=True)
+def slurm_task(
+    role: Annotated[str, typer.Argument(help="check, trainer, orchestrator or engine")],
+    config_file: ConfigFile,
+    resume: Resume = False,
+    index: Annotated[int, typer.Option(help="which engine")] = 0,
+    first_gpu: Annotated[int, typer.Option(help="its first GPU among those of its node")] = 0,
+) -> None:
+    """Run one task of a job step; srun starts it."""
+    from dppo_megatron.slurm.task import run_task
+
+    raise typer.Exit(run_task(role, config_file, resume=resume, index=index, first_gpu=first_gpu))
 
 
 def main() -> None:

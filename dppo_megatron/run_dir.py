@@ -50,6 +50,10 @@ class RunDir:
         return self.root / "rollout_metrics.jsonl"
 
     @property
+    def restarts(self) -> Path:
+        return self.root / "restarts.jsonl"
+
+    @property
     def final_model(self) -> Path:
         return self.root / "model"
 

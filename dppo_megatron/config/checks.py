@@ -98,3 +98,42 @@ def _batch(config: Config) -> list[str]:
     if config.optimizer.min_lr > config.optimizer.lr:
         out.append(f"optimizer.min_lr = {config.optimizer.min_lr}: above optimizer.lr = {config.optimizer.lr}")
     return out
+
+
+def slurm_violations(config: Config) -> list[str]:
+    """Why the run does not fit the nodes that the `slurm` section asks for; only the Slurm commands ask."""
+    s, p = config.slurm, config.parallel
+    engines = config.engine.count if config.samples and not config.engine.urls else 0
+    out = []
+    if p.world_size % s.trainer_nodes:
+        out.append(
+            f"slurm.trainer_nodes = {s.trainer_nodes}: does not divide parallel.world_size = {p.world_size}; every "
+            "trainer node runs the same number of ranks"
+        )
+    if s.engine_nodes and not engines:
+        out.append(f"slurm.engine_nodes = {s.engine_nodes}: the run starts no engine; set it to 0")
+    if s.engine_nodes > engines > 0:
+        out.append(
+            f"slurm.engine_nodes = {s.engine_nodes}: more than engine.count = {engines}, so some would idle; raise "
+            "engine.count (an engine is on one node)"
+        )
+    for name in ("heterogeneous", "engine_gpus_per_node", "engine_partition", "engine_sbatch_args"):
+        value, engine_side = getattr(s, name), s.heterogeneous and name != "heterogeneous"
+        if value and not (engine_side or (name == "heterogeneous" and s.engine_nodes)):
+            needs = "slurm.engine_nodes of at least 1" if name == "heterogeneous" else "slurm.heterogeneous = true"
+            out.append(f"slurm.{name} = {value}: needs {needs}")
+    ranks = -(-p.world_size // s.trainer_nodes)
+    serving = -(-engines // (s.engine_nodes or s.trainer_nodes)) * config.engine.tensor_parallel
+    trainer_need = ranks if s.engine_nodes else ranks + serving
+    if 0 < s.gpus_per_node < trainer_need:
+        beside = "" if s.engine_nodes else f" and engines on {serving}"
+        out.append(
+            f"slurm.gpus_per_node = {s.gpus_per_node}: a trainer node runs {ranks} ranks{beside}; use more nodes or "
+            "fewer ranks and engines"
+        )
+    if s.engine_nodes and 0 < s.serving_gpus_per_node < serving:
+        out.append(
+            f"slurm.engine_nodes = {s.engine_nodes}: an engine node would serve on {serving} GPUs and has "
+            f"{s.serving_gpus_per_node}; use more nodes, or lower engine.count or engine.tensor_parallel"
+        )
+    return out

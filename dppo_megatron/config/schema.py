@@ -199,6 +199,50 @@ class TrackingConfig(Section):
     wandb_name: str | None = None
 
 
+class SlurmConfig(Section):
+    trainer_nodes: int = Field(1, ge=1, description="nodes over which parallel.world_size ranks are spread evenly")
+    engine_nodes: int = Field(
+        0, ge=0, description="nodes that only serve; 0 = engines share the trainer nodes, on the GPUs after the ranks'"
+    )
+    heterogeneous: bool = Field(
+        False, description="ask for trainer nodes and engine nodes as two components of a heterogeneous job"
+    )
+    gpus_per_node: int = Field(8, ge=0, description="GPUs asked for on each node; 0 = none, the run is on the CPU")
+    engine_gpus_per_node: int | None = Field(
+        None, ge=0, description="GPUs of an engine node of a heterogeneous job; default: gpus_per_node"
+    )
+    exclusive: bool = Field(True, description="ask for whole nodes; false: say CPUs and memory in sbatch_args")
+    account: str | None = None
+    partition: str | None = None
+    engine_partition: str | None = Field(
+        None, description="partition of the engine nodes of a heterogeneous job; default: partition"
+    )
+    time: str = Field("24:00:00", description="time limit of one life of the job, as sbatch takes it")
+    signal_lead_s: int = Field(
+        300, ge=20, description="seconds before the time limit at which the run checkpoints and requeues"
+    )
+    max_restarts: int = Field(
+        3, ge=0, description="restarts after failures in a row without a new checkpoint; one more stops the job"
+    )
+    interface: str | None = Field(
+        None, description="network interface of NCCL, gloo and the engines, e.g. ib0; default: the host name's"
+    )
+    setup: tuple[str, ...] = Field((), description="shell lines before the program: modules, venv, exports")
+    command: tuple[str, ...] = Field(
+        (),
+        description="how a step starts this program, e.g. [apptainer, exec, --nv, /images/dppo.sif, dppo-megatron]; "
+        "default: the interpreter that drives the job",
+    )
+    sbatch_args: tuple[str, ...] = Field((), description="further #SBATCH options, e.g. --qos=high")
+    engine_sbatch_args: tuple[str, ...] = Field((), description="the same for a heterogeneous job's engine nodes")
+    srun_args: tuple[str, ...] = Field((), description="further options of every srun, e.g. --container-image=...")
+    start_timeout_s: float = Field(600.0, gt=0, description="ranks that have not all started after this fail the job")
+
+    @property
+    def serving_gpus_per_node(self) -> int:
+        return self.gpus_per_node if self.engine_gpus_per_node is None else self.engine_gpus_per_node
+
+
 class Config(Section):
     run: RunConfig
     model: ModelConfig
@@ -214,6 +258,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
+    slurm: SlurmConfig = SlurmConfig()
 
     @property
     def horizon(self) -> int:

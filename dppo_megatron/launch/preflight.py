@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.config import Config, ConfigError, load_config
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.services import port_in_use
 
@@ -18,6 +18,7 @@ RESUMABLE_CHANGES = (
     "eval.every",
     "engine",
     "parallel",
+    "slurm",
     "weight_sync",
     "run.stall_timeout_s",
     "train.micro_batch_tokens",
@@ -36,13 +37,14 @@ class Findings:
     notes: list[str]
 
 
-def preflight(config: Config, source: str) -> list[str]:
-    """Checks objective, model directory, tokenizer, prompts, reward and ports; starts nothing.
+def preflight(config: Config, source: str, *, here: bool = True) -> list[str]:
+    """Checks objective, model directory, tokenizer, prompts, reward and, for a run `here`, GPUs and ports.
 
-    Returns notes worth showing (the method in words, the data). Raises `ConfigError` with every violation.
+    Starts nothing. Returns notes worth showing (the method in words, the data). Raises `ConfigError` with every
+    violation.
     """
     findings = Findings([], [])
-    for check in (_objective, _model, _engine, _data, _reward, _devices, _ports):
+    for check in (_objective, _model, _engine, _data, _reward, *((_devices, _ports) if here else ())):
         try:
             check(config, findings)
         except (ValueError, OSError, ImportError) as error:
@@ -125,6 +127,15 @@ def _ports(config: Config, findings: Findings) -> None:
             findings.violations.append(
                 f"engine.port = {port}: already in use on {engine.host}; choose another, or 0 for a free one"
             )
+
+
+def check_life(config: Config, source: str, *, resume: bool) -> None:
+    """Refuses a fresh run in the directory of an old one, and a resume that would be another run."""
+    saved = RunDir(config.run.dir).config
+    if resume and saved.exists():
+        check_resume(config, load_config(saved), source)
+    else:
+        check_fresh(config, source)
 
 
 def check_resume(config: Config, saved: Config, source: str) -> None:

@@ -1,0 +1,45 @@
+"""What Slurm gave this job: its id, how often it was restarted, and the nodes of each component."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .queue import SlurmError, node_names
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    job_id: str
+    restart: int  # how often Slurm or the job itself requeued it
+    groups: tuple[tuple[str, ...], ...]  # node names of each component; one unless the job is heterogeneous
+
+    @property
+    def heterogeneous(self) -> bool:
+        return len(self.groups) > 1
+
+    @property
+    def life(self) -> str:
+        """Tells this life of the job from every other, in names of files."""
+        return f"{self.job_id}-{self.restart}"
+
+    @classmethod
+    def of_this_job(cls, environment: Mapping[str, str] = os.environ) -> Allocation:
+        """From the batch script's environment. Raises `SlurmError` outside a job."""
+        if "SLURM_JOB_ID" not in environment:
+            raise SlurmError(
+                "SLURM_JOB_ID is not set: this command is the batch script's; submit it with `dppo-megatron slurm "
+                "CONFIG` or `sbatch slurm/train.sbatch CONFIG`"
+            )
+        size = int(environment.get("SLURM_HET_SIZE", "1"))
+        lists = (
+            [environment[f"SLURM_JOB_NODELIST_HET_GROUP_{i}"] for i in range(size)]
+            if size > 1
+            else [environment["SLURM_JOB_NODELIST"]]
+        )
+        return cls(
+            job_id=environment["SLURM_JOB_ID"],
+            restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
+            groups=tuple(node_names(nodes) for nodes in lists),
+        )

@@ -1,0 +1,211 @@
+"""`dppo-megatron slurm-job`: drives the job steps of a run from the batch script, on the job's first node.
+
+Starts one srun per engine, one for the orchestrator and one for all trainer ranks, and watches them. However one of
+them ends, the job ends, requeues or completes: it never idles.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dppo_megatron.config import Config, ConfigError, load_config, save_resolved
+from dppo_megatron.config.checks import slurm_violations
+from dppo_megatron.launch.preflight import check_life
+from dppo_megatron.launch.process import exit_reason
+from dppo_megatron.observability.report import write_report
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.services import forget_all
+
+from . import queue
+from .allocation import Allocation
+from .lives import TIME_LIMIT, Event, Lives, checkpoint_step
+from .placement import StepPlan, engine_plans, node_violations, single_task, trainer_plan
+from .step import Step
+
+POLL_S = 0.1
+GRACE_S = 10.0
+KILL_S = 10.0
+REFUSED = 2  # exit code of a `ConfigError`
+REQUEUE, STOP = signal.SIGUSR1, signal.SIGUSR2
+CANCELLED = (signal.SIGTERM, signal.SIGINT)
+
+
+def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int:
+    """Exit code of the batch script: 0 when the run completed, else that of the first step that failed.
+
+    A life after the first continues under the settings that the first one saved, whatever became of the file.
+    """
+    allocation = Allocation.of_this_job()
+    config = load_config(config_file, overrides)
+    run = RunDir(config.run.dir)
+    if allocation.restart and run.config.exists():
+        config, resume = load_config(run.config), True
+    resume = resume or allocation.restart > 0
+    if violations := slurm_violations(config) + node_violations(config, allocation):
+        raise ConfigError(str(config_file), violations)
+    check_life(config, str(config_file), resume=resume)
+    run.root.mkdir(parents=True, exist_ok=True)
+    save_resolved(config, run.config)
+    return Job(config, allocation, resume=resume).run()
+
+
+class Job:
+    """One life of the run's job, from the first step to the exit code."""
+
+    def __init__(self, config: Config, allocation: Allocation, *, resume: bool):
+        self._config = config
+        self._allocation = allocation
+        self._resume = resume
+        self._run = RunDir(config.run.dir)
+        self._lives = Lives(self._run)
+        self._signal: int | None = None
+        self._servers: list[Step] = []  # run until ended
+        self._orchestrator: Step | None = None
+        self._trainer: Step | None = None
+
+    def run(self) -> int:
+        for number in (REQUEUE, STOP, *CANCELLED):
+            signal.signal(number, self._on_signal)
+        first = self._allocation.restart == 0
+        cause = "submitted" if first else self._lives.why_restarted()
+        nodes = tuple(name for group in self._allocation.groups for name in group)
+        self._record("started", cause, nodes)
+        say(f"run directory {self._run.root} on {', '.join(nodes)} ({cause}); logs in {self._run.logs}")
+        forget_all(self._run)
+        try:
+            if first and (code := self._check()):
+                return code
+            if self._signal is None:
+                self._start()
+            return self._watch()
+        finally:
+            self._end_all()
+
+    def _check(self) -> int:
+        """What can be known to be wrong is said before many GPUs wait for a model to load."""
+        step = self._step(single_task("check", self._allocation))
+        while (code := step.poll()) is None and self._signal is None:
+            time.sleep(POLL_S)
+        step.kill()
+        if code == REFUSED:
+            self._record("failed", "the config was refused")
+            return code
+        return self._failed(step, code) if code else 0
+
+    def _start(self) -> None:
+        self._servers = [self._step(plan) for plan in engine_plans(self._config, self._allocation)]
+        if self._config.samples:
+            self._orchestrator = self._step(single_task("orchestrator", self._allocation))
+        self._trainer = self._step(trainer_plan(self._config, self._allocation, resume=self._resume))
+
+    def _step(self, plan: StepPlan) -> Step:
+        return Step(self._config, self._run.config, plan, self._allocation)
+
+    @property
+    def _workers(self) -> list[Step]:
+        """Those that end by themselves when their work is done."""
+        return [step for step in (self._trainer, self._orchestrator) if step is not None]
+
+    def _watch(self) -> int:
+        while True:
+            if self._signal in CANCELLED:
+                return self._cancelled()
+            if self._signal is not None and not self._trained():
+                return self._stop_early()
+            for step in (*self._workers, *self._servers):
+                code = step.poll()
+                if code is not None and (code != 0 or step in self._servers):
+                    return self._failed(step, code)
+            if all(step.poll() == 0 for step in self._workers):
+                return self._completed()
+            time.sleep(POLL_S)
+
+    def _trained(self) -> bool:
+        """Whether the trainer ended with its last step done: what remains takes no time."""
+        ended = self._trainer is not None and self._trainer.poll() == 0
+        return ended and checkpoint_step(self._run) == self._config.train.steps
+
+    def _completed(self) -> int:
+        self._record("completed", f"{self._config.train.steps} steps done")
+        say(f"completed {self._config.train.steps} steps; the final model is {self._run.final_model}")
+        write_report(self._run.root)
+        return 0
+
+    def _stop_early(self) -> int:
+        """The time limit is near, or somebody asked: checkpoint while the engines still serve, then requeue or end."""
+        name = signal.Signals(self._signal).name
+        patience = 0.8 * self._config.slurm.signal_lead_s
+        say(f"{name}: asking the trainer for a checkpoint")
+        if self._trainer is not None:
+            self._trainer.ask_to_stop()
+            if not self._trainer.wait(patience):
+                say(f"the trainer did not stop within {patience:.0f} s; the checkpoint before this one remains")
+        if self._trained():
+            return self._watch()
+        if self._signal == REQUEUE:
+            return self._requeue(TIME_LIMIT, 128 + REQUEUE)
+        self._record("stopped", f"asked to by {name}")
+        say("stopped; submit the config again with --resume to continue")
+        return 128 + STOP
+
+    def _cancelled(self) -> int:
+        """Slurm is ending the job, steps included. Not requeued from here: that would undo the user's scancel."""
+        name = signal.Signals(self._signal).name
+        self._record("stopped", f"{name}: cancelled, or ended by Slurm")
+        say(f"{name}: the job is being ended; the bank and the last checkpoint stay for --resume")
+        return 128 + self._signal
+
+    def _failed(self, step: Step, code: int) -> int:
+        cause = f"{step.name}: {exit_reason(code)}"
+        say(f"{cause}; logs in {self._run.logs}")
+        if not self._still_running():
+            self._record("stopped", f"{cause}, while Slurm was ending the job")
+            return code or 1
+        before, most = self._lives.failures_in_a_row(), self._config.slurm.max_restarts
+        if before >= most:
+            why = f"{before + 1} failures in a row without a new checkpoint, slurm.max_restarts = {most}"
+            self._record("failed", f"{cause}; {why}")
+            say(f"not restarted: {why}. Mend the cause, then submit the config again with --resume")
+            return code or 1
+        return self._requeue(cause, code or 1)
+
+    def _still_running(self) -> bool:
+        """False when the step failed because Slurm is ending the job: cancelled, or a node is gone."""
+        try:
+            states = {job.state for job in queue.jobs([self._allocation.job_id])}
+        except queue.SlurmError as error:
+            say(f"cannot ask for the job's state: {error}")
+            return True
+        return states == {"RUNNING"}
+
+    def _requeue(self, cause: str, code: int) -> int:
+        """`code` is the exit code should Slurm refuse; otherwise it ends this script by itself."""
+        self._end_all()
+        self._record("requeued", cause)
+        say(f"requeued after: {cause}")
+        queue.requeue(self._allocation.job_id)
+        return code
+
+    def _record(self, event: Event, cause: str, nodes: tuple[str, ...] = ()) -> None:
+        self._lives.record(event, cause, job=self._allocation.job_id, restart=self._allocation.restart, nodes=nodes)
+
+    def _end_all(self) -> None:
+        """Asks every step, then kills what is left after the grace; Slurm ends the rest with the job."""
+        steps = [*self._workers, *self._servers]
+        for act, patience in ((Step.ask_to_stop, GRACE_S), (Step.kill, KILL_S)):
+            for step in steps:
+                act(step)
+            deadline = time.monotonic() + patience
+            for step in steps:
+                step.wait(max(0.0, deadline - time.monotonic()))
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._signal = number
+
+
+def say(line: str) -> None:
+    """To the job's output, which Slurm writes."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)

@@ -1,0 +1,70 @@
+"""restarts.jsonl: when each life of a run's jobs began and how it ended, and whether another one makes sense."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from dppo_megatron.observability.tail import read_records
+from dppo_megatron.run_dir import RunDir
+
+# Ends that say nothing about the run: they may happen any number of times.
+TIME_LIMIT = "time limit"
+LOST = "ended by Slurm: a node failed, or the job was preempted or requeued by hand"
+
+Event = Literal["submitted", "started", "requeued", "failed", "stopped", "completed"]
+
+
+@dataclass(frozen=True, slots=True)
+class LifeEvent:
+    time: float  # unix seconds
+    job: str
+    restart: int  # Slurm's count of this job's restarts
+    event: Event
+    cause: str  # why it began or ended
+    step: int | None  # of the newest checkpoint, None before the first
+    nodes: tuple[str, ...] = ()
+
+
+class Lives:
+    """Appends to and reads the file; one writer at a time, the driver of the job or the submitting command."""
+
+    def __init__(self, run: RunDir):
+        self._run = run
+
+    def record(self, event: Event, cause: str, *, job: str, restart: int, nodes: tuple[str, ...] = ()) -> None:
+        self._run.root.mkdir(parents=True, exist_ok=True)
+        entry = LifeEvent(time.time(), job, restart, event, cause, checkpoint_step(self._run), nodes)
+        with self._run.restarts.open("a") as file:
+            file.write(json.dumps(asdict(entry)) + "\n")
+
+    def events(self) -> list[LifeEvent]:
+        return [LifeEvent(**{**r, "nodes": tuple(r["nodes"])}) for r in read_records(self._run.restarts)]
+
+    def why_restarted(self) -> str:
+        """The cause that the last life left, if it could leave one."""
+        events = self.events()
+        return events[-1].cause if events and events[-1].event == "requeued" else LOST
+
+    def failures_in_a_row(self) -> int:
+        """Restarts after failures since the newest checkpoint was saved; time limits count neither way."""
+        now, count = checkpoint_step(self._run), 0
+        for event in reversed(self.events()):
+            if event.step != now:
+                break
+            count += event.event == "requeued" and event.cause != TIME_LIMIT
+        return count
+
+    def restarts(self) -> int:
+        """How often a life followed another of the same job."""
+        return sum(e.event == "started" and e.restart > 0 for e in self.events())
+
+
+def checkpoint_step(run: RunDir) -> int | None:
+    """Steps done in the newest whole checkpoint, without reading it."""
+    try:
+        return int((run.checkpoints / "latest").read_text().rpartition("-")[2])
+    except (FileNotFoundError, ValueError):
+        return None

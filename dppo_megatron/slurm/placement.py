@@ -1,0 +1,81 @@
+"""Which job step runs where: a pure function of the config and the names of the nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dppo_megatron.config import Config
+from dppo_megatron.services import engine_names
+
+from .allocation import Allocation
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One srun. Its tasks are spread evenly over `nodes`."""
+
+    name: str  # trainer, orchestrator, engine-0, ...
+    arguments: tuple[str, ...]  # of `dppo-megatron slurm-task`, before the config
+    nodes: tuple[str, ...]
+    group: int  # component of a heterogeneous job
+    tasks: int = 1
+    gpus_per_node: int = 0
+
+    @property
+    def tasks_per_node(self) -> int:
+        return self.tasks // len(self.nodes)
+
+
+def node_violations(config: Config, allocation: Allocation) -> list[str]:
+    """Why the allocation is not the one that the config asks for."""
+    s = config.slurm
+    have = tuple(len(nodes) for nodes in allocation.groups)
+    if have in ((s.trainer_nodes, s.engine_nodes), (s.trainer_nodes + s.engine_nodes,)):
+        return []
+    shown = " + ".join(map(str, have))
+    return [
+        f"slurm.trainer_nodes = {s.trainer_nodes}, slurm.engine_nodes = {s.engine_nodes}: the job has {shown} nodes; "
+        "make sbatch's --nodes and the config agree"
+    ]
+
+
+def trainer_plan(config: Config, allocation: Allocation, *, resume: bool) -> StepPlan:
+    """One task per rank, on the first nodes."""
+    return StepPlan(
+        "trainer",
+        ("trainer", *(["--resume"] if resume else [])),
+        nodes=allocation.groups[0][: config.slurm.trainer_nodes],
+        group=0,
+        tasks=config.parallel.world_size,
+        gpus_per_node=config.slurm.gpus_per_node,
+    )
+
+
+def single_task(name: str, allocation: Allocation) -> StepPlan:
+    """One task without GPUs on the node of the batch script."""
+    return StepPlan(name, (name,), nodes=allocation.groups[0][:1], group=0)
+
+
+def engine_plans(config: Config, allocation: Allocation) -> list[StepPlan]:
+    """One step per engine, so that one can end and start again alone; engines fill their nodes in turn.
+
+    On nodes they share with trainer ranks, engines take the GPUs after the ranks'.
+    """
+    s = config.slurm
+    names = engine_names(config)
+    if not names:
+        return []
+    group = 1 if allocation.heterogeneous else 0
+    nodes = allocation.groups[group]
+    taken, gpus = 0, s.serving_gpus_per_node
+    if not s.engine_nodes:
+        taken, gpus = config.parallel.world_size // s.trainer_nodes, s.gpus_per_node
+    elif not allocation.heterogeneous:
+        nodes = nodes[s.trainer_nodes :]
+    plans = []
+    for index, name in enumerate(names):
+        slot, node = divmod(index, len(nodes))
+        first_gpu = taken + slot * config.engine.tensor_parallel
+        arguments = ("engine", "--index", str(index), "--first-gpu", str(first_gpu))
+        plans.append(StepPlan(name, arguments, (nodes[node],), group, gpus_per_node=gpus))
+    return plans

@@ -1,0 +1,71 @@
+"""Slurm's own commands, each with a time-out and an error that says what was asked."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from dppo_megatron.errors import ExpectedError
+
+COMMAND_TIMEOUT_S = 60.0
+
+
+class SlurmError(ExpectedError, RuntimeError):
+    """Slurm is absent, did not answer, or refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedJob:
+    """A line of squeue; a heterogeneous job has one for each component."""
+
+    id: str  # 12, 12+1 for a component, 12_3 for a task of an array
+    name: str
+    state: str  # PENDING, RUNNING, COMPLETING, ...
+    reason: str  # why it waits, or None
+    nodes: str
+    time_left: str
+
+
+_FORMAT = "%i|%j|%T|%r|%N|%L"
+
+
+def submit(script: Path) -> str:
+    """Hands the script to sbatch and returns the job's id."""
+    return slurm_command("sbatch", "--parsable", str(script)).split(";")[0]
+
+
+def jobs(job_ids: list[str]) -> list[QueuedJob]:
+    """What the queue knows of these jobs; those that ended some minutes ago are gone from it."""
+    if not job_ids:
+        return []
+    try:
+        lines = slurm_command("squeue", "--noheader", f"--format={_FORMAT}", "--jobs", ",".join(job_ids)).splitlines()
+    except SlurmError as error:
+        if "Invalid job id" in str(error):  # what squeue says of the last job it has forgotten
+            return []
+        raise
+    return [QueuedJob(*(part.strip() for part in line.split("|"))) for line in lines]
+
+
+def requeue(job_id: str) -> None:
+    """Ends this life of the job, steps and batch script, and queues it again."""
+    slurm_command("scontrol", "requeue", job_id)
+
+
+def node_names(node_list: str) -> tuple[str, ...]:
+    """`node[1-2]` -> node1, node2; in the order that srun numbers tasks."""
+    return tuple(slurm_command("scontrol", "show", "hostnames", node_list).split())
+
+
+def slurm_command(*command: str) -> str:
+    """Standard output. Raises `SlurmError` with what the command printed."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+    except FileNotFoundError:
+        raise SlurmError(f"{command[0]}: not found; this needs a machine with Slurm's commands") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{' '.join(command)}: no answer within {COMMAND_TIMEOUT_S:.0f} s") from None
+    if result.returncode:
+        raise SlurmError(f"{' '.join(command)}: {(result.stderr or result.stdout).strip()}")
+    return result.stdout.strip()

@@ -1,0 +1,70 @@
+"""One job step: its srun command line and the process that runs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from dppo_megatron.config import Config
+from dppo_megatron.launch.process import end_with_parent
+
+from .allocation import Allocation
+from .placement import StepPlan
+
+
+class Step:
+    """One srun. Its own messages go to the job's output, its tasks' output to the run's logs."""
+
+    def __init__(self, config: Config, config_file: Path, plan: StepPlan, allocation: Allocation):
+        self.name = plan.name
+        self._process = subprocess.Popen(
+            srun_command(config, config_file, plan, allocation),
+            stdin=subprocess.DEVNULL,
+            # What the batch script was given, srun would take for options of its own.
+            env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_GPUS")},
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+
+    def poll(self) -> int | None:
+        """Exit code of srun, the largest of its tasks'; None while it runs."""
+        return self._process.poll()
+
+    def ask_to_stop(self) -> None:
+        """srun passes SIGUSR1 on to the tasks, which stop as on SIGTERM."""
+        if self.poll() is None:
+            self._process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """srun takes SIGTERM as the order to kill its tasks at once."""
+        if self.poll() is None:
+            self._process.terminate()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it ended in time."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def srun_command(config: Config, config_file: Path, plan: StepPlan, allocation: Allocation) -> list[str]:
+    """Steps overlap, so none waits for what another holds; one failed task ends its step."""
+    program = config.slurm.command or (sys.executable, "-m", "dppo_megatron")
+    return [
+        "srun",
+        f"--job-name={plan.name}",
+        *([f"--het-group={plan.group}"] if allocation.heterogeneous else []),
+        f"--nodes={len(plan.nodes)}",
+        f"--nodelist={','.join(plan.nodes)}",
+        f"--ntasks={plan.tasks}",
+        f"--ntasks-per-node={plan.tasks_per_node}",
+        f"--gpus-per-node={plan.gpus_per_node}" if plan.gpus_per_node else "--gres=none",
+        *("--overlap", "--kill-on-bad-exit=1", "--wait=0", "--cpu-bind=none", "--mpi=none"),
+        *config.slurm.srun_args,
+        *(*program, "slurm-task", *plan.arguments, str(config_file)),
+    ]

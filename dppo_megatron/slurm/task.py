@@ -1,0 +1,197 @@
+"""`dppo-megatron slurm-task`: one task of a job step. Turns Slurm's environment into what the program expects."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from dppo_megatron.config import Config, load_config
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.launch.process import Child, exit_reason
+from dppo_megatron.launch.supervisor import dppo_command
+from dppo_megatron.observability.logs import last_lines
+from dppo_megatron.run_dir import RunDir, read_json, write_json_atomic
+from dppo_megatron.services import ServiceTimeout, port_in_use
+
+POLL_S = 0.1
+GRACE_S = 5.0
+LAST_LINES = 12
+PORTS = range(20000, 32000)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """This process's place in its job step."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: str
+    step: str  # unique over all steps of all lives of all jobs
+
+    @classmethod
+    def of_this_process(cls, environment: Mapping[str, str] = os.environ) -> Task:
+        """Raises `ExpectedError` outside a job step."""
+        try:
+            size, nodes = int(environment["SLURM_NTASKS"]), int(environment["SLURM_STEP_NUM_NODES"])
+            return cls(
+                rank=int(environment["SLURM_PROCID"]),
+                size=size,
+                local_rank=int(environment["SLURM_LOCALID"]),
+                local_size=size // nodes,
+                node=environment["SLURMD_NODENAME"],
+                step=f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"
+                f"-{environment.get('SLURM_RESTART_COUNT', '0')}",
+            )
+        except KeyError as missing:
+            raise ExpectedError(
+                f"{missing.args[0]} is not set: only srun, from the job's driver, starts this"
+            ) from None
+
+
+def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gpu: int) -> int:
+    """Runs a trainer rank, the orchestrator, engine `index` or the check of the config; returns its exit code.
+
+    All but the check run as a child with a session and a log file of its own. srun signals every process of a task's
+    group, also a checkpoint's writers and a server's workers: here only this process hears it, and SIGUSR1 (srun would
+    turn SIGTERM into SIGKILL) reaches the child as SIGTERM.
+    """
+    config = load_config(config_file)
+    if role == "check":
+        return _check(config, str(config_file))
+    task, run, address = Task.of_this_process(), RunDir(config.run.dir), node_address(config)
+    environment = interface_environment(config)
+    if role == "trainer":
+        name, arguments = f"trainer-{task.rank}", ["trainer", *(["--resume"] if resume else [])]
+        environment |= trainer_environment(run, task, *rendezvous(run, task, address, config.slurm.start_timeout_s))
+    elif role == "engine":
+        name, arguments = f"engine-{index}", ["engine", "--index", str(index), "--set", f"engine.host={address}"]
+        environment |= engine_environment(config, index, first_gpu, address)
+    else:
+        name, arguments = role, [role]
+    child = Child(name, dppo_command(*arguments, str(config_file)), run.log(name), environment)
+    return _follow(child, task)
+
+
+def _check(config: Config, source: str) -> int:
+    from dppo_megatron.launch.preflight import preflight
+
+    for note in preflight(config, source, here=False):
+        print(note)
+    return 0
+
+
+def _follow(child: Child, task: Task) -> int:
+    """Exit code of the child, 128 + n when signal n ended it; its last lines go to the job's output if it failed."""
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        child.signal(signal.SIGTERM)
+
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    while (code := child.poll()) is None:
+        time.sleep(POLL_S)
+    child.end(GRACE_S)  # what it started and left behind
+    if code and not stopped:
+        lines = "".join(f"  {line}\n" for line in last_lines(child.log, LAST_LINES))
+        print(f"{child.name} on {task.node}: {exit_reason(code)}; the end of {child.log}:\n{lines}", end="", flush=True)
+    return code if code >= 0 else 128 - code
+
+
+def trainer_environment(run: RunDir, task: Task, host: str, port: int) -> dict[str, str]:
+    """What torchrun would set, and that a collective that times out leaves what every rank was doing."""
+    threads = max(1, len(os.sched_getaffinity(0)) // task.local_size)
+    preset = {
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str((run.logs / "nccl_trace_rank_").absolute()),
+    }
+    return {name: value for name, value in preset.items() if name not in os.environ} | {
+        "RANK": str(task.rank),
+        "WORLD_SIZE": str(task.size),
+        "LOCAL_RANK": str(task.local_rank),
+        "LOCAL_WORLD_SIZE": str(task.local_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+
+
+def engine_environment(config: Config, index: int, first_gpu: int, address: str) -> dict[str, str]:
+    """The engine's GPUs among those that Slurm shows its step, and the address its own processes talk over."""
+    environment = {"VLLM_HOST_IP": address}
+    if visible := [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]:
+        each = config.engine.tensor_parallel
+        if first_gpu + each > len(visible):
+            raise ExpectedError(
+                f"engine-{index}: its GPUs are {first_gpu} to {first_gpu + each - 1} of its node, and Slurm shows the "
+                f"step {len(visible)} (CUDA_VISIBLE_DEVICES); make slurm.gpus_per_node and the job agree"
+            )
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first_gpu : first_gpu + each])
+    return environment
+
+
+def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> tuple[str, int]:
+    """Where the ranks meet: rank 0 chooses a free port of its node and leaves it in the run directory.
+
+    The file's name belongs to this job step alone, so nobody reads what an earlier life left. Raises
+    `ServiceTimeout` naming rank 0's log when nothing was left in time.
+    """
+    path = run.services / f"trainers-{task.step}.json"
+    if task.rank == 0:
+        write_json_atomic(path, {"host": address, "port": unused_port(address)})
+    deadline = time.monotonic() + timeout_s
+    while (place := read_json(path)) is None:
+        if time.monotonic() > deadline:
+            raise ServiceTimeout(
+                f"waited {timeout_s:.0f} s (slurm.start_timeout_s) for rank 0 to say in {path} where it listens; see "
+                f"{run.log('trainer-0')}"
+            )
+        time.sleep(POLL_S)
+    return place["host"], place["port"]
+
+
+def node_address(config: Config) -> str:
+    """The IPv4 address at which other nodes reach this one: that of `slurm.interface`, or of the host name."""
+    name = config.slurm.interface
+    if name is None:
+        address = socket.gethostbyname(socket.gethostname())
+        nodes = config.slurm.trainer_nodes + config.slurm.engine_nodes
+        if address.startswith("127.") and nodes > 1:
+            raise ExpectedError(
+                f"slurm.interface: not set, and {socket.gethostname()} resolves to {address} on itself, which other "
+                f"nodes cannot reach; name one of {', '.join(psutil.net_if_addrs())}"
+            )
+        return address
+    addresses = [a.address for a in psutil.net_if_addrs().get(name, ()) if a.family == socket.AF_INET]
+    if not addresses:
+        raise ExpectedError(
+            f"slurm.interface = {name}: no such interface with an IPv4 address on {socket.gethostname()}; it has "
+            f"{', '.join(psutil.net_if_addrs())}"
+        )
+    return addresses[0]
+
+
+def interface_environment(config: Config) -> dict[str, str]:
+    """For NCCL and gloo; what the environment says already wins."""
+    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if config.slurm.interface else ()
+    return {name: config.slurm.interface for name in names if name not in os.environ}
+
+
+def unused_port(address: str) -> int:
+    """A free port below those that the kernel gives to connections, for it is bound seconds later, by a rank."""
+    for port in random.sample(PORTS, len(PORTS)):
+        if not port_in_use(address, port):
+            return port
+    raise ExpectedError(f"no free port from {PORTS.start} to {PORTS.stop - 1} at {address}")

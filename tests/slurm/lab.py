@@ -1,0 +1,239 @@
+"""A real Slurm on this machine: munged, slurmctld and four slurmd on loopback, in one directory, ended by pid.
+
+    python tests/slurm/lab.py DIRECTORY      # runs until Ctrl-C; prints the SLURM_CONF to export
+
+Every "node" is this machine under another name, so nodes share its address, its file system and its cores: a process
+knows its node by SLURMD_NODENAME alone. Each has two "GPUs", which are device files that every Linux has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+
+NODES = tuple(f"node{i}" for i in range(1, 5))
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
+START_TIMEOUT_S = 30.0
+NODE_TIMEOUT_S = 10  # a silent node is down after this
+
+CONF = """\
+ClusterName=lab
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+CredType=cred/munge
+# A requeued job may start again when its old credential has expired: two minutes by default.
+AuthInfo=socket={root}/munge/socket,cred_expire=5
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool/%n
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/slurmd.%n.pid
+SlurmctldLogFile={root}/log/slurmctld.log
+SlurmdLogFile={root}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,bf_resolution=1,sched_interval=2,batch_sched_delay=1
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout={node_timeout}
+InactiveLimit=0
+KillWait=5
+MinJobAge=3600
+JobRequeue=1
+GresTypes=gpu
+PlugStackConfig=/dev/null
+{nodes}
+PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def why_not() -> str | None:
+    """Why this machine cannot run the lab, or None."""
+    if missing := [name for name in PROGRAMS if not shutil.which(name)]:
+        return f"Slurm is not installed ({', '.join(missing)} not found): `make test-slurm` installs it as root"
+    if os.geteuid() != 0:
+        return "the lab's slurmd must run as root to start jobs: run `make test-slurm` as root"
+    return None
+
+
+class Lab:
+    """Starts on construction, which takes about two seconds; `close` ends every process it started."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.conf = root / "slurm.conf"
+        self._daemons: dict[str, subprocess.Popen] = {}
+        for name in ("munge", "state", "spool", "log"):
+            (root / name).mkdir(parents=True)
+        root.chmod(0o755)
+        (root / "munge").chmod(0o700)
+        self._write_configuration()
+        try:
+            self._start_munge()
+            self._start("slurmctld", "slurmctld", "-D", "-i", "-f", str(self.conf))
+            for node in NODES:
+                self.start_node(node)
+            wait_until(lambda: self.states() == dict.fromkeys(NODES, "idle"), "four idle nodes", START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "SLURM_CONF": str(self.conf)}
+
+    def run(self, *command: str, environment: Mapping[str, str] | None = None, check: bool = True) -> str:
+        """Output of a Slurm command in the lab."""
+        result = subprocess.run(
+            command, env={**self.environment, **(environment or {})}, capture_output=True, text=True, timeout=30
+        )
+        assert not check or result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+        return result.stdout.strip()
+
+    def states(self) -> dict[str, str]:
+        lines = self.run("sinfo", "-h", "-N", "-o", "%N %T", check=False).splitlines()
+        return dict(line.split() for line in lines if len(line.split()) == 2)
+
+    def job(self, job: str) -> dict[str, str]:
+        """Fields of `scontrol show job`."""
+        shown = self.run("scontrol", "show", "job", "--oneliner", job).splitlines()[0]
+        return dict(word.partition("=")[::2] for word in shown.split())
+
+    def start_node(self, node: str) -> None:
+        (self.root / "spool" / node).mkdir(exist_ok=True)
+        self._start(node, "slurmd", "-D", "-N", node, "-f", str(self.conf))
+
+    def kill_node(self, node: str) -> None:
+        """What a power failure does: slurmd, the steps it started and their tasks are gone at once."""
+        daemon = self._daemons.pop(node)
+        victims = self.processes_on(node)
+        steps = [p.parent() for p in victims]
+        for process in [daemon, *(s for s in steps if s and s.name() == "slurmstepd"), *victims]:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                process.kill()
+        daemon.wait()
+
+    def processes_on(self, node: str | None = None) -> list[psutil.Process]:
+        """Everything that jobs of this lab started, on one node or on all."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                environment = process.environ()
+                gone = process.status() == psutil.STATUS_ZOMBIE
+            except (psutil.Error, OSError):
+                continue
+            name = environment.get("SLURMD_NODENAME")
+            mine = environment.get("SLURM_CONF") == str(self.conf) and name and process.name() != "slurmstepd"
+            if mine and not gone and node in (None, name):
+                found.append(process)
+        return found
+
+    def close(self) -> None:
+        if "slurmctld" in self._daemons:
+            self.run("scancel", "--full", "--state=PENDING,RUNNING,SUSPENDED", check=False)
+            with contextlib.suppress(AssertionError):
+                wait_until(lambda: not self.run("squeue", "-h", check=False), "an empty queue", 10)
+        for process in self.processes_on():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for daemon in reversed(self._daemons.values()):
+            daemon.terminate()
+        for daemon in reversed(self._daemons.values()):
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self._daemons.clear()
+
+    def _write_configuration(self) -> None:
+        port, *node_ports = _free_ports(1 + len(NODES))
+        host = socket.gethostname().split(".")[0]
+        nodes = [
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_port} CPUs=8 RealMemory=8000 "
+            "Gres=gpu:2 State=UNKNOWN"
+            for name, node_port in zip(NODES, node_ports, strict=True)
+        ]
+        self.conf.write_text(
+            CONF.format(
+                root=self.root, port=port, host=host, user="root", node_timeout=NODE_TIMEOUT_S,
+                nodes="\n".join(nodes), names=",".join(NODES),
+            )
+        )  # fmt: skip
+        (self.root / "gres.conf").write_text("Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n")
+        (self.root / "cgroup.conf").write_text("")
+
+    def _start_munge(self) -> None:
+        munge = self.root / "munge"
+        key = munge / "key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        self._start(
+            "munged", "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge / 'socket'}",
+            f"--pid-file={munge / 'pid'}", f"--log-file={munge / 'log'}", f"--seed-file={munge / 'seed'}",
+        )  # fmt: skip
+        wait_until((munge / "socket").exists, "munged", START_TIMEOUT_S)
+
+    def _start(self, name: str, *command: str) -> None:
+        with (self.root / "log" / f"{name}.out").open("ab") as output:
+            self._daemons[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self.environment,
+                start_new_session=True,
+            )  # fmt: skip
+
+
+def wait_until(
+    condition: Callable[[], object], what: str, timeout_s: float, shown: Callable[[], str] = str, poll_s: float = 0.1
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}\n{shown()}"
+        time.sleep(poll_s)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def main() -> None:
+    if reason := why_not():
+        sys.exit(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    lab = Lab(Path(sys.argv[1]).resolve())
+    try:
+        print(f"export SLURM_CONF={lab.conf}", flush=True)
+        signal.pause()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        lab.close()
+
+
+if __name__ == "__main__":
+    main()
