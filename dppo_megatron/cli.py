@@ -125,6 +125,62 @@ def report(
     typer.echo(write_report(runs if len(runs) > 1 else runs[0], out))
 
 
+@app.command()
+def slurm(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRAINERS[+ENGINES]",
+            help="other numbers of nodes than the config's, with as many ranks and engines on each as it has",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the batch script; write and submit nothing")
+    ] = False,
+    resume: Resume = False,
+) -> None:
+    """Check a config, write its batch script into the run directory and submit it to Slurm.
+
+    The config's slurm section says how many nodes train and serve, and what the site needs (docs/slurm.md).
+    """
+    from dppo_megatron.slurm.submit import prepare, submit
+
+    prepared = prepare(config_file, overrides or (), nodes, resume=resume)
+    if dry_run:
+        typer.echo(prepared.script, nl=False)
+        return
+    for note in prepared.notes:
+        typer.echo(note)
+    job, script = submit(prepared)
+    run = RunDir(prepared.config.run.dir)
+    typer.echo(
+        f"submitted job {job} ({script})\n"
+        f"  dppo-megatron status {run.root}          step, reward, engines, queue, last errors\n"
+        f"  tail -F {run.logs / f'slurm-{job}.out'}\n"
+        f"  scancel {job}                            ends it; --signal=USR2 --batch first saves a checkpoint"
+    )
+
+
+@app.command()
+def status(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="run directory")],
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Show step, reward, engines' health, queue state and the last error of each log, from any machine that sees RUN."""
+    import json
+
+    from dppo_megatron.slurm.status import read_status
+    from dppo_megatron.slurm.status_view import show
+
+    found = read_status(run_dir)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=1))
+    else:
+        show(found)
+
+
 @app.command(name="slurm-job", hidden=True)
 def slurm_job(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
     """Drive a run inside a Slurm allocation; the last line of slurm/train.sbatch."""

@@ -91,7 +91,11 @@ def _check(config: Config, source: str) -> int:
 
 
 def _follow(child: Child, task: Task) -> int:
-    """Exit code of the child, 128 + n when signal n ended it; its last lines go to the job's output if it failed."""
+    """Exit code of the child, 128 + n when signal n ended it; its last lines go to the job's output if it failed.
+
+    0 for one that ended by the signal it was sent from here: srun returns the largest code of its tasks, which must be
+    that of the rank that failed, not of those that were ended for it.
+    """
     stopped = False
 
     def stop(*_: object) -> None:
@@ -104,7 +108,9 @@ def _follow(child: Child, task: Task) -> int:
     while (code := child.poll()) is None:
         time.sleep(POLL_S)
     child.end(GRACE_S)  # what it started and left behind
-    if code and not stopped:
+    if stopped and code == -signal.SIGTERM:
+        return 0
+    if code:
         lines = "".join(f"  {line}\n" for line in last_lines(child.log, LAST_LINES))
         print(f"{child.name} on {task.node}: {exit_reason(code)}; the end of {child.log}:\n{lines}", end="", flush=True)
     return code if code >= 0 else 128 - code

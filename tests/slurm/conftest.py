@@ -1,4 +1,4 @@
-"""One Slurm for all tests of this directory, and runs small enough for two cores."""
+"""One Slurm for all tests of this directory, and the task they train on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from lab import Lab, why_not
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "e2e"), str(TESTS.parent / "examples" / "quickstart")]
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +19,15 @@ def lab(tmp_path_factory) -> Lab:
     lab = Lab(tmp_path_factory.mktemp("slurm") / "lab")
     yield lab
     lab.close()
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory) -> Path:
+    """The quickstart's task with a held-out set small enough for tests."""
+    from make_task import make_task
+
+    directory = tmp_path_factory.mktemp("task")
+    make_task(directory, seed=1)
+    heldout = directory / "heldout.jsonl"
+    heldout.write_text("".join(heldout.read_text().splitlines(keepends=True)[:16]))
+    return directory

@@ -104,11 +104,12 @@ class Lab:
     def environment(self) -> dict[str, str]:
         return {**os.environ, "SLURM_CONF": str(self.conf)}
 
-    def run(self, *command: str, environment: Mapping[str, str] | None = None, check: bool = True) -> str:
-        """Output of a Slurm command in the lab."""
-        result = subprocess.run(
-            command, env={**self.environment, **(environment or {})}, capture_output=True, text=True, timeout=30
-        )
+    def run(
+        self, *command: str, environment: Mapping[str, str] | None = None, check: bool = True, timeout_s: float = 30.0
+    ) -> str:
+        """Output of a command in the lab."""
+        environment = {**self.environment, **(environment or {})}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
         assert not check or result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
         return result.stdout.strip()
 

@@ -1,0 +1,149 @@
+"""`dppo-megatron status`: what a run directory says of its run, and the queue and the engines if they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.config import Config, ConfigError, load_config
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.observability.logs import last_lines
+from dppo_megatron.observability.names import is_step_record
+from dppo_megatron.observability.tail import read_records
+from dppo_megatron.rollout.clients import build_engine
+from dppo_megatron.rollout.engine import EngineError
+from dppo_megatron.rollout.published import PublishedPolicy
+from dppo_megatron.run_dir import RunDir, read_json
+
+from . import queue
+from .lives import Lives, checkpoint_step
+
+HEALTH_TIMEOUT_S = 3.0
+SEARCHED_LINES = 400
+# A logged error, or the last line of a traceback.
+_ERROR = re.compile(r"\b(ERROR|CRITICAL)\b|^\w+(\.\w+)*(Error|Exception|Timeout|Diverged|Frozen)\b|Killed|Segmentation")
+
+
+class NotARun(ExpectedError, ValueError):
+    """The directory holds no run."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    name: str
+    host: str
+    url: str
+    health: str  # "answers", or why not
+
+
+@dataclass(frozen=True, slots=True)
+class LastError:
+    log: str
+    line: str
+    age_s: float  # since the log was written last
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    run: str
+    step: int
+    steps: int | None
+    metrics: dict[str, float]  # of the last training step
+    accuracy: float | None  # of the last evaluation
+    updated_s: float | None  # age of the last record
+    checkpoint: int | None
+    policy_version: int | None  # published
+    engines: list[EngineStatus]
+    jobs: list[queue.QueuedJob]
+    queue_note: str  # why the queue could not be asked, or what it means that no job is in it
+    restarts: int
+    last_event: str
+    errors: list[LastError]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_status(directory: Path) -> Status:
+    """Reads files and asks each engine and squeue once; changes nothing. Raises `NotARun`."""
+    run = RunDir(directory)
+    if not run.config.exists():
+        raise NotARun(f"{directory}: no {run.config.name} in it; name the run.dir of a run that was started")
+    config = _config(run)
+    records = read_records(run.metrics)
+    trained = [record for record in records if is_step_record(record)]
+    evaluated = [record for record in records if "eval/accuracy" in record]
+    last = trained[-1] if trained else {}
+    published = PublishedPolicy.read(run.published)
+    lives = Lives(run)
+    events = lives.events()
+    jobs, note = _jobs(list(dict.fromkeys(event.job for event in events)))
+    return Status(
+        run=str(directory),
+        step=last.get("step", 0),
+        steps=config.train.steps if config else None,
+        metrics={name: value for name, value in last.items() if name not in ("step", "time")},
+        accuracy=evaluated[-1]["eval/accuracy"] if evaluated else None,
+        updated_s=time.time() - records[-1]["time"] if records else None,
+        checkpoint=checkpoint_step(run),
+        policy_version=published.version if published else None,
+        engines=asyncio.run(_engines(config, run)) if config else [],
+        jobs=jobs,
+        queue_note=note,
+        restarts=lives.restarts(),
+        last_event=f"{events[-1].event} ({events[-1].cause})" if events else "",
+        errors=_errors(run),
+    )
+
+
+def _config(run: RunDir) -> Config | None:
+    """None for the config of another version of this program: the rest can be shown without it."""
+    try:
+        return load_config(run.config)
+    except ConfigError:
+        return None
+
+
+def _jobs(job_ids: list[str]) -> tuple[list[queue.QueuedJob], str]:
+    if not job_ids:
+        return [], "no job of this run has started"
+    try:
+        jobs = queue.jobs(job_ids)
+    except queue.SlurmError as error:
+        return [], str(error)
+    return jobs, "" if jobs else f"job {job_ids[-1]} is not in the queue"
+
+
+async def _engines(config: Config, run: RunDir) -> list[EngineStatus]:
+    announced = [read_json(path) for path in sorted(run.services.glob("engine-*.json"))]
+    if config.engine.urls:
+        announced = [{"name": f"engine-{i}", "url": url, "host": ""} for i, url in enumerate(config.engine.urls)]
+
+    async def ask(service: dict[str, Any]) -> EngineStatus:
+        engine = build_engine(config, service["url"])
+        try:
+            await asyncio.wait_for(engine.health(), HEALTH_TIMEOUT_S)
+            health = "answers"
+        except TimeoutError:
+            health = f"no answer within {HEALTH_TIMEOUT_S:g} s"
+        except EngineError as error:
+            health = f"does not answer: {error}"
+        finally:
+            await engine.close()
+        return EngineStatus(service["name"], service["host"], service["url"], health)
+
+    return list(await asyncio.gather(*(ask(service) for service in announced if service is not None)))
+
+
+def _errors(run: RunDir) -> list[LastError]:
+    """The last line of each log that looks like an error, the newest log first."""
+    found = []
+    for log in run.logs.glob("*.[lo][ou][gt]"):
+        wrong = [line for line in last_lines(log, SEARCHED_LINES) if _ERROR.search(line)]
+        if wrong:
+            found.append(LastError(log.name, wrong[-1], time.time() - log.stat().st_mtime))
+    return sorted(found, key=lambda error: error.age_s)

@@ -1,0 +1,85 @@
+"""`dppo-megatron slurm`: checks a config, writes the batch script of its run, submits it, says how to follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dppo_megatron.config import Config, ConfigError, load_config, save_resolved
+from dppo_megatron.config.checks import slurm_violations
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.launch.preflight import check_life, preflight
+from dppo_megatron.run_dir import RunDir
+
+from . import queue
+from .lives import Lives
+from .script import batch_script
+
+
+class StillQueued(ExpectedError, RuntimeError):
+    """Another job of this run waits or runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    config: Config
+    script: str
+    notes: list[str]  # the method in words, the data
+
+
+def prepare(config_file: Path, overrides: Sequence[str], nodes: str | None, *, resume: bool) -> Prepared:
+    """Everything but the writing. Raises `ConfigError` with every violation."""
+    config = load_config(config_file, overrides)
+    if nodes is not None:
+        config = scaled(config, nodes)
+    if violations := slurm_violations(config):
+        raise ConfigError(str(config_file), violations)
+    check_life(config, str(config_file), resume=resume)
+    notes = preflight(config, str(config_file), here=False)
+    return Prepared(config, batch_script(config, resume=resume, directory=Path.cwd()), notes)
+
+
+def submit(prepared: Prepared) -> tuple[str, Path]:
+    """Writes script and resolved config into the run directory and submits; returns the job id and the script's path.
+
+    The job trains what was checked here, however the config file changes while it waits in the queue.
+    """
+    run = RunDir(prepared.config.run.dir)
+    lives = Lives(run)
+    if waiting := queue.jobs(sorted({event.job for event in lives.events()})):
+        raise StillQueued(
+            f"run.dir = {run.root}: job {waiting[0].id} of this run is {waiting[0].state}; `scancel {waiting[0].id}` "
+            "ends it, another run.dir begins another run"
+        )
+    run.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not make the directory of its output
+    save_resolved(prepared.config, run.config)
+    script = run.root / "train.sbatch"
+    script.write_text(prepared.script)
+    job = queue.submit(script)
+    lives.record("submitted", "dppo-megatron slurm", job=job, restart=0)
+    return job, script
+
+
+def scaled(config: Config, nodes: str) -> Config:
+    """`TRAINERS` or `TRAINERS+ENGINES` nodes, with as many ranks and engines on each as the config has now.
+
+    Raises `ConfigError` when that is not two numbers, or engines are asked for where the config has no node of them.
+    """
+    trainers, plus, engines = nodes.partition("+")
+    if not trainers.isdecimal() or int(trainers) < 1 or (plus and not engines.isdecimal()):
+        raise ConfigError("--nodes", [f"{nodes}: write TRAINERS or TRAINERS+ENGINES, e.g. 4 or 4+2"])
+    s, count = config.slurm, config.engine.count
+    ranks = config.parallel.world_size // s.trainer_nodes
+    engine_nodes = int(engines) if plus else s.engine_nodes
+    if engine_nodes and not s.engine_nodes:
+        raise ConfigError("--nodes", [f"{nodes}: the config has slurm.engine_nodes = 0; set it and engine.count"])
+    if s.engine_nodes and engine_nodes:
+        count = count // s.engine_nodes * engine_nodes
+    elif not s.engine_nodes:
+        count = count * int(trainers) // s.trainer_nodes
+    tree = config.model_dump()
+    tree["slurm"] |= {"trainer_nodes": int(trainers), "engine_nodes": engine_nodes}
+    tree["parallel"]["world_size"] = ranks * int(trainers)
+    tree["engine"]["count"] = count
+    return Config.model_validate(tree)

@@ -1,0 +1,139 @@
+"""Runs by sbatch on a real Slurm: real vLLM, real trainer ranks, ended in every way a job can end."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from gated_rewards import GROUPS
+from lab import NODES, wait_until
+from run_helpers import steps_done, weights_digest
+from slurm_runs import STEPS, Run
+
+from dppo_megatron.rollout.bank import BankReader
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(540)]
+
+THREE_NODES = ("--nodes=3", "--gpus-per-node=1")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(lab, task, tmp_path_factory) -> Run:
+    """What every other run must equal."""
+    run = Run.write(lab, task, tmp_path_factory.mktemp("uninterrupted"))
+    run.gate.touch()
+    run.sbatch("train.sbatch", *THREE_NODES)
+    assert run.wait_for_end() == "COMPLETED", run.everything()
+    return run
+
+
+@pytest.fixture
+def run(lab, task, tmp_path, request) -> Run:
+    """A run that its reward holds after the second step, until `run.gate` exists."""
+    run = Run.write(lab, task, tmp_path, **getattr(request, "param", {}))
+    yield run
+    if run.job:
+        lab.run("scancel", run.job, check=False)
+        wait_until(lambda: not lab.processes_on(), "the job's processes to end", 60)
+
+
+def check_complete(run: Run, reference: Run) -> None:
+    """Every step trained once, every prompt sampled once, and the weights those of an undisturbed run."""
+    assert steps_done(run.directory) == list(range(1, STEPS + 1))
+    assert [e.position for e in rollouts(run)] == list(range(STEPS * GROUPS))
+    assert weights_digest(run.directory) == weights_digest(reference.directory)
+
+
+def rollouts(run: Run) -> list:
+    reader = BankReader(run.directory / "bank")
+    return sorted(reader.entries(0, reader.refresh()), key=lambda entry: entry.position)
+
+
+def contents(entries: list) -> list:
+    return [(e.position, e.segment, e.offset, e.crc32) for e in entries]
+
+
+def test_two_trainer_nodes_and_an_engine_node(uninterrupted):
+    run = uninterrupted
+    check_complete(run, run)
+    assert [event.event for event in run.events()] == ["started", "completed"]
+    assert run.events()[0].nodes == NODES[:3]
+    heads = {log.stem: log.read_text() for log in (run.directory / "logs").glob("*.log")}
+    assert set(heads) == {"engine-0", "orchestrator", "trainer-0", "trainer-1"}
+    assert "completed 4 steps" in run.output.read_text()
+
+
+def test_a_heterogeneous_job(run, uninterrupted):
+    run.gate.touch()
+    run.sbatch("train_hetjob.sbatch", "--nodes=2", "--gpus-per-node=1", ":", "--nodes=1", "--gpus-per-node=1")
+    assert run.wait_for_end() == "COMPLETED", run.everything()
+    check_complete(run, uninterrupted)
+
+
+@pytest.mark.parametrize("run", [{"checkpoint": {"every": 0}}], indirect=True)
+def test_the_time_limit_checkpoints_requeues_and_completes(run, uninterrupted):
+    """checkpoint.every = 0: the one at step 2 is the signal's."""
+    run.sbatch("train.sbatch", *THREE_NODES, "--signal=B:USR1@60")
+    run.wait_for_step(2)
+    limit(run, minutes=2)
+    run.wait_until(lambda: run.lab.job(run.job)["Restarts"] == "1", "a requeue")
+    limit(run, minutes=30)
+    run.gate.touch()
+    assert run.wait_for_end() == "COMPLETED", run.everything()
+    check_complete(run, uninterrupted)
+    shown = [(e.event, e.cause, e.step) for e in run.events()]
+    assert shown[:3] == [("started", "submitted", None), ("requeued", "time limit", 2), ("started", "time limit", 2)]
+
+
+def limit(run: Run, minutes: int) -> None:
+    run.lab.run("scontrol", "update", f"JobId={run.job}", f"TimeLimit={minutes}")
+
+
+def test_a_dead_node_requeues_on_others_and_loses_no_rollout(run, uninterrupted):
+    """The worst node: the batch script, the orchestrator and trainer rank 0 are on it."""
+    run.sbatch("train.sbatch", *THREE_NODES)
+    run.wait_for_step(2)
+    before = contents(rollouts(run))
+    assert len(before) == 2 * GROUPS
+    run.lab.kill_node("node1")
+    try:
+        run.wait_until(lambda: len(run.events()) > 1, "the second life")
+        run.gate.touch()
+        assert run.wait_for_end() == "COMPLETED", run.everything()
+    finally:
+        run.lab.start_node("node1")
+    second = run.events()[1]
+    assert (second.event, second.restart, second.nodes) == ("started", 1, NODES[1:])
+    assert "node failed" in second.cause
+    assert contents(rollouts(run))[: len(before)] == before
+    check_complete(run, uninterrupted)
+
+
+def test_scancel_leaves_no_process_and_a_resumable_run(run, uninterrupted):
+    """Submitted by `dppo-megatron slurm`, followed by `dppo-megatron status`, continued by sbatch."""
+    shown = run.command("slurm", run.config)
+    run.job = (run.directory / "restarts.jsonl").read_text().split('"job": "')[1].split('"')[0]
+    assert f"submitted job {run.job}" in shown
+    run.wait_for_step(2)
+    status = json.loads(run.command("status", run.directory, "--json"))
+    assert (status["step"], status["steps"], status["checkpoint"], status["policy_version"]) == (2, STEPS, 2, 2)
+    assert [engine["health"] for engine in status["engines"]] == ["answers"]
+    assert [job["state"] for job in status["jobs"]] == ["RUNNING"]
+    run.lab.run("scancel", run.job)
+    assert run.wait_for_end() == "CANCELLED", run.everything()
+    wait_until(lambda: not run.lab.processes_on(), "the job's processes to end", 30)
+    assert [e.event for e in run.events()] == ["submitted", "started", "stopped"]
+    run.gate.touch()
+    run.sbatch("train.sbatch", *THREE_NODES, arguments=("--resume",))
+    assert run.wait_for_end() == "COMPLETED", run.everything()
+    check_complete(run, uninterrupted)
+
+
+@pytest.mark.parametrize("run", [{"model": {"path": "/no/such/model"}}], indirect=True)
+def test_a_config_error_ends_the_job_with_the_reason_in_its_output(run):
+    run.sbatch("train.sbatch", *THREE_NODES)
+    assert run.wait_for_end() == "FAILED"
+    job = run.lab.job(run.job)
+    assert (job["ExitCode"], job["Restarts"]) == ("2:0", "0")
+    assert "/no/such/model" in run.output.read_text()
+    assert run.events()[-1].event == "failed"

@@ -1,0 +1,107 @@
+"""Which step runs where, what it is started with, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.config.checks import slurm_violations
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.slurm.allocation import Allocation
+from dppo_megatron.slurm.placement import engine_plans, node_violations, trainer_plan
+from dppo_megatron.slurm.step import srun_command
+from dppo_megatron.slurm.submit import scaled
+from dppo_megatron.slurm.task import Task, engine_environment, node_address
+
+
+def config(*, world_size=16, engines=4, tensor_parallel=2, **slurm) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": "run"},
+            "model": {"path": "model"},
+            "data": {"train": "train.jsonl"},
+            "train": {"steps": 1},
+            "parallel": {"world_size": world_size},
+            "engine": {"count": engines, "tensor_parallel": tensor_parallel},
+            "slurm": {"trainer_nodes": 2, "engine_nodes": 1, **slurm},
+        }
+    )
+
+
+ONE = Allocation("7", 0, (("a", "b", "c"),))
+HETEROGENEOUS = Allocation("7", 0, (("a", "b"), ("x",)))
+
+
+@pytest.mark.parametrize(("allocation", "group", "node"), [(ONE, 0, "c"), (HETEROGENEOUS, 1, "x")])
+def test_engines_on_nodes_of_their_own(allocation, group, node):
+    plans = engine_plans(config(), allocation)
+    assert [(p.name, p.nodes, p.group) for p in plans] == [(f"engine-{i}", (node,), group) for i in range(4)]
+    assert [p.arguments[-1] for p in plans] == ["0", "2", "4", "6"]
+
+
+def test_engines_on_shared_nodes_take_the_gpus_after_the_ranks():
+    plans = engine_plans(config(world_size=8, engine_nodes=0), Allocation("7", 0, (("a", "b"),)))
+    assert [(p.nodes, p.arguments[-1]) for p in plans] == [(("a",), "4"), (("b",), "4"), (("a",), "6"), (("b",), "6")]
+
+
+def test_one_task_per_rank_on_the_first_nodes():
+    plan = trainer_plan(config(), ONE, resume=True)
+    assert (plan.nodes, plan.tasks, plan.tasks_per_node, plan.gpus_per_node) == (("a", "b"), 16, 8, 8)
+    command = srun_command(config(srun_args=["--export=ALL"]), "run/config.yaml", plan, ONE)
+    for option in ("--ntasks=16", "--ntasks-per-node=8", "--nodelist=a,b", "--overlap", "--kill-on-bad-exit=1"):
+        assert option in command
+    assert command[-4:] == ["slurm-task", "trainer", "--resume", "run/config.yaml"]
+    assert not any(option.startswith("--het-group") for option in command)
+    assert "--het-group=0" in srun_command(config(), "run/config.yaml", plan, HETEROGENEOUS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"world_size": 15}, "slurm.trainer_nodes = 2: does not divide parallel.world_size = 15"),
+        ({"world_size": 32}, "slurm.gpus_per_node = 8: a trainer node runs 16 ranks;"),
+        ({"engines": 5}, "slurm.engine_nodes = 1: an engine node would serve on 10 GPUs and has 8"),
+        ({"engine_nodes": 0}, "a trainer node runs 8 ranks and engines on 4"),
+        ({"engine_nodes": 5}, "slurm.engine_nodes = 5: more than engine.count = 4"),
+        ({"engine_nodes": 0, "world_size": 8, "heterogeneous": True}, "slurm.heterogeneous = True: needs"),
+        ({"engine_partition": "small"}, "slurm.engine_partition = small: needs slurm.heterogeneous = true"),
+    ],
+)
+def test_refusals(changes, said):
+    assert slurm_violations(config()) == []
+    (violation,) = slurm_violations(config(**changes))
+    assert said in violation
+
+
+def test_an_allocation_of_another_size_is_refused():
+    assert node_violations(config(), ONE) == node_violations(config(), HETEROGENEOUS) == []
+    (violation,) = node_violations(config(), Allocation("7", 0, (("a",),)))
+    assert "the job has 1 nodes" in violation
+
+
+def test_nodes_scale_ranks_and_engines():
+    more = scaled(config(), "4+2")
+    assert (more.slurm.trainer_nodes, more.slurm.engine_nodes) == (4, 2)
+    assert (more.parallel.world_size, more.engine.count) == (32, 8)
+    assert scaled(config(), "1").parallel.world_size == 8
+    for wrong in ("0", "2+x", "two"):
+        with pytest.raises(ConfigError, match="TRAINERS"):
+            scaled(config(), wrong)
+
+
+def test_an_engine_takes_its_gpus_of_those_slurm_shows(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
+    assert engine_environment(config(), 1, 2, "10.0.0.1")["CUDA_VISIBLE_DEVICES"] == "6,7"
+    with pytest.raises(ExpectedError, match="GPUs are 4 to 5 of its node, and Slurm shows the step 4"):
+        engine_environment(config(), 2, 4, "10.0.0.1")
+
+
+def test_the_address_is_that_of_the_interface():
+    assert node_address(config(interface="lo")) == "127.0.0.1"
+    with pytest.raises(ExpectedError, match=r"slurm.interface = ib7: no such interface .* it has .*lo"):
+        node_address(config(interface="ib7"))
+
+
+def test_a_task_outside_srun_says_so():
+    with pytest.raises(ExpectedError, match="SLURM_NTASKS is not set"):
+        Task.of_this_process({})

@@ -1,0 +1,55 @@
+"""The batch scripts of the repository and those written from a config: what sbatch reads in them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_placement import config
+
+from dppo_megatron.slurm.script import batch_script
+
+SCRIPTS = sorted((Path(__file__).parents[2] / "slurm").glob("*.sbatch"))
+RELIED_ON = {"--open-mode", "--requeue", "--signal"}
+
+
+def options(script: str) -> list[str]:
+    """Names of the options that sbatch takes: those before the first command."""
+    head = re.split(r"^(?!#)\S", script, maxsplit=1, flags=re.MULTILINE)[0]
+    return re.findall(r"^#SBATCH (--[\w-]+|hetjob)", head, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_sbatch_reads_every_option(script):
+    text = script.read_text()
+    assert len(options(text)) == text.count("\n#SBATCH ")
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+@pytest.mark.parametrize("heterogeneous", [False, True])
+def test_a_written_script_asks_for_what_the_repository_s_does(heterogeneous):
+    name = "train_hetjob.sbatch" if heterogeneous else "train.sbatch"
+    text = (Path(__file__).parents[2] / "slurm" / name).read_text()
+    written = batch_script(config(heterogeneous=heterogeneous), resume=True, directory=Path("/somewhere"))
+    assert set(options(written)) - {"--chdir"} == set(options(text))
+    assert set(options(text)) >= RELIED_ON
+    assert written.splitlines()[-1].endswith("-m dppo_megatron slurm-job run/config.yaml --resume")
+
+
+def test_a_written_script_holds_the_site_s_settings():
+    settings = {
+        "account": "lab", "partition": "big", "engine_partition": "small", "heterogeneous": True, "time": "01:00:00",
+        "engine_gpus_per_node": 4, "setup": ["module load cuda"], "sbatch_args": ["--qos=high"], "exclusive": False,
+    }  # fmt: skip
+    trainers, engines = batch_script(
+        config(engines=2, **settings), resume=False, directory=Path("/somewhere")
+    ).split("#SBATCH hetjob")  # fmt: skip
+    for line in ("--account=lab", "--partition=big", "--nodes=2", "--gpus-per-node=8", "--time=01:00:00", "--qos=high"):
+        assert f"#SBATCH {line}\n" in trainers
+    for line in ("--account=lab", "--partition=small", "--nodes=1", "--gpus-per-node=4", "--time=01:00:00"):
+        assert f"#SBATCH {line}\n" in engines
+    assert "--qos" not in engines
+    assert "--exclusive" not in trainers
+    assert "\nmodule load cuda\nexec " in engines
