@@ -222,7 +222,7 @@ class SlurmConfig(Section):
         300, ge=20, description="seconds before the time limit at which the run checkpoints and requeues"
     )
     max_restarts: int = Field(
-        3, ge=0, description="restarts after failures in a row without a new checkpoint; one more stops the job"
+        3, ge=0, description="restarts in a row that may save no new checkpoint; one more ends the job"
     )
     interface: str | None = Field(
         None, description="network interface of NCCL, gloo and the engines, e.g. ib0; default: the host name's"

@@ -164,12 +164,6 @@ class Job:
         if not self._still_running():
             self._record("stopped", f"{cause}, while Slurm was ending the job")
             return code or 1
-        before, most = self._lives.failures_in_a_row(), self._config.slurm.max_restarts
-        if before >= most:
-            why = f"{before + 1} failures in a row without a new checkpoint, slurm.max_restarts = {most}"
-            self._record("failed", f"{cause}; {why}")
-            say(f"not restarted: {why}. Mend the cause, then submit the config again with --resume")
-            return code or 1
         return self._requeue(cause, code or 1)
 
     def _still_running(self) -> bool:
@@ -182,8 +176,14 @@ class Job:
         return states == {"RUNNING"}
 
     def _requeue(self, cause: str, code: int) -> int:
-        """`code` is the exit code should Slurm refuse; otherwise it ends this script by itself."""
+        """`code` is the exit code when the job is not requeued; when it is, Slurm ends this script."""
         self._end_all()
+        lives, most = self._lives.without_progress(), self._config.slurm.max_restarts
+        if lives > most:
+            why = f"{lives} lives in a row saved no new checkpoint, slurm.max_restarts = {most}"
+            self._record("failed", f"{cause}; {why}")
+            say(f"not restarted after: {cause}; {why}. Mend the cause, then submit the config again with --resume")
+            return code
         self._record("requeued", cause)
         say(f"requeued after: {cause}")
         queue.requeue(self._allocation.job_id)

@@ -10,7 +10,6 @@ from typing import Literal
 from dppo_megatron.observability.tail import read_records
 from dppo_megatron.run_dir import RunDir
 
-# Ends that say nothing about the run: they may happen any number of times.
 TIME_LIMIT = "time limit"
 LOST = "ended by Slurm: a node failed, or the job was preempted or requeued by hand"
 
@@ -48,13 +47,18 @@ class Lives:
         events = self.events()
         return events[-1].cause if events and events[-1].event == "requeued" else LOST
 
-    def failures_in_a_row(self) -> int:
-        """Restarts after failures since the newest checkpoint was saved; time limits count neither way."""
+    def without_progress(self) -> int:
+        """Lives in a row, this one included, that began at the newest checkpoint: none of them saved another.
+
+        Whatever ended them; counted anew where the run was submitted again.
+        """
         now, count = checkpoint_step(self._run), 0
-        for event in reversed(self.events()):
-            if event.step != now:
+        for start in reversed([e for e in self.events() if e.event == "started"]):
+            if start.step != now:
                 break
-            count += event.event == "requeued" and event.cause != TIME_LIMIT
+            count += 1
+            if start.restart == 0:
+                break
         return count
 
     def restarts(self) -> int:

@@ -61,10 +61,12 @@ class Task:
 def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gpu: int) -> int:
     """Runs a trainer rank, the orchestrator, engine `index` or the check of the config; returns its exit code.
 
-    All but the check run as a child with a session and a log file of its own. srun signals every process of a task's
-    group, also a checkpoint's writers and a server's workers: here only this process hears it, and SIGUSR1 (srun would
-    turn SIGTERM into SIGKILL) reaches the child as SIGTERM.
+    All but the check run as a child with a session and a log file of its own. SIGUSR1 reaches the child as SIGTERM:
+    srun passes on the former, and takes the latter as the order to kill.
     """
+    # srun signals every process of the step, a checkpoint's writers and a server's workers too. They inherit the mask,
+    # so only this process hears it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     config = load_config(config_file)
     if role == "check":
         return _check(config, str(config_file))
@@ -105,6 +107,7 @@ def _follow(child: Child, task: Task) -> int:
 
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     while (code := child.poll()) is None:
         time.sleep(POLL_S)
     child.end(GRACE_S)  # what it started and left behind

@@ -10,10 +10,11 @@ from slurm_runs import Run
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 STUB = """
-import signal, sys, time
+import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 role = sys.argv[2]
-if role == "trainer":
+if role == "trainer" and os.environ["SLURM_PROCID"] == "1":
+    time.sleep(1)
     sys.exit("rank ran into a wall")
 time.sleep(0 if role == "check" else 600)
 """
@@ -30,7 +31,7 @@ def test_a_crash_loop_of_a_heterogeneous_job_stops_with_the_reason(lab, task, tm
     assert (job["ExitCode"], job["Restarts"]) == ("1:0", "1")
     output = run.output.read_text()
     assert "rank ran into a wall" in output
-    assert "not restarted: 2 failures in a row without a new checkpoint, slurm.max_restarts = 1" in output
+    assert "trainer: exit code 1; 2 lives in a row saved no new checkpoint, slurm.max_restarts = 1" in output
     assert [(e.event, e.restart) for e in run.events()] == [
         ("started", 0), ("requeued", 0), ("started", 1), ("failed", 1),
     ]  # fmt: skip

@@ -24,15 +24,23 @@ def life(run, restart, end, cause, checkpoint=None):
         lives.record(end, cause, job="7", restart=restart)
 
 
-def test_failures_without_a_new_checkpoint_are_counted(run):
+def test_lives_without_a_new_checkpoint_are_counted_whatever_ended_them(run):
+    lives = Lives(run)
     life(run, 0, "requeued", "trainer: exit code 1", checkpoint=2)
+    assert lives.without_progress() == 0
     life(run, 1, "requeued", "trainer: exit code 1")
     life(run, 2, "requeued", TIME_LIMIT)
-    life(run, 3, "requeued", "engine-0: exit code 1")
-    lives = Lives(run)
-    assert (lives.failures_in_a_row(), lives.restarts()) == (3, 3)
-    life(run, 4, "", "", checkpoint=4)
-    assert Lives(run).failures_in_a_row() == 0
+    life(run, 3, "", "")
+    assert (lives.without_progress(), lives.restarts()) == (3, 3)
+    life(run, 4, "requeued", TIME_LIMIT, checkpoint=4)
+    assert lives.without_progress() == 0
+
+
+def test_submitting_again_counts_anew(run):
+    for restart in range(3):
+        life(run, restart, "requeued", "engine-0: exit code 1")
+    life(run, 0, "", "")
+    assert Lives(run).without_progress() == 1
 
 
 def test_a_life_that_could_not_say_why_it_ended_was_ended_by_slurm(run):
