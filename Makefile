@@ -1,6 +1,7 @@
 # make quickstart   train a small policy end to end on this machine's CPU, real parts, about ten minutes
 # make test         the tests, real vLLM server and Megatron-core ranks included
 # make test-parallel  the whole parity suite: every parallel layout trains as one process does, two minutes
+# make test-slurm   runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
 # make lint         ruff
 # make install      the pinned CPU environment in .venv (the others do it when needed)
 
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart test test-parallel lint format install clean
+.PHONY: quickstart test test-parallel test-slurm lint format install clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -21,6 +22,15 @@ test: install
 
 test-parallel: install
 	$(BIN)/python -m pytest tests/parallel -m ""
+
+# The lab's slurmd starts jobs as root does. Where neither root nor sudo is to be had, the tests say so and are skipped.
+APT := apt-get install -y -qq --no-install-recommends slurm-wlm slurm-client slurmctld slurmd munge
+AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || { sudo -n true 2>/dev/null && \
+  echo sudo -n --preserve-env=OMP_NUM_THREADS,HF_HUB_OFFLINE PYTHONDONTWRITEBYTECODE=1; })
+test-slurm: install
+	@{ command -v slurmctld && command -v munged; } >/dev/null || $(AS_ROOT) sh -c '$(APT) || { apt-get update -qq && $(APT); }' \
+	  || echo "Slurm is not installed, and apt-get cannot install it here"
+	$(AS_ROOT) $(BIN)/python -m pytest tests/slurm -m slurm
 
 lint: install
 	$(BIN)/ruff check .

@@ -168,7 +168,10 @@ def status(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="run directory")],
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
-    """Show step, reward, engines' health, queue state and the last error of each log, from any machine that sees RUN."""
+    """Show step, reward, engines' health, queue state, restarts and the last error of each log.
+
+    From any machine that sees RUN, e.g. the login node; also for runs without Slurm.
+    """
     import json
 
     from dppo_megatron.slurm.status import read_status

@@ -15,7 +15,6 @@ from dppo_megatron.config import Config, ConfigError, load_config, save_resolved
 from dppo_megatron.config.checks import slurm_violations
 from dppo_megatron.launch.preflight import check_life
 from dppo_megatron.launch.process import exit_reason
-from dppo_megatron.observability.report import write_report
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.services import forget_all
 
@@ -131,7 +130,12 @@ class Job:
     def _completed(self) -> int:
         self._record("completed", f"{self._config.train.steps} steps done")
         say(f"completed {self._config.train.steps} steps; the final model is {self._run.final_model}")
-        write_report(self._run.root)
+        try:
+            from dppo_megatron.observability.report import write_report  # the environment may lack what it draws with
+
+            say(f"report: {write_report(self._run.root)}")
+        except Exception as error:  # whatever is wrong with it, the run is complete
+            say(f"no report: {error}; `dppo-megatron report {self._run.root}` tries again")
         return 0
 
     def _stop_early(self) -> int:

@@ -1,0 +1,98 @@
+"""`dppo-megatron status` on run directories made by hand, with a squeue that answers from a file."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+
+import pytest
+from rich.console import Console
+from test_placement import config
+
+from dppo_megatron.config import save_resolved
+from dppo_megatron.run_dir import RunDir, write_json_atomic
+from dppo_megatron.services import free_port, register
+from dppo_megatron.slurm.lives import TIME_LIMIT, Lives
+from dppo_megatron.slurm.status import NotARun, read_status
+from dppo_megatron.slurm.status_view import show
+
+
+@pytest.fixture
+def squeue(tmp_path, monkeypatch):
+    """Called with what squeue is to print and its exit code."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    monkeypatch.setenv("PATH", str(directory), prepend=":")
+
+    def answers(text: str, code: int = 0) -> None:
+        script = directory / "squeue"
+        script.write_text(f"#!/bin/sh\nprintf '%s\\n' '{text}'\nexit {code}\n")
+        script.chmod(0o755)
+
+    return answers
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    save_resolved(config(), run.config)
+    return run
+
+
+def test_a_run_in_its_second_life(run, squeue):
+    squeue("7|sums|PENDING|Resources||1:00:00")
+    lives = Lives(run)
+    lives.record("started", "submitted", job="7", restart=0)
+    lives.record("requeued", TIME_LIMIT, job="7", restart=0)
+    lives.record("started", TIME_LIMIT, job="7", restart=1)
+    run.checkpoints.mkdir()
+    (run.checkpoints / "latest").write_text("step-000002")
+    write_json_atomic(run.published, {"version": 3, "path": "x", "published_at": 0.0})
+    now = time.time()
+    records = [
+        {"step": 0, "time": now - 30, "eval/accuracy": 0.25},
+        {"step": 3, "time": now - 20, "time/step_s": 2.0, "rollout/reward_mean": 0.5},
+    ]
+    run.metrics.write_text("".join(json.dumps(r) + "\n" for r in records))
+    register(run, "engine-0", f"http://127.0.0.1:{free_port()}", 1)
+    run.log("trainer-0").write_text("INFO fine\nx ERROR y: first\nx ERROR y: rank 1 is gone\nINFO later\n")
+    run.log("orchestrator").write_text("INFO fine: 0 errors\n")
+    status = read_status(run.root)
+    assert (status.step, status.checkpoint, status.policy_version, status.restarts) == (3, 2, 3, 1)
+    assert (status.metrics["rollout/reward_mean"], status.accuracy) == (0.5, 0.25)
+    assert 19 < status.updated_s < 60
+    assert [(j.id, j.state, j.reason) for j in status.jobs] == [("7", "PENDING", "Resources")]
+    assert status.last_event == "started (time limit)"
+    assert [(e.log, e.line) for e in status.errors] == [("trainer-0.log", "x ERROR y: rank 1 is gone")]
+    (engine,) = status.engines
+    assert engine.health.startswith("does not answer")
+    json.dumps(status.as_dict())
+    console = Console(width=120, record=True, file=io.StringIO())
+    show(status, console)
+    shown = console.export_text()
+    for text in ("3 of 1", "0.500", "25.0%", "PENDING", "rank 1 is gone", "does not answer", "step 2"):
+        assert text in shown
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "note"),
+    [
+        ("", 0, "job 7 is not in the queue"),
+        ("slurm_load_jobs error: Invalid job id specified", 1, "job 7 is not in the queue"),
+        ("Unable to contact slurm controller", 1, "Unable to contact slurm controller"),
+    ],
+)
+def test_what_the_queue_says_when_it_says_nothing(run, squeue, answer, code, note):
+    squeue(answer, code)
+    Lives(run).record("started", "submitted", job="7", restart=0)
+    status = read_status(run.root)
+    assert status.jobs == []
+    assert note in status.queue_note
+
+
+def test_a_run_that_slurm_never_saw_and_a_directory_without_a_run(run, tmp_path):
+    assert read_status(run.root).queue_note == "no job of this run has started"
+    with pytest.raises(NotARun, match=r"no config.yaml in it"):
+        read_status(tmp_path)
