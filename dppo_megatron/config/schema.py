@@ -219,7 +219,7 @@ class SlurmConfig(Section):
     )
     time: str = Field("24:00:00", description="time limit of one life of the job, as sbatch takes it")
     signal_lead_s: int = Field(
-        300, ge=20, description="seconds before the time limit at which the run checkpoints and requeues"
+        300, ge=60, description="seconds before the time limit at which the run checkpoints and requeues"
     )
     max_restarts: int = Field(
         3, ge=0, description="restarts in a row that may save no new checkpoint; one more ends the job"

@@ -23,6 +23,7 @@ from .allocation import Allocation
 from .lives import TIME_LIMIT, Event, Lives, checkpoint_step
 from .placement import StepPlan, engine_plans, node_violations, single_task, trainer_plan
 from .step import Step
+from .submit import refuse_second_job
 
 POLL_S = 0.1
 GRACE_S = 10.0
@@ -46,6 +47,7 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
     if violations := slurm_violations(config) + node_violations(config, allocation):
         raise ConfigError(str(config_file), violations)
     check_life(config, str(config_file), resume=resume)
+    refuse_second_job(run, allocation.job_id)
     run.root.mkdir(parents=True, exist_ok=True)
     save_resolved(config, run.config)
     return Job(config, allocation, resume=resume).run()
@@ -141,7 +143,7 @@ class Job:
     def _stop_early(self) -> int:
         """The time limit is near, or somebody asked: checkpoint while the engines still serve, then requeue or end."""
         name = signal.Signals(self._signal).name
-        patience = 0.8 * self._config.slurm.signal_lead_s
+        patience = 0.6 * self._config.slurm.signal_lead_s  # the rest is for ending the steps
         say(f"{name}: asking the trainer for a checkpoint")
         if self._trainer is not None:
             self._trainer.ask_to_stop()
@@ -190,7 +192,11 @@ class Job:
             return code
         self._record("requeued", cause)
         say(f"requeued after: {cause}")
-        queue.requeue(self._allocation.job_id)
+        try:
+            queue.requeue(self._allocation.job_id)
+        except queue.SlurmError as error:
+            self._record("failed", f"{cause}; could not be requeued: {error}")
+            say(f"could not be requeued: {error}")
         return code
 
     def _record(self, event: Event, cause: str, nodes: tuple[str, ...] = ()) -> None:

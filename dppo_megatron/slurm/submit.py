@@ -47,11 +47,7 @@ def submit(prepared: Prepared) -> tuple[str, Path]:
     """
     run = RunDir(prepared.config.run.dir)
     lives = Lives(run)
-    if waiting := queue.jobs(sorted({event.job for event in lives.events()})):
-        raise StillQueued(
-            f"run.dir = {run.root}: job {waiting[0].id} of this run is {waiting[0].state}; `scancel {waiting[0].id}` "
-            "ends it, another run.dir begins another run"
-        )
+    refuse_second_job(run)
     run.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not make the directory of its output
     save_resolved(prepared.config, run.config)
     script = run.root / "train.sbatch"
@@ -59,6 +55,16 @@ def submit(prepared: Prepared) -> tuple[str, Path]:
     job = queue.submit(script)
     lives.record("submitted", "dppo-megatron slurm", job=job, restart=0)
     return job, script
+
+
+def refuse_second_job(run: RunDir, own: str | None = None) -> None:
+    """Two jobs in one run directory would overwrite each other. Raises `StillQueued` when one waits or runs."""
+    others = sorted({event.job for event in Lives(run).events()} - {own})
+    if waiting := [job for job in queue.jobs(others) if job.state != "COMPLETING"]:
+        raise StillQueued(
+            f"run.dir = {run.root}: job {waiting[0].id} of this run is {waiting[0].state}; `scancel {waiting[0].id}` "
+            "ends it, another run.dir begins another run"
+        )
 
 
 def scaled(config: Config, nodes: str) -> Config:

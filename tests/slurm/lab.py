@@ -129,11 +129,8 @@ class Lab:
     def kill_node(self, node: str) -> None:
         """What a power failure does: slurmd, the steps it started and their tasks are gone at once."""
         daemon = self._daemons.pop(node)
-        victims = self.processes_on(node)
-        steps = [p.parent() for p in victims]
-        for process in [daemon, *(s for s in steps if s and s.name() == "slurmstepd"), *victims]:
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                process.kill()
+        daemon.kill()
+        _kill([*self._step_daemons(node), *self.processes_on(node)])
         daemon.wait()
 
     def processes_on(self, node: str | None = None) -> list[psutil.Process]:
@@ -151,14 +148,23 @@ class Lab:
                 found.append(process)
         return found
 
+    def _step_daemons(self, node: str = "") -> list[psutil.Process]:
+        """The slurmstepd processes, known by the socket each has in its node's spool directory."""
+        spool, found = str(self.root / "spool" / node), []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.name() == "slurmstepd" and any(
+                    str(c.laddr).startswith(spool) for c in process.net_connections("unix")
+                ):
+                    found.append(process)
+        return found
+
     def close(self) -> None:
         if "slurmctld" in self._daemons:
             self.run("scancel", "--full", "--state=PENDING,RUNNING,SUSPENDED", check=False)
             with contextlib.suppress(AssertionError):
-                wait_until(lambda: not self.run("squeue", "-h", check=False), "an empty queue", 10)
-        for process in self.processes_on():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+                wait_until(lambda: not self.run("squeue", "-h", check=False), "an empty queue", 15)
+        _kill([*self._step_daemons(), *self.processes_on()])
         for daemon in reversed(self._daemons.values()):
             daemon.terminate()
         for daemon in reversed(self._daemons.values()):
@@ -212,6 +218,12 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}\n{shown()}"
         time.sleep(poll_s)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _free_ports(count: int) -> list[int]:

@@ -23,7 +23,7 @@ time.sleep(0 if role == "check" else 600)
 def test_a_crash_loop_of_a_heterogeneous_job_stops_with_the_reason(lab, task, tmp_path):
     stub = tmp_path / "stub.py"
     stub.write_text(STUB)
-    changes = {"heterogeneous": True, "max_restarts": 1, "command": [sys.executable, str(stub)], "signal_lead_s": 20}
+    changes = {"heterogeneous": True, "max_restarts": 1, "command": [sys.executable, str(stub)]}
     run = Run.write(lab, task, tmp_path, slurm=changes)
     run.sbatch("train_hetjob.sbatch", "--nodes=2", "--gpus-per-node=1", ":", "--nodes=1", "--gpus-per-node=1")
     assert run.wait_for_end() == "FAILED"
