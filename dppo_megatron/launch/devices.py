@@ -16,10 +16,10 @@ def visible_devices() -> list[str]:
     return named[:count] if named else [str(index) for index in range(count)]
 
 
-def engine_devices(config: Config, index: int, visible: list[str]) -> list[str]:
-    """GPUs of engine `index` on this machine; empty where there are none."""
+def engine_devices(config: Config, index: int, visible: list[str], *, trains: bool = True) -> list[str]:
+    """GPUs of engine `index` on this machine; empty where there are none. `trains`: the first ones are the ranks'."""
     each = config.engine.tensor_parallel
-    first = config.parallel.world_size + index * each
+    first = (config.parallel.world_size if trains else 0) + index * each
     return visible[first : first + each]
 
 

@@ -12,6 +12,7 @@ from dppo_megatron.rollout.main import evaluate_once
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.services import engine_names, engine_urls, forget_all
 
+from .devices import engine_devices, visible_devices
 from .process import Child, exit_reason
 from .supervisor import GRACE_S, dppo_command
 
@@ -35,10 +36,12 @@ def evaluate_model(config: Config, model: Path, source: str) -> float:
     run.root.mkdir(parents=True, exist_ok=True)
     save_resolved(config, run.config)
     forget_all(run)
-    children = [
-        Child(name, dppo_command("engine", str(run.config), "--index", str(index)), run.log(name))
-        for index, name in enumerate(engine_names(config))
-    ]
+    visible = visible_devices()
+    children = []
+    for index, name in enumerate(engine_names(config)):
+        devices = engine_devices(config, index, visible, trains=False)
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+        children.append(Child(name, dppo_command("engine", str(run.config), "--index", str(index)), run.log(name), env))
 
     def check() -> None:
         for child in children:
