@@ -117,11 +117,12 @@ def slurm_violations(config: Config) -> list[str]:
             f"slurm.engine_nodes = {s.engine_nodes}: more than engine.count = {engines}, so some would idle; raise "
             "engine.count (an engine is on one node)"
         )
-    for name in ("heterogeneous", "engine_gpus_per_node", "engine_partition", "engine_sbatch_args"):
-        value, engine_side = getattr(s, name), s.heterogeneous and name != "heterogeneous"
-        if value and not (engine_side or (name == "heterogeneous" and s.engine_nodes)):
-            needs = "slurm.engine_nodes of at least 1" if name == "heterogeneous" else "slurm.heterogeneous = true"
-            out.append(f"slurm.{name} = {value}: needs {needs}")
+    if s.heterogeneous and not s.engine_nodes:
+        out.append("slurm.heterogeneous = true: needs slurm.engine_nodes of at least 1; set it, or this to false")
+    if not s.heterogeneous:
+        for name in ("engine_gpus_per_node", "engine_partition", "engine_sbatch_args"):
+            if value := getattr(s, name):
+                out.append(f"slurm.{name} = {value}: needs slurm.heterogeneous = true; set it, or remove this")
     ranks = -(-p.world_size // s.trainer_nodes)
     serving = -(-engines // (s.engine_nodes or s.trainer_nodes)) * config.engine.tensor_parallel
     trainer_need = ranks if s.engine_nodes else ranks + serving

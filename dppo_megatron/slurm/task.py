@@ -111,7 +111,7 @@ def _follow(child: Child, task: Task) -> int:
     while (code := child.poll()) is None:
         time.sleep(POLL_S)
     child.end(GRACE_S)  # what it started and left behind
-    if stopped and code == -signal.SIGTERM:
+    if stopped and code in (-signal.SIGTERM, 128 + signal.SIGTERM):
         return 0
     if code:
         lines = "".join(f"  {line}\n" for line in last_lines(child.log, LAST_LINES))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from small_config import config
 
-from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.config import ConfigError
 from dppo_megatron.config.checks import slurm_violations
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.slurm.allocation import Allocation
@@ -12,21 +13,6 @@ from dppo_megatron.slurm.placement import engine_plans, node_violations, trainer
 from dppo_megatron.slurm.step import srun_command
 from dppo_megatron.slurm.submit import scaled
 from dppo_megatron.slurm.task import Task, engine_environment, node_address
-
-
-def config(*, world_size=16, engines=4, tensor_parallel=2, **slurm) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"dir": "run"},
-            "model": {"path": "model"},
-            "data": {"train": "train.jsonl"},
-            "train": {"steps": 1},
-            "parallel": {"world_size": world_size},
-            "engine": {"count": engines, "tensor_parallel": tensor_parallel},
-            "slurm": {"trainer_nodes": 2, "engine_nodes": 1, **slurm},
-        }
-    )
-
 
 ONE = Allocation("7", 0, (("a", "b", "c"),))
 HETEROGENEOUS = Allocation("7", 0, (("a", "b"), ("x",)))
@@ -63,7 +49,10 @@ def test_one_task_per_rank_on_the_first_nodes():
         ({"engines": 5}, "slurm.engine_nodes = 1: an engine node would serve on 10 GPUs and has 8"),
         ({"engine_nodes": 0}, "a trainer node runs 8 ranks and engines on 4"),
         ({"engine_nodes": 5}, "slurm.engine_nodes = 5: more than engine.count = 4"),
-        ({"engine_nodes": 0, "world_size": 8, "heterogeneous": True}, "slurm.heterogeneous = True: needs"),
+        (
+            {"engine_nodes": 0, "world_size": 8, "heterogeneous": True},
+            "slurm.heterogeneous = true: needs slurm.engine_nodes",
+        ),
         ({"engine_partition": "small"}, "slurm.engine_partition = small: needs slurm.heterogeneous = true"),
     ],
 )

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_placement import config
+from small_config import config
 
 from dppo_megatron.slurm.script import batch_script
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from rich.console import Console
-from test_placement import config
+from small_config import config
 
 from dppo_megatron.config import save_resolved
 from dppo_megatron.run_dir import RunDir, write_json_atomic

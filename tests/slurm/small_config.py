@@ -1,0 +1,19 @@
+"""A config of two trainer nodes and an engine node that no model or data stands behind."""
+
+from __future__ import annotations
+
+from dppo_megatron.config import Config
+
+
+def config(*, world_size=16, engines=4, tensor_parallel=2, **slurm) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": "run"},
+            "model": {"path": "model"},
+            "data": {"train": "train.jsonl"},
+            "train": {"steps": 1},
+            "parallel": {"world_size": world_size},
+            "engine": {"count": engines, "tensor_parallel": tensor_parallel},
+            "slurm": {"trainer_nodes": 2, "engine_nodes": 1, **slurm},
+        }
+    )
