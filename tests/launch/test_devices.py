@@ -26,6 +26,7 @@ def test_engines_take_the_gpus_after_the_trainer_ranks():
     assert engine_devices(two, 0, EIGHT) == ["4", "5"]
     assert engine_devices(two, 1, EIGHT) == ["6", "7"]
     assert device_problem(two, EIGHT) is None
+    assert engine_devices(two, 1, EIGHT, trains=False) == ["2", "3"]
 
 
 def test_a_machine_without_gpus_has_nothing_to_share():

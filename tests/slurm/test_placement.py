@@ -8,11 +8,13 @@ from small_config import config
 from dppo_megatron.config import ConfigError
 from dppo_megatron.config.checks import slurm_violations
 from dppo_megatron.errors import ExpectedError
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.services import ServiceTimeout
 from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.slurm.placement import engine_plans, node_violations, trainer_plan
 from dppo_megatron.slurm.step import srun_command
 from dppo_megatron.slurm.submit import scaled
-from dppo_megatron.slurm.task import Task, engine_environment, node_address
+from dppo_megatron.slurm.task import Task, engine_environment, node_address, rendezvous
 
 ONE = Allocation("7", 0, (("a", "b", "c"),))
 HETEROGENEOUS = Allocation("7", 0, (("a", "b"), ("x",)))
@@ -89,6 +91,18 @@ def test_the_address_is_that_of_the_interface():
     assert node_address(config(interface="lo")) == "127.0.0.1"
     with pytest.raises(ExpectedError, match=r"slurm.interface = ib7: no such interface .* it has .*lo"):
         node_address(config(interface="ib7"))
+
+
+def test_ranks_meet_where_rank_0_says_and_nowhere_an_earlier_life_said(tmp_path):
+    run = RunDir(tmp_path)
+
+    def task(rank, step):
+        return Task(rank, size=2, local_rank=0, local_size=1, node="a", step=step)
+
+    place = rendezvous(run, task(0, "7.2-0"), "127.0.0.1", 1)
+    assert rendezvous(run, task(1, "7.2-0"), "127.0.0.1", 1) == place
+    with pytest.raises(ServiceTimeout, match=r"waited 0 s \(slurm.start_timeout_s\) .*trainer-0.log"):
+        rendezvous(run, task(1, "7.2-1"), "127.0.0.1", 0.1)
 
 
 def test_a_task_outside_srun_says_so():

@@ -1,4 +1,4 @@
-"""`dppo-megatron status` on run directories made by hand, with a squeue that answers from a file."""
+"""What status and submission make of run directories made by hand, with a squeue that says what the test wants."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dppo_megatron.services import free_port, register
 from dppo_megatron.slurm.lives import TIME_LIMIT, Lives
 from dppo_megatron.slurm.status import NotARun, read_status
 from dppo_megatron.slurm.status_view import show
+from dppo_megatron.slurm.submit import StillQueued, refuse_second_job
 
 
 @pytest.fixture
@@ -96,3 +97,14 @@ def test_a_run_that_slurm_never_saw_and_a_directory_without_a_run(run, tmp_path)
     assert read_status(run.root).queue_note == "no job of this run has started"
     with pytest.raises(NotARun, match=r"no config.yaml in it"):
         read_status(tmp_path)
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "PENDING"])
+def test_a_second_job_of_a_run_is_refused(run, squeue, state):
+    squeue(f"7|sums|{state}|None|node1|1:00:00")
+    Lives(run).record("submitted", "", job="7", restart=0)
+    with pytest.raises(StillQueued, match=f"job 7 of this run is {state}; `scancel 7` ends it"):
+        refuse_second_job(run)
+    refuse_second_job(run, own="7")
+    squeue("7|sums|COMPLETING|None|node1|1:00:00")
+    refuse_second_job(run)
