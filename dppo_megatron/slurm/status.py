@@ -114,7 +114,7 @@ def _jobs(job_ids: list[str]) -> tuple[list[queue.QueuedJob], str]:
     try:
         jobs = queue.jobs(job_ids)
     except queue.SlurmError as error:
-        return [], str(error)
+        return [], str(error).splitlines()[-1]
     return jobs, "" if jobs else f"job {job_ids[-1]} is not in the queue"
 
 
@@ -131,7 +131,7 @@ async def _engines(config: Config, run: RunDir) -> list[EngineStatus]:
         except TimeoutError:
             health = f"no answer within {HEALTH_TIMEOUT_S:g} s"
         except EngineError as error:
-            health = f"does not answer: {error}"
+            health = f"does not answer: {error}".replace(f"engine {engine.url}: ", "")
         finally:
             await engine.close()
         return EngineStatus(service["name"], service["host"], service["url"], health)

@@ -14,6 +14,9 @@ from dppo_megatron.launch.process import end_with_parent
 from .allocation import Allocation
 from .placement import StepPlan
 
+# What the batch script was given srun would take for options of its own, other than those of its command line.
+BATCH_OPTIONS = ("SLURM_GPUS", "SLURM_CPUS_PER", "SLURM_MEM_PER", "SLURM_NTASKS_PER", "SLURM_EXPORT_ENV")
+
 
 class Step:
     """One srun. Its own messages go to the job's output, its tasks' output to the run's logs."""
@@ -23,8 +26,7 @@ class Step:
         self._process = subprocess.Popen(
             srun_command(config, config_file, plan, allocation),
             stdin=subprocess.DEVNULL,
-            # What the batch script was given, srun would take for options of its own.
-            env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_GPUS")},
+            env={name: value for name, value in os.environ.items() if not name.startswith(BATCH_OPTIONS)},
             start_new_session=True,
             preexec_fn=end_with_parent,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ sys.path[:0] = [str(TESTS / "e2e"), str(TESTS.parent / "examples" / "quickstart"
 def lab(tmp_path_factory) -> Lab:
     if reason := why_not():
         pytest.skip(reason)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a suite that is ended ends its Slurm, too
     lab = Lab(tmp_path_factory.mktemp("slurm") / "lab")
     yield lab
     lab.close()
