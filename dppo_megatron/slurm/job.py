@@ -21,6 +21,7 @@ from dppo_megatron.services import forget_all
 from . import queue
 from .allocation import Allocation
 from .lives import TIME_LIMIT, Event, Lives, checkpoint_step
+from .log_errors import NewErrors
 from .placement import StepPlan, engine_plans, node_violations, single_task, trainer_plan
 from .step import Step
 from .submit import refuse_second_job
@@ -62,6 +63,7 @@ class Job:
         self._resume = resume
         self._run = RunDir(config.run.dir)
         self._lives = Lives(self._run)
+        self._errors = NewErrors(self._run.logs)
         self._signal: int | None = None
         self._servers: list[Step] = []  # run until ended
         self._orchestrator: Step | None = None
@@ -151,14 +153,14 @@ class Job:
                 say(f"the trainer did not stop within {patience:.0f} s; the checkpoint before this one remains")
         if self._trained():
             return self._watch()
-        if self._signal == REQUEUE:
-            return self._requeue(TIME_LIMIT, 128 + REQUEUE)
-        self._record("stopped", f"asked to by {name}")
-        say("stopped; submit the config again with --resume to continue")
-        return 128 + STOP
+        if self._signal == STOP:
+            self._record("stopped", f"asked to by {name}")
+            say("stopped; submit the config again with --resume to continue")
+            return 128 + STOP
+        return self._requeue(TIME_LIMIT, 128 + REQUEUE)
 
     def _cancelled(self) -> int:
-        """Slurm is ending the job, steps included. Not requeued from here: that would undo the user's scancel."""
+        """Slurm is ending the job, steps included."""
         name = signal.Signals(self._signal).name
         self._record("stopped", f"{name}: cancelled, or ended by Slurm")
         say(f"{name}: the job is being ended; the bank and the last checkpoint stay for --resume")
@@ -166,14 +168,13 @@ class Job:
 
     def _failed(self, step: Step, code: int) -> int:
         cause = f"{step.name}: {exit_reason(code)}"
+        if error := self._errors.first_of(step.name):
+            cause += f" ({error})"
         say(f"{cause}; logs in {self._run.logs}")
-        if not self._still_running():
-            self._record("stopped", f"{cause}, while Slurm was ending the job")
-            return code or 1
         return self._requeue(cause, code or 1)
 
     def _still_running(self) -> bool:
-        """False when the step failed because Slurm is ending the job: cancelled, or a node is gone."""
+        """False when Slurm is ending the job, because it was cancelled or a node is gone: a requeue would undo that."""
         try:
             states = {job.state for job in queue.jobs([self._allocation.job_id])}
         except queue.SlurmError as error:
@@ -184,6 +185,11 @@ class Job:
     def _requeue(self, cause: str, code: int) -> int:
         """`code` is the exit code when the job is not requeued; when it is, Slurm ends this script."""
         self._end_all()
+        if self._signal in CANCELLED:
+            return self._cancelled()
+        if not self._still_running():
+            self._record("stopped", f"{cause}, while Slurm was ending the job")
+            return code
         lives, most = self._lives.without_progress(), self._config.slurm.max_restarts
         if lives > most:
             why = f"{lives} lives in a row saved no new checkpoint, slurm.max_restarts = {most}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,11 +20,10 @@ from dppo_megatron.run_dir import RunDir, read_json
 
 from . import queue
 from .lives import Lives, checkpoint_step
+from .log_errors import last_error
 
 HEALTH_TIMEOUT_S = 3.0
 SEARCHED_LINES = 400
-# A logged error, or the last line of a traceback.
-_ERROR = re.compile(r"\b(ERROR|CRITICAL)\b|^\w+(\.\w+)*(Error|Exception|Timeout|Diverged|Frozen)\b|Killed|Segmentation")
 
 
 class NotARun(ExpectedError, ValueError):
@@ -143,7 +141,6 @@ def _errors(run: RunDir) -> list[LastError]:
     """The last line of each log that looks like an error, the newest log first."""
     found = []
     for log in run.logs.glob("*.[lo][ou][gt]"):
-        wrong = [line for line in last_lines(log, SEARCHED_LINES) if _ERROR.search(line)]
-        if wrong:
-            found.append(LastError(log.name, wrong[-1], time.time() - log.stat().st_mtime))
+        if (line := last_error(last_lines(log, SEARCHED_LINES))) is not None:
+            found.append(LastError(log.name, line, time.time() - log.stat().st_mtime))
     return sorted(found, key=lambda error: error.age_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from dppo_megatron.config import save_resolved
 from dppo_megatron.run_dir import RunDir, write_json_atomic
 from dppo_megatron.services import free_port, register
 from dppo_megatron.slurm.lives import TIME_LIMIT, Lives
+from dppo_megatron.slurm.log_errors import NewErrors
 from dppo_megatron.slurm.status import NotARun, read_status
 from dppo_megatron.slurm.status_view import show
 from dppo_megatron.slurm.submit import StillQueued, refuse_second_job
@@ -97,6 +99,20 @@ def test_a_run_that_slurm_never_saw_and_a_directory_without_a_run(run, tmp_path)
     assert read_status(run.root).queue_note == "no job of this run has started"
     with pytest.raises(NotARun, match=r"no config.yaml in it"):
         read_status(tmp_path)
+
+
+def test_the_rank_that_failed_first_says_why_and_earlier_lives_say_nothing(run):
+    ranks = [run.log(f"trainer-{rank}") for rank in range(3)]
+    for log in ranks:
+        log.write_text("ValueError: of an earlier life\n")
+    errors = NewErrors(run.logs)
+    assert errors.first_of("trainer") is None
+    for rank, line in ((1, "WeightSyncError: engine-0 is deaf"), (0, "RuntimeError: connection closed by peer")):
+        with ranks[rank].open("a") as file:
+            file.write(f"Traceback\n{line}\nlater\n")
+        os.utime(ranks[rank], (time.time() + 5 - rank,) * 2)
+    assert errors.first_of("trainer") == "trainer-1: WeightSyncError: engine-0 is deaf"
+    assert errors.first_of("orchestrator") is None
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING"])

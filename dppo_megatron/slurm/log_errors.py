@@ -1,0 +1,43 @@
+"""Which lines of a log say what went wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from dppo_megatron.observability.logs import plain_text
+
+SEARCHED_BYTES = 64 * 1024
+# The last line of a traceback, our own and the servers' log levels, and what the system says of a process it ended.
+_ERROR = re.compile(
+    r"^[\w.]*(Error|Exception|Timeout|Diverged|Frozen)\b|\b(ERROR|CRITICAL)\b|\bKilled\b|Segmentation fault"
+)
+
+
+def last_error(lines: Sequence[str]) -> str | None:
+    return next((line for line in reversed(lines) if _ERROR.search(line)), None)
+
+
+class NewErrors:
+    """Errors that appear in a run's logs from now on; what earlier lives of the run wrote does not count."""
+
+    def __init__(self, logs: Path):
+        self._logs = logs
+        self._sizes = {path: path.stat().st_size for path in logs.glob("*.log")}
+
+    def first_of(self, step: str) -> str | None:
+        """The last error line of the log of `step` (of its rank, where it has several) that failed first.
+
+        When one rank fails the others complain after it, so it is the log with errors that was written least lately.
+        """
+        logs = [*self._logs.glob(f"{step}.log"), *self._logs.glob(f"{step}-*.log")]
+        for log in sorted(logs, key=lambda path: path.stat().st_mtime):
+            if (line := last_error(self._new_lines(log))) is not None:
+                return f"{log.stem}: {line}"
+        return None
+
+    def _new_lines(self, log: Path) -> list[str]:
+        with log.open("rb") as file:
+            file.seek(max(self._sizes.get(log, 0), log.stat().st_size - SEARCHED_BYTES))
+            return [plain_text(line) for line in file.read().decode("utf-8", "replace").split("\n")]
