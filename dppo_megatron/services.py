@@ -32,6 +32,14 @@ def register(run: RunDir, name: str, url: str, pid: int) -> None:
     write_json_atomic(run.services / f"{name}.json", asdict(service))
 
 
+def forget(run: RunDir, name: str, pid: int | None = None) -> None:
+    """Withdraws a service that ended; with `pid` only when it is still that process's announcement."""
+    path = run.services / f"{name}.json"
+    announced = read_json(path)
+    if announced is not None and pid in (None, announced["pid"]):
+        path.unlink(missing_ok=True)
+
+
 def forget_all(run: RunDir) -> None:
     """Removes what an earlier life of the run announced: none of it answers any more."""
     for path in run.services.glob("*.json") if run.services.exists() else ():
@@ -58,6 +66,14 @@ def engine_urls(config: Config, run: RunDir, check: Callable[[], None] = lambda:
         check()
         time.sleep(POLL_S)
     return [read_json(run.services / f"{name}.json")["url"] for name in names]
+
+
+def engine_services(config: Config, run: RunDir) -> dict[str, Service]:
+    """The engines that are announced at this moment, by name: those of `engine.urls`, or those that registered."""
+    if config.engine.urls:
+        return {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(config.engine.urls)}
+    announced = {name: read_json(run.services / f"{name}.json") for name in engine_names(config)}
+    return {name: Service(**value) for name, value in announced.items() if value is not None}
 
 
 def engine_names(config: Config) -> Sequence[str]:

@@ -144,6 +144,20 @@ class EngineConfig(Section):
     env: dict[str, str] = Field(default_factory=dict)
     start_timeout_s: float = Field(600.0, gt=0)
     request_timeout_s: float = Field(600.0, gt=0)
+    health_interval_s: float = Field(2.0, gt=0, description="time between health probes of an engine")
+    health_timeout_s: float = Field(10.0, gt=0, description="a probe without an answer for so long has failed")
+    health_failures: int = Field(
+        3,
+        ge=1,
+        description="failed probes, or failed requests, in a row after which an engine is dead and its requests go "
+        "elsewhere; a server that fails twice as many probes is ended, and restarted where the run started it",
+    )
+    unavailable_timeout_s: float = Field(
+        900.0, gt=0, description="waiting longer than this for any engine to serve raises; a restart must fit in it"
+    )
+    restarts: int = Field(
+        5, ge=0, description="restarts in a row of an engine that the run started; one more end ends the run"
+    )
 
 
 class RolloutConfig(Section):

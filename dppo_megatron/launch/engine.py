@@ -15,24 +15,33 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.rollout.clients import build_engine, server_command, server_environment
 from dppo_megatron.rollout.engine import EngineError
+from dppo_megatron.rollout.engine_watch import probe_health
 from dppo_megatron.rollout.published import PublishedPolicy
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import free_port, port_in_use, register
+from dppo_megatron.services import forget, free_port, port_in_use, register
 
 from .process import end_with_parent, exit_reason
 
 log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+PATIENCE = 2  # times engine.health_failures: to the pool a dead engine may come back, killing one is final
 
 
 class EngineStartError(ExpectedError, RuntimeError):
     """The server ended, or did not answer, while starting."""
 
 
+class EngineFrozen(ExpectedError, RuntimeError):
+    """The server runs and does not answer; it was killed."""
+
+
 def run_engine(config: Config, index: int) -> int:
     """Starts engine `index`, registers it as `engine-<index>` when healthy, and returns the server's exit code.
 
     The server joins this process's session and output; SIGTERM and SIGINT are passed on. Raises
-    `EngineStartError` when it dies or stays silent for `engine.start_timeout_s`.
+    `EngineStartError` when it dies or stays silent for `engine.start_timeout_s` while starting, and `EngineFrozen`
+    when later it answers no health probe; it is killed then.
     """
     run = RunDir(config.run.dir)
     setup_logging(f"engine-{index}", run.root)
@@ -56,7 +65,10 @@ def run_engine(config: Config, index: int) -> int:
     _wait_healthy(config, url, server)
     log.info("engine-%d answers at %s after %.1f s", index, url, time.monotonic() - started)
     register(run, f"engine-{index}", url, server.pid)
-    code = server.wait()
+    try:
+        code = asyncio.run(_watch(config, url, server))
+    finally:
+        forget(run, f"engine-{index}", server.pid)
     log.info("engine-%d: the server ended (%s)", index, exit_reason(code))
     return code if code >= 0 else 128 - code
 
@@ -86,8 +98,36 @@ def _wait_healthy(config: Config, url: str, server: subprocess.Popen) -> None:
                         f"the server at {url} did not answer within {config.engine.start_timeout_s:.0f} s "
                         "(engine.start_timeout_s)"
                     )
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(POLL_S)
         finally:
             await engine.close()
 
     asyncio.run(wait())
+
+
+async def _watch(config: Config, url: str, server: subprocess.Popen) -> int:
+    """The server's exit code; kills one that froze, for only a dead one can be started again."""
+    settings = config.engine
+    engine = build_engine(config, url)
+    silent, due = 0, time.monotonic()
+    try:
+        while (code := server.poll()) is None:
+            await asyncio.sleep(POLL_S)
+            if time.monotonic() < due:
+                continue
+            try:
+                await probe_health(engine, settings.health_timeout_s)
+                silent = 0
+            except EngineError as error:
+                silent += 1
+                if silent >= PATIENCE * settings.health_failures and server.poll() is None:
+                    server.kill()
+                    server.wait()
+                    raise EngineFrozen(
+                        f"the server at {url} was killed: {silent} health probes in a row failed "
+                        f"({PATIENCE} x engine.health_failures), the last one: {error}"
+                    ) from None
+            due = time.monotonic() + settings.health_interval_s
+        return code
+    finally:
+        await engine.close()

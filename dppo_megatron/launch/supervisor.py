@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 from dppo_megatron.config import Config
 from dppo_megatron.observability.console import ProgressView
-from dppo_megatron.observability.logs import last_lines
+from dppo_megatron.observability.logs import append_line, last_lines
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import engine_names, forget_all, free_port
+from dppo_megatron.services import engine_names, forget, forget_all, free_port
 
 from .devices import engine_devices, visible_devices
 from .process import Child, exit_reason
+from .restarts import RestartedServer, RestartPolicy
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,9 @@ def dppo_command(*arguments: str) -> list[str]:
 class Supervisor:
     """Runs engines, orchestrator and trainer ranks as children until the trainer and the orchestrator are done.
 
-    One failure ends the run: the others are stopped, the failing process's last lines are shown, and what the bank
-    and the checkpoints hold stays for `--resume`.
+    An engine that ends is started again and serves the newest published policy (`engine.restarts`). Any other failure
+    ends the run: the others are stopped, the failing process's last lines are shown, and what the bank and the
+    checkpoints hold stays for `--resume`.
     """
 
     def __init__(self, config: Config, *, resume: bool):
@@ -42,7 +44,7 @@ class Supervisor:
         self._run = RunDir(config.run.dir)
         self._resume = resume
         self._workers: list[Child] = []  # end by themselves when their work is done
-        self._servers: list[Child] = []  # run until ended
+        self._servers: list[RestartedServer] = []  # run until ended
         self._stop_signal: int | None = None
 
     def run(self) -> int:
@@ -65,7 +67,7 @@ class Supervisor:
         for index, name in enumerate(engine_names(self._config)):
             devices = engine_devices(self._config, index, visible)
             env = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-            self._servers.append(self._child(name, ["engine", str(self._run.config), "--index", str(index)], env))
+            self._servers.append(self._server(name, ["engine", str(self._run.config), "--index", str(index)], env))
         resume = ["--resume"] if self._resume else []
         if self._config.samples:
             self._workers.append(self._child("orchestrator", ["orchestrator", str(self._run.config)]))
@@ -85,6 +87,14 @@ class Supervisor:
     def _child(self, name: str, arguments: Sequence[str], env: dict[str, str] | None = None) -> Child:
         return Child(name, dppo_command(*arguments), self._run.log(name), env)
 
+    def _server(self, name: str, arguments: Sequence[str], env: dict[str, str]) -> RestartedServer:
+        return RestartedServer(
+            start=lambda: self._child(name, arguments, env),
+            withdraw=lambda: forget(self._run, name),
+            serves=lambda: (self._run.services / f"{name}.json").exists(),
+            policy=RestartPolicy(self._config.engine.restarts),
+        )
+
     def _watch(self, view: ProgressView) -> int:
         while True:
             view.poll(self._run.metrics)
@@ -92,18 +102,28 @@ class Supervisor:
                 name = signal.Signals(self._stop_signal).name
                 view.note(f"{name}: stopping; resume with `dppo-megatron train {self._run.config} --resume`")
                 return 128 + self._stop_signal
-            for child in (*self._servers, *self._workers):
-                code = child.poll()
-                if code is not None and (code != 0 or child in self._servers):
-                    self._show_failure(view, child, code)
+            for child in self._workers:
+                if child.poll() not in (None, 0):
+                    self._show_failure(view, child)
                     return 1
             if all(child.poll() == 0 for child in self._workers):
                 view.poll(self._run.metrics)
                 return 0
+            for server in self._servers:
+                if news := server.check(time.monotonic()):
+                    self._tell(view, news)
+                if server.failed:
+                    self._show_failure(view, server.child)
+                    return 1
             time.sleep(POLL_S)
 
-    def _show_failure(self, view: ProgressView, child: Child, code: int) -> None:
-        view.note(f"{child.name} ended: {exit_reason(code)}. Its last lines ({child.log}):")
+    def _tell(self, view: ProgressView, news: str) -> None:
+        """To whoever watches, and to a log that stays."""
+        view.note(news)
+        append_line(self._run.log("train"), news)
+
+    def _show_failure(self, view: ProgressView, child: Child) -> None:
+        self._tell(view, f"{child.name} ended: {exit_reason(child.poll())}. Its last lines ({child.log}):")
         for line in last_lines(child.log, LAST_LINES):
             view.note(f"  {line}")
         view.note(

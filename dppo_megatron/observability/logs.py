@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -55,6 +56,14 @@ def setup_logging(
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread
     return path
+
+
+def append_line(path: str | Path, text: str) -> None:
+    """One line with the time of day, for a process that logs too rarely to hold its file open."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
 def last_lines(path: str | Path, n: int = 20) -> list[str]:

@@ -54,9 +54,17 @@ _ROLLOUT = (
     Metric("rollout/overlong_penalty_mean", "reward", "what reward.overlong_buffer adds, mean over the samples"),
     Metric("rollout/staleness_mean", "versions", "policy versions between sampling and training, mean"),
     Metric("rollout/staleness_max", "versions", "its largest value in the batch"),
-    Metric("rollout/spoilt_samples", "count", "samples lost to engine failures and drawn again"),
+    Metric("rollout/spoilt_samples", "count", "groups refused because an engine spoilt them, and drawn again"),
     Metric("rollout/dropped_groups", "count", "groups without signal that dynamic sampling replaced"),
     Metric("rollout/generated_tokens_per_s", "tokens/s", "response tokens of all engines while generating"),
+)
+_ENGINE = (
+    Metric("engine/serving", "count", "engines that served when the step's last group was done"),
+    Metric("engine/deaths", "count", "times an engine was given up since the last record"),
+    Metric("engine/restarts", "count", "times an engine came back as another process"),
+    Metric("engine/caught_up", "count", "times the orchestrator loaded and verified an engine's weights itself"),
+    Metric("engine/retried_requests", "count", "requests sent again because an engine failed"),
+    Metric("engine/unconfirmed", "count", "engines that a publish left out because they did not answer"),
 )
 _STEP_PARTS = (  # disjoint; what time/step_s holds beyond them is "other"
     Metric("time/wait_s", "s", "part of the step: waiting for its rollouts"),
@@ -87,7 +95,7 @@ _EVAL = (
     Metric("eval/prompts", "count", "held-out prompts"),
 )
 
-METRICS: tuple[Metric, ...] = (*_TRAIN, *_POLICY, *_MISMATCH, *_ROLLOUT, *_TIME, *_EVAL)
+METRICS: tuple[Metric, ...] = (*_TRAIN, *_POLICY, *_MISMATCH, *_ROLLOUT, *_ENGINE, *_TIME, *_EVAL)
 RECORD_KEYS = ("step", "time")
 STEP_PARTS = tuple(m.name for m in _STEP_PARTS)
 PUBLISH_PARTS = tuple(m.name for m in _PUBLISH_PARTS)

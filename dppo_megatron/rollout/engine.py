@@ -101,6 +101,7 @@ class EngineInfo:
     engine: str  # name and version of the server
     running: int  # groups being sampled now
     problems: tuple[str, ...] = ()  # settings it knows to be unfit for rollouts, each with its remedy
+    instance: str = ""  # names this life of the server: another one after every restart; "" = it cannot say
 
 
 class Engine(Protocol):

@@ -1,4 +1,4 @@
-"""Several engines behind one call: each request goes to the engine with the fewest running requests."""
+"""A fixed set of engines behind one call, for work that a failing engine ends; see `watched_pool` for a run's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from .engine import Engine, GenerateRequest
 
 
 class EnginePool:
+    """Each request goes to the engine with the fewest running requests."""
+
     def __init__(self, engines: Sequence[Engine]):
         self._engines = tuple(engines)
         self._running = [0] * len(self._engines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from dppo_megatron.config import Config
@@ -15,16 +15,17 @@ from dppo_megatron.hf import read_hf_config
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.rewards import RewardPool
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import engine_urls
+from dppo_megatron.services import engine_services, engine_urls
 
 from .bank import BankWriter
 from .clients import build_engine
-from .engine import Engine
+from .engine import Engine, EngineTimeout, EngineUnavailable
 from .engine_pool import EnginePool
 from .evaluation import Evaluator
 from .orchestrator import Orchestrator
 from .published import PublishedFollower
 from .rollout_metrics import StepRecorder
+from .watched_pool import WatchedPool
 
 log = logging.getLogger(__name__)
 
@@ -33,18 +34,13 @@ def run_orchestrator(config: Config) -> None:
     """Waits for the engines, checks that they can serve this config, and samples until the bank is full."""
     run = RunDir(config.run.dir)
     setup_logging("orchestrator", run.root)
-    urls = engine_urls(config, run)
+    engine_urls(config, run)
 
     async def main() -> None:
         task = asyncio.current_task()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        engines = [build_engine(config, url) for url in urls]
-        try:
-            await _fill_bank(config, engines)
-        finally:
-            for engine in engines:
-                await engine.close()
+        await _fill_bank(config)
 
     try:
         asyncio.run(main())
@@ -59,24 +55,44 @@ async def evaluate_once(config: Config, engines: Sequence[Engine]) -> float:
         return await setting.evaluator(rewards).evaluate(0, EnginePool(engines).generate)
 
 
-async def _fill_bank(config: Config, engines: Sequence[Engine]) -> None:
+async def _fill_bank(config: Config) -> None:
     run, setting = RunDir(config.run.dir), _Setting(config)
-    for engine in engines:
-        await engine.check_compatible(config, vocab_size=setting.vocab_size)
     groups = config.rollout.prompts_per_step
+    published = PublishedFollower(run.published, config.run.stall_timeout_s)
+
+    async def check(engine: Engine) -> None:
+        await engine.check_compatible(config, vocab_size=setting.vocab_size)
+
+    await _check_all(config, check)
+    pool = WatchedPool(
+        config, book=lambda: engine_services(config, run), published=published, build=build_engine, check=check
+    )
     with BankWriter(run.bank, groups) as bank, RewardPool(config.reward) as rewards:
-        await Orchestrator(
-            config,
-            engines=EnginePool(engines),
-            prompts=setting.prompts(config.data.train),
-            tokenizer=setting.tokenizer,
-            rewards=rewards,
-            bank=bank,
-            published=PublishedFollower(run.published, config.run.stall_timeout_s),
-            evaluator=None if config.data.eval is None else setting.evaluator(rewards),
-            recorder=StepRecorder(run.rollout_metrics, groups),
-            stop_token_ids=setting.stop_token_ids,
-        ).run()
+        async with pool:
+            await Orchestrator(
+                config,
+                engines=pool,
+                prompts=setting.prompts(config.data.train),
+                tokenizer=setting.tokenizer,
+                rewards=rewards,
+                bank=bank,
+                published=published,
+                evaluator=None if config.data.eval is None else setting.evaluator(rewards),
+                recorder=StepRecorder(run.rollout_metrics, groups, pool.take_metrics),
+                stop_token_ids=setting.stop_token_ids,
+            ).run()
+
+
+async def _check_all(config: Config, check: Callable[[Engine], Awaitable[None]]) -> None:
+    """Settings that do not suit the run end it here; an engine that is down is checked when it comes back."""
+    for service in engine_services(config, RunDir(config.run.dir)).values():
+        engine = build_engine(config, service.url)
+        try:
+            await check(engine)
+        except (EngineUnavailable, EngineTimeout) as error:
+            log.warning("%s did not answer at the start: %s", service.name, error)
+        finally:
+            await engine.close()
 
 
 class _Setting:

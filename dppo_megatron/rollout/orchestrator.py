@@ -24,6 +24,7 @@ from .evaluation import Evaluator
 from .published import POLL_S, PublishedFollower
 from .rollout_metrics import StepRecorder
 from .staleness import StalenessBound
+from .watched_pool import WatchedPool
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Orchestrator:
         self,
         config: Config,
         *,
-        engines: EnginePool,
+        engines: EnginePool | WatchedPool,
         prompts,
         tokenizer,
         rewards,

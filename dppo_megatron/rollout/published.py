@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from dppo_megatron.errors import ExpectedError
@@ -19,6 +19,9 @@ class PublishedPolicy:
     version: int  # number of training steps behind these weights
     path: str  # Hugging Face directory
     published_at: float  # unix seconds
+    confirmed: dict[str, str] = field(default_factory=dict)  # URL -> instance of the engines seen to serve it
+    probe_tokens: list[int] = field(default_factory=list)  # [P]; empty = not recorded
+    probe_logprobs: list[float] = field(default_factory=list)  # [P - 1] what the trainer scores them
 
     def write(self, path: Path) -> None:
         write_json_atomic(path, asdict(self))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
 class StepRecorder:
     """Collects what generation cost per training step and writes one record when the step's last group is in."""
 
-    def __init__(self, path: Path, groups_per_step: int):
+    def __init__(
+        self, path: Path, groups_per_step: int, engine_metrics: Callable[[], Mapping[str, float]] = lambda: {}
+    ):
+        """`engine_metrics` says what happened to the engines since it was last asked."""
         self._path = path
         self._groups_per_step = groups_per_step
+        self._engine_metrics = engine_metrics
         self._started: dict[int, float] = {}
         self._finished: dict[int, int] = {}
         self._response_tokens: dict[int, int] = {}
@@ -46,14 +51,17 @@ class StepRecorder:
         seconds = time.monotonic() - self._started.pop(step)
         tokens = self._response_tokens.pop(step)
         del self._finished[step]
+        engines = dict(self._engine_metrics())
+        spoilt = self._spoilt + engines.pop("rollout/spoilt_samples", 0)
         append_record(
             self._path,
             {
                 "step": step + 1,
                 "time/generate_s": seconds,
                 "rollout/generated_tokens_per_s": tokens / max(seconds, 1e-9),
-                "rollout/spoilt_samples": self._spoilt,
+                "rollout/spoilt_samples": spoilt,
                 "rollout/dropped_groups": self._dropped,
+                **engines,
             },
         )
         self._spoilt = self._dropped = 0

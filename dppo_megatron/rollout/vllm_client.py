@@ -35,7 +35,8 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 class VllmEngine:
     """HTTP client of one server; implements `dppo_megatron.rollout.engine.Engine`.
 
-    Bound to the event loop it is first used in. `config.engine.request_timeout_s` bounds `generate` and `score`,
+    Bound to the event loop it is first used in, and to the life of the server that it first samples from: the samples
+    of a restarted one are refused. `config.engine.request_timeout_s` bounds `generate` and `score`,
     `config.weight_sync.timeout_s` bounds `load_weights`, waiting for running requests included.
     """
 
@@ -53,6 +54,8 @@ class VllmEngine:
         limits = await self._static_info()
         reply = await self._call(what, "/dppo/generate", self._generate_timeout_s, content=encode_request(request))
         header, arrays = self._frame(what, reply)
+        if header.get("instance", limits.instance) != limits.instance:
+            raise EngineUnavailable(f"engine {self.url}: {what}: the server was restarted; its weights are unknown")
         try:
             samples = GroupSamples(
                 lengths=arrays["lengths"],

@@ -47,6 +47,7 @@ def train(
     step = first_step
     if publisher is not None:
         recorder.log(step, publisher.publish(step).metrics())
+        control.barrier()
     try:
         while step < config.train.steps:
             metrics = StepMetrics()
@@ -62,6 +63,7 @@ def train(
             if publisher is not None:
                 with metrics.timed("publish"):
                     metrics.add(publisher.publish(step).metrics())
+                    control.barrier()  # rank 0 may wait for an engine longer than a collective lasts
             if checkpoints.due(step):
                 with metrics.timed("checkpoint"):
                     checkpoints.save(step)

@@ -14,9 +14,10 @@ from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.rollout.bank import BankReader
 from dppo_megatron.rollout.clients import build_engine
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import engine_urls
+from dppo_megatron.services import engine_services, engine_urls
 from dppo_megatron.weight_sync import Publisher, probe_tokens
 from dppo_megatron.weight_sync.engine_thread import EngineThread
+from dppo_megatron.weight_sync.live_engines import LiveEngines
 
 from .batches import BankBatches, SupervisedBatches
 from .checkpoints import Checkpoints
@@ -88,8 +89,8 @@ def _connect(config: Config, run: RunDir, layout: Layout, control: Control) -> E
     """Engine clients on rank 0, which waits for the engines to start; the others wait for it, however long."""
     engines = None
     if layout.rank == 0:
-        urls = engine_urls(config, run)
-        engines = EngineThread(lambda: [build_engine(config, url) for url in urls])
+        engine_urls(config, run)
+        engines = EngineThread(lambda: LiveEngines(config, lambda: engine_services(config, run), build_engine))
     control.barrier()
     return engines
 

@@ -4,38 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
-from dppo_megatron.rollout.engine import Engine
+from .live_engines import LiveEngines
+
+Result = TypeVar("Result")
 
 
 class EngineThread:
-    """Runs a coroutine on every engine at once while the caller goes on computing.
+    """Runs coroutines on the engines while the caller goes on computing.
 
     The clients are made inside the loop's thread, and keep their connections between calls.
     """
 
-    def __init__(self, make_engines: Callable[[], Sequence[Engine]]):
+    def __init__(self, make: Callable[[], LiveEngines]):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
         self._thread.start()
 
-        async def make() -> list[Engine]:
-            return list(make_engines())
+        async def in_the_loop() -> LiveEngines:
+            return make()
 
-        self._engines = asyncio.run_coroutine_threadsafe(make(), self._loop).result()
+        self._engines = asyncio.run_coroutine_threadsafe(in_the_loop(), self._loop).result()
 
-    def on_all(self, call: Callable[[Engine], Coroutine[Any, Any, Any]]) -> Future[list[Any]]:
-        """Starts `call(engine)` on every engine; the future holds the results in engine order or the first error."""
-
-        async def gather() -> list[Any]:
-            return list(await asyncio.gather(*(call(engine) for engine in self._engines)))
-
-        return asyncio.run_coroutine_threadsafe(gather(), self._loop)
+    def start(self, call: Callable[[LiveEngines], Coroutine[Any, Any, Result]]) -> Future[Result]:
+        """Starts `call` on the engines; the future holds its result or its error."""
+        return asyncio.run_coroutine_threadsafe(call(self._engines), self._loop)
 
     def close(self) -> None:
-        self.on_all(lambda engine: engine.close()).result(timeout=10)
+        self.start(lambda engines: engines.close()).result(timeout=10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from dppo_megatron.actor import Actor
 from dppo_megatron.config import Config
-from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import save_hf
 from dppo_megatron.rollout.engine import Engine
 from dppo_megatron.rollout.published import PublishedPolicy
 from dppo_megatron.run_dir import RunDir
 
 from .engine_thread import EngineThread
+from .live_engines import Confirmation, WeightSyncError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class WeightSyncError(ExpectedError, RuntimeError):
-    """The engines do not serve the weights the trainer holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +33,7 @@ class Published:
     load_s: float
     probe_s: float
     probe_difference: float  # largest absolute log-prob difference over the probe's tokens and engines
+    unconfirmed: int = 0  # engines that did not answer; the orchestrator catches them up
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -44,6 +41,7 @@ class Published:
             "time/publish_export_s": self.export_s,
             "time/publish_load_s": self.load_s,
             "time/publish_probe_s": self.probe_s,
+            "engine/unconfirmed": float(self.unconfirmed),
         }
 
 
@@ -68,10 +66,10 @@ class Publisher:
         self._kept: list[int] = []
 
     def publish(self, version: int) -> Published:
-        """Exports, loads into every engine, compares log-probs, and only then names `version` as published.
+        """Exports, loads into every engine that answers, compares log-probs, and only then names `version` published.
 
-        Raises `WeightSyncError` when an engine refuses, does not answer within `weight_sync.timeout_s`, or scores
-        the probe differently by more than `weight_sync.probe_tolerance`.
+        Raises `WeightSyncError` when an engine refuses, scores the probe differently by more than
+        `weight_sync.probe_tolerance`, or when no engine answers (see `LiveEngines.publish`).
         """
         started = time.perf_counter()
         directory = self._run.weights_of(version)
@@ -85,34 +83,41 @@ class Publisher:
         exported = time.perf_counter()
         scores: Future | None = None
         if self._engines is not None:
-            scores = self._engines.on_all(lambda engine: self._load_and_score(engine, directory.resolve(), version))
+
+            def load(engine: Engine) -> Awaitable[None]:
+                return engine.load_weights(directory.resolve(), version)
+
+            scores = self._engines.start(lambda engines: engines.publish(version, load, self._probe))
         expected = self._actor.score(self._probe)  # every rank computes while the engines load
         if scores is None:
             return Published(version, exported - started, 0.0, 0.0, 0.0)
-        difference, load_s = self._confirm(version, expected, scores)
+        confirmed, left_out = self._wait_for(version, scores)
+        difference = self._compare(version, expected, confirmed)
+        load_s = max(confirmation.load_s for confirmation in confirmed)
         probed = time.perf_counter()
-        PublishedPolicy(version, str(directory.resolve()), time.time()).write(self._run.published)
+        PublishedPolicy(
+            version,
+            str(directory.resolve()),
+            time.time(),
+            confirmed={confirmation.url: confirmation.instance for confirmation in confirmed},
+            probe_tokens=self._probe.tolist(),
+            probe_logprobs=np.asarray(expected, np.float32).tolist(),
+        ).write(self._run.published)
         self._prune(version)
-        return Published(version, exported - started, load_s, probed - exported - load_s, difference)
+        return Published(version, exported - started, load_s, probed - exported - load_s, difference, left_out)
 
-    async def _load_and_score(self, engine: Engine, path: Path, version: int) -> tuple[np.ndarray, float]:
-        started = time.perf_counter()
-        await engine.load_weights(path, version)
-        loaded = time.perf_counter()
-        return await engine.score(self._probe), loaded - started
-
-    def _confirm(self, version: int, expected: np.ndarray, scores: Future) -> tuple[float, float]:
-        timeout = self._config.weight_sync.timeout_s
+    def _wait_for(self, version: int, scores: Future) -> tuple[list[Confirmation], int]:
+        timeout = self._config.weight_sync.timeout_s + self._config.engine.unavailable_timeout_s
         try:
-            results = scores.result(timeout=timeout)
+            return scores.result(timeout=timeout)
         except TimeoutError:
             raise WeightSyncError(
                 f"policy version {version}: the engines did not load and score it within {timeout:.0f} s "
-                "(weight_sync.timeout_s); see the engine logs"
+                "(weight_sync.timeout_s + engine.unavailable_timeout_s); see the engine logs"
             ) from None
-        except Exception as error:
-            raise WeightSyncError(f"policy version {version}: {error}") from error
-        difference = max(float(np.abs(score - expected).max()) for score, _ in results)
+
+    def _compare(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> float:
+        difference = max(float(np.abs(confirmation.scores - expected).max()) for confirmation in confirmed)
         tolerance = self._config.weight_sync.probe_tolerance
         if not difference <= tolerance:  # also when it is NaN
             raise WeightSyncError(
@@ -121,7 +126,7 @@ class Publisher:
                 f"computes in another precision (engine.dtype = {self._config.engine.dtype}, model.dtype = "
                 f"{self._config.model.dtype}); do not train on its rollouts"
             )
-        return difference, max(seconds for _, seconds in results)
+        return difference
 
     def _prune(self, version: int) -> None:
         """Keeps the newest versions; an engine that restarts loads the published one, which is always among them."""

@@ -82,7 +82,9 @@ def test_kill_9_then_resume_equals_an_undisturbed_run(
     task, engine, uninterrupted, tmp_path, victim, named, starts_engine
 ):
     urls = () if starts_engine else (engine.url,)
-    config = write_config(config_tree(task, tmp_path / "run", urls=urls), tmp_path / "c.yaml")
+    tree = config_tree(task, tmp_path / "run", urls=urls)
+    tree["engine"]["restarts"] = 0  # the launcher would start it again
+    config = write_config(tree, tmp_path / "c.yaml")
     assert kill_in_the_middle(config, tmp_path / "run", victim, tmp_path / "out") == 1
     shown = (tmp_path / "out").read_text()
     assert named in shown

@@ -52,6 +52,7 @@ class DppoRoutes:
         self._running: dict[str, int] = {}  # request id -> n
         self._engine: EngineClient | None = None
         self._updater: WeightUpdater | None = None
+        self._instance = uuid4().hex  # of this life of the server
 
     def attach_router(self, app: FastAPI) -> None:
         for path, handler, method in (
@@ -85,6 +86,7 @@ class DppoRoutes:
                 "engine": f"vllm {vllm_version}",
                 "running": len(self._running),
                 "problems": _unfit_settings(self._engine.vllm_config),
+                "instance": self._instance,
             }
         )
 
@@ -104,7 +106,11 @@ class DppoRoutes:
         }
         if group.topk:
             arrays |= {"topk_ids": samples.topk_ids, "topk_logprobs": samples.topk_logprobs}
-        header = {"request_id": group.request_id, "finish_reasons": samples.finish_reasons}
+        header = {
+            "request_id": group.request_id,
+            "finish_reasons": samples.finish_reasons,
+            "instance": self._instance,
+        }
         return Response(encode_frame(header, arrays), media_type=MEDIA_TYPE)
 
     def _admit(self, group: GenerateRequest) -> None:

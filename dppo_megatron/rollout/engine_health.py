@@ -1,0 +1,216 @@
+"""Whether an engine may sample: a pure state machine. No clock, no network; the pool feeds it and acts on its state.
+
+```
+ starting ──answers──► stale ──pool loads and scores──► verifying ──right──► serving ◄──► suspect
+                         ▲ ◄───────────────another policy was published────────┘  │ fails │
+                         └──────────────answers again, after its quarantine────── dead ◄──┘
+```
+An engine serves only while its weights are proven to be those of the published policy: the publisher confirmed this
+very life of it for that version, or the pool loaded them and compared log-probs. What an engine says of itself proves
+nothing, and every death takes the proof away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class State(StrEnum):
+    STARTING = "starting"  # has not answered at this address yet
+    STALE = "stale"  # answers, but nothing proves that it serves the published policy
+    VERIFYING = "verifying"  # the published weights are being loaded and scored
+    SERVING = "serving"
+    SUSPECT = "suspect"  # was serving and did not answer: gets no new requests, keeps those it has
+    DEAD = "dead"  # its requests are given up
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """It is announced at a new address: a new life, whatever it claims."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vanished:
+    """Its announcement was withdrawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A health probe was answered by this life of the server, which says that it serves this policy version."""
+
+    instance: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """A health probe failed."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A request was answered as it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request failed, timed out, or came back spoilt."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Policy `version` is the one to serve; the publisher loaded it into the life `confirmed` and compared scores."""
+
+    version: int
+    confirmed: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyStarted:
+    """The pool began to load the published weights into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """After the pool loaded `version`, this life of the server scored the probe as the trainer does."""
+
+    instance: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyFailed:
+    """It could not be loaded, or scores the probe differently."""
+
+    reason: str
+
+
+Event = (
+    Registered | Vanished | Answered | Silent | Delivered | Failed | Published | VerifyStarted | Verified | VerifyFailed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthRules:
+    failures: int  # in a row, of probes or of requests, that make an engine dead
+    quarantine_s: float  # after a death by failed requests or a failed verification; doubles with each in a row
+    longest_quarantine_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """`advance` gives the next one; nothing else changes it."""
+
+    state: State = State.STARTING
+    since: float = 0.0  # when it came into `state`, seconds of the caller's clock
+    reason: str = ""  # of the last failure
+    instance: str | None = None  # the life that answered last
+    published: int | None = None  # version to serve
+    confirmed: tuple[str, int] | None = None  # life and version the publisher vouches for
+    proven: tuple[str, int] | None = None  # life and version it was admitted with
+    silent: int = 0  # failed probes in a row
+    failed: int = 0  # failed requests in a row
+    quarantines: int = 0  # in a row, without a request answered between them
+    quarantined_until: float = 0.0
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be expected to serve soon without being restarted."""
+        return self.state not in (State.STARTING, State.DEAD)
+
+    def may_verify(self, now: float) -> bool:
+        return self.state is State.STALE and self.published is not None and now >= self.quarantined_until
+
+    def advance(self, event: Event, now: float, rules: HealthRules) -> EngineHealth:
+        after = self._next(event, now, rules)
+        return after if after.state is self.state else replace(after, since=now)
+
+    def _next(self, event: Event, now: float, rules: HealthRules) -> EngineHealth:
+        match event:
+            case Registered():
+                return EngineHealth(since=now, published=self.published)
+            case Vanished():
+                return self._dead("it is no longer announced", until=now)
+            case Published(version, confirmed):
+                return self._published(version, confirmed)
+            case Answered(instance, version):
+                return self._answered(instance, version, now)
+            case Silent(reason):
+                return self._silent(reason, now, rules)
+            case Delivered():
+                return replace(self, failed=0, quarantines=0) if self.state is State.SERVING else self
+            case Failed(reason):
+                return self._failed(reason, now, rules)
+            case VerifyStarted():
+                return replace(self, state=State.VERIFYING) if self.may_verify(now) else self
+            case Verified(instance, version):
+                return self._verified(instance, version)
+            case VerifyFailed(reason):
+                return self._quarantined(reason, now, rules) if self.state is State.VERIFYING else self
+
+    def _published(self, version: int, confirmed: str | None) -> EngineHealth:
+        vouched = None if confirmed is None else (confirmed, version)
+        if version == self.published:
+            return replace(self, confirmed=vouched)
+        # A suspect must answer first; a verification goes on, and its result is judged by the new version.
+        state = State.STALE if self.state is State.SERVING else self.state
+        return replace(self, state=state, published=version, confirmed=vouched, proven=None)
+
+    def _answered(self, instance: str, version: int, now: float) -> EngineHealth:
+        seen = replace(self, instance=instance, silent=0)
+        if instance != self.instance:
+            seen = replace(seen, proven=None)
+        if self.state is State.DEAD:
+            return replace(seen, state=State.STALE) if now >= self.quarantined_until else seen
+        if self.state is State.VERIFYING:
+            return seen
+        claim = (instance, version)
+        current = version == self.published
+        if current and seen.proven == claim and self.state in (State.SERVING, State.SUSPECT):
+            return replace(seen, state=State.SERVING)
+        if current and self.confirmed == claim and now >= self.quarantined_until:
+            return replace(seen, state=State.SERVING, proven=claim)
+        return replace(seen, state=State.STALE, proven=None)
+
+    def _silent(self, reason: str, now: float, rules: HealthRules) -> EngineHealth:
+        seen = replace(self, silent=self.silent + 1, reason=reason)
+        if self.state in (State.STARTING, State.DEAD):
+            return seen
+        if seen.silent >= rules.failures:
+            return seen._dead(reason, until=now)
+        return replace(seen, state=State.SUSPECT) if self.state is State.SERVING else seen
+
+    def _failed(self, reason: str, now: float, rules: HealthRules) -> EngineHealth:
+        if self.state is State.DEAD:
+            return self
+        seen = replace(self, failed=self.failed + 1, reason=reason)
+        if seen.failed >= rules.failures:
+            return seen._quarantined(reason, now, rules)
+        return replace(seen, state=State.SUSPECT) if self.state is State.SERVING else seen
+
+    def _verified(self, instance: str, version: int) -> EngineHealth:
+        if self.state is not State.VERIFYING:
+            return self
+        if instance != self.instance or version != self.published:
+            return replace(self, state=State.STALE)
+        return replace(self, state=State.SERVING, proven=(instance, version), failed=0)
+
+    def _quarantined(self, reason: str, now: float, rules: HealthRules) -> EngineHealth:
+        wait = min(rules.quarantine_s * 2**self.quarantines, rules.longest_quarantine_s)
+        return replace(self._dead(reason, until=now + wait), quarantines=self.quarantines + 1)
+
+    def _dead(self, reason: str, until: float) -> EngineHealth:
+        return replace(
+            self,
+            state=State.DEAD,
+            reason=reason,
+            confirmed=None,
+            proven=None,
+            failed=0,
+            quarantined_until=max(until, self.quarantined_until),
+        )
