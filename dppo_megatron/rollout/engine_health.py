@@ -198,7 +198,7 @@ class EngineHealth:
             return self
         if instance != self.instance or version != self.published:
             return replace(self, state=State.STALE)
-        return replace(self, state=State.SERVING, proven=(instance, version), failed=0)
+        return replace(self, state=State.SERVING, proven=(instance, version), silent=0, failed=0)
 
     def _quarantined(self, reason: str, now: float, rules: HealthRules) -> EngineHealth:
         wait = min(rules.quarantine_s * 2**self.quarantines, rules.longest_quarantine_s)

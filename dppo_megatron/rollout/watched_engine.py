@@ -16,7 +16,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.services import Service
 from dppo_megatron.types import Rollout
 
-from .engine import Engine, EngineError, EngineUnavailable, GenerateRequest, SpoiltSample
+from .engine import Engine, EngineError, EngineUnavailable, GenerateRequest
 from .engine_health import (
     Answered,
     EngineHealth,
@@ -100,7 +100,7 @@ class WatchedEngine:
             self.apply(Vanished())
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        """As `Engine.generate`. Raises `EngineUnavailable` as soon as the engine is given up, and `SpoiltSample` for
+        """As `Engine.generate`. Raises `EngineUnavailable` as soon as the engine is given up, and `EngineError` for
         tokens of an older policy than it was admitted with."""
         (_, admitted), lost = self.health.proven, self._lost
         call = asyncio.ensure_future(self._client.generate(request))
@@ -117,7 +117,7 @@ class WatchedEngine:
             gone.cancel()
         oldest = min((int(r.versions.min()) for r in rollouts if len(r.versions)), default=admitted)
         if oldest < admitted:
-            raise SpoiltSample(
+            raise EngineError(
                 f"{self.name}: {request.request_id} has tokens of policy {oldest}; the engine was admitted with "
                 f"policy {admitted}"
             )

@@ -143,7 +143,7 @@ class WatchedPool:
         policy = "none" if self._policy is None else f"version {self._policy.version}"
         engines = [f"  {engine.describe()}" for engine in self._engines.values()] or ["  none is announced"]
         return (
-            f"request {request.request_id}: waited {self._config.engine.unavailable_timeout_s:.0f} s "
+            f"request {request.request_id}: waited {self._config.engine.unavailable_timeout_s:g} s "
             f"(engine.unavailable_timeout_s) for an engine that serves the published policy ({policy}):\n"
             + "\n".join(engines)
         )

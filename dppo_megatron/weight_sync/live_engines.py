@@ -90,7 +90,7 @@ class LiveEngines:
                 raise WeightSyncError(f"policy version {version}: no engine could load it:\n{reasons}")
             if time.monotonic() > deadline:
                 raise WeightSyncError(
-                    f"policy version {version}: waited {limit:.0f} s (engine.unavailable_timeout_s) for an engine to "
+                    f"policy version {version}: waited {limit:g} s (engine.unavailable_timeout_s) for an engine to "
                     f"publish it to:\n{reasons}"
                 )
             if reasons != told:

@@ -1,0 +1,110 @@
+"""When a server that ended is started again, and when that is given up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.launch.restarts import RestartedServer, RestartPolicy
+
+POLICY = RestartPolicy(limit=3, first_s=1.0, longest_s=4.0, healthy_s=100.0)
+
+
+class PlayedChild:
+    def __init__(self):
+        self.name, self.log, self.code, self.ended = "engine-0", Path("engine-0.log"), None, False
+
+    def poll(self):
+        return self.code
+
+    def end(self, grace_s):
+        self.ended = True
+
+
+class Scene:
+    """A server, its announcement and a clock, all moved by the test."""
+
+    def __init__(self, policy: RestartPolicy = POLICY):
+        self.started: list[PlayedChild] = []
+        self.announced, self.now = False, 0.0
+        self.server = RestartedServer(self._start, self._withdraw, lambda: self.announced, policy)
+
+    def _start(self) -> PlayedChild:
+        self.started.append(PlayedChild())
+        return self.started[-1]
+
+    def _withdraw(self) -> None:
+        self.announced = False
+
+    def check(self, after_s: float = 0.0) -> str | None:
+        self.now += after_s
+        return self.server.check(self.now)
+
+    def serve_and_end(self, served_s: float = 1.0) -> str | None:
+        self.announced = True
+        self.check()
+        self.started[-1].code = -9
+        return self.check(served_s)
+
+
+def test_an_engine_that_ended_is_started_again_after_a_delay():
+    scene = Scene()
+    assert "engine-0 ended: killed by SIGKILL. Restart 1 of 3 (engine.restarts) in 1 s" in scene.serve_and_end()
+    assert not scene.announced  # nobody may go on asking at its old address
+    assert scene.started[0].ended  # nor may its own workers go on
+    scene.check(0.9)
+    assert len(scene.started) == 1
+    scene.check(0.1)
+    assert len(scene.started) == 2
+    scene.announced = True
+    assert scene.check() == "engine-0 serves again"
+    assert scene.check() is None
+
+
+def test_delays_grow_up_to_a_cap_and_the_run_gives_up():
+    scene = Scene(RestartPolicy(limit=5, first_s=1.0, longest_s=4.0))
+    scene.serve_and_end()
+    for delay in (1, 2, 4, 4, 4):
+        before = len(scene.started)
+        scene.check(delay - 0.1)
+        assert len(scene.started) == before
+        scene.check(0.1)
+        assert len(scene.started) == before + 1
+        assert not scene.server.failed
+        scene.started[-1].code = 1  # ends while starting
+        scene.check()
+    assert scene.server.failed
+    scene.check(1000)
+    assert len(scene.started) == 6
+
+
+def test_a_long_healthy_life_is_not_held_against_it():
+    scene = Scene()
+    for _ in range(10):
+        assert "Restart 1 of 3" in scene.serve_and_end(served_s=100.0)
+        scene.check(1.0)
+    assert not scene.server.failed
+
+
+def test_short_lives_are_a_crash_loop():
+    scene = Scene()
+    for number in (1, 2, 3):
+        assert f"Restart {number} of 3" in scene.serve_and_end(served_s=99.0)
+        scene.check(60)
+    assert scene.serve_and_end() is None
+    assert scene.server.failed
+
+
+def test_one_that_never_served_is_not_started_again():
+    scene = Scene()
+    scene.started[-1].code = 1
+    scene.check()
+    assert scene.server.failed
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_the_limit(limit):
+    scene = Scene(RestartPolicy(limit=limit))
+    scene.serve_and_end()
+    assert scene.server.failed == (limit == 0)

@@ -1,0 +1,177 @@
+"""Inference servers played in this process: they die, freeze, lie about their weights and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from dppo_megatron.config import Config
+from dppo_megatron.rollout.engine import EngineInfo, EngineRefused, EngineUnavailable, GenerateRequest, SpoiltSample
+from dppo_megatron.rollout.published import PublishedFollower, PublishedPolicy
+from dppo_megatron.rollout.watched_pool import WatchedPool
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.services import Service
+from dppo_megatron.types import Rollout
+
+PROBE = [1, 2, 3]
+_LIVES = itertools.count()
+
+
+def policy_scores(version: int) -> list[float]:
+    """What the trainer scores the probe under policy `version`."""
+    return [-1.0 - version, -0.5]
+
+
+@dataclass
+class PlayedServer:
+    """Serves the weights of policy `weights` and says that it serves `claims`."""
+
+    weights: int = 0
+    claims: int = 0
+    instance: str = field(default_factory=lambda: f"life-{next(_LIVES)}")
+    up: bool = True
+    frozen: bool = False
+    ignores_loads: bool = False  # answers that it loaded, and keeps its weights
+    refuses: bool = False
+    spoils: bool = False
+    generate_s: float = 0.0
+    load_s: float = 0.0
+    asked: list[GenerateRequest] = field(default_factory=list)
+    loads: list[int] = field(default_factory=list)
+    running: int = 0
+
+    def restart(self, weights: int, claims: int) -> None:
+        self.instance = f"life-{next(_LIVES)}"
+        self.weights, self.claims, self.up, self.frozen = weights, claims, True, False
+
+
+class PlayedEngine:
+    """A client of one; see `Engine`."""
+
+    def __init__(self, url: str, server: PlayedServer):
+        self.url = url
+        self._server = server
+        self._life: str | None = None  # that it first sampled from
+
+    async def _reach(self, seconds: float = 0.0) -> None:
+        life, deadline = self._server.instance, time.monotonic() + seconds
+        await asyncio.sleep(0)
+        while self._server.frozen or time.monotonic() < deadline:
+            self._check_up(life)
+            await asyncio.sleep(0.001)
+        self._check_up(life)
+
+    def _check_up(self, life: str) -> None:
+        if not self._server.up or self._server.instance != life:
+            raise EngineUnavailable(f"engine {self.url}: connection refused")
+
+    async def health(self) -> None:
+        await self._reach()
+
+    async def info(self) -> EngineInfo:
+        await self._reach()
+        server = self._server
+        return EngineInfo(
+            server.claims, 100, 64, 8, "processed_logprobs", "float32", "m", "played", 0, (), server.instance
+        )
+
+    async def load_weights(self, path: Path, version: int, mode: str = "keep") -> None:
+        self._server.loads.append(version)
+        await self._reach(self._server.load_s)
+        if self._server.refuses:
+            raise EngineRefused(f"engine {self.url}: other shapes")
+        self._server.claims = version
+        if not self._server.ignores_loads:
+            self._server.weights = version
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        await self._reach()
+        assert list(token_ids) == PROBE
+        return np.array(policy_scores(self._server.weights), np.float32)
+
+    async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
+        server = self._server
+        self._life = self._life or server.instance
+        if self._life != server.instance:
+            raise EngineUnavailable(f"engine {self.url}: the server was restarted")
+        server.asked.append(request)
+        server.running += 1
+        try:
+            await self._reach(server.generate_s)
+        finally:
+            server.running -= 1
+        if server.spoils:
+            raise SpoiltSample(f"engine {self.url}: NaN")
+        rollouts = []
+        for seed in request.seeds:
+            tokens = np.random.default_rng([seed, server.weights]).integers(0, 99, 4).astype(np.int32)
+            rollouts.append(Rollout(tokens, np.full(4, -1, np.float32), np.full(4, server.claims, np.int32), "stop"))
+        return tuple(rollouts)
+
+    async def close(self) -> None:
+        pass
+
+
+def request(name: str = "g") -> GenerateRequest:
+    return GenerateRequest(name, np.array([1, 2]), 2, (7, 8), 1.0, 4)
+
+
+@dataclass
+class World:
+    """Some servers, the address book that announces them, and the trainer's publishing."""
+
+    config: Config
+    servers: dict[str, PlayedServer]
+    book: dict[str, str] = field(default_factory=dict)  # name -> url
+
+    def __post_init__(self):
+        self.book = self.book or {f"engine-{i}": url for i, url in enumerate(self.servers)}
+
+    def services(self) -> dict[str, Service]:
+        return {name: Service(name, url, 0, "") for name, url in self.book.items()}
+
+    def build(self, config: Config, url: str) -> PlayedEngine:
+        return PlayedEngine(url, self.servers[url])
+
+    def publish(self, version: int, to: tuple[str, ...] | None = None) -> None:
+        """The trainer's part: loads into the servers at `to`, by default all, and names them as confirmed."""
+        reached = self.servers if to is None else to
+        for url in reached:
+            self.servers[url].weights = self.servers[url].claims = version
+        PublishedPolicy(
+            version,
+            "/weights",
+            time.time(),
+            {url: self.servers[url].instance for url in reached},
+            PROBE,
+            policy_scores(version),
+        ).write(RunDir(self.config.run.dir).published)
+
+    def live(self, use: Callable[[WatchedPool], Awaitable[None]], check=None, timeout_s: float = 20.0) -> None:
+        async def suits(engine: PlayedEngine) -> None:
+            pass
+
+        async def main() -> None:
+            pool = WatchedPool(
+                self.config,
+                book=self.services,
+                published=PublishedFollower(RunDir(self.config.run.dir).published, 5.0),
+                build=self.build,
+                check=check or suits,
+            )
+            async with asyncio.timeout(timeout_s), pool:
+                await use(pool)
+
+        asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)

@@ -1,0 +1,135 @@
+"""Publishing to engines that die, freeze, refuse or are away: who is confirmed, and how long it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+from orchestrator_parts import make_config
+from played_servers import PROBE, PlayedServer, World, policy_scores
+
+from dppo_megatron.rollout.engine import EngineError
+from dppo_megatron.weight_sync import WeightSyncError
+from dppo_megatron.weight_sync.live_engines import LiveEngines
+
+A, B = "http://a", "http://b"
+
+
+@pytest.fixture
+def world(tmp_path):
+    def make(*servers: PlayedServer, **engine) -> World:
+        config = make_config(tmp_path / "run")
+        settings = {"health_interval_s": 0.02, "health_timeout_s": 0.1, "health_failures": 2}
+        settings |= {"unavailable_timeout_s": 5.0} | engine
+        config = config.model_copy(update={"engine": config.engine.model_copy(update=settings)})
+        return World(config, dict(zip((A, B), servers, strict=False)))
+
+    return make
+
+
+def publish(world: World, version: int, *, meanwhile=None, load=None):
+    """Outcome of publishing `version`, while `meanwhile()` runs beside it."""
+
+    async def load_weights(engine):
+        await engine.load_weights("/weights", version)
+
+    async def main():
+        engines = LiveEngines(world.config, world.services, world.build)
+        beside = asyncio.ensure_future(meanwhile()) if meanwhile else None
+        try:
+            async with asyncio.timeout(10):
+                return await engines.publish(version, load or load_weights, np.array(PROBE, np.int32))
+        finally:
+            if beside:
+                beside.cancel()
+            await engines.close()
+
+    return asyncio.run(main())
+
+
+def test_every_engine_that_answers_is_confirmed(world):
+    w = world(PlayedServer(), PlayedServer())
+    confirmed, left_out = publish(w, 3)
+    assert {c.url: c.instance for c in confirmed} == {A: w.servers[A].instance, B: w.servers[B].instance}
+    assert all(c.scores.tolist() == policy_scores(3) for c in confirmed)
+    assert left_out == 0
+
+
+@pytest.mark.parametrize("broken", [{"up": False}, {"frozen": True}], ids=["dead", "frozen"])
+def test_one_that_does_not_answer_is_left_out_in_little_time(world, broken):
+    w = world(PlayedServer(**broken), PlayedServer())
+    started = time.monotonic()
+    confirmed, left_out = publish(w, 3)
+    assert time.monotonic() - started < 2
+    assert [c.url for c in confirmed] == [B]
+    assert left_out == 1
+
+
+@pytest.mark.parametrize("end", ["dies", "freezes", "is restarted"])
+def test_one_that_is_lost_while_it_loads_is_left_out(world, end):
+    w = world(PlayedServer(load_s=30), PlayedServer())
+
+    async def meanwhile():
+        while not w.servers[A].loads:
+            await asyncio.sleep(0.001)
+        if end == "dies":
+            w.servers[A].up = False
+        if end == "freezes":
+            w.servers[A].frozen = True
+        if end == "is restarted":
+            w.servers[A].restart(0, 3)
+
+    started = time.monotonic()
+    confirmed, left_out = publish(w, 3, meanwhile=meanwhile)
+    assert time.monotonic() - started < 2
+    assert [c.url for c in confirmed] == [B]
+    assert left_out == 1
+
+
+def test_the_only_one_is_waited_for_wherever_it_comes_back(world):
+    w = world(PlayedServer(up=False), PlayedServer())
+    w.book = {"engine-0": A}
+
+    async def meanwhile():
+        await asyncio.sleep(0.3)
+        w.book = {"engine-0": B}
+
+    confirmed, _ = publish(w, 3, meanwhile=meanwhile)
+    assert [c.url for c in confirmed] == [B]
+
+
+def test_waiting_ends_and_says_for_whom(world):
+    w = world(PlayedServer(up=False), unavailable_timeout_s=0.3)
+    with pytest.raises(
+        WeightSyncError, match=r"waited 0\.3 s \(engine\.unavailable_timeout_s\)(.|\n)*engine-0: .*refused"
+    ):
+        publish(w, 3)
+
+
+def test_weights_that_an_engine_refuses_are_an_error_at_once(world):
+    w = world(PlayedServer(refuses=True), PlayedServer())
+    with pytest.raises(WeightSyncError, match="other shapes"):
+        publish(w, 3)
+
+
+def test_loading_that_fails_everywhere_is_an_error_soon(world):
+    w = world(PlayedServer())
+
+    async def load(engine):
+        raise EngineError("out of memory")
+
+    with pytest.raises(WeightSyncError, match=r"no engine could load it(.|\n)*out of memory"):
+        publish(w, 3, load=load)
+
+
+def test_one_that_serves_another_version_after_its_load_is_not_confirmed(world):
+    w = world(PlayedServer(), PlayedServer())
+
+    async def load(engine):
+        await engine.load_weights("/weights", 2 if engine.url == A else 3)
+
+    confirmed, left_out = publish(w, 3, load=load)
+    assert [c.url for c in confirmed] == [B]
+    assert left_out == 1
