@@ -69,7 +69,7 @@ class WatchedPool:
         self._reader: asyncio.Task | None = None
 
     async def __aenter__(self) -> WatchedPool:
-        self._follow_book()
+        self._follow(self._book())
         self._reader = asyncio.create_task(self._read_book())
         return self
 
@@ -165,13 +165,12 @@ class WatchedPool:
         while True:
             await asyncio.sleep(self._config.engine.health_interval_s)
             try:
-                self._follow_book()
+                self._follow(await asyncio.to_thread(self._book))
                 self._follow_policy()
             except OSError as error:  # of a shared file system; the next look may succeed
                 log.warning("cannot read which engines are announced: %s", error)
 
-    def _follow_book(self) -> None:
-        book = self._book()
+    def _follow(self, book: Mapping[str, Service]) -> None:
         for name, service in book.items():
             engine = self._engines.get(name)
             if engine is None:

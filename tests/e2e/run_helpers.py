@@ -23,6 +23,7 @@ TIMEOUT_S = 300
 class Engine:
     url: str
     process: subprocess.Popen
+    directory: Path
 
     def end(self) -> None:
         end_session(self.process)
@@ -79,7 +80,7 @@ def start_engine(task: Path, directory: Path) -> Engine:
     process = start("engine", config, output=directory / "engine.out")
     service = directory / "services" / "engine-0.json"
     wait_until(service.exists, "the engine", process, directory / "engine.out")
-    return Engine(json.loads(service.read_text())["url"], process)
+    return Engine(json.loads(service.read_text())["url"], process, directory)
 
 
 def wait_until(condition, what: str, process: subprocess.Popen, output: Path, timeout_s: float = TIMEOUT_S) -> None:

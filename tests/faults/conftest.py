@@ -1,0 +1,64 @@
+"""Two real engines that outlive the runs, and one run that nothing disturbs: what every disturbed one must equal."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "tests" / "e2e"), str(ROOT / "examples" / "quickstart")]
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory) -> Path:
+    from make_task import make_task
+
+    directory = tmp_path_factory.mktemp("task")
+    make_task(directory, seed=1)
+    heldout = directory / "heldout.jsonl"
+    heldout.write_text("".join(heldout.read_text().splitlines(keepends=True)[:8]))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def engines(task, tmp_path_factory):
+    """Two servers that no launcher restarts."""
+    from run_helpers import start_engine
+
+    directories = [tmp_path_factory.mktemp(f"engine-{i}") for i in range(2)]
+    with ThreadPoolExecutor() as threads:  # they take long to start
+        servers = list(threads.map(lambda directory: start_engine(task, directory), directories))
+    yield servers
+    for server in servers:
+        server.end()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(task, engines, tmp_path_factory) -> Path:
+    """The run directory."""
+    from fault_helpers import fault_config
+    from run_helpers import run, write_config
+
+    directory = tmp_path_factory.mktemp("undisturbed")
+    tree = fault_config(task, directory / "run", urls=[engine.url for engine in engines])
+    run("train", write_config(tree, directory / "c.yaml"))
+    return directory / "run"
+
+
+@pytest.fixture
+def start_run(task, tmp_path):
+    """Starts a run in the background; it is ended, whatever became of it, with the test."""
+    from fault_helpers import Run, fault_config
+
+    runs = []
+
+    def start(*, urls=(), **engine) -> Run:
+        runs.append(Run(fault_config(task, tmp_path / "run", urls=list(urls), **engine), tmp_path))
+        return runs[-1]
+
+    yield start
+    for started in runs:
+        started.end()

@@ -1,0 +1,171 @@
+"""Engines under a real run are killed, frozen, garbled and brought back wrong; the run must not notice in its result.
+
+At staleness 0 a request that is sent again samples the same tokens, so every disturbed run ends with exactly the
+weights of the undisturbed one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+from fault_helpers import NOTICED_S, Proxy, frozen, info, kill, wait_while_generating
+from run_helpers import config_tree, end_session, start, wait_until, write_config
+
+from dppo_megatron.rollout.published import PublishedPolicy
+from dppo_megatron.rollout.vllm_extension.wire import decode_frame, encode_frame
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.services import free_port
+
+pytestmark = pytest.mark.faults
+
+RESTART_S = 90.0  # back-off, start of a server, load and probe, on two busy cores
+REST_S = 90.0  # what is left of a run
+
+
+def test_killed_while_it_generates(start_run, undisturbed):
+    """Its requests go to the other engine; the launcher restarts it, and it is verified before it serves again."""
+    run = start_run(count=2)
+    run.wait_for_step(1)
+    wait_while_generating(run, run.engine_url("engine-1"))
+    kill(run.engine_pid("engine-1"))
+    with run.held():
+        run.wait_for_log("orchestrator", "engine-1 loaded policy", RESTART_S)
+        run.wait_for_log("train", "engine-1 serves again", 5)
+    run.wait_to_end(REST_S)
+    assert run.total("engine/retried_requests") >= 1
+    assert run.total("engine/restarts") == 1
+    assert "engine-1 ended: " in run.output.read_text()
+    run.check_equals(undisturbed)
+
+
+def test_the_only_engine_is_killed_before_an_update(start_run, undisturbed):
+    """The publisher and the orchestrator both wait for the launcher to bring it back."""
+    run = start_run()
+    run.wait_for_step(1)
+    with run.held():
+        kill(run.engine_pid("engine-0"))
+    run.wait_to_end(RESTART_S + REST_S)
+    assert run.total("engine/restarts") == 1
+    run.check_equals(undisturbed)
+
+
+def test_frozen_while_it_generates(start_run, engines, undisturbed):
+    run = start_run(urls=[engine.url for engine in engines])
+    run.wait_for_step(1)
+    wait_while_generating(run, engines[1].url)
+    service = engines[1].directory / "services" / "engine-0.json"
+    with frozen(json.loads(service.read_text())["pid"]):
+        started = time.monotonic()
+        run.wait_for_log("orchestrator", "-> dead", NOTICED_S + 10)
+        run.wait_for_step(4)
+        # Publishing waits for it once for health_timeout_s and then for a second each time.
+        assert time.monotonic() - started < NOTICED_S + 30
+        holding = run.held()
+        holding.__enter__()
+    run.wait_for_log("orchestrator", "engine-1 loaded policy", 30)
+    holding.__exit__(None, None, None)
+    run.wait_to_end(REST_S)
+    assert run.total("engine/retried_requests") >= 1
+    assert run.total("engine/unconfirmed") >= 1
+    run.check_equals(undisturbed)
+
+
+class Garbler:
+    """Spoils the first replies with samples, each in another way and every third not at all."""
+
+    def __init__(self):
+        self.left = ["cut", "lengths", None, "nan", "ids", None, "reset", "text"]
+        self.done: list[str] = []
+
+    async def __call__(self, path, body, forward):
+        if path != "/dppo/generate" or not self.left:
+            return await forward()
+        kind = self.left.pop(0)
+        if kind is not None:
+            self.done.append(kind)
+        return self._spoil(kind, await forward())
+
+    def _spoil(self, kind, reply):
+        if kind in (None, "reset", "cut", "text"):
+            return {None: reply, "reset": None, "cut": reply[:-7], "text": b"<html>502</html>"}[kind]
+        header, arrays = decode_frame(reply)
+        header.pop("arrays", None)
+        arrays = {name: array.copy() for name, array in arrays.items()}
+        if kind == "lengths":
+            arrays["lengths"][0] += 1
+        if kind == "nan":
+            arrays["logprobs"][-1] = np.nan
+        if kind == "ids":
+            arrays["token_ids"][0] = 100_000
+        return encode_frame(header, arrays)
+
+
+def test_garbage(start_run, engines, undisturbed):
+    """What an engine spoils is refused, counted, and sampled by the other engine with the same seeds."""
+    garbler = Garbler()
+    with Proxy(engines[1].url, garbler) as proxy:
+        run = start_run(urls=[engines[0].url, proxy.url])
+        run.wait_to_end(REST_S + 30)
+    assert garbler.done == ["cut", "lengths", "nan", "ids", "reset", "text"]
+    assert run.total("rollout/spoilt_samples") == 5  # a lost connection spoils nothing
+    assert run.total("engine/retried_requests") == 6
+    run.check_equals(undisturbed)
+
+
+class KillsAtUpdate:
+    """Kills the server when it is half-way through loading policy `version`."""
+
+    def __init__(self, version: int):
+        self.version = version
+        self.victim = 0
+        self.killed = False
+
+    async def __call__(self, path, body, forward):
+        if path == "/dppo/load_weights" and json.loads(body)["version"] == self.version and not self.killed:
+            self.killed = True
+            kill(self.victim)
+        return await forward()
+
+
+def test_killed_during_an_update_and_restarted_with_old_weights(task, start_run, engines, undisturbed, tmp_path):
+    """It comes back at the same address with the start weights and claims to serve the current policy."""
+    home = tmp_path / "own-engine"
+    home.mkdir()
+    tree = config_tree(task, home)
+    tree["engine"]["port"] = free_port()
+    config = write_config(tree, home / "config.yaml")
+    service = home / "services" / "engine-0.json"
+
+    def serve():
+        process = start("engine", config, output=home / "engine.out")
+        wait_until(service.exists, "the engine", process, home / "engine.out")
+        return process, json.loads(service.read_text())
+
+    process, announced = serve()
+    killer = KillsAtUpdate(version=2)
+    try:
+        killer.victim = announced["pid"]
+        with Proxy(announced["url"], killer) as proxy:
+            run = start_run(urls=[engines[0].url, proxy.url])
+            run.wait_for_step(2)
+            with run.held():
+                assert killer.killed
+                run.wait_until(lambda: process.poll() is not None, "the end of the killed engine", 30)
+                current = PublishedPolicy.read(RunDir(run.dir).published).version
+                old = PublishedPolicy(current, str(task / "random_model"), time.time())
+                old.write(RunDir(home).published)  # what the engine starts with
+                process, announced = serve()
+                assert info(announced["url"])["version"] == current
+                back = len(proxy.seen)
+                run.wait_for_log("orchestrator", f"engine-1 loaded policy {current}", 30)
+            run.wait_to_end(REST_S)
+            served = [path for path in proxy.seen[back:] if path in ("/dppo/load_weights", "/dppo/generate")]
+            assert served[0] == "/dppo/load_weights", "it sampled before its weights were replaced"
+            assert "/dppo/generate" in served
+    finally:
+        end_session(process)
+    assert run.total("engine/unconfirmed") >= 1
+    run.check_equals(undisturbed)

@@ -1,0 +1,97 @@
+"""The engine command's watch over its server: a frozen one is killed, one that ended is reported."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from dppo_megatron.launch import engine as launched
+from dppo_megatron.rollout.engine import EngineTimeout
+from dppo_megatron.services import free_port
+
+SETTINGS = SimpleNamespace(health_interval_s=0.05, health_timeout_s=0.3, health_failures=2)
+
+
+class HttpEngine:
+    """As much of a client as the watch needs."""
+
+    def __init__(self, url):
+        self.url = url
+        self._http = httpx.AsyncClient(timeout=None)
+
+    async def health(self):
+        try:
+            await self._http.get(self.url)
+        except httpx.TransportError as error:
+            raise EngineTimeout(str(error)) from None
+
+    async def info(self):
+        return None
+
+    async def close(self):
+        await self._http.aclose()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """(url, process) of an HTTP server that answers."""
+    monkeypatch.setattr(launched, "build_engine", lambda config, url: HttpEngine(url))
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            httpx.get(url)
+            break
+        except httpx.TransportError:
+            time.sleep(0.05)
+    yield url, process
+    process.kill()
+    process.wait()
+
+
+def watch(url, process, act):
+    """Outcome of the watch over `process`, on which `act` is done after it was seen to live."""
+
+    async def main():
+        asyncio.get_running_loop().call_later(0.5, act)
+        return await launched._watch(SimpleNamespace(engine=SETTINGS), url, process)
+
+    return asyncio.run(main())
+
+
+def test_a_frozen_server_is_killed(server):
+    url, process = server
+    with pytest.raises(launched.EngineFrozen, match=r"4 health probes in a row failed .*health_failures"):
+        watch(url, process, lambda: os.kill(process.pid, signal.SIGSTOP))
+    assert process.poll() == -signal.SIGKILL
+
+
+def test_a_pause_is_survived(server):
+    url, process = server
+
+    def pause():
+        os.kill(process.pid, signal.SIGSTOP)
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.5, os.kill, process.pid, signal.SIGCONT)
+        loop.call_later(2.0, process.terminate)
+
+    assert watch(url, process, pause) == -signal.SIGTERM
+
+
+def test_the_exit_code_of_one_that_ended(server):
+    url, process = server
+    assert watch(url, process, process.kill) == -signal.SIGKILL
