@@ -143,7 +143,7 @@ class EngineHealth:
             case Silent(reason):
                 return self._silent(reason, now, rules)
             case Delivered():
-                return replace(self, failed=0, quarantines=0) if self.state is State.SERVING else self
+                return self if self.state is State.DEAD else replace(self, failed=0, quarantines=0)
             case Failed(reason):
                 return self._failed(reason, now, rules)
             case VerifyStarted():
@@ -165,6 +165,8 @@ class EngineHealth:
         seen = replace(self, instance=instance, silent=0)
         if instance != self.instance:
             seen = replace(seen, proven=None)
+        if not instance and self.state is State.SUSPECT:  # it cannot say whether it was restarted meanwhile
+            seen = replace(seen, proven=None, confirmed=None)
         if self.state is State.DEAD:
             return replace(seen, state=State.STALE) if now >= self.quarantined_until else seen
         if self.state is State.VERIFYING:
@@ -173,7 +175,7 @@ class EngineHealth:
         current = version == self.published
         if current and seen.proven == claim and self.state in (State.SERVING, State.SUSPECT):
             return replace(seen, state=State.SERVING)
-        if current and self.confirmed == claim and now >= self.quarantined_until:
+        if current and seen.confirmed == claim and now >= self.quarantined_until:
             return replace(seen, state=State.SERVING, proven=claim)
         return replace(seen, state=State.STALE, proven=None)
 

@@ -107,7 +107,8 @@ def test_garbage(start_run, engines, undisturbed):
     """What an engine spoils is refused, counted, and sampled by the other engine with the same seeds."""
     garbler = Garbler()
     with Proxy(engines[1].url, garbler) as proxy:
-        run = start_run(urls=[engines[0].url, proxy.url])
+        # Enough patience with it that it is asked again and again.
+        run = start_run(urls=[engines[0].url, proxy.url], health_failures=10)
         run.wait_to_end(REST_S + 30)
     assert garbler.done == ["cut", "lengths", "nan", "ids", "reset", "text"]
     assert run.total("rollout/spoilt_samples") == 5  # a lost connection spoils nothing

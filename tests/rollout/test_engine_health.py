@@ -104,6 +104,12 @@ def test_one_that_was_restarted_behind_its_address_must_be_verified():
     assert after(Silent("refused"), Answered("b", 4), start=serving(4)).state is State.STALE
 
 
+def test_one_that_cannot_name_its_life_must_be_verified_after_every_silence():
+    health = serving(4, instance="")
+    assert after(Answered("", 4), start=health).state is State.SERVING
+    assert after(Silent("refused"), Answered("", 4), start=health).state is State.STALE
+
+
 def test_failed_requests_quarantine_it_for_longer_each_time():
     health, now, waits = serving(), 0.0, []
     for _ in range(5):
