@@ -2,17 +2,21 @@
 # make test         the tests, real vLLM server and Megatron-core ranks included
 # make test-parallel  the whole parity suite: every parallel layout trains as one process does, two minutes
 # make test-slurm   runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
+# make test-engines the engine contract on real vLLM and SGLang servers, dense and MoE; about five minutes
 # make lint         ruff
 # make install      the pinned CPU environment in .venv (the others do it when needed)
+# make sglang       SGLang's own pinned CPU environment in .venv-sglang, 3.3 GB (for engine.kind: sglang)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SGLANG_VENV := .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart test test-parallel test-slurm lint format install clean
+.PHONY: quickstart test test-engines test-parallel test-slurm lint format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -31,6 +35,9 @@ test-slurm: install
 	@{ command -v slurmctld && command -v munged; } >/dev/null || $(AS_ROOT) sh -c '$(APT) || { apt-get update -qq && $(APT); }' \
 	  || echo "Slurm is not installed, and apt-get cannot install it here"
 	$(AS_ROOT) $(BIN)/python -m pytest tests/slurm -m slurm
+
+test-engines: install sglang
+	$(BIN)/python -m pytest tests/engines -m "engines or not engines"
 
 lint: install
 	$(BIN)/ruff check .
@@ -54,5 +61,13 @@ $(STAMP): requirements/cpu.lock setup.py
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton-interpreter triton==3.9.0
 	touch $(STAMP)
 
+sglang: $(SGLANG_STAMP)
+
+$(SGLANG_STAMP): requirements/sglang-cpu.lock
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --constraint requirements/sglang-cpu.lock torch==2.13.0
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements/sglang-cpu.lock
+	touch $(SGLANG_STAMP)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info runs

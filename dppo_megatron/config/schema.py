@@ -132,6 +132,11 @@ class EngineConfig(Section):
     urls: tuple[str, ...] = Field((), description="engines already running; empty = started with the run")
     count: int = Field(1, ge=1, description="engines to start when urls is empty")
     tensor_parallel: int = Field(1, ge=1, description="GPUs of one engine")
+    python: Path | None = Field(
+        None,
+        description="interpreter of the engine's own environment; default: .venv-sglang beside this one for sglang, "
+        "else this one",
+    )
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535, description="first port; 0 = a free one")
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"

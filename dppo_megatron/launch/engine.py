@@ -51,7 +51,7 @@ def run_engine(config: Config, index: int) -> int:
         raise EngineStartError(f"engine.port = {port}: already in use on {host}; choose another or 0 for a free one")
     url = f"http://{host}:{port}"
     model, version = _policy_to_serve(config, run)
-    command = server_command(config, port, model)
+    command = server_command(config, port, model, version)
     log.info("starting engine-%d: %s", index, " ".join(command))
     server = subprocess.Popen(
         command,

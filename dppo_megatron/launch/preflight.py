@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 
 from dppo_megatron.config import Config, ConfigError, load_config
@@ -86,12 +87,31 @@ def _model(config: Config, findings: Findings) -> None:
 def _engine(config: Config, findings: Findings) -> None:
     from dppo_megatron.hf import read_hf_config
 
+    if config.samples and not config.engine.urls and (problem := _missing_engine(config)):
+        findings.violations.append(problem)
+
     longest = read_hf_config(config.model.path).max_position_embeddings
     if config.samples and config.engine.max_model_len > longest:
         findings.violations.append(
             f"engine.max_model_len = {config.engine.max_model_len}: the model was made for {longest} positions "
             f"(max_position_embeddings); set it to at most {longest}"
         )
+
+
+def _missing_engine(config: Config) -> str | None:
+    """Why the interpreter that is to run the server cannot, or None."""
+    from dppo_megatron.rollout.clients import server_python
+
+    kind, python = config.engine.kind, server_python(config)
+    remedy = f"install {kind} there, or set engine.python to the interpreter of an environment that has it"
+    if kind == "sglang":
+        remedy += "; `make sglang` builds one for the CPU in .venv-sglang"
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({kind!r}) is None)"
+    try:
+        found = subprocess.run([python, "-c", look], capture_output=True, timeout=60).returncode == 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"engine.python = {python}: cannot be run ({error}); {remedy}"
+    return None if found else f"engine.kind = {kind}: {python} has no package {kind}; {remedy}"
 
 
 def _data(config: Config, findings: Findings) -> None:

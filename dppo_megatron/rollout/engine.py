@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 
 from ..types import Rollout
@@ -99,7 +100,8 @@ class EngineInfo:
     dtype: str  # "float32" | "bfloat16" | "float16"
     model: str  # directory the server was started from
     engine: str  # name and version of the server
-    running: int  # groups being sampled now
+    running: int  # requests being sampled now, as the server counts them
+    routed_experts: bool = False  # it can return the experts that each token was routed to
     problems: tuple[str, ...] = ()  # settings it knows to be unfit for rollouts, each with its remedy
     instance: str = ""  # names this life of the server: another one after every restart; "" = it cannot say
 
@@ -134,6 +136,13 @@ class Engine(Protocol):
 
     async def health(self) -> None:
         """Returns when the engine can serve, raises otherwise."""
+        ...
+
+    async def check_compatible(self, config: Config, *, vocab_size: int | None = None) -> EngineInfo:
+        """Raises `EngineIncompatible` with every setting of the server that disagrees with `config`.
+
+        `vocab_size` is that of the trainer's model; None leaves it unchecked.
+        """
         ...
 
     async def abort(self, request_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 
 REQUESTS_PER_POOL = 8
+JSON = {"content-type": "application/json"}
 IDLE_CONNECTION_S = 4.0  # below uvicorn's default of 5: a reused connection is never one the server just closed
 
 
@@ -22,11 +23,11 @@ class HttpPools:
         self._running: list[int] = []  # requests in each pool
 
     async def request(self, method: str, path: str, content: bytes | None = None) -> httpx.Response:
-        """The whole reply, whatever its status. Raises httpx.TransportError."""
+        """The whole reply, whatever its status. `content` is JSON. Raises httpx.TransportError."""
         index = self._choose()
         self._running[index] += 1
         try:
-            return await self._pools[index].request(method, path, content=content)
+            return await self._pools[index].request(method, path, content=content, headers=JSON if content else None)
         finally:
             self._running[index] -= 1
 

@@ -24,13 +24,18 @@ class GroupSamples:
     versions: np.ndarray  # [S] int32
     topk_ids: np.ndarray | None = None  # [S, K] int32
     topk_logprobs: np.ndarray | None = None  # [S, K] fp32
+    # [E, L, k] uint8 | uint16: P + R - 1 rows of every sample that has tokens, none of one that has not
+    routed_experts: np.ndarray | None = None
 
-    def rollouts(self) -> tuple[Rollout, ...]:
-        """One `Rollout` per sample; the arrays are views."""
+    def rollouts(self, prompt_tokens: int) -> tuple[Rollout, ...]:
+        """One `Rollout` per sample of a prompt of `prompt_tokens`; the arrays are views."""
         ends = np.cumsum(self.lengths)
+        expert_rows = _expert_rows(self.lengths, prompt_tokens)
+        expert_ends = np.cumsum(expert_rows)
         out = []
-        for length, end, reason in zip(self.lengths, ends, self.finish_reasons, strict=True):
+        for index, (length, end, reason) in enumerate(zip(self.lengths, ends, self.finish_reasons, strict=True)):
             rows = slice(int(end - length), int(end))
+            experts = slice(int(expert_ends[index] - expert_rows[index]), int(expert_ends[index]))
             out.append(
                 Rollout(
                     token_ids=self.token_ids[rows],
@@ -39,6 +44,7 @@ class GroupSamples:
                     finish_reason=reason,
                     topk_ids=None if self.topk_ids is None else self.topk_ids[rows],
                     topk_logprobs=None if self.topk_logprobs is None else self.topk_logprobs[rows],
+                    routed_experts=None if self.routed_experts is None else self.routed_experts[experts],
                 )
             )
         return tuple(out)
@@ -54,6 +60,8 @@ class GroupSamples:
         self._check_ends(request, check, max_model_len)
         if request.topk:
             self._check_topk(check, vocab_size)
+        if request.routed_experts:
+            self._check_experts(request)
 
     def _check_shapes(self, request: GenerateRequest) -> None:
         n, k = request.n, request.topk
@@ -98,6 +106,30 @@ class GroupSamples:
         sampled = ids == self.token_ids[:, None]
         differs = sampled & (np.abs(logprobs - self.logprobs[:, None]) > LOGPROB_TOLERANCE)
         check.tokens(differs.any(1), "listed log-prob of the sampled token differs from its own")
+
+    def _check_experts(self, request: GenerateRequest) -> None:
+        experts = self.routed_experts
+        rows = int(_expert_rows(self.lengths, len(request.token_ids)).sum())
+        if experts is None or experts.ndim != 3 or len(experts) != rows:
+            found = "missing" if experts is None else f"of shape {experts.shape}"
+            raise SpoiltSample(f"group {request.request_id}: routed experts are {found}, expected {rows} rows")
+        ordered = np.sort(experts, axis=2)
+        if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
+            raise SpoiltSample(f"group {request.request_id}: a token is routed to the same expert twice")
+
+
+def _expert_rows(lengths: np.ndarray, prompt_tokens: int) -> np.ndarray:
+    """[n] rows of routed experts of each sample: every token but the last one went through the model."""
+    return np.where(lengths > 0, prompt_tokens + lengths - 1, 0)
+
+
+def check_scores(what: str, logprobs: np.ndarray | None, expected: int) -> np.ndarray:
+    """`logprobs`, which must be `expected` log-probs. Raises `SpoiltSample`."""
+    if logprobs is None or logprobs.shape != (expected,):
+        raise SpoiltSample(f"{what}: expected {expected} log-probs, got {logprobs}")
+    if not (np.isfinite(logprobs).all() and (logprobs <= LOGPROB_TOLERANCE).all()):
+        raise SpoiltSample(f"{what}: log-probs not finite or above 0: {logprobs}")
+    return logprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from ..config.schema import Config
+from .compatibility import DTYPES
 
 Device = Literal["cpu", "cuda"]
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def vllm_command(config: Config, port: int, model_path: Path, *, device: Device | None = None) -> list[str]:
@@ -23,10 +22,10 @@ def vllm_command(config: Config, port: int, model_path: Path, *, device: Device 
     engine = config.engine
     command = [
         # Not `vllm serve`: that script looks for a distribution named vllm, and the CPU build has another name.
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *(str(engine.python or sys.executable), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model_path)),
         *("--host", engine.host, "--port", str(port)),
-        *("--dtype", _DTYPES[engine.dtype]),
+        *("--dtype", DTYPES[engine.dtype]),
         *("--tensor-parallel-size", str(engine.tensor_parallel)),
         *("--max-model-len", str(engine.max_model_len)),
         *("--max-num-seqs", str(engine.max_num_seqs)),
@@ -42,7 +41,7 @@ def vllm_command(config: Config, port: int, model_path: Path, *, device: Device 
     ]
     if engine.kv_cache_bytes is not None:
         command += ["--kv-cache-memory-bytes", str(engine.kv_cache_bytes)]
-    if (device or _device()) == "cpu":
+    if (device or device_here()) == "cpu":
         command += [
             "--enforce-eager",
             # A seeded request whose prompt is split over two steps ends a CPU engine ("CPU Generator does not use
@@ -69,7 +68,7 @@ def vllm_environment(
     }
     if config.engine.host in ("127.0.0.1", "localhost"):
         environment |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    if (device or _device()) == "cpu":
+    if (device or device_here()) == "cpu":
         threads = threads or len(os.sched_getaffinity(0))
         environment |= {
             # On the CPU this keeps the only worker in the engine process: one process and one hop a step less.
@@ -81,7 +80,8 @@ def vllm_environment(
     return environment | config.engine.env
 
 
-def _device() -> Device:
+def device_here() -> Device:
+    """What servers started on this machine run on."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

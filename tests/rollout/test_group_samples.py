@@ -45,7 +45,7 @@ def edited(field: str, index, value) -> GroupSamples:
 
 def test_good_samples_pass_and_split():
     check(samples())
-    rollouts = samples().rollouts()
+    rollouts = samples().rollouts(len(REQUEST.token_ids))
     assert [r.token_ids.tolist() for r in rollouts] == [[5, 6, 9], [1, 2, 3, 4, 5], []]
     assert [r.finish_reason for r in rollouts] == ["stop", "length", "abort"]
     assert rollouts[1].topk_ids.shape == (5, 2)

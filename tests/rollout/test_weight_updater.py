@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from dppo_megatron.rollout.vllm_extension.manifest import BadWeights
+from dppo_megatron.rollout.manifest import BadWeights
 from dppo_megatron.rollout.vllm_extension.weights import WeightsTorn, WeightUpdater
 
 

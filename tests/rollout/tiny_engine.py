@@ -1,4 +1,4 @@
-"""A tiny random model, a real vLLM server of it, and what an fp32 reference says of its samples."""
+"""Tiny random models, real servers of them, and what an fp32 reference says of their samples."""
 
 from __future__ import annotations
 
@@ -18,26 +18,33 @@ from typing import TypeVar
 import numpy as np
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.rollout.vllm_client import VllmEngine
-from dppo_megatron.rollout.vllm_server import vllm_command, vllm_environment
+from dppo_megatron.rollout.clients import build_engine, server_command, server_environment
+from dppo_megatron.rollout.engine import Engine
 
 VOCAB = 64
 MAX_MODEL_LEN = 512
 MAX_LOGPROBS = 16
 EOS = 1
 START_TIMEOUT_S = 300
+END_S = 3  # to end by itself; SGLang waits longer for requests that are not there
+READY = {"vllm": "health", "sglang": "server_info"}  # answers once the server can sample
 
 Result = TypeVar("Result")
 
 
-def make_model(directory: Path, seed: int) -> Path:
-    """A random Qwen3 (4 layers, hidden 64, 64 characters) whose distributions are neither flat nor peaked."""
+def make_model(directory: Path, seed: int, *, experts: int = 0) -> Path:
+    """A random Qwen3 (4 layers, hidden 64, 64 characters) whose distributions are neither flat nor peaked.
+
+    With `experts` a Qwen3-MoE of so many experts, of which each token takes 2.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    config = (Qwen3MoeConfig if experts else Qwen3Config)(
+        **(mixture if experts else {}),
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=128,
@@ -46,12 +53,12 @@ def make_model(directory: Path, seed: int) -> Path:
         num_key_value_heads=2,
         head_dim=32,  # the smallest the CPU attention kernels take
         max_position_embeddings=MAX_MODEL_LEN,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not experts,  # as in the Qwen3 family
         initializer_range=0.2,
         eos_token_id=EOS,
         pad_token_id=0,
     )
-    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     characters = ["<pad>", "<eos>", *(chr(33 + i) for i in range(VOCAB - 2))]
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -88,20 +95,20 @@ def running_server(config: Config, log: Path, version: int) -> Iterator[str]:
         port = probe.getsockname()[1]
     with log.open("wb") as output:
         server = subprocess.Popen(
-            vllm_command(config, port, config.model.path),
-            env=os.environ | vllm_environment(config, version=version),
+            server_command(config, port, config.model.path, version),
+            env=os.environ | server_environment(config, version),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # its processes can be ended together
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_up(server, url, log)
+        _wait_until_up(server, f"{url}/{READY[config.engine.kind]}", log)
         yield url
     finally:
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(20)
+            server.wait(END_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
@@ -111,19 +118,17 @@ def _wait_until_up(server: subprocess.Popen, url: str, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while server.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            urllib.request.urlopen(url, timeout=5).close()
             return
         time.sleep(0.1)
     raise RuntimeError(f"the server did not start; the end of its log:\n{log.read_text()[-3000:]}")
 
 
-def with_engine(
-    config: Config, url: str, use: Callable[[VllmEngine], Awaitable[Result]], timeout_s: float = 120
-) -> Result:
+def with_engine(config: Config, url: str, use: Callable[[Engine], Awaitable[Result]], timeout_s: float = 120) -> Result:
     """Result of `use` on a fresh client in a fresh event loop."""
 
     async def main() -> Result:
-        engine = VllmEngine(config, url)
+        engine = build_engine(config, url)
         try:
             async with asyncio.timeout(timeout_s):
                 return await use(engine)
@@ -138,10 +143,10 @@ class Reference:
 
     def __init__(self, directory: Path):
         import torch
-        from transformers import Qwen3ForCausalLM
+        from transformers import AutoModelForCausalLM
 
         self._torch = torch
-        self._model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     def logprobs(self, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """[R, V] log-probs at `temperature` of each response position."""

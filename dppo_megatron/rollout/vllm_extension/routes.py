@@ -25,8 +25,8 @@ from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMClientError
 
 from ..engine import GenerateRequest
+from ..manifest import BadWeights
 from .generation import child_ids, parse_version, sample_group, score
-from .manifest import BadWeights
 from .weights import WeightsTorn, WeightUpdater
 from .wire import MEDIA_TYPE, decode_request, encode_frame
 

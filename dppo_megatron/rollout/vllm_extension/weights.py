@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.engine.protocol import EngineClient
 
 from ..engine import UpdateMode
-from .manifest import BadWeights, Manifest
+from ..manifest import BadWeights, Manifest
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,42 @@
+"""The hash behind SGLang's seeded sampling, whose native CPU kernel has no published build.
+
+SGLang draws the token at position p of a request with seed s from Gumbel noise made of murmur3(s, p, token). Its CPU
+path asks `torch.ops.sgl_kernel.murmur_hash32_cpu` for the hashes; this defines that operator in plain torch.
+"""
+
+import torch
+
+LOW = 0xFFFFFFFF
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """[n, m] int64 in [0, 2**32): MurmurHash3 (32 bits) of the 16 bytes seed (8), position (4), column (4).
+
+    `seed` [n] uint64, `positions` [n] and `columns` [m] integers.
+    """
+    seed, positions, columns = (x.to(torch.int64) for x in (seed, positions, columns))
+    state = torch.zeros_like(seed)
+    for block in (seed & LOW, (seed >> 32) & LOW, positions & LOW):
+        state = _mixed(state, block)
+    state = _mixed(state[:, None], columns[None] & LOW) ^ 16
+    state = ((state ^ (state >> 16)) * 0x85EBCA6B) & LOW
+    state = ((state ^ (state >> 13)) * 0xC2B2AE35) & LOW
+    return state ^ (state >> 16)
+
+
+def _mixed(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    # Products wrap modulo 2**64, which leaves their low 32 bits right.
+    block = (_rotated((block * 0xCC9E2D51) & LOW, 15) * 0x1B873593) & LOW
+    return (_rotated(state ^ block, 13) * 5 + 0xE6546B64) & LOW
+
+
+def _rotated(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((x << bits) | (x >> (32 - bits))) & LOW
+
+
+def register() -> torch.library.Library:
+    """Defines the operator; it exists as long as the returned library does."""
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+    library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    return library

@@ -1,0 +1,98 @@
+"""Lets SGLang run where its native packages have no build: a machine without CUDA.
+
+Python reads this file at start because the server's PYTHONPATH names this directory (see `sglang_server`).
+
+- `sgl_kernel` (no CPU build is published) and `torchvision` (its published build is for the CUDA torch) become modules
+  whose every attribute can be imported and raises when called: a run that completes provably used none of them. The
+  one native function that is needed, the hash of seeded sampling, is in `seeded_sampling`.
+- Seeded sampling comes with `--enable-deterministic-inference`, which knows GPU attention only and replaces GPU
+  kernels. The CPU's own torch attention, one request at a time, is admitted, and there is nothing to replace.
+- Returning routed experts pins its host buffer through CUDA even where there is none; the pinning is skipped.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+
+ABSENT = ("sgl_kernel", "torchvision")
+
+
+class Absent:
+    """Any attribute of an absent package: it has attributes of its own, and raises when called."""
+
+    def __init__(self, name):
+        self.__name__ = name
+
+    def __getattr__(self, attribute):
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return Absent(f"{self.__name__}.{attribute}")
+
+    def __call__(self, *_args, **_kwargs):
+        raise NotImplementedError(f"{self.__name__}: not available in SGLang's CPU environment")
+
+
+class AbsentModule(types.ModuleType):
+    __path__ = ()
+    __version__ = "0.0.0+absent"
+
+    def __getattr__(self, attribute):
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return Absent(f"{self.__name__}.{attribute}")
+
+
+class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return AbsentModule(spec.name)
+
+    def exec_module(self, module):
+        if module.__name__ == "sgl_kernel":
+            import seeded_sampling
+
+            module.library = seeded_sampling.register()
+
+
+def admit_torch_attention(module):
+    module.add_deterministic_attention_backend_choices(["torch_native"])
+
+
+def replace_no_kernels(module):
+    module.enable_batch_invariant_mode = lambda *_args, **_kwargs: None
+
+
+def skip_pinning(module):
+    module._cuda_host_register = lambda *_args, **_kwargs: None
+
+
+ADJUSTED = {
+    "sglang.srt.arg_groups.choices": admit_torch_attention,
+    "sglang.srt.batch_invariant_ops": replace_no_kernels,
+    "sglang.srt.mem_cache.pool_host.common": skip_pinning,
+}
+
+
+class AdjustedModules(importlib.abc.MetaPathFinder):
+    """Loads a module as it is and then adjusts it."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in ADJUSTED:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def execute_and_adjust(module):
+            execute(module)
+            ADJUSTED[name](module)
+
+        spec.loader.exec_module = execute_and_adjust
+        return spec
+
+
+sys.meta_path[:0] = [AbsentPackages(), AdjustedModules()]
