@@ -49,6 +49,8 @@ def vllm_command(config: Config, port: int, model_path: Path, *, device: Device 
             "--no-enable-chunked-prefill",
             *("--max-num-batched-tokens", str(max(16384, engine.max_model_len, engine.max_num_seqs))),
         ]
+    elif config.rollout.routing_replay:
+        command.append("--enable-return-routed-experts")  # on CPUs our extension records them
     return [*command, *engine.extra_args]
 
 

@@ -12,25 +12,34 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from ..engine import GenerateRequest
 from ..samples import GroupSamples
+from .experts import RECORDED, ExpertsReader
 
 
-async def sample_group(engine: EngineClient, request: GenerateRequest) -> GroupSamples:
+async def sample_group(engine: EngineClient, request: GenerateRequest, experts: ExpertsReader) -> GroupSamples:
     """All samples of one group. Cancelling it, or the failure of one sample, aborts the others in the engine."""
     prompt = request.token_ids.tolist()
+    names = child_ids(request)
     try:
         async with asyncio.TaskGroup() as tasks:
             children = [
-                tasks.create_task(_final(engine, prompt, _params(request, seed), child))
-                for seed, child in zip(request.seeds, child_ids(request.request_id, request.n), strict=True)
+                tasks.create_task(_final(engine, prompt, _params(request, seed), name))
+                for seed, name in zip(request.seeds, names, strict=True)
             ]
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
-    return _flatten([child.result().outputs[0] for child in children], request.topk)
+    except BaseException as error:
+        if request.routed_experts:
+            await experts.forget(names)
+        if isinstance(error, ExceptionGroup):
+            raise error.exceptions[0] from None
+        raise
+    samples = [child.result().outputs[0] for child in children]
+    routed = await experts.read(samples, names, len(prompt)) if request.routed_experts else None
+    return _flatten(samples, request.topk, routed)
 
 
-def child_ids(request_id: str, n: int) -> list[str]:
+def child_ids(request: GenerateRequest) -> list[str]:
     """The engine's own request of each sample."""
-    return [f"{request_id}/{index}" for index in range(n)]
+    end = RECORDED if request.routed_experts else ""
+    return [f"{request.request_id}/{index}{end}" for index in range(request.n)]
 
 
 async def score(engine: EngineClient, token_ids: list[int], request_id: str) -> tuple[np.ndarray, int]:
@@ -65,6 +74,8 @@ def _params(request: GenerateRequest, seed: int) -> SamplingParams:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # used for this one sample only
+        # Positions whose keys and values come from the cache are not routed again, so there is nothing to record.
+        skip_reading_prefix_cache=request.routed_experts or None,
     )
 
 
@@ -75,7 +86,7 @@ async def _final(engine: EngineClient, prompt: list[int], params: SamplingParams
     return outputs[-1]
 
 
-def _flatten(samples: list[CompletionOutput], k: int) -> GroupSamples:
+def _flatten(samples: list[CompletionOutput], k: int, routed_experts: np.ndarray | None) -> GroupSamples:
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int32)
     columns = [_column(sample, k) for sample in samples]
     logprobs = np.concatenate([logprobs for _, logprobs in columns])
@@ -90,6 +101,7 @@ def _flatten(samples: list[CompletionOutput], k: int) -> GroupSamples:
         ),
         topk_ids=np.concatenate([ids for ids, _ in columns])[:, 1:] if k else None,
         topk_logprobs=logprobs[:, 1:] if k else None,
+        routed_experts=routed_experts,
     )
 
 

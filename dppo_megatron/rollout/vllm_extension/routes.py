@@ -26,6 +26,7 @@ from vllm.exceptions import VLLMClientError
 
 from ..engine import GenerateRequest
 from ..manifest import BadWeights
+from .experts import ExpertsReader
 from .generation import child_ids, parse_version, sample_group, score
 from .weights import WeightsTorn, WeightUpdater
 from .wire import MEDIA_TYPE, decode_request, encode_frame
@@ -49,10 +50,11 @@ class DppoRoutes:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._running: dict[str, int] = {}  # request id -> n
+        self._running: dict[str, GenerateRequest] = {}
         self._engine: EngineClient | None = None
         self._updater: WeightUpdater | None = None
         self._instance = uuid4().hex  # of this life of the server
+        self._experts: ExpertsReader | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         for path, handler, method in (
@@ -69,6 +71,9 @@ class DppoRoutes:
             return
         self._engine = engine_client
         self._updater = WeightUpdater(engine_client, Path(engine_client.model_config.model))
+        self._experts = ExpertsReader(engine_client, engine_client.vllm_config)
+        if self._experts.available:
+            await self._experts.start()
         if version := os.environ.get(VERSION_VARIABLE):
             await engine_client.update_weight_version(str(int(version)))
 
@@ -85,6 +90,7 @@ class DppoRoutes:
                 "model": str(config.model),
                 "engine": f"vllm {vllm_version}",
                 "running": len(self._running),
+                "routed_experts": self._experts.available,
                 "problems": _unfit_settings(self._engine.vllm_config),
                 "instance": self._instance,
             }
@@ -95,7 +101,7 @@ class DppoRoutes:
         self._updater.check_whole()
         self._admit(group)
         try:
-            samples = await _unless_gone(request, sample_group(self._engine, group))
+            samples = await _unless_gone(request, sample_group(self._engine, group, self._experts))
         finally:
             del self._running[group.request_id]
         arrays = {
@@ -106,6 +112,8 @@ class DppoRoutes:
         }
         if group.topk:
             arrays |= {"topk_ids": samples.topk_ids, "topk_logprobs": samples.topk_logprobs}
+        if group.routed_experts:
+            arrays["routed_experts"] = samples.routed_experts
         header = {
             "request_id": group.request_id,
             "finish_reasons": samples.finish_reasons,
@@ -121,7 +129,12 @@ class DppoRoutes:
         cap = min(config.max_logprobs, config.get_vocab_size()) if config.max_logprobs >= 0 else config.get_vocab_size()
         if group.topk > cap:
             raise ValueError(f"topk = {group.topk}: this server lists at most {cap} log-probs a token (--max-logprobs)")
-        self._running[group.request_id] = group.n
+        if group.routed_experts and not self._experts.available:
+            raise ValueError(
+                "routed_experts = true: this server records none; it needs a mixture of experts and, on GPUs, "
+                "--enable-return-routed-experts"
+            )
+        self._running[group.request_id] = group
 
     def _check_ids(self, token_ids: np.ndarray) -> None:
         # Without a tokenizer vLLM does not look, and an id beyond the embedding ends the engine.
@@ -143,10 +156,10 @@ class DppoRoutes:
 
     async def _abort(self, request: Request) -> Response:
         request_id = str(json.loads(await request.body())["request_id"])
-        n = self._running.get(request_id, 0)
-        if n:
-            await self._engine.abort(child_ids(request_id, n))
-        return JSONResponse({"aborted": n})
+        group = self._running.get(request_id)
+        if group is not None:
+            await self._engine.abort(child_ids(group))
+        return JSONResponse({"aborted": group.n if group is not None else 0})
 
     async def _load_weights(self, request: Request) -> Response:
         body = json.loads(await request.body())

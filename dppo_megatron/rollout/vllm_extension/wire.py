@@ -18,11 +18,11 @@ from ..engine import GenerateRequest
 MAGIC = b"DPPO"
 MEDIA_TYPE = "application/x-dppo-frame"
 _PREFIX = len(MAGIC) + 4
-_DTYPES = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4")}
+_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "float32", "uint8", "uint16")}
 
 
 def encode_frame(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
-    """Header and arrays (int32 or fp32) as one frame."""
+    """Header and arrays (of `_DTYPES`) as one frame."""
     layout = [[name, array.dtype.name, list(array.shape)] for name, array in arrays.items()]
     text = json.dumps({**header, "arrays": layout}).encode()
     text += b" " * (-(len(text) + _PREFIX) % 8)
@@ -67,6 +67,7 @@ def encode_request(request: GenerateRequest) -> bytes:
             "max_tokens": request.max_tokens,
             "stop_token_ids": request.stop_token_ids,
             "topk": request.topk,
+            "routed_experts": request.routed_experts,
         }
     ).encode()
 

@@ -22,6 +22,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from .experts import ExpertRecorder, moe_layers
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BACKEND = "dppo_shared_storage"
 
@@ -84,7 +86,21 @@ def _end_with_parent() -> None:
 
 
 class WorkerExtension:
-    """Adds nothing to the worker: naming it makes every worker import this module."""
+    """Mixed into every worker. Naming it also makes every worker import this module."""
+
+    def dppo_moe_layers(self) -> list[int]:
+        """Numbers of the layers that have experts."""
+        return [number for number, _ in moe_layers(self.model_runner.model)]
+
+    def dppo_record_experts(self) -> list[int]:
+        """From now on the experts of requests that ask for it are recorded. Returns the layers' numbers."""
+        self._dppo_experts = ExpertRecorder(self.model_runner, self.model_config.get_num_experts())
+        return self.dppo_moe_layers()
+
+    def dppo_take_experts(self, names: list[str]) -> list[tuple[bytes, str, tuple[int, ...]] | None]:
+        """Data, dtype and shape of the records of requests, each taken once; None where there is none."""
+        records = [self._dppo_experts.take(name) for name in names]
+        return [None if r is None else (r.tobytes(), r.dtype.name, r.shape) for r in records]
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, SharedStorageWeights)
