@@ -19,12 +19,14 @@ import numpy as np
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.clients import build_engine, server_command, server_environment
-from dppo_megatron.rollout.engine import Engine
+from dppo_megatron.rollout.engine import Engine, GenerateRequest
 
 VOCAB = 64
 MAX_MODEL_LEN = 512
 MAX_LOGPROBS = 16
 EOS = 1
+EXPERTS = 8
+PROMPT = np.array([5, 9, 33, 2, 17, 60, 8, 8, 41, 3], dtype=np.int32)
 START_TIMEOUT_S = 300
 END_S = 3  # to end by itself; SGLang waits longer for requests that are not there
 READY = {"vllm": "health", "sglang": "server_info"}  # answers once the server can sample
@@ -67,7 +69,23 @@ def make_model(directory: Path, seed: int, *, experts: int = 0) -> Path:
     return directory
 
 
-def engine_config(model: Path, **engine) -> Config:
+def group(
+    name: str,
+    *,
+    n: int = 4,
+    first_seed: int = 100,
+    temperature: float = 1.0,
+    max_tokens: int = 24,
+    stop: tuple[int, ...] = (),
+    topk: int = 0,
+    prompt: np.ndarray = PROMPT,
+    experts: bool = False,
+) -> GenerateRequest:
+    seeds = tuple(range(first_seed, first_seed + n))
+    return GenerateRequest(name, prompt, n, seeds, temperature, max_tokens, stop, topk, experts)
+
+
+def engine_config(model: Path, *, routing_replay: bool = False, **engine) -> Config:
     settings = {
         "dtype": "fp32",
         "max_model_len": MAX_MODEL_LEN,
@@ -82,7 +100,7 @@ def engine_config(model: Path, **engine) -> Config:
         train={"steps": 1},
         data={"train": model.parent / "none.jsonl"},
         engine=settings | engine,
-        rollout={"max_response_tokens": 64, "topk_logprobs": 8},
+        rollout={"max_response_tokens": 64, "topk_logprobs": 8, "routing_replay": routing_replay},
         weight_sync={"timeout_s": 60},
     )
 
@@ -155,6 +173,15 @@ class Reference:
         with torch.no_grad():
             logits = self._model(ids).logits[0, len(prompt) - 1 : -1].double()
         return torch.log_softmax(logits / temperature, -1).numpy()
+
+    def experts(self, token_ids: np.ndarray) -> np.ndarray:
+        """[S, L, k] the experts of each token, most likely first."""
+        torch = self._torch
+        ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            logits = self._model(ids, output_router_logits=True).router_logits
+        chosen = [layer.topk(self._model.config.num_experts_per_tok, dim=-1).indices for layer in logits]
+        return torch.stack(chosen, 1).numpy()
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         """[S - 1] log-probs of each token after the first."""
