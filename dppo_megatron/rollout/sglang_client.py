@@ -95,7 +95,7 @@ class SglangEngine:
         tokens = token_ids.tolist()
         reply = await self._calls.call(what, "/generate", self._generate_timeout_s, body=encode_score(tokens))
         try:
-            logprobs, version = decode_score(reply, tokens)
+            logprobs, version = decode_score(reply, tokens, limits.vocab_size)
         except ValueError as error:
             raise SpoiltSample(f"engine {self.url}: {what}: {error}") from None
         if version < 0:

@@ -84,12 +84,14 @@ def decode_group(reply: bytes, request: GenerateRequest, model: HFModelConfig) -
     )
 
 
-def decode_score(reply: bytes, token_ids: list[int]) -> tuple[np.ndarray, int]:
+def decode_score(reply: bytes, token_ids: list[int], vocab_size: int) -> tuple[np.ndarray, int]:
     """fp32 [S - 1] log-probs of tokens 1.. and the version that scored them. Raises ValueError."""
     output = _load(reply)
+    # SGLang scores the last token of the vocabulary as it should and calls it 0.
+    named = [token if token < vocab_size - 1 else 0 for token in token_ids]
     try:
         entries = output["meta_info"]["input_token_logprobs"]
-        if [entry[1] for entry in entries] != token_ids:
+        if [entry[1] for entry in entries] not in (token_ids, named):
             raise ValueError("the scored tokens are not those that were sent")
         return _floats([entry[0] for entry in entries[1:]]), parse_version(output["meta_info"]["weight_version"])
     except (KeyError, TypeError, IndexError, AttributeError) as error:
