@@ -11,7 +11,15 @@ import numpy as np
 from ..config.schema import Config
 from ..types import Rollout
 from .compatibility import check_info
-from .engine import EngineError, EngineIncompatible, EngineInfo, GenerateRequest, SpoiltSample, UpdateMode
+from .engine import (
+    EngineError,
+    EngineIncompatible,
+    EngineInfo,
+    EngineUnavailable,
+    GenerateRequest,
+    SpoiltSample,
+    UpdateMode,
+)
 from .engine_calls import CONTROL_TIMEOUT_S, EngineCalls
 from .samples import GroupSamples, check_scores
 from .vllm_extension.wire import decode_frame, encode_request
