@@ -77,9 +77,8 @@ class PlayedEngine:
     async def info(self) -> EngineInfo:
         await self._reach()
         server = self._server
-        return EngineInfo(
-            server.claims, 100, 64, 8, "processed_logprobs", "float32", "m", "played", 0, (), server.instance
-        )
+        limits = (100, 64, 8, "processed_logprobs", "float32", "m", "played", 0)
+        return EngineInfo(server.claims, *limits, instance=server.instance)
 
     async def load_weights(self, path: Path, version: int, mode: str = "keep") -> None:
         self._server.loads.append(version)
