@@ -100,6 +100,7 @@ class HealthRules:
     failures: int  # in a row, of probes or of requests, that make an engine dead
     quarantine_s: float  # after a death by failed requests or a failed verification; doubles with each in a row
     longest_quarantine_s: float = 60.0
+    publish_s: float = 600.0  # no publish takes longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class EngineHealth:
     since: float = 0.0  # when it came into `state`, seconds of the caller's clock
     reason: str = ""  # of the last failure
     instance: str | None = None  # the life that answered last
+    version: int = -1  # that it said it serves
     published: int | None = None  # version to serve
     confirmed: tuple[str, int] | None = None  # life and version the publisher vouches for
     proven: tuple[str, int] | None = None  # life and version it was admitted with
@@ -123,8 +125,14 @@ class EngineHealth:
         """Whether it can be expected to serve soon without being restarted."""
         return self.state not in (State.STARTING, State.DEAD)
 
-    def may_verify(self, now: float) -> bool:
-        return self.state is State.STALE and self.published is not None and now >= self.quarantined_until
+    def may_verify(self, now: float, rules: HealthRules) -> bool:
+        """Whether to load the published weights into it now.
+
+        Not while it is ahead of them: the trainer is publishing the next policy to it, which must not be undone.
+        """
+        if self.state is not State.STALE or self.published is None or now < self.quarantined_until:
+            return False
+        return self.version <= self.published or now - self.since > rules.publish_s
 
     def advance(self, event: Event, now: float, rules: HealthRules) -> EngineHealth:
         after = self._next(event, now, rules)
@@ -147,7 +155,7 @@ class EngineHealth:
             case Failed(reason):
                 return self._failed(reason, now, rules)
             case VerifyStarted():
-                return replace(self, state=State.VERIFYING) if self.may_verify(now) else self
+                return replace(self, state=State.VERIFYING) if self.may_verify(now, rules) else self
             case Verified(instance, version):
                 return self._verified(instance, version)
             case VerifyFailed(reason):
@@ -157,12 +165,16 @@ class EngineHealth:
         vouched = None if confirmed is None else (confirmed, version)
         if version == self.published:
             return replace(self, confirmed=vouched)
+        after = replace(self, published=version, confirmed=vouched)
+        # Only the publisher loads a serving engine, so nothing can have come after what it confirmed.
+        if self.state is State.SERVING and confirmed == self.instance:
+            return replace(after, proven=vouched)
         # A suspect must answer first; a verification goes on, and its result is judged by the new version.
         state = State.STALE if self.state is State.SERVING else self.state
-        return replace(self, state=state, published=version, confirmed=vouched, proven=None)
+        return replace(after, state=state, proven=None)
 
     def _answered(self, instance: str, version: int, now: float) -> EngineHealth:
-        seen = replace(self, instance=instance, silent=0)
+        seen = replace(self, instance=instance, version=version, silent=0)
         if instance != self.instance:
             seen = replace(seen, proven=None)
         if not instance and self.state is State.SUSPECT:  # it cannot say whether it was restarted meanwhile
@@ -171,11 +183,11 @@ class EngineHealth:
             return replace(seen, state=State.STALE) if now >= self.quarantined_until else seen
         if self.state is State.VERIFYING:
             return seen
-        claim = (instance, version)
-        current = version == self.published
-        if current and seen.proven == claim and self.state in (State.SERVING, State.SUSPECT):
+        claim, published = (instance, version), self.published
+        # It may be ahead: the next policy reaches an engine before it is published.
+        if seen.proven == (instance, published) and version >= published:
             return replace(seen, state=State.SERVING)
-        if current and seen.confirmed == claim and now >= self.quarantined_until:
+        if version == published and seen.confirmed == claim and now >= self.quarantined_until:
             return replace(seen, state=State.SERVING, proven=claim)
         return replace(seen, state=State.STALE, proven=None)
 

@@ -22,6 +22,7 @@ from .engine_health import (
     EngineHealth,
     Event,
     HealthRules,
+    Published,
     Registered,
     Silent,
     State,
@@ -131,6 +132,8 @@ class WatchedEngine:
             self._counts["engine/deaths"] += 1
         if died or isinstance(event, Registered) or before.instance not in (None, after.instance):
             self._give_up_requests()
+        if isinstance(event, Published) and after.state is not State.SERVING:
+            self._wake.set()
         if after.state is before.state:
             return
         routine = {before.state, after.state} == _ROUTINE
@@ -168,7 +171,7 @@ class WatchedEngine:
     async def _watch(self) -> None:
         while True:
             await self._probe()
-            if self.health.may_verify(time.monotonic()) and self.policy is not None:
+            if self.health.may_verify(time.monotonic(), self._rules) and self.policy is not None:
                 self.apply(VerifyStarted())
                 self._verification = asyncio.create_task(self._verify(self._client, self.policy))
             with contextlib.suppress(TimeoutError):
@@ -176,15 +179,16 @@ class WatchedEngine:
             self._wake.clear()
 
     async def _probe(self) -> None:
-        service = self._service
+        service, policy = self._service, self.policy
         try:
             info = await probe_health(self._client, self._config.engine.health_timeout_s)
         except EngineError as error:
             event = Silent(str(error))
         else:
             event = Answered(info.instance, info.version)
-        if service != self._service:
-            return  # the answer of a life that is over
+        if service != self._service or policy is not self.policy:
+            self._wake.set()
+            return  # the answer of a life that is over, or to what is no longer the question
         if isinstance(event, Answered) and self.health.instance not in (None, event.instance):
             self._counts["engine/restarts"] += 1  # behind the same address
             self._connect()
@@ -197,15 +201,16 @@ class WatchedEngine:
             instance = (await client.info()).instance
             await client.load_weights(Path(policy.path), policy.version)
             difference = await self._probe_difference(client, policy)
+            info = await client.info()
+            if info.instance != instance:
+                raise EngineUnavailable("the server was restarted meanwhile")
             tolerance = self._config.weight_sync.probe_tolerance
-            if not difference <= tolerance:  # also when it is NaN
+            # When the trainer published the next policy to it meanwhile, the scores are of that one.
+            if info.version == policy.version and not difference <= tolerance:  # also when it is NaN
                 raise EngineError(
                     f"log-probs of the probe differ by {difference:.3g} from the trainer's after loading policy "
                     f"{policy.version}, more than weight_sync.probe_tolerance = {tolerance:g}"
                 )
-            info = await client.info()
-            if info.instance != instance:
-                raise EngineUnavailable("the server was restarted meanwhile")
         except EngineError as error:
             self._verification = None
             self.apply(VerifyFailed(f"not admitted: {error}"))

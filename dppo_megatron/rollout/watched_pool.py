@@ -61,7 +61,9 @@ class WatchedPool:
         self._published = published
         self._build = build
         self._check = check
-        self._rules = HealthRules(config.engine.health_failures, config.engine.health_interval_s)
+        self._rules = HealthRules(
+            config.engine.health_failures, config.engine.health_interval_s, publish_s=config.weight_sync.timeout_s
+        )
         self._engines: dict[str, WatchedEngine] = {}
         self._policy = None  # as last told to the engines
         self._changed = asyncio.Event()

@@ -22,7 +22,7 @@ from dppo_megatron.rollout.engine_health import (
     VerifyStarted,
 )
 
-RULES = HealthRules(failures=3, quarantine_s=2.0, longest_quarantine_s=10.0)
+RULES = HealthRules(failures=3, quarantine_s=2.0, longest_quarantine_s=10.0, publish_s=15.0)
 
 
 def after(*events, start: EngineHealth | None = None, at: float = 0.0) -> EngineHealth:
@@ -53,7 +53,7 @@ def test_confirmed_by_the_publisher_it_serves_once_it_says_so_itself():
 def test_a_claim_that_nobody_confirmed_is_not_believed(answer):
     health = after(Registered(), Published(4, "a"), answer)
     assert health.state is State.STALE
-    assert health.may_verify(0.0)
+    assert health.may_verify(0.0, RULES)
 
 
 def test_an_unconfirmed_engine_serves_after_the_pool_verified_it():
@@ -67,7 +67,7 @@ def test_an_unconfirmed_engine_serves_after_the_pool_verified_it():
 def test_a_verification_of_something_else_does_not_admit(verified):
     health = after(Registered(), Published(4), Answered("a", 2), VerifyStarted(), verified)
     assert health.state is State.STALE
-    assert health.may_verify(0.0)
+    assert health.may_verify(0.0, RULES)
 
 
 def test_a_verification_overtaken_by_the_next_policy_does_not_admit():
@@ -75,11 +75,27 @@ def test_a_verification_overtaken_by_the_next_policy_does_not_admit():
     assert health.state is State.STALE
 
 
-def test_a_new_policy_ends_serving_until_it_is_served():
+def test_a_new_policy_that_the_publisher_confirmed_is_served_at_once():
     health = after(Published(5, "a"), start=serving(4))
+    assert health.state is State.SERVING
+    assert health.proven == ("a", 5)
+    assert after(Answered("a", 4), start=health).state is State.STALE  # not what the publisher left
+
+
+@pytest.mark.parametrize("confirmed", [None, "b"])
+def test_a_new_policy_without_confirmation_ends_serving(confirmed):
+    health = after(Published(5, confirmed), start=serving(4))
     assert health.state is State.STALE
-    assert after(Answered("a", 4), start=health).state is State.STALE  # loaded over by an older one in between
-    assert after(Answered("a", 5), start=health).state is State.SERVING
+    assert after(Answered("a", 5), start=health).state is State.STALE
+
+
+def test_an_engine_that_the_next_policy_reached_already_is_left_alone():
+    health = after(Answered("a", 5), start=serving(4))
+    assert health.state is State.SERVING
+    unproven = after(Registered(), Published(4), Answered("a", 5))
+    assert unproven.state is State.STALE
+    assert not unproven.may_verify(RULES.publish_s, RULES)  # loading would undo what the trainer is doing
+    assert unproven.may_verify(RULES.publish_s + 1, RULES)  # nobody is: it only says so
 
 
 def test_silence_makes_it_suspect_and_then_dead():
@@ -132,7 +148,7 @@ def test_a_delivery_between_them_forgives_failures():
 def test_a_failed_verification_is_tried_again_after_a_wait():
     health = after(Registered(), Published(4), Answered("a", 4), VerifyStarted(), VerifyFailed("scores differ"))
     assert health.state is State.DEAD
-    assert after(Answered("a", 4), start=health, at=2.0).may_verify(2.0)
+    assert after(Answered("a", 4), start=health, at=2.0).may_verify(2.0, RULES)
 
 
 def test_starting_is_no_failure():

@@ -156,6 +156,25 @@ def test_a_published_policy_is_waited_for_before_the_next_request(world):
     assert set(w.servers[B].loads) <= {1, 2, 3, 4, 5}
 
 
+def test_what_the_trainer_is_publishing_is_not_undone(world):
+    """The next policy is in every engine, confirmed by none of them so far: the pool must not load the old one."""
+    w = world()
+
+    async def use(pool):
+        await until(lambda: pool.take_metrics()["engine/serving"] == 2)
+        for version in range(1, 4):
+            for server in w.servers.values():
+                server.weights = server.claims = version
+            await asyncio.sleep(0.1)  # several probes
+            await many(pool, 4)
+            w.publish(version)
+            await many(pool, 4)
+        assert w.servers[A].loads == w.servers[B].loads == []
+        assert {len(server.asked) for server in w.servers.values()} == {12}  # neither was ever out
+
+    w.live(use)
+
+
 def test_one_loaded_over_by_an_older_policy_is_caught_up(world):
     """Confirmed for policy 2, but a load of policy 1 that was still on its way came after it."""
     w = world(PlayedServer())
