@@ -54,7 +54,9 @@ class RestartedServer:
     def check(self, now: float) -> str | None:
         """What has happened to it, in words; None mostly. Sets `failed` when the run cannot go on with it."""
         if self._due is not None:
-            return self._restart(now)
+            if now >= self._due:
+                self._due, self.child = None, self._start()
+            return None
         code = self.child.poll()
         if code is not None:
             return self._ended(exit_reason(code), now)
@@ -67,23 +69,20 @@ class RestartedServer:
         self._due = None
         self.child.end(grace_s)
 
-    def _restart(self, now: float) -> str | None:
-        if now < self._due:
-            return None
-        self._due = None
-        self.child = self._start()
-        return None
-
     def _ended(self, reason: str, now: float) -> str | None:
         self._withdraw()
         self.child.end(ORPHANS_S)
         served_s = 0.0 if self._serving_since is None else now - self._serving_since
         self._restarts = self._policy.in_a_row(self._restarts, served_s)
         self._serving_since = None
-        # One that never served is misconfigured, not unlucky.
-        if not self._ever_served or self._restarts > self._policy.limit:
+        if not self._ever_served:  # misconfigured, not unlucky
             self.failed = True
             return None
+        if self._restarts > self._policy.limit:
+            self.failed = True
+            return (
+                f"{self.child.name} is not started again after {self._policy.limit} restarts in a row (engine.restarts)"
+            )
         delay = self._policy.delay_s(self._restarts)
         self._due = now + delay
         return (
