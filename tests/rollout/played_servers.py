@@ -77,8 +77,18 @@ class PlayedEngine:
     async def info(self) -> EngineInfo:
         await self._reach()
         server = self._server
-        limits = (100, 64, 8, "processed_logprobs", "float32", "m", "played", 0)
-        return EngineInfo(server.claims, *limits, instance=server.instance)
+        return EngineInfo(
+            version=server.claims,
+            vocab_size=100,
+            max_model_len=64,
+            max_logprobs=8,
+            logprobs_mode="processed_logprobs",
+            dtype="float32",
+            model="m",
+            engine="played",
+            running=0,
+            instance=server.instance,
+        )
 
     async def load_weights(self, path: Path, version: int, mode: str = "keep") -> None:
         self._server.loads.append(version)
