@@ -171,6 +171,13 @@ def test_garbled_replies_are_spoilt_samples(config, reply, message):
     assert "127.0.0.1" in str(error.value)
 
 
+def test_samples_of_a_restarted_server_are_refused(config):
+    info = http(200, json.dumps(INFO | {"instance": "first life"}).encode())
+    reply = http(200, encode_frame(GOOD_HEADER | {"instance": "second life"}, GOOD_ARRAYS))
+    with pytest.raises(EngineUnavailable, match="the server was restarted"):
+        against(config, {"/dppo/info": [info], "/dppo/generate": [reply]}, generate)
+
+
 @pytest.mark.parametrize("logprobs", [[-1.0], [-1.0, np.nan], [-1.0, 0.5]])
 def test_spoilt_scores(config, logprobs):
     reply = http(200, encode_frame({"version": 3}, {"logprobs": np.array(logprobs, np.float32)}))
