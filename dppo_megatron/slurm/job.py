@@ -15,20 +15,20 @@ from dppo_megatron.config import Config, ConfigError, load_config, save_resolved
 from dppo_megatron.config.checks import slurm_violations
 from dppo_megatron.launch.preflight import check_life
 from dppo_megatron.launch.process import exit_reason
+from dppo_megatron.launch.restarts import RestartedServer, RestartPolicy
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import forget_all
+from dppo_megatron.services import forget, forget_all
 
 from . import queue
 from .allocation import Allocation
 from .lives import TIME_LIMIT, Event, Lives, checkpoint_step
 from .log_errors import NewErrors
 from .placement import StepPlan, engine_plans, node_violations, single_task, trainer_plan
-from .step import Step
+from .step import KILL_S, Step
 from .submit import refuse_second_job
 
 POLL_S = 0.1
 GRACE_S = 10.0
-KILL_S = 10.0
 REFUSED = 2  # exit code of a `ConfigError`
 REQUEUE, STOP = signal.SIGUSR1, signal.SIGUSR2
 CANCELLED = (signal.SIGTERM, signal.SIGINT)
@@ -65,7 +65,7 @@ class Job:
         self._lives = Lives(self._run)
         self._errors = NewErrors(self._run.logs)
         self._signal: int | None = None
-        self._servers: list[Step] = []  # run until ended
+        self._servers: list[RestartedServer] = []  # run until ended
         self._orchestrator: Step | None = None
         self._trainer: Step | None = None
 
@@ -99,13 +99,22 @@ class Job:
         return self._failed(step, code) if code else 0
 
     def _start(self) -> None:
-        self._servers = [self._step(plan) for plan in engine_plans(self._config, self._allocation)]
+        self._servers = [self._server(plan) for plan in engine_plans(self._config, self._allocation)]
         if self._config.samples:
             self._orchestrator = self._step(single_task("orchestrator", self._allocation))
         self._trainer = self._step(trainer_plan(self._config, self._allocation, resume=self._resume))
 
     def _step(self, plan: StepPlan) -> Step:
         return Step(self._config, self._run.config, plan, self._allocation)
+
+    def _server(self, plan: StepPlan) -> RestartedServer:
+        """An engine that ends starts again on its node, as on one machine."""
+        return RestartedServer(
+            start=lambda: self._step(plan),
+            withdraw=lambda: forget(self._run, plan.name),
+            serves=lambda: (self._run.services / f"{plan.name}.json").exists(),
+            policy=RestartPolicy(self._config.engine.restarts),
+        )
 
     @property
     def _workers(self) -> list[Step]:
@@ -118,12 +127,16 @@ class Job:
                 return self._cancelled()
             if self._signal is not None and not self._trained():
                 return self._stop_early()
-            for step in (*self._workers, *self._servers):
-                code = step.poll()
-                if code is not None and (code != 0 or step in self._servers):
+            for step in self._workers:
+                if code := step.poll():
                     return self._failed(step, code)
             if all(step.poll() == 0 for step in self._workers):
                 return self._completed()
+            for server in self._servers:
+                if news := server.check(time.monotonic()):
+                    say(news)
+                if server.failed:
+                    return self._failed(server.child, server.child.poll() or 1)
             time.sleep(POLL_S)
 
     def _trained(self) -> bool:
@@ -210,7 +223,7 @@ class Job:
 
     def _end_all(self) -> None:
         """Asks every step, then kills what is left after the grace; Slurm ends the rest with the job."""
-        steps = [*self._workers, *self._servers]
+        steps = [*self._workers, *(server.child for server in self._servers)]
         for act, patience in ((Step.ask_to_stop, GRACE_S), (Step.kill, KILL_S)):
             for step in steps:
                 act(step)

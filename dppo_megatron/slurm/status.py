@@ -16,7 +16,8 @@ from dppo_megatron.observability.tail import read_records
 from dppo_megatron.rollout.clients import build_engine
 from dppo_megatron.rollout.engine import EngineError
 from dppo_megatron.rollout.published import PublishedPolicy
-from dppo_megatron.run_dir import RunDir, read_json
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.services import Service, engine_services
 
 from . import queue
 from .lives import Lives, checkpoint_step
@@ -117,12 +118,9 @@ def _jobs(job_ids: list[str]) -> tuple[list[queue.QueuedJob], str]:
 
 
 async def _engines(config: Config, run: RunDir) -> list[EngineStatus]:
-    announced = [read_json(path) for path in sorted(run.services.glob("engine-*.json"))]
-    if config.engine.urls:
-        announced = [{"name": f"engine-{i}", "url": url, "host": ""} for i, url in enumerate(config.engine.urls)]
 
-    async def ask(service: dict[str, Any]) -> EngineStatus:
-        engine = build_engine(config, service["url"])
+    async def ask(service: Service) -> EngineStatus:
+        engine = build_engine(config, service.url)
         try:
             await asyncio.wait_for(engine.health(), HEALTH_TIMEOUT_S)
             health = "answers"
@@ -132,9 +130,9 @@ async def _engines(config: Config, run: RunDir) -> list[EngineStatus]:
             health = f"does not answer: {error}".replace(f"engine {engine.url}: ", "")
         finally:
             await engine.close()
-        return EngineStatus(service["name"], service["host"], service["url"], health)
+        return EngineStatus(service.name, service.host, service.url, health)
 
-    return list(await asyncio.gather(*(ask(service) for service in announced if service is not None)))
+    return list(await asyncio.gather(*map(ask, engine_services(config, run).values())))
 
 
 def _errors(run: RunDir) -> list[LastError]:

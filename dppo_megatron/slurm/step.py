@@ -10,12 +10,14 @@ from pathlib import Path
 
 from dppo_megatron.config import Config
 from dppo_megatron.launch.process import end_with_parent
+from dppo_megatron.run_dir import RunDir
 
 from .allocation import Allocation
 from .placement import StepPlan
 
 # What the batch script was given srun would take for options of its own, other than those of its command line.
 BATCH_OPTIONS = ("SLURM_GPUS", "SLURM_CPUS_PER", "SLURM_MEM_PER", "SLURM_NTASKS_PER", "SLURM_EXPORT_ENV")
+KILL_S = 10.0  # for Slurm to kill the tasks of a step
 
 
 class Step:
@@ -23,6 +25,7 @@ class Step:
 
     def __init__(self, config: Config, config_file: Path, plan: StepPlan, allocation: Allocation):
         self.name = plan.name
+        self.log = RunDir(config.run.dir).log(plan.name)
         self._process = subprocess.Popen(
             srun_command(config, config_file, plan, allocation),
             stdin=subprocess.DEVNULL,
@@ -44,6 +47,13 @@ class Step:
         """srun takes SIGTERM as the order to kill its tasks at once."""
         if self.poll() is None:
             self._process.terminate()
+
+    def end(self, grace_s: float) -> None:
+        """Asks, then kills what is left after `grace_s`."""
+        self.ask_to_stop()
+        if not self.wait(grace_s):
+            self.kill()
+            self.wait(KILL_S)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it ended in time."""

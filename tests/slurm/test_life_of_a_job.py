@@ -63,11 +63,16 @@ def test_two_trainer_nodes_and_an_engine_node(uninterrupted):
     assert "completed 4 steps" in run.output.read_text()
 
 
-def test_a_heterogeneous_job(run, uninterrupted):
-    run.gate.touch()
+def test_a_heterogeneous_job_in_which_an_engine_dies_and_starts_again(run, uninterrupted):
     run.sbatch("train_hetjob.sbatch", "--nodes=2", "--gpus-per-node=1", ":", "--nodes=1", "--gpus-per-node=1")
+    run.wait_for_step(2)
+    (server,) = [p for p in run.lab.processes_on("node3") if "vllm.entrypoints.openai.api_server" in p.cmdline()]
+    server.kill()
+    run.wait_until(lambda: "engine-0 serves again" in run.output.read_text(), "the engine's second start")
+    run.gate.touch()
     assert run.wait_for_end() == "COMPLETED", run.everything()
     check_complete(run, uninterrupted)
+    assert run.lab.job(run.job)["Restarts"] == "0"
 
 
 @pytest.mark.parametrize("run", [{"checkpoint": {"every": 0}}], indirect=True)
