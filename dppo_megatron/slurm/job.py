@@ -29,6 +29,7 @@ from .submit import refuse_second_job
 
 POLL_S = 0.1
 GRACE_S = 10.0
+SIGNAL_S = 5.0
 REFUSED = 2  # exit code of a `ConfigError`
 REQUEUE, STOP = signal.SIGUSR1, signal.SIGUSR2
 CANCELLED = (signal.SIGTERM, signal.SIGINT)
@@ -192,7 +193,7 @@ class Job:
             states = {job.state for job in queue.jobs([self._allocation.job_id])}
         except queue.SlurmError as error:
             say(f"cannot ask for the job's state: {error}")
-            return True
+            return not self._being_ended()
         return states == {"RUNNING"}
 
     def _requeue(self, cause: str, code: int) -> int:
@@ -214,9 +215,17 @@ class Job:
         try:
             queue.requeue(self._allocation.job_id)
         except queue.SlurmError as error:
-            self._record("failed", f"{cause}; could not be requeued: {error}")
-            say(f"could not be requeued: {error}")
+            if not self._being_ended():  # a requeue that succeeds may end the command that asked for it
+                self._record("failed", f"{cause}; could not be requeued: {error}")
+                say(f"could not be requeued: {error}")
         return code
+
+    def _being_ended(self) -> bool:
+        """Whether Slurm's signal arrives within some seconds."""
+        deadline = time.monotonic() + SIGNAL_S
+        while self._signal not in CANCELLED and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return self._signal in CANCELLED
 
     def _record(self, event: Event, cause: str, nodes: tuple[str, ...] = ()) -> None:
         self._lives.record(event, cause, job=self._allocation.job_id, restart=self._allocation.restart, nodes=nodes)

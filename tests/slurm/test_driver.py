@@ -34,6 +34,22 @@ if role == "trainer" and rank == 1:
     sys.exit("rank ran into a wall")
 time.sleep(0 if role == "check" else 600)
 """
+# The engine announces itself and dies, once; the trainer is done when it serves again.
+ENGINE_DIES = """
+service, again = pathlib.Path(sys.argv[-1]).parent / "services" / "engine-0.json", seen_file.parent / "again"
+if role == "engine":
+    second = again.with_name("died").exists()
+    service.parent.mkdir(exist_ok=True)
+    service.write_text('{"name": "engine-0", "url": "", "pid": 1, "host": ""}')
+    if second:
+        again.touch()
+        time.sleep(600)
+    again.with_name("died").touch()
+    time.sleep(1)
+    sys.exit(7)
+while role == "trainer" and not again.exists():
+    time.sleep(0.1)
+"""
 
 
 @pytest.fixture
@@ -71,6 +87,14 @@ def test_a_crash_loop_of_a_heterogeneous_job_stops_with_the_reason(stubbed):
         ("started", 0), ("requeued", 0), ("started", 1), ("failed", 1),
     ]  # fmt: skip
     assert run.events()[2].cause == "trainer: exit code 1"
+
+
+def test_an_engine_that_dies_starts_again_in_the_same_life(stubbed):
+    run = stubbed(ENGINE_DIES)
+    run.sbatch("train.sbatch", "--nodes=3", "--gpus-per-node=1")
+    assert run.wait_for_end() == "COMPLETED"
+    assert "engine-0 ended: exit code 7. Restart 1 of 5 (engine.restarts)" in run.output.read_text()
+    assert [e.event for e in run.events()] == ["started", "completed"]
 
 
 def test_a_request_to_stop_ends_the_job_without_a_requeue(stubbed, tmp_path):
