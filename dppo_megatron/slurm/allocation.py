@@ -19,11 +19,6 @@ class Allocation:
     def heterogeneous(self) -> bool:
         return len(self.groups) > 1
 
-    @property
-    def life(self) -> str:
-        """Tells this life of the job from every other, in names of files."""
-        return f"{self.job_id}-{self.restart}"
-
     @classmethod
     def of_this_job(cls, environment: Mapping[str, str] = os.environ) -> Allocation:
         """From the batch script's environment. Raises `SlurmError` outside a job."""
