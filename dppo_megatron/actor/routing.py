@@ -7,7 +7,7 @@ runs again to recompute activations, brings its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,13 +58,15 @@ class RoutingReplay:
             held.append(sparse.index(layer.layer_number - 1))
         self.held_layers = tuple(held)
 
-    def disagreement(self, batches: Iterable[MicroBatch]) -> dict[str, Metric]:
+    def disagreement(self, batches: Sequence[MicroBatch]) -> dict[str, Metric]:
         """Share of replayed (token, layer, slot) triples whose expert the trainer's router would not have chosen.
 
         Over all ranks: one all-reduce. Ranks that route the same rows count them alike, which changes no share.
         """
-        counts = sum(batch.packed.replay.counts() for batch in batches if batch.packed.replay is not None)
-        counts = torch.as_tensor(counts).double().expand(2).clone()
+        counts = torch.zeros(2, dtype=torch.float64, device=batches[0].token_ids.device)
+        for batch in batches:
+            if batch.packed.replay is not None:
+                counts += batch.packed.replay.counts()
         dist.all_reduce(counts)
         return {"moe/routing_replay_disagreement": Metric("mean", counts.cpu(), counts.new_zeros(0).cpu())}
 

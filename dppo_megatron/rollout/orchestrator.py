@@ -153,6 +153,7 @@ class Orchestrator:
                 max_tokens=rollout.max_response_tokens,
                 stop_token_ids=self._stop_token_ids,
                 topk=rollout.topk_logprobs,
+                routed_experts=rollout.routing_replay,
             )
             try:
                 return await self._engines.generate(request)
