@@ -153,14 +153,15 @@ class Packer:
         num_loss_tokens = len(rows)
         if num_loss_tokens == 0:  # the head and its collectives still run, on a row that the mask leaves out
             rows = torch.zeros(1, dtype=torch.long)
-        loss = loss_fields(batch, origin[rows], num_loss_tokens > 0)
+        loss_rows = origin[rows].clamp(min=0)  # that one may be padding
+        loss = loss_fields(batch, loss_rows, num_loss_tokens > 0)
         position_ids = position_ids.to(self.device)
         return MicroBatch(
             token_ids=torch.where(real, batch.token_ids[origin], 0).to(self.device)[None],
             position_ids=position_ids[None],
             packed=self._packed(bounds, position_ids, rows.to(self.device), self._replayed(batch, origin)),
             loss=to_device(loss, self.device),
-            loss_rows=origin[rows].to(self.device),
+            loss_rows=loss_rows.to(self.device),
             context_rows=context_rows,
             given=batch,
             batch_tokens=batch.token_ids.shape[0],

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from actor_cases import VOCAB, make_config, micro_batches, pack, sequences
+from actor_cases import VOCAB, K, make_config, micro_batches, pack, sequences
 from actor_ranks import Rank
 
 from dppo_megatron.objectives import build_objective
@@ -77,6 +77,23 @@ def scores(rank: Rank) -> Any:
                 "moved": torch.cat(actor.logprobs(batches)),
                 "reference": torch.cat([s.logprob for s in reference.scores(batches)]),
             }
+    return results
+
+
+def idle_rank(rank: Rank) -> Any:
+    """One micro-batch for all: with two ranks, the second of them has only a filler, and half of the experts."""
+    from dppo_megatron.data.packing import pack as pack_sequences
+
+    layouts = {"alone": {}}
+    if rank.world_size == 2:
+        layouts = {name: {"expert": 2, "expert_dispatcher": name} for name in ("alltoall", "allgather")}
+        layouts["context"] = {"context": 2}
+    results = {}
+    for name, layout in layouts.items():
+        with rank.actor("qwen3_moe", **layout) as actor:
+            batch = pack(sequences()) if actor.layout.data_parallel_rank == 0 else pack_sequences([], topk=K)
+            stats = [actor.train_update([batch], topk()) for _ in range(2)]
+        results[name] = [(s.loss, s.grad_norm, s.metrics["masked/share"]) for s in stats]
     return results
 
 

@@ -10,10 +10,10 @@ from actor_ranks import run_ranks
 
 ONE_RANK = [
     "alone", "alone_tied", "packing", "variants", "against_transformers", "experts_against_transformers",
-    "non_finite", "no_loss_rows", "scores", "schedules", "checkpoint_files", "unwritable", "resume",
+    "idle_rank", "non_finite", "no_loss_rows", "scores", "schedules", "checkpoint_files", "unwritable", "resume",
 ]  # fmt: skip
 TWO_RANKS = [
-    "experts_against_transformers",
+    "experts_against_transformers", "idle_rank",
     "tensor", "scores", "tensor_tied", "tensor_fused", "sequence", "sequence_fused_recompute", "data",
     "data_plain_optimizer", "pipeline", "pipeline_virtual", "pipeline_tied",
     "tensor_from_one_rank", "data_from_one_rank", "pipeline_from_one_rank", "resume", "late_rank",

@@ -144,6 +144,13 @@ def test_a_micro_batch_without_loss_adds_nothing(one_rank):
     assert not values["logprobs"].any()
 
 
+def test_a_rank_with_nothing_to_learn_serves_its_experts(one_rank, two_ranks):
+    (expected,) = result(one_rank, "idle_rank").values()
+    for layout, got in result(two_ranks, "idle_rank").items():
+        for mine, theirs in zip(got, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5), layout
+
+
 def test_learning_rate(one_rank):
     rates = result(one_rank, "schedules")
     assert rates["constant", 0] == [0.1] * 10

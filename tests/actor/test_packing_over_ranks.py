@@ -50,11 +50,15 @@ def test_every_row_and_every_loss_token_once(context, tensor):
 
 
 def test_a_rank_without_loss_tokens_still_computes_a_masked_one():
-    batch = pack(sequences(2))
+    """Also where its first row is padding, as in a sequence of one token."""
+    given = sequences(3)
+    given[0] = {name: value[:1] for name, value in given[0].items()}
+    batch = pack(given)
     first = torch.zeros_like(batch.mask)
     first[0] = True  # owned by rank 0 alone
     parts = [packer(context_size=2, context_rank=rank)(replace(batch, mask=first)) for rank in range(2)]
     assert [part.num_loss_tokens for part in parts] == [1, 0]
+    assert parts[1].loss_rows.tolist() == [0]
     assert not parts[1].loss.mask.any()
     assert not parts[1].loss.loss_weight.any()
 
