@@ -75,8 +75,9 @@ def init_layout(config: Config) -> Layout:
     """Start torch.distributed (NCCL on CUDA, else gloo) and Megatron's groups; seed every generator with `run.seed`.
 
     Rank, world size and rendezvous come from the environment, as torchrun and the launcher set them; one
-    process needs none. A collective that takes longer than `parallel.timeout_s` raises. Raises LayoutError
-    when the environment does not match the config.
+    process needs none. A collective that takes longer than `parallel.timeout_s` raises. Where torch.distributed
+    is already started, its process group is used as it is. Raises LayoutError when the environment does not match
+    the config.
     """
     parallel = config.parallel
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -103,7 +104,9 @@ def init_layout(config: Config) -> Layout:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=parallel.timeout_s)
-    if "RANK" in os.environ:
+    if dist.is_initialized():
+        backend = dist.get_backend()
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -29,6 +29,10 @@ class ModelConfig(Section):
         description="stored: head output kept for the loss; fused: head and loss in one pass, less memory",
     )
     recompute: Literal["none", "selective", "full"] = Field("none", description="activation recompute")
+    fp8: Literal["none", "tensorwise", "blockwise", "mxfp8"] = Field(
+        "none", description="TransformerEngine's FP8 recipe for the layers' matrix products; needs bf16 and a GPU"
+    )
+    fp32_head: bool = Field(False, description="project to logits in fp32 whatever the dtype; stored logits only")
     layers: Literal["auto", "local", "transformer_engine"] = Field(
         "auto",
         description="layer implementation; auto = TransformerEngine on CUDA where installed, else local",
@@ -71,6 +75,9 @@ class OptimizerConfig(Section):
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
     grad_clip: float = Field(1.0, ge=0, description="global gradient norm; 0 = off")
+    offload: float = Field(
+        0.0, ge=0, le=1, description="share of the Adam states kept and updated on the host; needs a GPU"
+    )
     max_skipped_in_a_row: int = Field(
         5, ge=1, description="stop after so many updates skipped for non-finite gradients"
     )
@@ -204,6 +211,10 @@ class WeightSyncConfig(Section):
 class CheckpointConfig(Section):
     every: int = Field(50, ge=0, description="steps between checkpoints; 0 = only at the end")
     keep: int = Field(2, ge=1)
+    asynchronous: bool = Field(
+        False, description="go on training while a checkpoint is written; costs a host copy of this rank's part"
+    )
+    timeout_s: float = Field(1800.0, gt=0, description="asynchronous: an unfinished write that takes longer raises")
 
 
 class EvalConfig(Section):

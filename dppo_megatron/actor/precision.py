@@ -1,0 +1,129 @@
+"""What numbers are computed in, what that asks of a GPU, and which implementation computes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dppo_megatron.config.schema import Config
+
+from . import megatron_version
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One of TransformerEngine's FP8 recipes, under Megatron's name, and the first GPUs that compute it."""
+
+    megatron: str
+    capability: Capability
+    scaling: str
+
+
+RECIPES: dict[str, Recipe] = {
+    "tensorwise": Recipe("tensorwise", (8, 9), "one scale a tensor, from its current values"),
+    "blockwise": Recipe("blockwise", (9, 0), "one scale a block of 1 x 128 or 128 x 128"),
+    "mxfp8": Recipe("mxfp8", (10, 0), "one power of two for 32 values"),
+}
+
+
+def this_gpu() -> Capability | None:
+    """Compute capability of the device that this process uses; None without CUDA."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def precision_arguments(config: Config) -> dict[str, Any]:
+    """The FP8 fields of a TransformerConfig: E4M3 forward, E5M2 for tensorwise gradients."""
+    if config.model.fp8 == "none":
+        return {}
+    recipe = RECIPES[config.model.fp8]
+    # Scales of small blocks follow the values, so gradients need no wider exponent.
+    return {"fp8": "hybrid" if config.model.fp8 == "tensorwise" else "e4m3", "fp8_recipe": recipe.megatron}
+
+
+def precision_problems(config: Config, capability: Capability | None) -> list[str]:
+    """Every reason why a device of `capability` (None = CPU) cannot compute as configured; installation aside."""
+    m, out = config.model, []
+    if m.fp8 != "none":
+        needed = RECIPES[m.fp8].capability
+        if capability is None:
+            out.append(f"model.fp8 = {m.fp8}: needs a CUDA device; set it to none")
+        elif capability < needed:
+            can = [name for name, recipe in RECIPES.items() if recipe.capability <= capability]
+            remedy = f"use one of {', '.join(can)} or none" if can else "set it to none"
+            out.append(
+                f"model.fp8 = {m.fp8}: needs compute capability {_dotted(needed)} or newer, the GPU has "
+                f"{_dotted(capability)}; {remedy}"
+            )
+        if m.dtype != "bf16":
+            out.append(f"model.fp8 = {m.fp8}: the rest is computed in bf16; set model.dtype to bf16")
+        if m.layers == "local":
+            out.append(f"model.fp8 = {m.fp8}: local layers have no FP8; set model.layers to transformer_engine or auto")
+    if m.fp32_head and m.logits == "fused":
+        out.append("model.fp32_head = true: the fused head multiplies in model.dtype; set model.logits to stored")
+    if config.optimizer.offload and capability is None:
+        out.append(
+            f"optimizer.offload = {config.optimizer.offload}: moves states from a GPU to the host, and there is no "
+            "CUDA device; set it to 0"
+        )
+    return out
+
+
+def installation_problems(config: Config) -> list[str]:
+    """What `config` needs and is not installed here."""
+    if config.model.fp8 == "none" or megatron_version.has_transformer_engine():
+        return []
+    return [f"model.fp8 = {config.model.fp8}: needs TransformerEngine, which is not installed; install it or use none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Implementations:
+    """Who computes what in this process, in Megatron's own order of preference."""
+
+    layers: str  # norms, matrix products, attention
+    optimizer: str  # Adam
+    norms: str  # multi-tensor gradient norm and clipping
+    weight_gradient: str  # where weight gradients are added to the fp32 buffer
+
+    def __str__(self) -> str:
+        return (
+            f"layers {self.layers}, Adam {self.optimizer}, gradient norm {self.norms}, "
+            f"weight gradients {self.weight_gradient}"
+        )
+
+
+def implementations(config: Config, *, transformer_engine_layers: bool) -> Implementations:
+    """TransformerEngine where it is installed, else NVIDIA's apex, else torch; on the CPU always torch.
+
+    apex is recognised by its own extension modules: the package index's `apex` is a web toolkit.
+    """
+    engine, apex = megatron_version.has_transformer_engine(), megatron_version.has_nvidia_apex()
+    if not torch.cuda.is_available():
+        engine = apex = False
+    fused = "TransformerEngine" if engine else "NVIDIA apex" if apex else "torch"
+    adam = f"{fused} on the GPU, torch on the host" if config.optimizer.offload else fused
+    gradient = "torch"
+    if transformer_engine_layers:
+        gradient = "TransformerEngine"
+    elif torch.cuda.is_available() and megatron_version.has_fused_weight_gradient():
+        gradient = "NVIDIA apex"
+    layers = "TransformerEngine" if transformer_engine_layers else "local"
+    return Implementations(layers, adam, fused, gradient)
+
+
+def describe(config: Config) -> str:
+    """Dtypes of every part in one line, for the log."""
+    m = config.model
+    parts = [f"{m.dtype} parameters and activations"]
+    if m.fp8 != "none":
+        parts.append(f"FP8 matrix products ({m.fp8}: {RECIPES[m.fp8].scaling})")
+    if m.fp32_head:
+        parts.append("fp32 head")
+    return ", ".join([*parts, "fp32 gradients and optimizer"])
+
+
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,182 @@
+"""What a micro-batch leaves in memory between its forward and its backward pass, part by part of a layer.
+
+docs/plan.md gives the same formulas as a table. Letters: t tokens of the micro-batch on this rank, s those that
+a sequence-parallel rank keeps of them (t / tensor), e bytes of an element, and sizes per tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dppo_megatron.config import Config
+from dppo_megatron.hf import HFModelConfig
+
+FP32 = 4
+INDEX = 8
+# Tokens that the busiest expert-parallel rank receives, over the mean. An assumption: routing decides it.
+EXPERT_IMBALANCE = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One micro-batch on one rank. `tokens`: of this context-parallel rank. `cuda`: fused kernels, or the CPU's."""
+
+    hf: HFModelConfig
+    config: Config
+    tokens: int
+    cuda: bool
+
+    @property
+    def e(self) -> int:
+        return 4 if self.config.model.dtype == "fp32" else 2
+
+    @property
+    def tensor(self) -> int:
+        return self.config.parallel.tensor
+
+    @property
+    def expert_tensor(self) -> int:
+        return self.config.parallel.expert_tensor or self.tensor
+
+    @property
+    def kept(self) -> int:
+        return -(-self.tokens // self.tensor) if self.config.parallel.sequence else self.tokens
+
+    @property
+    def weight_gradient(self) -> int:
+        """Bytes an element of a weight's gradient takes before it is added to the fp32 buffer."""
+        widened = FP32 if self.e < FP32 and not self.cuda else 0  # the CPU adds in one dtype only
+        return self.e + widened
+
+    @property
+    def hidden_bytes(self) -> int:
+        """One [s, H] tensor: what a layer passes on."""
+        return self.e * self.kept * self.hf.hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Bytes of one layer. `saved` until its backward pass; `working` more while that runs; `core`: what selective
+    recompute saves less, a little or nothing, for attention that never stores its scores has little to give up.
+    """
+
+    saved: dict[str, int]
+    working: int
+    core: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.saved.values())
+
+
+def layer(work: Work, moe: bool) -> Layer:
+    """One transformer layer without recompute."""
+    attention, core = (_latent if work.hf.mla else _grouped)(work)
+    norms = 2 * _norm(work)
+    if not moe:
+        mlp, working = _swiglu(work, work.hf.ffn_hidden_size // work.tensor, work.tokens)
+        saved = {"norms": norms, "attention": attention, "feed-forward": mlp}
+    else:
+        experts, working = _experts(work)
+        saved = {"norms": norms, "attention": attention, "experts": experts}
+    return Layer(saved, working, core)
+
+
+def _norm(work: Work) -> int:
+    """Input as its kernel saves it, and the output that the matrix product after it saves."""
+    elements = work.kept * work.hf.hidden_size
+    saved = work.e if work.cuda else FP32  # ours on the CPU saves the normalised rows in fp32
+    return elements * (saved + work.e)
+
+
+def _grouped(work: Work) -> tuple[int, int]:
+    """Grouped-query attention: (all, core attention alone)."""
+    hf, t, e = work.hf, work.tokens, work.e
+    heads, groups = hf.num_heads // work.tensor, max(1, hf.num_kv_heads // work.tensor)
+    q, kv = t * heads * hf.head_dim, t * groups * hf.head_dim
+    log_sums = FP32 * t * heads
+    if work.cuda:
+        # The projection's output (values are a view of it), queries and keys rotated, the output.
+        return e * (q + 2 * kv) + e * (q + kv) + e * q + log_sums, log_sums
+    norms = FP32 * (q + kv) if hf.qk_norm else 0
+    padded = e * (q + 2 * kv)  # side by side for SDPA; recomputed, its inputs and all of the projection are kept
+    core = e * q + log_sums - e * (q + kv)
+    return norms + padded + 2 * e * q + log_sums, core
+
+
+def _latent(work: Work) -> tuple[int, int]:
+    """Multi-head latent attention: (all, core attention alone)."""
+    hf, mla, t, e = work.hf, work.hf.mla, work.tokens, work.e
+    heads = hf.num_heads // work.tensor
+    query = t * heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    value = t * heads * mla.v_head_dim
+    up = t * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    compressed = work.kept * ((mla.q_lora_rank or 0) + mla.kv_lora_rank)
+    norms = compressed * ((e if work.cuda else FP32) + e)
+    log_sums = FP32 * t * heads
+    unfused = 0 if work.cuda else e * (2 * query + 2 * value)  # padded for SDPA
+    return norms + e * (2 * query + up + value) + log_sums + unfused, log_sums
+
+
+def _swiglu(work: Work, width: int, rows: int) -> tuple[int, int]:
+    """(saved behind the first matrix product, working memory of the backward pass) of one feed-forward."""
+    e, hidden = work.e, work.hf.hidden_size
+    copies = 3 if work.cuda else 5  # gate and up, and the product; unfused also silu(gate) and a copy of up
+    weight_gradient = work.weight_gradient * 2 * width * hidden
+    return e * rows * copies * width, e * rows * 3 * width + weight_gradient
+
+
+def _experts(work: Work) -> tuple[int, int]:
+    """Router, dispatch, routed and shared experts of one layer."""
+    hf, moe, e = work.hf, work.hf.moe, work.e
+    own = work.kept if work.config.parallel.sequence else work.tokens
+    received = own * moe.top_k * work.expert_tensor
+    if work.config.parallel.expert > 1:
+        received = int(received * EXPERT_IMBALANCE)
+    router = own * moe.num_experts * 3 * FP32 + own * moe.top_k * 3 * INDEX
+    dispatched = e * received * hf.hidden_size
+    routed, working = _swiglu(work, moe.ffn_hidden_size // work.expert_tensor, received)
+    saved = router + dispatched + routed
+    if moe.shared_ffn_hidden_size:
+        saved += _swiglu(work, moe.shared_ffn_hidden_size // work.tensor, work.tokens)[0]
+    return saved, working + 2 * dispatched
+
+
+def recomputed(work: Work, made: Layer) -> tuple[int, int]:
+    """(kept, working memory) of a layer under `model.recompute`."""
+    recompute: dict[str, Callable[[], tuple[int, int]]] = {
+        "none": lambda: (made.total, made.working),
+        "selective": lambda: (made.total - made.core, made.working + made.core),
+        "full": lambda: (work.hidden_bytes, made.total + made.working),
+    }
+    return recompute[work.config.model.recompute]()
+
+
+def head(work: Work, rows: int, padded_vocab: int) -> dict[str, int]:
+    """The last stage's head and loss for `rows` tokens that carry it: at their backward pass, above the layers."""
+    hf, e = work.hf, work.e
+    columns = padded_vocab // work.tensor
+    hidden = rows * hf.hidden_size
+    gathered = work.tokens * hf.hidden_size * e if work.config.parallel.sequence else 0
+    around = _norm(work) + gathered + e * hidden  # final norm, gather, the rows picked
+    weight_gradient = work.weight_gradient * columns * hf.hidden_size
+    if work.config.model.logits == "fused":
+        block = -(-columns // 16)
+        return {
+            "head input": around,
+            "a block of logits": e * rows * block,
+            "hidden gradient": (FP32 + e) * hidden,
+            "weight gradient": weight_gradient,
+        }
+    out = {
+        "head input": around,
+        "logits": e * rows * columns,
+        "hidden gradient": e * hidden,
+        "weight gradient": weight_gradient,
+    }
+    if work.config.model.fp32_head and e < FP32:
+        out["logits"] = FP32 * rows * columns
+        out["fp32 copy of the head"] = FP32 * (columns * hf.hidden_size + hidden)
+        out["weight gradient"] += FP32 * columns * hf.hidden_size
+    return out

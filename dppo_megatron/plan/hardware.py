@@ -1,0 +1,64 @@
+"""The machines a plan can be made for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from dppo_megatron.errors import ExpectedError
+
+GIB = 1 << 30
+
+# What torch reports as the device's total memory, in GiB and rounded down, and the compute capability.
+_GPUS: dict[str, tuple[float, tuple[int, int]]] = {
+    "a100-40": (39.3, (8, 0)),
+    "a100-80": (79.1, (8, 0)),
+    "l40s-48": (44.3, (8, 9)),
+    "h100-80": (79.1, (9, 0)),
+    "h20-96": (95.0, (9, 0)),
+    "h200-141": (139.7, (9, 0)),
+    "b200-192": (178.3, (10, 0)),
+}
+# Assumptions, not measured here: CUDA context, cuBLAS workspaces, and NCCL's buffers of the communicators of a rank.
+CONTEXT_BYTES = 1 * GIB
+NCCL_BYTES = 2 * GIB
+MARGIN = 0.05  # of the memory, for the allocator's fragmentation and for sequences longer than planned
+
+
+class UnknownHardware(ExpectedError, ValueError):
+    """`--gpu` names nothing that a plan can be made for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One device. `capability` is None for a CPU."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int] | None
+
+    @property
+    def cuda(self) -> bool:
+        return self.capability is not None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What libraries and communicators take before the first tensor."""
+        return CONTEXT_BYTES + NCCL_BYTES if self.cuda else 0
+
+    @property
+    def margin_bytes(self) -> int:
+        return int(self.memory_bytes * MARGIN)
+
+
+def hardware(name: str) -> Hardware:
+    """The device of a name: one of the table, or `cpu-GIB` for ranks that share nothing but a CPU.
+
+    Raises UnknownHardware with the names there are.
+    """
+    if name in _GPUS:
+        gib, capability = _GPUS[name]
+        return Hardware(name, int(gib * GIB), capability)
+    if match := re.fullmatch(r"cpu-(\d+)", name):
+        return Hardware(name, int(match[1]) * GIB, None)
+    raise UnknownHardware(f"--gpu {name}: known are {', '.join(_GPUS)}, and cpu-GIB, e.g. cpu-16")

@@ -1,0 +1,199 @@
+"""Bytes of one rank over an update, item by item."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from dppo_megatron.config import Config
+from dppo_megatron.hf import HFModelConfig
+from dppo_megatron.hf.export import DEFAULT_BUCKET_BYTES
+
+from .activations import FP32, Work, head, layer, recomputed
+from .hardware import Hardware
+from .ranks import RankModel
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line of the table: what takes memory, how much, and how it was arrived at."""
+
+    name: str
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A rank's memory: what is always there, and what each phase of a step adds while it runs."""
+
+    static: tuple[Item, ...]
+    phases: dict[str, tuple[Item, ...]]
+
+    @property
+    def static_bytes(self) -> int:
+        return _sum(self.static)
+
+    @property
+    def tensors(self) -> int:
+        """Peak of tensors: what the allocator is asked for."""
+        return self.static_bytes + max(map(_sum, self.phases.values()))
+
+    @property
+    def largest_phase(self) -> str:
+        return max(self.phases, key=lambda name: _sum(self.phases[name]))
+
+    def of_phase(self, name: str) -> int:
+        return _sum(self.phases[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much a rank is given at once. `rows`: tokens that carry loss. `micro_batches`: of an update, per rank."""
+
+    tokens: int
+    rows: int
+    micro_batches: int
+
+
+def largest_load(config: Config) -> Load:
+    """The largest micro-batch there can be: the budget, or one sequence that is longer by itself, all of it loss."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if config.samples:
+        longest = min(longest, config.engine.max_model_len)
+    tokens = max(config.train.micro_batch_tokens, longest)
+    sequences = config.rollout.prompts_per_step * config.rollout.group_size // config.train.updates_per_step
+    micro_batches = max(1, -(-sequences * longest // (config.train.micro_batch_tokens * config.data_parallel)))
+    own = -(-tokens // config.parallel.context)
+    return Load(own, own, micro_batches)
+
+
+def estimate(
+    model: RankModel, hf: HFModelConfig, config: Config, hardware: Hardware, load: Load, padded_vocab: int
+) -> Memory:
+    """Memory of the rank `model` on `hardware` when its largest micro-batches are `load`."""
+    work = Work(hf, config, load.tokens, hardware.cuda)
+    phases = {
+        "forward and backward": _forward_backward(work, model, load, padded_vocab),
+        "optimizer step": _step(model, config, hardware),
+        "publishing weights": _publishing(model, config),
+    }
+    return Memory(_static(model, hf, config, load, work), phases)
+
+
+def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, work: Work) -> tuple[Item, ...]:
+    e, p = work.e, config.parallel
+    sharded = p.distributed_optimizer
+    states = _shard(model, sharded)
+    moments = int(states * 2 * FP32 * (1 - config.optimizer.offload))
+    over = f" / {model.dense_replicas} ranks" if sharded and model.dense_replicas > 1 else ""
+    if over and model.expert and model.expert_replicas != model.dense_replicas:
+        over += f", experts / {model.expert_replicas}"
+    items = [
+        Item("parameters", model.parameters * e + model.buffers * FP32, f"{model.parameters:,} x {e} bytes"),
+        Item("gradients", model.parameters * FP32, f"{model.parameters:,} x 4 bytes (fp32)"),
+    ]
+    if e < FP32:
+        items.append(Item("main parameters", states * FP32, f"{model.parameters:,} x 4 bytes{over}"))
+    where = f", {config.optimizer.offload:.0%} on the host" if config.optimizer.offload else ""
+    items.append(Item("Adam moments", moments, f"{model.parameters:,} x 8 bytes{over}{where}"))
+    if config.model.fp8 != "none":
+        items.append(Item("FP8 weights", 2 * model.parameters, "one copy and its transpose, 1 byte each"))
+    if _needs_reference(config):
+        items.append(Item("reference policy", model.parameters * e, "a frozen copy of the start model"))
+    per_token = 8 * INT64 + 2 * hf.head_dim * e + config.rollout.topk_logprobs * 8
+    items.append(Item("batch", load.tokens * per_token + INT64 * hf.vocab_size, "tokens, rope tables, counters"))
+    return tuple(items)
+
+
+INT64 = 8
+
+
+def _shard(model: RankModel, sharded: bool) -> int:
+    if not sharded:
+        return model.parameters
+    return -(-model.dense // model.dense_replicas) - (-model.expert // model.expert_replicas)
+
+
+def _forward_backward(work: Work, model: RankModel, load: Load, padded_vocab: int) -> tuple[Item, ...]:
+    in_flight = chunks_in_flight(work.config, model, load.micro_batches)
+    kinds = [Counter(work.hf.is_moe_layer(index) for index in chunk) for chunk in model.chunks]
+    made = {moe: layer(work, moe) for kind in kinds for moe in kind}
+    kept = {moe: recomputed(work, each) for moe, each in made.items()}
+    layers: Counter[bool] = Counter()
+    for kind, count in zip(kinds, in_flight, strict=True):
+        for moe, number in kind.items():
+            layers[moe] += number * count
+    items = []
+    for moe, number in layers.items():
+        which = "expert" if moe else "dense"
+        name = f"activations, {which} layers" if work.hf.moe else "activations"
+        items.append(Item(name, number * kept[moe][0], _why(work, made[moe], number, sum(in_flight), kept[moe][0])))
+    if work.config.parallel.pipeline > 1:
+        count = sum(in_flight)
+        items.append(Item("stage inputs and outputs", 2 * count * work.hidden_bytes, f"2 x {count} in flight"))
+    working = max((each[1] for each in kept.values()), default=0)
+    above = head(work, load.rows, padded_vocab) if model.has_head else {}
+    if sum(above.values()) >= working:
+        items += [Item(f"head: {name}", size, f"{load.rows:,} rows") for name, size in above.items()]
+    else:
+        items.append(Item("backward of one layer", working, "gradients in flight, and what is recomputed"))
+    return tuple(items)
+
+
+def _why(work: Work, made, number: int, in_flight: int, kept: int) -> str:
+    recompute = work.config.model.recompute
+    if recompute == "full":
+        parts = "inputs only"
+    else:
+        parts = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in made.saved.items())
+        if recompute == "selective":
+            parts += f", core attention recomputed -{made.core / 2**20:,.0f}"
+        parts += " MiB"
+    return f"{number} x {kept / 2**20:,.1f} MiB a layer ({parts}); {in_flight} in flight, {work.tokens:,} tokens"
+
+
+def chunks_in_flight(config: Config, model: RankModel, micro_batches: int) -> list[int]:
+    """Micro-batches whose activations each model chunk of this stage holds at the peak, 1F1B or interleaved."""
+    p = config.parallel
+    if p.virtual_pipeline is None:
+        return [min(micro_batches, p.pipeline - model.stage)]
+    rounds = -(-micro_batches // p.pipeline) * p.pipeline  # whole rounds: fillers make them up
+    ahead = 2 * (p.pipeline - model.stage - 1) + (p.virtual_pipeline - 1) * p.pipeline + 1
+    total = min(ahead, rounds * p.virtual_pipeline)
+    # Chunks take turns of `pipeline` micro-batches each.
+    counts = [0] * p.virtual_pipeline
+    for index in range(total):
+        counts[index // p.pipeline % p.virtual_pipeline] += 1
+    return counts
+
+
+def _step(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item, ...]:
+    if hardware.cuda:
+        return (Item("temporaries", 0, "none: fused optimizer, NCCL reduces and gathers in place"),)
+    sharded = config.parallel.distributed_optimizer
+    largest = -(-model.largest // (model.dense_replicas if sharded else 1))
+    adam = Item("temporaries", 2 * FP32 * largest, "torch's AdamW: two tensors of the largest parameter")
+    gloo = Item("temporaries", FP32 * max(model.dense, model.expert), "gloo reduces a copy of the gradients")
+    return (max(adam, gloo, key=lambda item: item.bytes) if sharded else adam,)
+
+
+def _publishing(model: RankModel, config: Config) -> tuple[Item, ...]:
+    if not config.samples:
+        return (Item("export buckets", 0, "nothing is published"),)
+    tensor = config.parallel.tensor
+    bucket = min(DEFAULT_BUCKET_BYTES, model.parameters * _BYTES[config.engine.dtype])
+    copies = 1 + (2 * tensor if tensor > 1 else 1)  # own shards, those gathered, the whole tensors
+    return (Item("export buckets", copies * bucket, f"{copies} x {bucket >> 20} MiB: shards, gathered, whole"),)
+
+
+def _needs_reference(config: Config) -> bool:
+    from dppo_megatron.objectives import build_objective
+
+    return build_objective(config.objective.name, **config.objective.settings).needs_reference
+
+
+def _sum(items: tuple[Item, ...]) -> int:
+    return sum(item.bytes for item in items)

@@ -1,0 +1,127 @@
+"""A config and a machine to a plan, or to every reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.config.checks import cross_field_violations
+from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
+
+from .hardware import Hardware
+from .memory import Load, Memory, estimate, largest_load
+from .ranks import RankBuilder, RankModel
+from .totals import Totals, totals
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What there is to run on."""
+
+    nodes: int
+    gpus_per_node: int
+    hardware: Hardware
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def need(self, memory: Memory) -> int:
+        """Bytes of a device that `memory` asks for, with what libraries take and the margin."""
+        return memory.tensors + self.hardware.reserved_bytes + self.hardware.margin_bytes
+
+    def fits(self, memory: Memory) -> bool:
+        return self.need(memory) <= self.hardware.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`stages`: one rank of each pipeline stage with its memory. `busiest`: an index into them."""
+
+    config: Config
+    hf: HFModelConfig
+    cluster: Cluster
+    load: Load
+    totals: Totals
+    stages: tuple[tuple[RankModel, Memory], ...]
+    busiest: int
+    notes: tuple[str, ...]
+
+    @property
+    def memory(self) -> Memory:
+        return self.stages[self.busiest][1]
+
+    @property
+    def fits(self) -> bool:
+        return all(self.cluster.fits(memory) for _, memory in self.stages)
+
+
+def make_plan(config: Config, cluster: Cluster, builder: RankBuilder, rank: int | None = None) -> Plan:
+    """`rank`: the one to show; default: one of the stage that needs most.
+
+    Raises ConfigError with every reason why the layout is impossible.
+    """
+    hf, problems = _problems(config, cluster, rank)
+    if problems:
+        raise ConfigError("plan", problems)
+    from dppo_megatron.actor import padded_vocab_size
+
+    load = largest_load(config)
+    padded = padded_vocab_size(hf.vocab_size, config.parallel.tensor)
+    ranks = builder.build(config, rank)
+    stages = tuple((r, estimate(r, hf, config, cluster.hardware, load, padded)) for r in ranks)
+    if rank is not None:
+        busiest = next(index for index, (r, _) in enumerate(stages) if r.rank == rank)
+    else:
+        busiest = max(range(len(stages)), key=lambda index: stages[index][1].tensors)
+    notes = tuple(_notes(config, cluster))
+    return Plan(config, hf, cluster, load, totals(hf, config, ranks), stages, busiest, notes)
+
+
+def _problems(config: Config, cluster: Cluster, rank: int | None) -> tuple[HFModelConfig | None, list[str]]:
+    from dppo_megatron.actor.model_config import model_problems
+    from dppo_megatron.actor.precision import precision_problems
+
+    out = cross_field_violations(config) + _placement(config, cluster)
+    if rank is not None and not 0 <= rank < config.parallel.world_size:
+        out.append(f"--rank {rank}: parallel.world_size = {config.parallel.world_size}")
+    out += precision_problems(config, cluster.hardware.capability)
+    try:
+        hf = read_hf_config(config.model.path)
+    except ModelError as error:
+        return None, out + [f"model.path = {error.source}: {problem}" for problem in error.problems]
+    # What this machine lacks says nothing about the one that is planned for.
+    elsewhere = config.model.model_copy(update={"layers": "local", "fp8": "none"})
+    out += model_problems(hf, config.model_copy(update={"model": elsewhere}))
+    return hf, list(dict.fromkeys(out))
+
+
+def _placement(config: Config, cluster: Cluster) -> list[str]:
+    serving = engine_devices(config)
+    needed = config.parallel.world_size + serving
+    if needed <= cluster.devices:
+        return []
+    engines = f" and {config.engine.count} engines of {config.engine.tensor_parallel}" if serving else ""
+    return [
+        f"parallel.world_size = {config.parallel.world_size}: trainer ranks{engines} need {needed} devices, "
+        f"{cluster.nodes} x {cluster.gpus_per_node} are {cluster.devices}; lower one of them or add nodes"
+    ]
+
+
+def engine_devices(config: Config) -> int:
+    """Devices of the engines that the run starts."""
+    starts = config.samples and not config.engine.urls
+    return config.engine.count * config.engine.tensor_parallel if starts else 0
+
+
+def _notes(config: Config, cluster: Cluster) -> Sequence[str]:
+    p, per_node = config.parallel, cluster.gpus_per_node
+    idle = cluster.devices - p.world_size - engine_devices(config)
+    if idle:
+        yield f"{idle} of {cluster.devices} devices have nothing to do"
+    for name, size in (("tensor", p.tensor), ("expert_tensor", p.expert_tensor or 1)):
+        if size > per_node or per_node % size:
+            yield f"parallel.{name} = {size}: its groups cross nodes of {per_node}; every layer waits for the network"
+    if p.expert * (p.expert_tensor or p.tensor) > per_node and p.expert > 1:
+        yield f"parallel.expert = {p.expert}: its groups cross nodes of {per_node}; dispatch goes over the network"

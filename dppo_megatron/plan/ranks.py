@@ -1,0 +1,144 @@
+"""The real model of a rank, built on the meta device in a process group of the full size that connects nobody.
+
+Megatron decides what a rank holds; nothing here knows how. It runs in a process of its own, because Megatron's
+groups, the environment and (on a machine that has one) the GPU belong to whoever asks for the plan.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from dppo_megatron.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """What one rank holds; sizes in elements. Every rank of its pipeline stage holds as much."""
+
+    rank: int
+    stage: int
+    chunks: tuple[tuple[int, ...], ...]  # global layer indices of each model chunk
+    has_embedding: bool
+    has_head: bool
+    dense: int  # parameters whose optimizer state is sharded over data x context parallel ranks
+    expert: int  # the same over expert-data parallel ranks
+    buffers: int  # expert biases, fp32
+    largest: int  # elements of the largest parameter
+    dense_replicas: int  # ranks that share one copy of the dense parameters' state
+    expert_replicas: int
+    whole: dict[str, int]  # HF tensor -> elements, of all ranks of the stage, as this rank's shapes make them up
+
+    @property
+    def parameters(self) -> int:
+        return self.dense + self.expert
+
+
+class RankBuilder:
+    """Builds ranks' models in a child process. A context manager; the child lives as long as it."""
+
+    def __enter__(self) -> RankBuilder:
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_without_gpus)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None):
+        self._pool.shutdown(cancel_futures=True)
+
+    def build(self, config: Config, rank: int | None = None) -> list[RankModel]:
+        """One rank of each pipeline stage in order; of its stage `rank`, where given. A second or two each."""
+        return self._pool.submit(build_ranks, config, rank).result()
+
+
+def _without_gpus() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def build_ranks(config: Config, rank: int | None) -> list[RankModel]:
+    """See RankBuilder.build. Needs a process without torch.distributed; leaves it so."""
+    p = config.parallel
+    per_stage = p.world_size // p.pipeline  # pipeline stages are the slowest-varying part of a rank
+    ranks = [stage * per_stage for stage in range(p.pipeline)]
+    if rank is not None:
+        ranks[rank // per_stage] = rank
+    return [_build(config, r) for r in ranks]
+
+
+def _build(config: Config, rank: int) -> RankModel:
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from dppo_megatron.actor import init_layout
+    from dppo_megatron.actor.model import build_model
+    from dppo_megatron.actor.model_config import transformer_config
+    from dppo_megatron.hf import read_hf_config
+
+    # The layers' kernels belong to the machine that is planned for; the parameters are the same either way.
+    here = config.model.model_copy(update={"layers": "local", "fp8": "none"})
+    config = config.model_copy(update={"model": here})
+    os.environ["WORLD_SIZE"] = str(config.parallel.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.parallel.world_size)
+    layout = replace(init_layout(config), device=torch.device("meta"))
+    try:
+        hf = read_hf_config(config.model.path)
+        with torch.device("meta"):
+            chunks = build_model(hf, config, layout, transformer_config(hf, config))
+        return _describe(chunks, hf, layout)
+    finally:
+        layout.close()
+
+
+def _describe(chunks: Sequence, hf, layout) -> RankModel:
+    import torch
+    from megatron.core import parallel_state
+
+    from dppo_megatron.hf.megatron_model import ParallelRanks, held_layers, holds_ends
+
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    sharded = {True: 0, False: 0}
+    for parameter in parameters:
+        sharded[getattr(parameter, "allreduce", True)] += parameter.numel()
+    first, last = holds_ends(chunks)
+    return RankModel(
+        rank=layout.rank,
+        stage=layout.pipeline_rank,
+        chunks=tuple(tuple(held_layers([chunk])) for chunk in chunks),
+        has_embedding=first,
+        has_head=last,
+        dense=sharded[True],
+        expert=sharded[False],
+        buffers=sum(b.numel() for chunk in chunks for b in chunk.buffers() if b.dtype == torch.float32),
+        largest=max(p.numel() for p in parameters),
+        dense_replicas=layout.data_group.size(),
+        expert_replicas=parallel_state.get_expert_data_parallel_group().size(),
+        whole=_whole(chunks, hf, layout, ParallelRanks.current()),
+    )
+
+
+def _whole(chunks: Sequence, hf, layout, ranks) -> dict[str, int]:
+    """Elements of every HF tensor of this stage from this rank's shapes, without the vocabulary's padding."""
+    from dppo_megatron.hf import WeightMap
+    from dppo_megatron.hf.megatron_model import infer_layout, named_weights
+
+    weight_map = WeightMap(hf, infer_layout(chunks, hf, ranks))
+    padding = (weight_map.layout.padded_vocab_size - hf.vocab_size) * hf.hidden_size
+    whole: dict[str, int] = {}
+    for name, weight in named_weights(chunks):
+        entry = weight_map.entry(name)
+        if entry.rule.duplicate:
+            continue
+        shards = ranks.expert_tensor.size if entry.is_expert else ranks.tensor.size
+        numel = weight.numel() * (1 if entry.op.replicated else shards)
+        if name.startswith(("embedding.", "output_layer.")):
+            numel -= padding
+        # Other expert-parallel ranks hold as many other experts: counted under this rank's names.
+        copies = layout.expert_size if entry.is_expert else 1
+        names = [tensor.name for tensor in entry.hf]
+        shapes = [math.prod(tensor.shape) for tensor in entry.hf]
+        whole |= {n: copies * numel * s // sum(shapes) for n, s in zip(names, shapes, strict=True)}
+    return whole

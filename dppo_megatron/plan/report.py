@@ -1,0 +1,106 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .activations import EXPERT_IMBALANCE
+from .advice import Advice
+from .hardware import CONTEXT_BYTES, GIB, MARGIN, NCCL_BYTES
+
+from .planning import Plan, engine_devices
+from .ranks import RankModel
+
+
+def report(plan: Plan, advice: Sequence[Advice]) -> str:
+    """The run in numbers, the busiest rank item by item, the other stages, and whether it fits."""
+    return "\n".join([*_model(plan), "", *_rank(plan), "", *_stages(plan), *_verdict(plan, advice)])
+
+
+def _model(plan: Plan) -> Iterator[str]:
+    hf, config, total = plan.hf, plan.config, plan.totals
+    p, cluster = config.parallel, plan.cluster
+    yield f"{hf.architecture}, {total.parameters:,} parameters" + (
+        f", {total.active:,} active per token" if hf.moe is not None else ""
+    )
+    serving = engine_devices(config)
+    engines = f", {config.engine.count} engines of {config.engine.tensor_parallel}" if serving else ""
+    yield (
+        f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.hardware.name}: {p.world_size} trainer ranks{engines}; "
+        f"tensor {p.tensor}{' + sequence' if p.sequence else ''}, pipeline {p.pipeline}"
+        f"{f' x {p.virtual_pipeline}' if p.virtual_pipeline else ''}, context {p.context}, "
+        f"data {config.data_parallel}"
+        + (f", expert {p.expert} x tensor {p.expert_tensor or p.tensor}" if hf.moe is not None else "")
+    )
+    yield (
+        f"an update: {total.sequences_per_update:,} sequences, at most {total.tokens_per_update:,} tokens, "
+        f"{total.micro_batches_per_update} micro-batches of {config.train.micro_batch_tokens:,} on each rank"
+    )
+    disk = [f"checkpoint {_size(total.checkpoint_bytes)}"]
+    if total.published_bytes:
+        disk += [f"a published version {_size(total.published_bytes)}"]
+        disk += [f"the bank grows by at most {_size(total.bank_bytes_per_step)} a step"]
+    yield "disk: " + ", ".join(disk)
+    yield from (f"note: {note}" for note in plan.notes)
+
+
+def _rank(plan: Plan) -> Iterator[str]:
+    model, memory = plan.stages[plan.busiest]
+    yield f"rank {model.rank} ({_held(model)}), {model.parameters:,} parameters:"
+    rows = [(item.name, item.bytes, item.why) for item in memory.static]
+    rows.append(("always", memory.static_bytes, ""))
+    for phase, items in memory.phases.items():
+        rows += [(f"{phase}: {item.name}", item.bytes, item.why) for item in items]
+    rows.append((f"peak, in {memory.largest_phase}", memory.tensors, ""))
+    hardware = plan.cluster.hardware
+    if hardware.cuda:
+        why = f"assumed: CUDA {CONTEXT_BYTES / GIB:.0f} GiB, NCCL {NCCL_BYTES / GIB:.0f} GiB"
+        rows.append(("libraries", hardware.reserved_bytes, why))
+    rows.append(("margin", hardware.margin_bytes, f"{MARGIN:.0%} for fragmentation"))
+    rows.append(("needed", plan.cluster.need(memory), f"of {hardware.memory_bytes / GIB:.1f} GiB"))
+    width = max(len(name) for name, _, _ in rows)
+    yield from (f"  {name:<{width}}  {size / GIB:>8.2f} GiB  {why}".rstrip() for name, size, why in rows)
+    if plan.config.parallel.expert > 1:
+        yield f"  assumed: the busiest rank's experts receive {EXPERT_IMBALANCE} times the mean number of tokens"
+
+
+def _held(model: RankModel) -> str:
+    layers = ", ".join(f"{chunk[0]}-{chunk[-1]}" for chunk in model.chunks if chunk)
+    ends = [name for name, held in (("embedding", model.has_embedding), ("head", model.has_head)) if held]
+    return ", ".join([f"stage {model.stage}", f"layers {layers}", *ends])
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    if len(plan.stages) == 1:
+        return
+    for index, (model, memory) in enumerate(plan.stages):
+        mark = "*" if index == plan.busiest else " "
+        fits = "" if plan.cluster.fits(memory) else "  does not fit"
+        yield f"{mark} {_held(model):<40} {plan.cluster.need(memory) / GIB:>8.2f} GiB{fits}"
+    yield ""
+
+
+def _verdict(plan: Plan, advice: Sequence[Advice]) -> Iterator[str]:
+    worst = max(plan.cluster.need(memory) for _, memory in plan.stages)
+    total = plan.cluster.hardware.memory_bytes
+    if plan.fits:
+        yield f"fits: {(total - worst) / GIB:.1f} GiB of {total / GIB:.1f} GiB to spare"
+        return
+    yield f"does not fit: {(worst - total) / GIB:.1f} GiB more than the {total / GIB:.1f} GiB there are"
+    if not advice:
+        yield "no single change of the layout helps: use more devices"
+        return
+    first, *others = advice
+    yield f"change first: --set {first}   saves {_size(first.saves)}{_enough(first)}; costs: {first.price}"
+    yield from (f"        else: --set {other}   saves {_size(other.saves)}{_enough(other)}" for other in others)
+
+
+def _enough(advice: Advice) -> str:
+    return ", then it fits" if advice.fits else ", not enough alone"
+
+
+def _size(count: int) -> str:
+    for unit, size in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", 1 << 20)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1024:.1f} KiB"

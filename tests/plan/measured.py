@@ -1,0 +1,76 @@
+"""Bytes that an update really asks the allocator for, on every rank of a layout."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+from dppo_megatron.config import Config
+from dppo_megatron.types import TokenBatch
+
+
+def measure_updates(config: Config, sequences: int, micro_batches: int, directory: Path) -> list[int]:
+    """Peak of tensor bytes on each rank over an update of equal micro-batches of `train.micro_batch_tokens`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world_size = config.parallel.world_size
+    mp.spawn(_rank, args=(port, config, sequences, micro_batches, directory), nprocs=world_size)
+    return [torch.load(directory / f"{rank}.pt") for rank in range(world_size)]
+
+
+def _rank(rank: int, port: int, config: Config, sequences: int, micro_batches: int, directory: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    world_size = config.parallel.world_size
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from dppo_megatron.actor import Actor, init_layout
+    from dppo_megatron.objectives import build_objective
+
+    layout = init_layout(config)
+    try:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            actor = Actor(config, layout)
+            batch = _batch(config.train.micro_batch_tokens, sequences, actor.hf.vocab_size, layout.data_parallel_rank)
+            objective = build_objective(config.objective.name)
+            for _ in range(2):  # the first creates the optimizer's state
+                actor.train_update([batch] * micro_batches, objective)
+        torch.save(_peak(profile), directory / f"{rank}.pt")
+    finally:
+        layout.close()
+
+
+def _batch(tokens: int, sequences: int, vocab: int, seed: int) -> TokenBatch:
+    """Equal sequences, every token of which but the last carries loss."""
+    size = tokens // sequences
+    ids = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(seed))
+    mask = torch.arange(tokens) % size < size - 1
+    return TokenBatch(
+        token_ids=ids,
+        position_ids=torch.arange(tokens) % size,
+        cu_seqlens=torch.arange(0, tokens + 1, size, dtype=torch.int32),
+        target_ids=torch.where(mask, ids.roll(-1), 0),
+        mask=mask,
+        loss_weight=mask / tokens,
+        advantage=torch.ones(tokens),
+        rollout_logprob=torch.full((tokens,), -8.0),
+    )
+
+
+def _peak(profile: torch.profiler.profile) -> int:
+    """Most bytes of CPU tensors alive at once."""
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    now = peak = 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    return peak
