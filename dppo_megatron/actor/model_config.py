@@ -13,6 +13,7 @@ from dppo_megatron.config.schema import Config, ParallelConfig
 from dppo_megatron.hf import HFModelConfig, ModelError
 
 from . import megatron_version
+from .precision import installation_problems, precision_arguments, precision_problems, this_gpu
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SHARD_UNIT = 128  # columns of the head per rank, for its GEMM
@@ -61,6 +62,7 @@ def transformer_config(hf: HFModelConfig, config: Config) -> TransformerConfig:
         **_expert_arguments(hf, config),
         **_parallel_arguments(config),
         **_precision_arguments(hf, config),
+        **precision_arguments(config),
         **_recompute_arguments(config),
     )
 
@@ -211,7 +213,7 @@ def machine_problems(config: Config) -> list[str]:
             out.append("model.layers = transformer_engine: needs a CUDA device; set it to local or auto")
         elif not megatron_version.has_transformer_engine():
             out.append("model.layers = transformer_engine: it is not installed; install it or use auto")
-    return out
+    return out + precision_problems(config, this_gpu()) + installation_problems(config)
 
 
 def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:

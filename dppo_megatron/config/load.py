@@ -35,6 +35,14 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """
     from .checks import cross_field_violations
 
+    config = read_config(path, overrides)
+    if violations := cross_field_violations(config):
+        raise ConfigError(str(path), violations)
+    return config
+
+
+def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """The same without the rules between settings. Raises `ConfigError` naming every violation of types and names."""
     source = str(path)
     tree = _read_yaml(Path(path))
     violations = _apply_overrides(tree, overrides)
@@ -43,7 +51,6 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     except ValidationError as error:
         violations += [_describe(e) for e in error.errors()]
         raise ConfigError(source, violations) from None
-    violations += cross_field_violations(config)
     if violations:
         raise ConfigError(source, violations)
     return config

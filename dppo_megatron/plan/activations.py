@@ -79,7 +79,7 @@ def layer(work: Work, moe: bool) -> Layer:
         saved = {"norms": norms, "attention": attention, "feed-forward": mlp}
     else:
         experts, working = _experts(work)
-        saved = {"norms": norms, "attention": attention, "experts": experts}
+        saved = {"norms": norms, "attention": attention, **experts}
     return Layer(saved, working, core)
 
 
@@ -127,19 +127,22 @@ def _swiglu(work: Work, width: int, rows: int) -> tuple[int, int]:
     return e * rows * copies * width, e * rows * 3 * width + weight_gradient
 
 
-def _experts(work: Work) -> tuple[int, int]:
-    """Router, dispatch, routed and shared experts of one layer."""
+def _experts(work: Work) -> tuple[dict[str, int], int]:
+    """(saved, working memory of the backward pass) of the router, the dispatch, routed and shared experts."""
     hf, moe, e = work.hf, work.hf.moe, work.e
-    own = work.kept if work.config.parallel.sequence else work.tokens
+    own = work.kept
     received = own * moe.top_k * work.expert_tensor
     if work.config.parallel.expert > 1:
         received = int(received * EXPERT_IMBALANCE)
-    router = own * moe.num_experts * 3 * FP32 + own * moe.top_k * 3 * INDEX
     dispatched = e * received * hf.hidden_size
     routed, working = _swiglu(work, moe.ffn_hidden_size // work.expert_tensor, received)
-    saved = router + dispatched + routed
+    saved = {
+        "router": own * moe.num_experts * 3 * FP32 + own * moe.top_k * 3 * INDEX,
+        "dispatched tokens": dispatched,
+        "experts": routed,
+    }
     if moe.shared_ffn_hidden_size:
-        saved += _swiglu(work, moe.shared_ffn_hidden_size // work.tensor, work.tokens)[0]
+        saved["shared experts"] = _swiglu(work, moe.shared_ffn_hidden_size // work.tensor, work.tokens)[0]
     return saved, working + 2 * dispatched
 
 

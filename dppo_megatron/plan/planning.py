@@ -57,14 +57,16 @@ class Plan:
         return all(self.cluster.fits(memory) for _, memory in self.stages)
 
 
-def make_plan(config: Config, cluster: Cluster, builder: RankBuilder, rank: int | None = None) -> Plan:
+def make_plan(
+    config: Config, cluster: Cluster, builder: RankBuilder, rank: int | None = None, *, source: str = "plan"
+) -> Plan:
     """`rank`: the one to show; default: one of the stage that needs most.
 
     Raises ConfigError with every reason why the layout is impossible.
     """
     hf, problems = _problems(config, cluster, rank)
     if problems:
-        raise ConfigError("plan", problems)
+        raise ConfigError(source, problems)
     from dppo_megatron.actor import padded_vocab_size
 
     load = largest_load(config)
