@@ -1,0 +1,117 @@
+"""What the plan says of published models: exact counts, every refusal, and advice that is true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from dppo_megatron.cli import app
+from dppo_megatron.config import ConfigError
+from dppo_megatron.config.load import read_config
+from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def builder():
+    with RankBuilder() as built:
+        yield built
+
+
+def config(name: str, *overrides: str):
+    path = EXAMPLES / name / "config.yaml"
+    model = EXAMPLES.parent / yaml.safe_load(path.read_text())["model"]["path"]
+    return read_config(path, [f"model.path={model}", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "parameters", "active"),
+    [
+        ("qwen3_8b", 2, 8_190_735_360, 8_190_735_360),
+        ("qwen3_30b_a3b", 4, 30_532_122_624, 3_353_032_704),
+        ("deepseek_v3", 64, 671_026_419_200, 37_552_297_472),
+    ],
+)
+def test_parameters_of_published_models_are_exact(builder, name, nodes, parameters, active):
+    """The totals are those of the built ranks, tensor by tensor; a difference to the files would raise."""
+    plan = make_plan(config(name), Cluster(nodes, 8, hardware("h200-141")), builder)
+    assert plan.totals.parameters == parameters
+    assert plan.totals.active == active
+    assert plan.fits
+    assert f"{parameters:,} parameters" in report(plan, [])
+
+
+def test_every_stage_is_planned_and_states_are_sharded(builder):
+    plan = make_plan(
+        config("qwen3_30b_a3b", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.expert=4"),
+        Cluster(4, 8, hardware("h100-80")),
+        builder,
+    )
+    first, last = (model for model, _ in plan.stages)
+    assert first.chunks == (tuple(range(12)), tuple(range(24, 36)))
+    assert (first.has_embedding, first.has_head) == (True, False)
+    assert (last.has_embedding, last.has_head) == (False, True)
+    # 16 ranks / 2 stages: the experts' states are shared by 8 / 4, all others by 8 / tensor 2.
+    assert (first.expert_replicas, first.dense_replicas) == (2, 4)
+    moments = next(item for item in plan.stages[0][1].static if item.name == "Adam moments")
+    assert moments.bytes == 8 * (first.expert // 2 + first.dense // 4)
+    assert plan.stages[0][1].tensors != plan.stages[1][1].tensors
+
+
+def test_an_impossible_layout_is_rejected_with_every_reason(builder):
+    impossible = config(
+        "qwen3_30b_a3b",
+        "parallel.world_size=48",
+        "parallel.tensor=3",
+        "parallel.pipeline=5",
+        "parallel.expert=7",
+        "model.fp8=mxfp8",
+        "model.fp32_head=true",
+        "model.logits=fused",
+    )
+    with pytest.raises(ConfigError) as raised:
+        make_plan(impossible, Cluster(4, 8, hardware("h100-80")), builder)
+    text = "\n".join(raised.value.violations)
+    for reason in (
+        "parallel.world_size = 48: not a multiple of",
+        "trainer ranks and 8 engines of 2 need 64 devices, 4 x 8 are 32",
+        "parallel.tensor = 3: does not divide 32 attention heads",
+        "4 key-value heads",
+        "parallel.pipeline = 5",
+        "parallel.expert = 7: does not divide 128 experts",
+        "model.fp8 = mxfp8: needs compute capability 10.0 or newer, the GPU has 9.0; use one of tensorwise, blockwise",
+        "model.fp32_head = true",
+    ):
+        assert reason in text
+
+
+def test_advice_is_what_the_changed_plan_says(builder):
+    cluster = Cluster(2, 8, hardware("a100-40"))
+    plan = make_plan(config("qwen3_8b"), cluster, builder)
+    assert not plan.fits
+    first, *others = advise(plan, builder)
+    assert first.fits or not any(advice.fits for advice in others)
+    sets = [f"{name}={value}" for name, value in first.change.items()]
+    changed = make_plan(config("qwen3_8b", *sets), cluster, builder)
+    assert plan.memory.tensors - changed.memory.tensors == first.saves
+    text = report(plan, [first, *others])
+    assert "does not fit" in text
+    assert f"change first: --set {first}" in text
+
+
+def test_the_command_needs_config_json_alone(tmp_path):
+    tree = yaml.safe_load((EXAMPLES / "qwen3_8b" / "config.yaml").read_text())
+    tree["model"]["path"] = str(EXAMPLES / "models" / "qwen3-8b")
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    arguments = ["plan", str(tmp_path / "c.yaml"), "--nodes", "2", "--gpus-per-node", "8"]
+    shown = CliRunner().invoke(app, [*arguments, "--gpu", "h100-80", "--rank", "5"])
+    assert shown.exit_code == 0, shown.output
+    assert "8,190,735,360 parameters" in shown.output
+    assert "rank 5 (stage 0" in shown.output
+    assert "fits:" in shown.output
+    with pytest.raises(ValueError, match="known are"):
+        CliRunner().invoke(app, [*arguments, "--gpu", "h1000"], catch_exceptions=False)

@@ -1,0 +1,114 @@
+"""The plan's bytes beside those that an update on the CPU really takes: within 10 %."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from measured import measure_updates
+
+from dppo_megatron.actor import padded_vocab_size
+from dppo_megatron.config import Config
+from dppo_megatron.hf import read_hf_config
+from dppo_megatron.plan import Load, RankBuilder, estimate, hardware
+
+TOKENS = 1024
+DENSE = {  # large enough that activations, logits and states all count
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 768,
+    "vocab_size": 8192,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "rope_theta": 1000.0,
+    "hidden_act": "silu",
+}
+EXPERTS = {
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
+LATENT = {
+    **EXPERTS,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": 8,
+}
+
+
+def config(directory: Path, hf: dict, model: dict, parallel: dict, tokens: int) -> Config:
+    (directory / "config.json").write_text(json.dumps(hf))
+    return Config.model_validate(
+        {
+            "run": {"dir": "unused"},
+            "model": {"path": str(directory), "dtype": "fp32", **model},
+            "parallel": parallel,
+            "train": {"steps": 1, "micro_batch_tokens": tokens},
+            "data": {"train": "unused"},
+            "rollout": {"bank": "unused"},
+        }
+    )
+
+
+def check(directory: Path, hf: dict, *, model: dict[str, Any] | None = None, tokens: int = TOKENS, **parallel: Any):
+    """Every stage's plan against the measurement of its rank."""
+    made = config(directory, hf, model or {}, parallel, tokens)
+    micro_batches = 2 * made.parallel.pipeline
+    measured = measure_updates(made, 8, micro_batches, directory)
+    view = read_hf_config(directory)
+    own = tokens // made.parallel.context
+    padded = padded_vocab_size(view.vocab_size, made.parallel.tensor)
+    with RankBuilder() as builder:
+        ranks = builder.build(made)
+    for rank in ranks:
+        planned = estimate(rank, view, made, hardware("cpu-16"), Load(own, own, micro_batches), padded).tensors
+        assert planned == pytest.approx(measured[rank.rank], rel=0.1), (rank.stage, measured)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 64])
+def test_dense_on_one_rank(tmp_path, tokens):
+    """Many tokens: activations and logits decide. Few: what gloo copies to reduce the gradients."""
+    check(tmp_path, DENSE, tokens=tokens)
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize(
+    ("hf", "model", "parallel"),
+    [
+        (DENSE, {"recompute": "selective"}, {}),
+        (DENSE, {"recompute": "full", "dtype": "bf16"}, {}),
+        (DENSE, {"logits": "fused", "dtype": "bf16"}, {"world_size": 2}),
+        (DENSE, {}, {"world_size": 2, "tensor": 2, "sequence": True}),
+        (DENSE, {}, {"world_size": 2, "pipeline": 2}),
+        (DENSE, {}, {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}),
+        (EXPERTS, {}, {}),
+        (EXPERTS, {}, {"world_size": 2, "expert": 2}),
+        (LATENT, {}, {"world_size": 2, "tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}),
+    ],
+)
+def test_layouts(tmp_path, hf, model, parallel):
+    check(tmp_path, hf, model=model, **parallel)
