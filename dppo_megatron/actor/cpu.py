@@ -95,6 +95,8 @@ class _CudaMeansCpu(TorchFunctionMode):
     """Literal device="cuda", `.cuda()`, pinned memory, and the type strings the optimizer compares with."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.cuda:
+            return args[0]
         if kwargs:
             device = kwargs.get("device")
             if device is not None and torch.device(device).type == "cuda":
@@ -102,8 +104,6 @@ class _CudaMeansCpu(TorchFunctionMode):
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
             return func(*args, **kwargs)
-        if func is torch.Tensor.cuda:
-            return args[0]
         if func is torch.Tensor.type and len(args) == 1:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args)

@@ -42,6 +42,9 @@ class RankModel:
 class RankBuilder:
     """Builds ranks' models in a child process. A context manager; the child lives as long as it."""
 
+    def __init__(self) -> None:
+        self._built: dict[tuple, list[RankModel]] = {}
+
     def __enter__(self) -> RankBuilder:
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_without_gpus)
         return self
@@ -50,8 +53,11 @@ class RankBuilder:
         self._pool.shutdown(cancel_futures=True)
 
     def build(self, config: Config, rank: int | None = None) -> list[RankModel]:
-        """One rank of each pipeline stage in order; of its stage `rank`, where given. A second or two each."""
-        return self._pool.submit(build_ranks, config, rank).result()
+        """One rank of each pipeline stage in order; of its stage `rank`, where given. Half a second each."""
+        key = (config.model.path, config.parallel, rank)
+        if key not in self._built:
+            self._built[key] = self._pool.submit(build_ranks, config, rank).result()
+        return self._built[key]
 
 
 def _without_gpus() -> None:
@@ -86,8 +92,10 @@ def _build(config: Config, rank: int) -> RankModel:
     layout = replace(init_layout(config), device=torch.device("meta"))
     try:
         hf = read_hf_config(config.model.path)
+        transformer = transformer_config(hf, config)
+        transformer.perform_initialization = False
         with torch.device("meta"):
-            chunks = build_model(hf, config, layout, transformer_config(hf, config))
+            chunks = build_model(hf, config, layout, transformer)
         return _describe(chunks, hf, layout)
     finally:
         layout.close()
