@@ -107,10 +107,8 @@ def plan(
     config_file: ConfigFile,
     nodes: Annotated[int, typer.Option(min=1, help="machines")],
     gpus_per_node: Annotated[int, typer.Option(min=1, help="devices of each")],
-    gpu: Annotated[str, typer.Option(help="a100-40, a100-80, l40s-48, h100-80, h20-96, h200-141, b200-192 or cpu-GIB")],
-    rank: Annotated[int | None, typer.Option(help="trainer rank to show; default: one of the stage that needs most")] = (
-        None
-    ),
+    gpu: Annotated[str, typer.Option(help="a100-40|a100-80|l40s-48|h100-80|h20-96|h200-141|b200-192|cpu-GIB")],
+    rank: Annotated[int | None, typer.Option(help="trainer rank to show; default: one that needs most")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Print what each rank of a layout holds and needs, and what to change first where it does not fit.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from dppo_megatron.hf import load_into, read_hf_config
 from dppo_megatron.objectives import Metric, Objective, reduce_metrics
 from dppo_megatron.types import TokenBatch
 
-from . import checkpoint, megatron_version
+from . import checkpoint, megatron_version, offload, precision
 from .forward import LossStep
 from .layout import Layout
 from .model import PolicyModel, build_model
@@ -75,6 +76,7 @@ class Actor:
         self.optimizer = build_optimizer(self.model, config)
         self.schedule = build_schedule(self.optimizer, config)
         self.skipped_in_a_row = 0
+        self._writing: checkpoint.BackgroundWrite | None = None
         self.routing = RoutingReplay(self.hf, self.model_chunks) if config.rollout.routing_replay else None
         self.packer = Packer.of(self.hf, config, layout, self.routing.held_layers if self.routing else None)
         self._scorer = Scorer(self.model, self.packer, layout, self.hf.vocab_size, config.train.micro_batch_tokens)
@@ -88,12 +90,12 @@ class Actor:
     def describe(self) -> list[str]:
         """Lines for the head of the log: model, precision, layers, kernels, layout."""
         m, hf = self.config.model, self.hf
-        layers = "TransformerEngine" if use_transformer_engine(self.config) else "local"
+        chosen = precision.implementations(self.config, transformer_engine_layers=use_transformer_engine(self.config))
         return [
             f"{hf.architecture}: {hf.num_layers} layers, hidden {hf.hidden_size}, "
             f"vocabulary {hf.vocab_size}; {self.num_parameters():,} parameters on this rank",
-            f"megatron-core {megatron_version.version}, {layers} layers, {m.dtype}, logits {m.logits}, "
-            f"recompute {m.recompute}, optimizer kernels: {megatron_version.fused_kernels()}",
+            f"megatron-core {megatron_version.version}: {chosen}",
+            f"precision: {precision.describe(self.config)}; logits {m.logits}, recompute {m.recompute}",
             self.layout.describe(),
         ]
 
@@ -199,12 +201,24 @@ class Actor:
         )
         return logprobs[:-1].numpy()
 
+    def offloaded(self) -> AbstractContextManager[int]:
+        """Inside, all of the actor's memory is on the host, for engines on the same GPU; see `offload.offloaded`."""
+        return offload.offloaded(self)
+
     def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any], keep: int) -> None:
         """Write everything that training needs to go on exactly, as `directory/step-NNNNNN`; keep the newest `keep`.
 
-        `state` is the caller's, JSON. See `checkpoint.save`.
+        `state` is the caller's, JSON. With `checkpoint.asynchronous` the writing goes on behind it, and an error of
+        the one before is raised here. See `checkpoint.save`.
         """
-        checkpoint.save(self, Path(directory), step, state, keep)
+        self.finish_checkpoint()
+        self._writing = checkpoint.save(self, Path(directory), step, state, keep)
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the last checkpoint is complete. Raises CheckpointError when it failed or takes too long."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            checkpoint.finish(writing)
 
     def load_checkpoint(self, directory: Path) -> dict[str, Any] | None:
         """Restore the newest whole checkpoint under `directory`; the caller's state, or None where there is none.

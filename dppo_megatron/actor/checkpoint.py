@@ -4,8 +4,9 @@
     checkpoints/latest          name of the newest whole one, written after it
 
 A checkpoint is written as step-000012.tmp and renamed when every rank has finished, so whatever bears its
-final name is whole. Weights and optimizer load at another tensor, pipeline or data-parallel size; the
-generators only at the same one, and are seeded afresh otherwise.
+final name is whole. With `checkpoint.asynchronous` that happens while training goes on. Weights and optimizer
+load at another tensor, pipeline, expert or data-parallel size; the generators only at the same one, and are
+seeded afresh otherwise.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from dppo_megatron.errors import ExpectedError
-
 from . import megatron_version
+from .checkpoint_writer import BackgroundWrite, CheckpointError, HostFiles
 from .layout import Layout, seed_everything
 
 if TYPE_CHECKING:
@@ -41,19 +41,26 @@ _FORMAT = 1
 _RUN, _RNG, _LATEST, _PREFIX, _TMP = "run.json", "rng", "latest", "step-", ".tmp"
 
 
-class CheckpointError(ExpectedError, RuntimeError):
-    """A checkpoint that could not be written, or that does not fit this run, with every reason."""
-
-
-def save(actor: Actor, directory: Path, step: int, state: dict[str, Any], keep: int) -> None:
+def save(actor: Actor, directory: Path, step: int, state: dict[str, Any], keep: int) -> BackgroundWrite | None:
     """Write `directory/step-NNNNNN`, point `latest` to it, then remove all but the newest `keep`.
 
-    Collective over all ranks, on storage they share. Raises CheckpointError on every rank when any rank
-    failed; the checkpoints that were there before stay usable then.
+    Collective over all ranks, on storage they share. With `checkpoint.asynchronous` it returns when all of it is
+    copied to the host; see `finish`. Raises CheckpointError on every rank when any rank failed; the checkpoints
+    that were there before stay usable then.
     """
     final = directory / f"{_PREFIX}{step:06d}"
     partial = final.with_name(final.name + _TMP)
-    layout = actor.layout
+    layout, settings = actor.layout, actor.config.checkpoint
+    files = HostFiles() if settings.asynchronous else None
+    run = {
+        "format": _FORMAT,
+        "step": step,
+        "state": state,
+        "updates": actor.schedule.num_steps,
+        "skipped_in_a_row": actor.skipped_in_a_row,
+        "layout": _sizes(layout),
+        "run": _identity(actor),
+    }
 
     def prepare() -> None:
         if layout.rank == 0:
@@ -61,29 +68,28 @@ def save(actor: Actor, directory: Path, step: int, state: dict[str, Any], keep: 
             partial.mkdir(parents=True)
 
     def write() -> None:
-        megatron_version.save_sharded(_sharded_state(actor, loading=False), partial)
+        megatron_version.save_sharded(_sharded_state(actor, loading=False), partial, files)
         if layout.data_parallel_rank == 0 and layout.context_rank == 0:
             (partial / _RNG).mkdir(exist_ok=True)
             torch.save(_rng_state(), partial / _RNG / _rng_name(layout))
 
-    def finish() -> None:
+    def complete() -> None:
         if layout.rank == 0:
-            run = {
-                "format": _FORMAT,
-                "step": step,
-                "state": state,
-                "updates": actor.schedule.num_steps,
-                "skipped_in_a_row": actor.skipped_in_a_row,
-                "layout": _sizes(layout),
-                "run": _identity(actor),
-            }
             _write_synced(partial / _RUN, json.dumps(run, indent=1))
             _replace_directory(partial, final)
             _write_synced(directory / _LATEST, final.name)
             _prune(directory, final, keep)
 
-    for act in (prepare, write, finish):
+    for act in (prepare, write) if files else (prepare, write, complete):
         _together(act, f"checkpoint {final}")
+    if files is None:
+        return None
+    return BackgroundWrite(files, partial, layout.rank, layout.world_size, complete, settings.timeout_s)
+
+
+def finish(write: BackgroundWrite) -> None:
+    """Wait until the checkpoint is complete on every rank. Collective; raises CheckpointError on every rank."""
+    _together(write.wait, "the last checkpoint")
 
 
 def load(actor: Actor, directory: Path) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed.checkpoint.filesystem import FileSystemBase
 
 _OLDEST, _NEWEST = (0, 16), (0, 19)
 
@@ -49,13 +50,6 @@ def has_fused_weight_gradient() -> bool:
     return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
-def fused_kernels() -> str:
-    """Where fused optimizer and multi-tensor kernels come from, in Megatron's own order of preference."""
-    if has_transformer_engine():
-        return "TransformerEngine"
-    return "NVIDIA apex" if has_nvidia_apex() else "torch"
-
-
 def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Layers of this pipeline stage (and virtual stage), dense and expert layers where the config says."""
     # 0.16 sets it where TransformerEngine is absent too, and then asks for instances of its classes.
@@ -78,9 +72,12 @@ def drop_replay_registry() -> None:
     RouterReplay.global_router_replay_instances.clear()
 
 
-def save_sharded(state: dict[str, Any], directory: Path) -> None:
-    """torch_dist save into an existing empty directory. Collective; returns with this rank's part on disk."""
-    dist_checkpointing.save(state, str(directory), sharded_strategy=_SaveInProcess("torch_dist", 1))
+def save_sharded(state: dict[str, Any], directory: Path, files: FileSystemBase | None = None) -> None:
+    """torch_dist save into an existing empty directory. Collective; returns with this rank's part on disk.
+
+    files: holds this rank's shards instead, which its caller then brings to the disk.
+    """
+    dist_checkpointing.save(state, str(directory), sharded_strategy=_SaveInProcess(files))
 
 
 class _SaveInProcess(TorchDistSaveShardedStrategy):
@@ -90,13 +87,20 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
     that has communication threads. Same shards, same format, written by this process.
     """
 
+    def __init__(self, files: FileSystemBase | None):
+        super().__init__("torch_dist", 1)
+        self._files = files
+
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
         shards, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
+        writer = torch.distributed.checkpoint.FileSystemWriter(checkpoint_dir, sync_files=self._files is None)
+        if self._files is not None:
+            writer.fs = self._files
         torch.distributed.checkpoint.save(
             torch_dist.mcore_to_pyt_state_dict(shards, False),
-            storage_writer=torch.distributed.checkpoint.FileSystemWriter(checkpoint_dir),
+            storage_writer=writer,
             planner=torch_dist.MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),

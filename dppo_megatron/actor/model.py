@@ -32,12 +32,16 @@ class PolicyModel(GPTModel):
     - before the last stage: hidden states [T, 1, H] ([T / tp, 1, H] with sequence parallelism);
     - on it, with `fused_head`: hidden states [n, H] of the rows, to be multiplied with `head_weight`; their
       gradient must arrive complete, summed over the tensor-parallel group;
-    - on it, else: this rank's logits [n, V / tp], in the parameters' dtype.
+    - on it, else: this rank's logits [n, V / tp], in the parameters' dtype or, with `fp32_head`, multiplied in fp32.
     """
 
-    def __init__(self, *args, fused_head: bool = False, **kwargs):
+    def __init__(self, *args, fused_head: bool = False, fp32_head: bool = False, **kwargs):
         super().__init__(*args, **kwargs)
         self.fused_head = fused_head
+        self.fp32_head = fp32_head
+        if self.post_process and fp32_head:
+            # The fused accumulation looks for the gradient buffer on the weight it is given, here a copy.
+            self.output_layer.gradient_accumulation_fusion = False
         if self.post_process and self.config.sequence_parallel:
             # The rows are gathered before the head; the gather's backward is the reduce-scatter.
             self.output_layer.sequence_parallel = False
@@ -61,7 +65,10 @@ class PolicyModel(GPTModel):
         rows = hidden_states.index_select(0, packed_seq_params.rows)
         if self.fused_head:
             return rows.squeeze(1)
-        logits, _ = self.output_layer(rows, weight=self.head_weight)
+        weight = self.head_weight
+        if self.fp32_head:
+            rows, weight = rows.float(), weight.float()
+        logits, _ = self.output_layer(rows, weight=weight)
         return logits.squeeze(1)
 
 
@@ -123,6 +130,7 @@ def _chunk(
         rope_scaling_factor=hf.rope_scaling.get("factor", 1.0),
         vp_stage=vp_stage,
         fused_head=config.model.logits == "fused",
+        fp32_head=config.model.fp32_head,
     )
 
 

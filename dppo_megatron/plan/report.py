@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from .activations import EXPERT_IMBALANCE
 from .advice import Advice
 from .hardware import CONTEXT_BYTES, GIB, MARGIN, NCCL_BYTES
-
 from .planning import Plan, engine_devices
 from .ranks import RankModel
 

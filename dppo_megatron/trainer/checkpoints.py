@@ -36,6 +36,10 @@ class Checkpoints:
         )
         self._saved = step
 
+    def finish(self) -> None:
+        """Waits for the last checkpoint where it is written behind training."""
+        self._actor.finish_checkpoint()
+
     def load_latest(self) -> int | None:
         """Restores the newest whole checkpoint and returns its step; None when there is none."""
         state = self._actor.load_checkpoint(self._directory)

@@ -76,6 +76,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
                 recorder=recorder,
                 first_step=first_step or 0,
             )
+            checkpoints.finish()
         if done == config.train.steps:
             save_hf(actor.model_chunks, run.final_model, template_dir=config.model.path, overwrite=True)
             recorder.wait_for_last_evaluation()

@@ -35,9 +35,7 @@ def _rank(rank: int, port: int, config: Config, sequences: int, micro_batches: i
 
     layout = init_layout(config)
     try:
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             actor = Actor(config, layout)
             batch = _batch(config.train.micro_batch_tokens, sequences, actor.hf.vocab_size, layout.data_parallel_rank)
             objective = build_objective(config.objective.name)

@@ -1,0 +1,130 @@
+"""Writing a checkpoint while training goes on: files held in host memory, and the thread that writes them.
+
+What a rank saves is copied to the host at a step boundary, in the form of its files, so that nothing that training
+changes afterwards can reach the disk. From there on ranks meet through the directory alone, never in a collective
+beside those of training: each announces that its files are written, and rank 0 then completes the checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from dppo_megatron.errors import ExpectedError
+
+_POLL_S = 0.05
+_ANNOUNCED, _FAILED = "written-by", "failed"
+
+
+class CheckpointError(ExpectedError, RuntimeError):
+    """A checkpoint that could not be written, or that does not fit this run, with every reason."""
+
+
+class HostFiles(FileSystem):
+    """A file system for torch's checkpoint writer that keeps what it is given; `write` puts it on the disk."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, io.BytesIO] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.BytesIO]:
+        stream = self._files[Path(path)] = io.BytesIO()
+        yield stream
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        self._files[Path(new_path)] = self._files.pop(Path(path))
+
+    def exists(self, path: str | os.PathLike) -> bool:
+        return Path(path) in self._files
+
+    def rm_file(self, path: str | os.PathLike) -> None:
+        del self._files[Path(path)]
+
+    def write(self) -> None:
+        """Each file whole and synced; its memory is freed when it is."""
+        while self._files:
+            path, stream = self._files.popitem()
+            with path.open("wb") as file:
+                file.write(stream.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
+
+
+class BackgroundWrite:
+    """The writing of one checkpoint on this rank.
+
+    partial: the directory that all ranks write into; `complete` renames it, on rank 0, when all have. A crash leaves
+    it under its partial name, which nothing reads.
+    """
+
+    def __init__(
+        self, files: HostFiles, partial: Path, rank: int, ranks: int, complete: Callable[[], None], timeout_s: float
+    ):
+        self._files, self._partial, self._complete = files, partial, complete
+        self._rank, self._ranks, self._timeout_s = rank, ranks, timeout_s
+        self._error: Exception | None = None
+        self._deadline = time.monotonic() + timeout_s
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is complete, on every rank at about the same time. No collective.
+
+        Raises what went wrong on any rank, or CheckpointError when it takes longer than its time-out.
+        """
+        self._thread.join(max(0.0, self._deadline - time.monotonic()) + 10 * _POLL_S)
+        if self._thread.is_alive():
+            raise self._late()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._files.write()
+            (self._partial / f"{_ANNOUNCED}-{self._rank}").touch()
+            if self._rank == 0:
+                self._until(lambda: len(self._announced()) == self._ranks)
+                for note in self._announced():
+                    note.unlink()
+                self._complete()
+            else:
+                self._until(lambda: not self._partial.exists())
+        except Exception as error:
+            self._error = error
+            self._tell(error)
+
+    def _announced(self) -> list[Path]:
+        return list(self._partial.glob(f"{_ANNOUNCED}-*"))
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            if failures := list(self._partial.glob(f"{_FAILED}-*")):
+                raise CheckpointError(f"{self._partial.name}: {failures[0].read_text()}")
+            if time.monotonic() > self._deadline:
+                raise self._late()
+            time.sleep(_POLL_S)
+
+    def _tell(self, error: Exception) -> None:
+        """The others need not wait for the time-out. Where nothing can be written, they do."""
+        try:
+            note = self._partial / f"{_FAILED}-{self._rank}"
+            temporary = note.with_name(f".{note.name}")
+            temporary.write_text(f"rank {self._rank}: {type(error).__name__}: {error}")
+            temporary.rename(note)
+        except OSError:
+            pass
+
+    def _late(self) -> CheckpointError:
+        written = {note.name.rpartition("-")[2] for note in self._announced()}
+        missing = [str(rank) for rank in range(self._ranks) if str(rank) not in written]
+        return CheckpointError(
+            f"{self._partial}: not written within {self._timeout_s:.0f} s (checkpoint.timeout_s), ranks missing: "
+            f"{', '.join(missing) or 'none'}; the storage is slow or full, or a rank has ended"
+        )

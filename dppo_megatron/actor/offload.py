@@ -1,0 +1,99 @@
+"""The actor's memory given to someone else for a while: parameters, gradients and optimizer state on the host.
+
+For engines that generate on the trainer's GPUs. Storages are emptied and refilled in place, so every tensor, view
+and hook of Megatron's buffers is the same object before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .actor import Actor
+
+
+@contextmanager
+def offloaded(actor: Actor) -> Iterator[int]:
+    """Inside, the actor holds no memory on its device and must not be used; gives the bytes that were freed.
+
+    Afterwards parameters and optimizer state have the bits they had; gradients, which every update starts from 0,
+    are 0. Publish the weights before. No collectives. The host needs as much free memory (pinned, with CUDA).
+    """
+    device = actor.layout.device
+    kept = _Storages(_on(device, _contents(actor)))
+    gradients = _Storages(_on(device, _gradients(actor)), keep=False, but=kept)
+    freed = kept.empty() + gradients.empty()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    try:
+        yield freed
+    finally:
+        gradients.refill()
+        kept.refill()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _contents(actor: Actor) -> Iterator[Tensor]:
+    for chunk in actor.model_chunks:
+        yield from chunk.parameters()
+        yield from chunk.buffers()
+    for part in actor.optimizer.chained_optimizers:
+        if part.optimizer is None:  # this rank holds no parameters of the kind
+            continue
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _gradients(actor: Actor) -> Iterator[Tensor]:
+    for chunk in actor.model_chunks:
+        yield from (parameter.main_grad for parameter in chunk.parameters() if parameter.requires_grad)
+
+
+def _on(device: torch.device, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors if tensor.device.type == device.type)
+
+
+class _Storages:
+    """The distinct storages of some tensors, whole: a storage that holds anything of them is taken with all it has."""
+
+    def __init__(self, tensors: Iterable[Tensor], *, keep: bool = True, but: _Storages | None = None):
+        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        others = but._storages if but else {}
+        self._storages = {key: storage for key, storage in found.items() if key not in others and storage.nbytes()}
+        self._keep = keep
+        self._host: dict[int, Tensor] = {}
+        self._sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
+
+    def empty(self) -> int:
+        """Copies to the host where the contents are kept, and frees; the bytes freed."""
+        for key, storage in self._storages.items():
+            if self._keep:
+                cuda = storage.device.type == "cuda"
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=cuda)
+                self._host[key] = host.copy_(_bytes(storage), non_blocking=True)
+        for storage in self._storages.values():
+            if storage.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # the copies read what is freed now
+            storage.resize_(0)
+        return sum(self._sizes.values())
+
+    def refill(self) -> None:
+        for key, storage in self._storages.items():
+            storage.resize_(self._sizes[key])
+            if self._keep:
+                _bytes(storage).copy_(self._host.pop(key), non_blocking=True)
+            else:
+                _bytes(storage).zero_()
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

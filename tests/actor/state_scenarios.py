@@ -1,0 +1,188 @@
+"""Checkpoints written behind training, memory on the host, precision. Run on all ranks, see `actor_ranks`."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from actor_cases import micro_batches, pack, sequences
+from actor_ranks import Rank
+from actor_scenarios import fingerprint, same, topk, train
+
+ASYNCHRONOUS = {"checkpoint": {"asynchronous": True, "timeout_s": 30}}
+
+
+def find(name: str):
+    return globals()[name]
+
+
+def everywhere(fact: bool) -> bool:
+    """True where it is true on every rank."""
+    value = torch.tensor(fact)
+    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN)
+    return bool(value)
+
+
+class Gate:
+    """Holds back every write of a checkpoint until it is opened."""
+
+    def __enter__(self) -> threading.Event:
+        from dppo_megatron.actor.checkpoint_writer import HostFiles
+
+        opened, self._write = threading.Event(), HostFiles.write
+
+        def write(files):
+            assert opened.wait(30)
+            self._write(files)
+
+        HostFiles.write = write
+        return opened
+
+    def __exit__(self, *error: object) -> None:
+        from dppo_megatron.actor.checkpoint_writer import HostFiles
+
+        HostFiles.write = self._write
+
+
+def asynchronous(rank: Rank) -> Any:
+    """Training goes on while a checkpoint is written, and what is written is what was there when it was asked for."""
+    directory = rank.directory / "checkpoints"
+    latest = directory / "latest"
+    parallel = {} if rank.world_size == 1 else {"tensor": 2}
+    with rank.actor(sections=ASYNCHRONOUS, **parallel) as actor:
+        train(actor, sequences(), updates=1)
+        actor.save_checkpoint(directory, 1, {"step": 1}, keep=1)
+        actor.finish_checkpoint()
+        with Gate() as opened:
+            train(actor, sequences(), updates=1)
+            bits = fingerprint(actor)
+            actor.save_checkpoint(directory, 2, {"step": 2}, keep=1)
+            train(actor, sequences(), updates=1)
+            while_writing = (latest.read_text(), not same(bits, fingerprint(actor)))
+            opened.set()
+            actor.finish_checkpoint()
+        after = (latest.read_text(), sorted(p.name for p in directory.iterdir()))
+    with rank.actor(**parallel) as actor:
+        state = actor.load_checkpoint(directory)
+        equal = everywhere(same(bits, fingerprint(actor)))
+    return {"while_writing": while_writing, "after": after, "state": state, "equal": equal}
+
+
+def failing_write(rank: Rank) -> Any:
+    """A rank that cannot write: the next save raises on every rank, and the last good checkpoint stays."""
+    from dppo_megatron.actor import CheckpointError
+    from dppo_megatron.actor.checkpoint_writer import HostFiles
+
+    directory = rank.directory / "checkpoints"
+    original = HostFiles.write
+    with rank.actor(sections=ASYNCHRONOUS) as actor:
+        actor.save_checkpoint(directory, 1, {"step": 1}, keep=1)
+        actor.finish_checkpoint()
+        if rank.rank == rank.world_size - 1:
+            HostFiles.write = full
+        actor.save_checkpoint(directory, 2, {"step": 2}, keep=1)
+        try:
+            actor.save_checkpoint(directory, 3, {"step": 3}, keep=1)
+            error = None
+        except CheckpointError as raised:
+            error = str(raised)
+        finally:
+            HostFiles.write = original
+        state = actor.load_checkpoint(directory)
+    return {"error": error, "state": state}
+
+
+def full(files) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def offloaded(rank: Rank) -> Any:
+    """On the host and back between two updates: no bit of what follows differs."""
+    results = {}
+    layouts: dict[str, dict] = {"plain": {"distributed_optimizer": False}, "sharded": {}}
+    layouts["bf16"] = {"settings": {"dtype": "bf16"}}
+    if rank.world_size == 2:
+        layouts["pipeline"] = {"pipeline": 2}
+    for name, parallel in layouts.items():
+        with rank.actor(**parallel) as actor:
+            train(actor, sequences(), updates=1)
+            before = fingerprint(actor)
+            with actor.offloaded() as freed:
+                held = sum(p.untyped_storage().nbytes() for chunk in actor.model_chunks for p in chunk.parameters())
+            restored = same(before, fingerprint(actor))
+            train(actor, sequences(), updates=1)
+            bits = fingerprint(actor)
+        with rank.actor(**parallel) as actor:
+            train(actor, sequences(), updates=1)
+            train(actor, sequences(), updates=1)
+            equal = same(bits, fingerprint(actor))
+        results[name] = (held, freed, everywhere(restored), everywhere(equal), sum(p.numel() for p in bits.values()))
+    return results
+
+
+def dtypes(rank: Rank) -> Any:
+    """What bf16 training keeps in fp32."""
+    with rank.actor(settings={"dtype": "bf16"}) as actor:
+        train(actor, sequences(), updates=1)
+        parameters = [p for chunk in actor.model_chunks for p in chunk.parameters()]
+        inner = actor.optimizer.chained_optimizers[0].optimizer
+        states = [v for state in inner.state.values() for v in state.values()]
+        return {
+            "parameters": {p.dtype for p in parameters},
+            "gradients": {p.main_grad.dtype for p in parameters},
+            "main": {p.dtype for group in inner.param_groups for p in group["params"]},
+            "states": {v.dtype for v in states if isinstance(v, torch.Tensor)},
+            "log": actor.describe(),
+        }
+
+
+def fp32_head(rank: Rank) -> Any:
+    """The head of a bf16 model, multiplied in bf16 and in fp32."""
+    results = {}
+    parallel = {} if rank.world_size == 1 else {"tensor": 2}
+    for model in ("qwen3", "tied"):
+        for exact in (False, True):
+            with rank.actor(model, settings={"dtype": "bf16", "fp32_head": exact}, **parallel) as actor:
+                seen: dict[str, torch.Tensor] = {}
+
+                def keep(module, inputs, output, seen=seen):
+                    seen.update(rows=inputs[0].detach().clone(), logits=output[0].detach().clone())
+
+                policy = actor.model_chunks[0]
+                hook = policy.output_layer.register_forward_hook(keep)
+                actor.logprobs([pack(sequences())])
+                hook.remove()
+                wanted = seen["rows"].double() @ policy.head_weight.detach().double().T
+                error = float((seen["logits"].double() - wanted).abs().max())
+                stats = actor.train_update(micro_batches(sequences(), 2), topk())
+                results[model, exact] = (str(seen["logits"].dtype), error, stats.loss, stats.grad_norm)
+    return results
+
+
+def tensor_to_pipeline(rank: Rank) -> Any:
+    """Saved at TP 2 PP 1, continued at TP 1 PP 2: the next losses."""
+    directory = rank.directory / "checkpoints"
+    with rank.actor(tensor=2) as actor:
+        train(actor, sequences())
+        actor.save_checkpoint(directory, 3, {"step": 3}, keep=1)
+        expected = train(actor, sequences(seed=1), updates=2)
+    with rank.actor(pipeline=2) as actor:
+        state = actor.load_checkpoint(directory)
+        got = train(actor, sequences(seed=1), updates=2)
+    return {"state": state, "expected": expected, "got": got}
+
+
+def experts_to_data(rank: Rank) -> Any:
+    """Saved with experts over two ranks, continued with all of them on each, and the way back."""
+    results = {}
+    for name, (first, second) in {"gathered": ({"expert": 2}, {}), "spread": ({}, {"expert": 2})}.items():
+        directory = rank.directory / name
+        with rank.actor("qwen3_moe", **first) as actor:
+            train(actor, sequences())
+            actor.save_checkpoint(directory, 3, {"step": 3}, keep=1)
+            expected = train(actor, sequences(seed=1), updates=2)
+        with rank.actor("qwen3_moe", **second) as actor:
+            actor.load_checkpoint(directory)
+            results[name] = (expected, train(actor, sequences(seed=1), updates=2))
+    return results

@@ -1,0 +1,164 @@
+"""Checkpoints behind training, loading in another layout, memory on the host, precision."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from actor_cases import make_config, sequences
+from actor_ranks import run_ranks
+
+from dppo_megatron.actor.checkpoint_writer import BackgroundWrite, CheckpointError, HostFiles
+
+ONE_RANK = ["asynchronous", "offloaded", "dtypes", "fp32_head"]
+TWO_RANKS = [
+    "asynchronous", "failing_write", "offloaded", "fp32_head", "tensor_to_pipeline", "experts_to_data",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(models, tmp_path_factory) -> dict[int, dict]:
+    return {
+        size: run_ranks(size, names, models, tmp_path_factory.mktemp(f"state{size}"), "state_scenarios")
+        for size, names in ((1, ONE_RANK), (2, TWO_RANKS))
+    }
+
+
+def of(results, size: int, name: str):
+    value = results[size][name]
+    assert not isinstance(value, str), value
+    return value
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_is_written_while_training_goes_on(results, size):
+    value = of(results, size, "asynchronous")
+    assert value["while_writing"] == ("step-000001", True)
+    assert value["after"] == ("step-000002", ["latest", "step-000002"])
+    assert value["state"] == {"step": 2}
+    assert value["equal"]
+
+
+def test_a_rank_that_cannot_write_stops_all_and_keeps_the_last_good_one(results):
+    value = of(results, 2, "failing_write")
+    assert "rank 1: OSError: [Errno 28] No space left on device" in value["error"]
+    assert value["state"] == {"step": 1}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_memory_on_the_host_and_back_changes_no_bit(results, size):
+    for layout, (held, freed, restored, equal, _) in of(results, size, "offloaded").items():
+        assert held == 0, layout
+        assert freed > 100_000, layout  # parameters, gradients, main parameters and moments of some 15,000 elements
+        assert restored, layout
+        assert equal, layout
+
+
+def test_bf16_keeps_gradients_and_optimizer_in_fp32(results):
+    value = of(results, 1, "dtypes")
+    assert value["parameters"] == {torch.bfloat16}
+    assert value["gradients"] == value["main"] == value["states"] == {torch.float32}
+    assert any("bf16 parameters and activations, fp32 gradients and optimizer" in line for line in value["log"])
+    assert any("layers local, Adam torch" in line for line in value["log"])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_fp32_head_is_exact_to_fp32(results, size):
+    value = of(results, size, "fp32_head")
+    for model in ("qwen3", "tied"):
+        (rounded, coarse, loss, norm), (exact, fine, wide_loss, wide_norm) = value[model, False], value[model, True]
+        assert (rounded, exact) == ("torch.bfloat16", "torch.float32")
+        assert fine < 1e-5 < coarse
+        assert wide_loss == pytest.approx(loss, rel=0.05, abs=0.01)
+        assert wide_norm == pytest.approx(norm, rel=0.05)
+
+
+def test_saved_in_one_layout_and_continued_in_another(results):
+    cases = {"tensor to pipeline": tuple(of(results, 2, "tensor_to_pipeline")[k] for k in ("expected", "got"))}
+    cases |= of(results, 2, "experts_to_data")
+    for name, (expected, got) in cases.items():
+        assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6, abs=1e-7), name
+        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), name
+
+
+# ---- without Megatron
+
+
+def write_of(directory: Path, rank: int, complete=lambda: None, timeout_s: float = 20.0) -> BackgroundWrite:
+    files = HostFiles()
+    with files.create_stream(directory / f"{rank}.bin", "wb") as stream:
+        stream.write(b"x")
+    return BackgroundWrite(files, directory, rank, 2, complete, timeout_s)
+
+
+def test_rank_zero_completes_only_when_all_have_written(tmp_path):
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    first = write_of(partial, 0, complete=lambda: partial.rename(tmp_path / "final"))
+    time.sleep(0.3)
+    assert partial.exists()
+    second = write_of(partial, 1)
+    first.wait()
+    second.wait()
+    assert sorted(p.name for p in (tmp_path / "final").iterdir()) == ["0.bin", "1.bin"]
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path):
+    write = write_of(tmp_path, 0, timeout_s=0.5)
+    with pytest.raises(CheckpointError, match=r"checkpoint.timeout_s.*ranks missing: 1"):
+        write.wait()
+
+
+def test_kill_9_while_writing_leaves_the_last_good_checkpoint(models, tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=_stuck_while_writing, args=(models, tmp_path))
+    process.start()
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "half").exists():
+        assert process.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert (tmp_path / "checkpoints" / "step-000002.tmp").exists()
+    reader = multiprocessing.get_context("spawn").Process(target=_load, args=(models, tmp_path))
+    reader.start()
+    reader.join()
+    assert (tmp_path / "loaded").read_text() == "{'step': 1}"
+
+
+def _actor(models: Path, directory: Path):
+    from dppo_megatron.actor import Actor, init_layout
+
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    config = make_config(models / "qwen3", sections={"checkpoint": {"asynchronous": True}})
+    return Actor(config, init_layout(config))
+
+
+def _stuck_while_writing(models: Path, directory: Path) -> None:
+    from actor_scenarios import train
+
+    actor = _actor(models, directory)
+    actor.save_checkpoint(directory / "checkpoints", 1, {"step": 1}, keep=1)
+    actor.finish_checkpoint()
+    train(actor, sequences(), updates=1)
+
+    def half(files: HostFiles) -> None:
+        path, stream = next(iter(files._files.items()))
+        path.write_bytes(stream.getvalue()[: len(stream.getvalue()) // 2])
+        (directory / "half").touch()
+        time.sleep(600)
+
+    HostFiles.write = half
+    actor.save_checkpoint(directory / "checkpoints", 2, {"step": 2}, keep=1)
+    time.sleep(600)
+
+
+def _load(models: Path, directory: Path) -> None:
+    actor = _actor(models, directory)
+    (directory / "loaded").write_text(str(actor.load_checkpoint(directory / "checkpoints")))

@@ -1,0 +1,74 @@
+"""Which precisions a machine can compute, and who computes them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from actor_cases import make_config, write_config
+
+from dppo_megatron.actor import check_model, megatron_version
+from dppo_megatron.actor.precision import implementations, precision_arguments, precision_problems
+
+BF16 = {"dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "capability", "expected"),
+    [
+        ({**BF16, "fp8": "tensorwise"}, (8, 9), None),
+        ({**BF16, "fp8": "blockwise"}, (9, 0), None),
+        ({**BF16, "fp8": "mxfp8"}, (10, 0), None),
+        ({**BF16, "fp8": "tensorwise"}, None, "model.fp8 = tensorwise: needs a CUDA device; set it to none"),
+        ({**BF16, "fp8": "tensorwise"}, (8, 0), "needs compute capability 8.9 or newer, the GPU has 8.0; set it to"),
+        ({**BF16, "fp8": "blockwise"}, (8, 9), "needs compute capability 9.0 or newer, the GPU has 8.9; use one of"),
+        ({**BF16, "fp8": "mxfp8"}, (9, 0), "the GPU has 9.0; use one of tensorwise, blockwise or none"),
+        ({"dtype": "fp32", "fp8": "tensorwise"}, (9, 0), "set model.dtype to bf16"),
+        ({**BF16, "fp8": "tensorwise", "layers": "local"}, (9, 0), "local layers have no FP8"),
+        ({**BF16, "fp32_head": True, "logits": "fused"}, (9, 0), "set model.logits to stored"),
+    ],
+)
+def test_what_a_gpu_can(settings, capability, expected):
+    problems = precision_problems(make_config(Path("unused"), **settings), capability)
+    assert problems == [] if expected is None else any(expected in problem for problem in problems), problems
+
+
+def test_this_machine_refuses_what_it_cannot(tmp_path):
+    config = make_config(write_config(tmp_path), optimizer={"offload": 0.5}, **BF16, fp8="blockwise")
+    problems = check_model(config)
+    assert any("model.fp8 = blockwise: needs a CUDA device" in problem for problem in problems)
+    assert any("model.fp8 = blockwise: needs TransformerEngine" in problem for problem in problems)
+    assert any("optimizer.offload = 0.5" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+def test_megatron_knows_the_recipes(recipe):
+    from megatron.core.enums import Fp8Recipe
+
+    arguments = precision_arguments(make_config(Path("unused"), **BF16, fp8=recipe))
+    assert arguments["fp8_recipe"] in list(Fp8Recipe)
+    assert arguments["fp8"] in ("e4m3", "hybrid")
+
+
+def chosen(**settings):
+    return implementations(make_config(Path("unused"), **settings), transformer_engine_layers=False)
+
+
+def test_apex_of_the_package_index_is_not_nvidias(tmp_path, monkeypatch):
+    """The one is a web toolkit; the other has compiled modules beside it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(megatron_version, "has_transformer_engine", lambda: False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("raise ImportError('a web toolkit')")
+    assert chosen().optimizer == "torch"
+    (tmp_path / "amp_C.py").touch()
+    sys.path_importer_cache.clear()
+    assert chosen().optimizer == chosen().norms == "NVIDIA apex"
+    assert chosen(optimizer={"offload": 0.5}).optimizer == "NVIDIA apex on the GPU, torch on the host"
+    monkeypatch.setattr(megatron_version, "has_transformer_engine", lambda: True)
+    assert chosen().optimizer == "TransformerEngine"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert chosen().optimizer == "torch"

@@ -1,0 +1,121 @@
+"""kill -9 of a trainer rank in the middle of a step, in several layouts: the resumed run ends with the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_helpers import descendants, records, run, start, steps_done, wait_until, weights_digest, write_config
+
+from dppo_megatron.rollout.bank import BankWriter
+from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+
+STEPS, GROUPS, SAMPLES, LONGEST = 7, 8, 8, 24
+SAVED, KILLED_AFTER = 2, 3  # five more steps are trained after the kill
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+LAYOUTS = {
+    "tensor": ({}, {"tensor": 2, "sequence": True}),
+    "virtual_pipeline": ({}, {"pipeline": 2, "virtual_pipeline": 2}),
+    "data": ({}, {}),
+    "experts": (EXPERTS, {"expert": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def bank(tmp_path_factory) -> Path:
+    """Random responses with the log-probs a random policy gives: what is trained on matters not, only that it is."""
+    generator = np.random.default_rng(0)
+    directory = tmp_path_factory.mktemp("bank") / "bank"
+    with BankWriter(directory, GROUPS, fsync=False) as writer:
+        for position in range(STEPS * GROUPS):
+            prompt = Prompt(position, position, np.array([3, 4, 12], np.int32), "12+", "3")
+            rollouts = tuple(
+                Rollout(
+                    token_ids=generator.integers(1, 16, size, dtype=np.int32),
+                    logprobs=generator.normal(-2.8, 0.3, size).astype(np.float32),
+                    versions=np.zeros(size, np.int32),
+                    finish_reason="length",
+                )
+                for size in generator.integers(8, LONGEST + 1, SAMPLES)
+            )
+            rewards = generator.random(SAMPLES, np.float32)
+            writer.append(RolloutGroup(prompt, rollouts, rewards, np.zeros(SAMPLES, bool), 1.0))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    from make_task import MODEL, character_tokenizer, write_sums
+
+    from dppo_megatron.hf import make_random_hf_model
+
+    directory = tmp_path_factory.mktemp("task")
+    write_sums(directory, seed=1)
+    for name, changes in {"dense": {}, "experts": EXPERTS}.items():
+        make_random_hf_model(directory / name, {**MODEL, "num_hidden_layers": 4, **changes}, 1)
+        character_tokenizer().save_pretrained(directory / name)
+    return directory
+
+
+def write_layout(layout: str, task: Path, bank: Path, directory: Path, *, asynchronous: bool) -> Path:
+    changes, parallel = LAYOUTS[layout]
+    tree = {
+        "run": {"dir": str(directory / "run"), "stall_timeout_s": 120},
+        "model": {"path": str(task / ("experts" if changes else "dense")), "dtype": "fp32"},
+        "parallel": {"world_size": 2, "timeout_s": 120, **parallel},
+        "objective": {"name": "dppo_binary_tv"},
+        "data": {"train": str(task / "train.jsonl")},
+        "rollout": {
+            "bank": str(bank),
+            "prompts_per_step": GROUPS,
+            "group_size": SAMPLES,
+            "max_response_tokens": LONGEST,
+        },
+        # Many small micro-batches: a step is long enough to be killed in.
+        "train": {"steps": STEPS, "updates_per_step": 2, "micro_batch_tokens": 48},
+        "optimizer": {"lr": 1e-3, "warmup_updates": 3, "decay": "cosine", "weight_decay": 0.1},
+        "checkpoint": {"every": SAVED, "asynchronous": asynchronous},
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    return write_config(tree, directory / "config.yaml")
+
+
+def kill_in_a_step(config: Path, run_dir: Path, rank: str, output: Path) -> None:
+    process = start("train", config, output=output)
+    latest = run_dir / "checkpoints" / "latest"
+    wait_until(lambda: latest.exists() and KILLED_AFTER in steps_done(run_dir), f"step {KILLED_AFTER}", process, output)
+    children = descendants(process)
+    victim = next(child for child in children if child.environ().get("RANK") == rank)
+    victim.kill()
+    assert process.wait(60) == 1
+    assert "SIGKILL" in output.read_text()
+    assert max(steps_done(run_dir)) < STEPS, "the run was over before it was killed"
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize(
+    ("layout", "asynchronous"), [("tensor", False), ("virtual_pipeline", True), ("data", True), ("experts", False)]
+)
+def test_kill_9_in_a_step_then_resume_is_bit_identical(task, bank, tmp_path, layout, asynchronous):
+    undisturbed = write_layout(layout, task, bank, tmp_path / "undisturbed", asynchronous=asynchronous)
+    run("train", undisturbed)
+    killed = write_layout(layout, task, bank, tmp_path / "killed", asynchronous=asynchronous)
+    kill_in_a_step(killed, tmp_path / "killed" / "run", "1", tmp_path / "output")
+    latest = tmp_path / "killed" / "run" / "checkpoints" / "latest"
+    assert latest.read_text() == f"step-{SAVED:06d}", "the killed run got further than was meant"
+    run("train", killed, "--resume")
+    assert steps_done(tmp_path / "killed" / "run") == list(range(1, STEPS + 1))
+    assert weights_digest(tmp_path / "killed" / "run") == weights_digest(tmp_path / "undisturbed" / "run")
+    lost = {"time", "throughput/"}
+    for one, two in zip(*(records(tmp_path / name / "run") for name in ("undisturbed", "killed")), strict=True):
+        same = [{k: v for k, v in r.items() if not k.startswith(tuple(lost))} for r in (one, two)]
+        assert json.dumps(same[0], sort_keys=True) == json.dumps(same[1], sort_keys=True)
