@@ -231,6 +231,7 @@ def _sizes(layout: Layout) -> dict[str, int | None]:
         "virtual_pipeline": layout.virtual_pipeline_size,
         "context": layout.context_size,
         "expert": layout.expert_size,
+        "expert_tensor": layout.expert_tensor_size,
         "data": layout.data_parallel_size,
     }
 
@@ -240,7 +241,7 @@ def _rng_name(layout: Layout) -> str:
 
 
 def _rng_state() -> dict[str, Any]:
-    """Data-parallel replicas share theirs."""
+    """Data-parallel replicas share theirs. Those of the experts differ, and draw nothing after initialisation."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

@@ -27,15 +27,22 @@ class CheckpointError(ExpectedError, RuntimeError):
     """A checkpoint that could not be written, or that does not fit this run, with every reason."""
 
 
+class _Kept(io.BytesIO):
+    """Whoever writes it closes it, which would drop the contents; they go with the object."""
+
+    def close(self) -> None:
+        pass
+
+
 class HostFiles(FileSystem):
     """A file system for torch's checkpoint writer that keeps what it is given; `write` puts it on the disk."""
 
     def __init__(self) -> None:
-        self._files: dict[Path, io.BytesIO] = {}
+        self._files: dict[Path, _Kept] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.BytesIO]:
-        stream = self._files[Path(path)] = io.BytesIO()
+        stream = self._files[Path(path)] = _Kept()
         yield stream
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
