@@ -1,6 +1,6 @@
 # make quickstart   train a small policy end to end on this machine's CPU, real parts, about ten minutes
 # make test         the tests, real vLLM server and Megatron-core ranks included
-# make test-parallel  the whole parity suite: every parallel layout trains as one process does, two minutes
+# make test-parallel  every parallel layout: trains as one process does, resumes after kill -9, fits its plan
 # make test-slurm   runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
 # make test-engines the engine contract on real vLLM and SGLang servers, dense and MoE; about five minutes
 # make lint         ruff
@@ -26,6 +26,7 @@ test: install
 
 test-parallel: install
 	$(BIN)/python -m pytest tests/parallel -m ""
+	$(BIN)/python -m pytest tests --ignore tests/parallel -m parallel
 
 # The lab's slurmd starts jobs as root does. Where neither root nor sudo is to be had, the tests say so and are skipped.
 APT := apt-get install -y -qq --no-install-recommends slurm-wlm slurm-client slurmctld slurmd munge

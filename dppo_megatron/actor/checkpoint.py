@@ -163,8 +163,7 @@ def _materialise_state(optimizer: MegatronOptimizer) -> None:
 
 def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
     parts = _parts(optimizer)
-    states = [loaded] if len(parts) == 1 else [loaded[index] for index in range(len(parts))]
-    for part, state in zip(parts, states, strict=True):
+    for part, state in zip(parts, _states_of_parts(parts, loaded), strict=True):
         # Megatron copies every entry of the inner state, but a torch optimizer's `step` is not among the
         # tensors it saved: that one comes with the groups, before the rest.
         tensors = state.pop("param_state", None)
@@ -179,6 +178,41 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> Non
         if isinstance(part, DistributedOptimizer):
             continue
         _materialise_missing_steps(inner)
+
+
+def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> list[dict[str, Any]]:
+    """State of each of this rank's optimizers.
+
+    Sharded tensors come as this rank asked for them, everything else as global rank 0 had it when it saved: for one
+    optimizer, or for one of the dense and one of the expert parameters by number. A rank has the second where it
+    holds experts of an expert-parallel group, so saver and loader may differ in that.
+    """
+    saved = [loaded] if "optimizer" in loaded else [loaded[i] for i in (0, 1) if "optimizer" in loaded.get(i, {})]
+    wanted = [loaded] if len(parts) == 1 else [loaded[index] for index in range(len(parts))]
+    if len(saved) == len(parts):
+        return wanted
+    if not all(isinstance(part, DistributedOptimizer) for part in parts):
+        raise CheckpointError(
+            "parallel.distributed_optimizer = false: such a state loads only where as many ranks hold experts as when "
+            "it was saved; use the expert and pipeline sizes it was saved with"
+        )
+    groups = {_group_key(group): group for state in saved for group in state["optimizer"]["param_groups"]}
+    states = []
+    for part, tensors in zip(parts, wanted, strict=True):
+        # Dense and expert parameters have the same settings and the same number of steps.
+        own = [
+            {**groups[_group_key(g)], "is_expert_parallel": g["is_expert_parallel"]}
+            for g in part.optimizer.param_groups
+        ]
+        common = {name: value for name, value in saved[0].items() if name not in (0, 1, "param_state")}
+        common["optimizer"] = {**common["optimizer"], "param_groups": own}
+        states.append({**common, "param_state": tensors["param_state"]})
+    return states
+
+
+def _group_key(group: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells groups apart that an update treats differently."""
+    return tuple(group.get(name, group.get(f"pre_{name}")) for name in ("wd_mult", "lr_mult", "is_decoupled_lr"))
 
 
 def _materialise_missing_steps(inner: torch.optim.Optimizer) -> None:

@@ -117,7 +117,7 @@ def offloaded(rank: Rank) -> Any:
             train(actor, sequences(), updates=1)
             train(actor, sequences(), updates=1)
             equal = same(bits, fingerprint(actor))
-        results[name] = (held, freed, everywhere(restored), everywhere(equal), sum(p.numel() for p in bits.values()))
+            results[name] = (held, freed, everywhere(restored), everywhere(equal))
     return results
 
 
@@ -173,16 +173,37 @@ def tensor_to_pipeline(rank: Rank) -> Any:
     return {"state": state, "expected": expected, "got": got}
 
 
-def experts_to_data(rank: Rank) -> Any:
-    """Saved with experts over two ranks, continued with all of them on each, and the way back."""
+def experts_elsewhere(rank: Rank) -> Any:
+    """Experts saved in one layout and continued in another; a rank with none of them, and one with some."""
     results = {}
-    for name, (first, second) in {"gathered": ({"expert": 2}, {}), "spread": ({}, {"expert": 2})}.items():
-        directory = rank.directory / name
-        with rank.actor("qwen3_moe", **first) as actor:
+    layouts = {
+        "gathered": ("qwen3_moe", {"expert": 2}, {}),
+        "spread": ("qwen3_moe", {}, {"expert": 2}),
+        "behind a dense stage": ("deepseek", {"expert": 2}, {"pipeline": 2, "first_stage_layers": 1}),
+    }
+    for name, (model, first, second) in layouts.items():
+        directory = rank.directory / name.replace(" ", "_")
+        with rank.actor(model, **first) as actor:
             train(actor, sequences())
             actor.save_checkpoint(directory, 3, {"step": 3}, keep=1)
             expected = train(actor, sequences(seed=1), updates=2)
-        with rank.actor("qwen3_moe", **second) as actor:
+        with rank.actor(model, **second) as actor:
             actor.load_checkpoint(directory)
             results[name] = (expected, train(actor, sequences(seed=1), updates=2))
     return results
+
+
+def dense_stage_then_experts(rank: Rank) -> Any:
+    """Four ranks: a stage without experts before one with them over two ranks. Saved and loaded: the same bits."""
+    layout = {"pipeline": 2, "first_stage_layers": 1, "expert": 2}
+    directory = rank.directory / "checkpoints"
+    with rank.actor("deepseek", **layout) as actor:
+        train(actor, sequences())
+        actor.save_checkpoint(directory, 3, {"step": 3}, keep=1)
+        parts = len(actor.optimizer.chained_optimizers)
+        train(actor, sequences(seed=1), updates=2)
+        bits = fingerprint(actor)
+    with rank.actor("deepseek", **layout) as actor:
+        actor.load_checkpoint(directory)
+        train(actor, sequences(seed=1), updates=2)
+        return parts, everywhere(same(bits, fingerprint(actor)))

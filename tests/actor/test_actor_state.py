@@ -17,7 +17,7 @@ from dppo_megatron.actor.checkpoint_writer import BackgroundWrite, CheckpointErr
 
 ONE_RANK = ["asynchronous", "offloaded", "dtypes", "fp32_head"]
 TWO_RANKS = [
-    "asynchronous", "failing_write", "offloaded", "fp32_head", "tensor_to_pipeline", "experts_to_data",
+    "asynchronous", "failing_write", "offloaded", "fp32_head", "tensor_to_pipeline", "experts_elsewhere",
 ]  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def test_a_rank_that_cannot_write_stops_all_and_keeps_the_last_good_one(results)
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_memory_on_the_host_and_back_changes_no_bit(results, size):
-    for layout, (held, freed, restored, equal, _) in of(results, size, "offloaded").items():
+    for layout, (held, freed, restored, equal) in of(results, size, "offloaded").items():
         assert held == 0, layout
         assert freed > 100_000, layout  # parameters, gradients, main parameters and moments of some 15,000 elements
         assert restored, layout
@@ -80,10 +80,16 @@ def test_an_fp32_head_is_exact_to_fp32(results, size):
 
 def test_saved_in_one_layout_and_continued_in_another(results):
     cases = {"tensor to pipeline": tuple(of(results, 2, "tensor_to_pipeline")[k] for k in ("expected", "got"))}
-    cases |= of(results, 2, "experts_to_data")
+    cases |= of(results, 2, "experts_elsewhere")
     for name, (expected, got) in cases.items():
         assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6, abs=1e-7), name
         assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), name
+
+
+@pytest.mark.parallel
+def test_experts_behind_a_stage_without_them(models, tmp_path):
+    value = run_ranks(4, ["dense_stage_then_experts"], models, tmp_path, "state_scenarios")
+    assert of({4: value}, 4, "dense_stage_then_experts") == (1, True)
 
 
 # ---- without Megatron
