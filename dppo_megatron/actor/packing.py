@@ -21,6 +21,7 @@ from .attention import SegmentPlan, plan_segments
 from .context import owned_rows
 from .layout import Layout
 from .model_config import dtype, use_transformer_engine
+from .precision import row_multiple
 from .rope import inverse_frequencies, rope_tables
 from .routing import ReplayedExperts
 
@@ -96,7 +97,7 @@ class Packer:
             dtype=dtype(config),
             frequencies=inverse_frequencies(hf).to(layout.device) if own and hf.mla is None else None,
             own_attention=own,
-            multiple=layout.tensor_size if layout.sequence_parallel else 1,
+            multiple=row_multiple(config) * (layout.tensor_size if layout.sequence_parallel else 1),
             sequence_rank=layout.tensor_rank if layout.sequence_parallel else None,
             context_rank=layout.context_rank,
             context_size=layout.context_size,

@@ -21,12 +21,13 @@ class Recipe:
     megatron: str
     capability: Capability
     scaling: str
+    rows: int  # a matrix product takes a multiple of so many
 
 
 RECIPES: dict[str, Recipe] = {
-    "tensorwise": Recipe("tensorwise", (8, 9), "one scale a tensor, from its current values"),
-    "blockwise": Recipe("blockwise", (9, 0), "one scale a block of 1 x 128 or 128 x 128"),
-    "mxfp8": Recipe("mxfp8", (10, 0), "one power of two for 32 values"),
+    "tensorwise": Recipe("tensorwise", (8, 9), "one scale a tensor, from its current values", 16),
+    "blockwise": Recipe("blockwise", (9, 0), "one scale a block of 1 x 128 or 128 x 128", 16),
+    "mxfp8": Recipe("mxfp8", (10, 0), "one power of two for 32 values", 32),
 }
 
 
@@ -42,6 +43,11 @@ def precision_arguments(config: Config) -> dict[str, Any]:
     recipe = RECIPES[config.model.fp8]
     # Scales of small blocks follow the values, so gradients need no wider exponent.
     return {"fp8": "hybrid" if config.model.fp8 == "tensorwise" else "e4m3", "fp8_recipe": recipe.megatron}
+
+
+def row_multiple(config: Config) -> int:
+    """What the number of rows of every matrix product must be a multiple of; experts pad theirs themselves."""
+    return 1 if config.model.fp8 == "none" else RECIPES[config.model.fp8].rows
 
 
 def precision_problems(config: Config, capability: Capability | None) -> list[str]:

@@ -11,7 +11,7 @@ from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
 
 from .hardware import Hardware
 from .memory import Load, Memory, estimate, largest_load
-from .ranks import RankBuilder, RankModel
+from .ranks import RankBuilder, RankModel, buildable_here
 from .totals import Totals, totals
 
 
@@ -93,9 +93,7 @@ def _problems(config: Config, cluster: Cluster, rank: int | None) -> tuple[HFMod
         hf = read_hf_config(config.model.path)
     except ModelError as error:
         return None, out + [f"model.path = {error.source}: {problem}" for problem in error.problems]
-    # What this machine lacks says nothing about the one that is planned for.
-    elsewhere = config.model.model_copy(update={"layers": "local", "fp8": "none"})
-    out += model_problems(hf, config.model_copy(update={"model": elsewhere}))
+    out += model_problems(hf, buildable_here(config))
     return hf, list(dict.fromkeys(out))
 
 

@@ -60,6 +60,13 @@ class RankBuilder:
         return self._built[key]
 
 
+def buildable_here(config: Config) -> Config:
+    """Without what belongs to the machine that is planned for; no parameter depends on it."""
+    model = config.model.model_copy(update={"layers": "local", "fp8": "none"})
+    optimizer = config.optimizer.model_copy(update={"offload": 0.0})
+    return config.model_copy(update={"model": model, "optimizer": optimizer})
+
+
 def _without_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -84,9 +91,7 @@ def _build(config: Config, rank: int) -> RankModel:
     from dppo_megatron.actor.model_config import transformer_config
     from dppo_megatron.hf import read_hf_config
 
-    # The layers' kernels belong to the machine that is planned for; the parameters are the same either way.
-    here = config.model.model_copy(update={"layers": "local", "fp8": "none"})
-    config = config.model_copy(update={"model": here})
+    config = buildable_here(config)
     os.environ["WORLD_SIZE"] = str(config.parallel.world_size)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.parallel.world_size)
     layout = replace(init_layout(config), device=torch.device("meta"))

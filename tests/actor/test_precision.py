@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from actor_cases import make_config, write_config
+from actor_cases import make_config, pack, sequences, write_config
 
 from dppo_megatron.actor import check_model, megatron_version
+from dppo_megatron.actor.packing import Packer
 from dppo_megatron.actor.precision import implementations, precision_arguments, precision_problems
+from dppo_megatron.hf import read_hf_config
 
 BF16 = {"dtype": "bf16"}
 
@@ -50,6 +53,19 @@ def test_megatron_knows_the_recipes(recipe):
     arguments = precision_arguments(make_config(Path("unused"), **BF16, fp8=recipe))
     assert arguments["fp8_recipe"] in list(Fp8Recipe)
     assert arguments["fp8"] in ("e4m3", "hybrid")
+
+
+@pytest.mark.parametrize(("recipe", "rows"), [("none", 1), ("tensorwise", 16), ("blockwise", 16), ("mxfp8", 32)])
+def test_packed_rows_are_what_fp8_matrix_products_take(tmp_path, recipe, rows):
+    """Of every sequence-parallel rank."""
+    config = make_config(write_config(tmp_path), **BF16, fp8=recipe)
+    layout = SimpleNamespace(
+        device=torch.device("cpu"), tensor_size=2, tensor_rank=0, sequence_parallel=True, context_rank=0,
+        context_size=1, pipeline_size=1, virtual_pipeline_size=None, expert_group=None,
+    )  # fmt: skip
+    packer = Packer.of(read_hf_config(tmp_path), config, layout, None)
+    assert packer(pack(sequences(3))).token_ids.shape[1] % (2 * rows) == 0
+    assert packer.multiple == 2 * rows
 
 
 def chosen(**settings):
