@@ -9,11 +9,12 @@ from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.export import DEFAULT_BUCKET_BYTES
 
-from .activations import FP32, Work, head, layer, recomputed
+from .activations import FP32, Layer, Work, head, layer, recomputed
 from .hardware import Hardware
 from .ranks import RankModel
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+INT64 = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +109,6 @@ def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, wor
     return tuple(items)
 
 
-INT64 = 8
-
-
 def _shard(model: RankModel, sharded: bool) -> int:
     if not sharded:
         return model.parameters
@@ -143,7 +141,7 @@ def _forward_backward(work: Work, model: RankModel, load: Load, padded_vocab: in
     return tuple(items)
 
 
-def _why(work: Work, made, number: int, in_flight: int, kept: int) -> str:
+def _why(work: Work, made: Layer, number: int, in_flight: int, kept: int) -> str:
     recompute = work.config.model.recompute
     if recompute == "full":
         parts = "inputs only"
