@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dppo_megatron.config import ConfigError, load_config, save_resolved
+from dppo_megatron.convert.commands import app as convert_app
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 
@@ -18,6 +19,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(convert_app, name="convert")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML config; examples/ has some")]
 Overrides = Annotated[

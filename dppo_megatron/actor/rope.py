@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dppo_megatron.hf import HFModelConfig
+from dppo_megatron.hf import inverse_frequencies
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-
-def inverse_frequencies(hf: HFModelConfig) -> Float[Tensor, " d/2"]:
-    """Angle per position of each rotated pair, fp32, as transformers computes it for `hf.rope_type`."""
-    exponents = torch.arange(0, hf.head_dim, 2, dtype=torch.int64).float() / hf.head_dim
-    frequencies = 1.0 / hf.rope_theta**exponents
-    if hf.rope_type == "default":
-        return frequencies
-    if hf.rope_type == "llama3":
-        return _llama3(frequencies, hf.rope_scaling)
-    raise ValueError(f"rope_type = {hf.rope_type!r}: not implemented")
+__all__ = ["inverse_frequencies", "rope_tables", "rotate"]
 
 
 def rope_tables(
@@ -57,13 +47,3 @@ class _Rotate(torch.autograd.Function):
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos, swapped, sin, value=direction)
-
-
-def _llama3(frequencies: Tensor, scaling) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
-    factor = scaling["factor"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    original = scaling["original_max_position_embeddings"]
-    wavelength = 2 * math.pi / frequencies
-    blend = ((original / wavelength - low) / (high - low)).clamp(0, 1)
-    return frequencies / factor * (1 - blend) + frequencies * blend

@@ -1,15 +1,18 @@
 """One weight map HF <-> Megatron, shared by loading, saving, conversion and weight sync."""
 
+from . import fp8
 from .errors import ModelError
 from .export import export_weights, save_hf
 from .hf_config import ARCHITECTURES, HFModelConfig, MLAConfig, MoEConfig, parse_hf_config, read_hf_config
 from .load import load_into
 from .megatron_model import ParallelRanks, ShardGroup
 from .random_init import make_random_hf_model
+from .rope import inverse_frequencies
 from .rules import Entry, HFTensor, MegatronLayout
 from .safetensors_reader import SafetensorsDirectory
 from .safetensors_writer import PartWriter
 from .weight_map import WeightMap
+from .weight_source import WeightSource, open_weights
 
 __all__ = [
     "ARCHITECTURES",
@@ -25,9 +28,13 @@ __all__ = [
     "SafetensorsDirectory",
     "ShardGroup",
     "WeightMap",
+    "WeightSource",
     "export_weights",
+    "fp8",
+    "inverse_frequencies",
     "load_into",
     "make_random_hf_model",
+    "open_weights",
     "parse_hf_config",
     "read_hf_config",
     "save_hf",

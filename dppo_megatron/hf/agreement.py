@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from .hf_config import HFModelConfig
 from .megatron_model import unwrap
+from .rope import inverse_frequencies
+
+# Keys of a yarn `rope_scaling` and the fields of Megatron's MLATransformerConfig that mean them.
+_YARN = {
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
 
 
 def disagreements(model_chunks: Sequence[nn.Module], config: HFModelConfig) -> list[str]:
@@ -26,7 +38,23 @@ def disagreements(model_chunks: Sequence[nn.Module], config: HFModelConfig) -> l
         rotary_base = getattr(chunk, "rotary_base", config.rope_theta)
         if rotary_base != config.rope_theta:
             out.append(_line("rotary_base", rotary_base, config.rope_theta))
+        out += _frequencies(chunk, config)
     return sorted(set(out))
+
+
+def _frequencies(chunk: nn.Module, config: HFModelConfig) -> list[str]:
+    """Megatron scales rotary frequencies with constants of its own, which no field shows: the numbers do."""
+    found = getattr(getattr(chunk, "rotary_pos_emb", None), "inv_freq", None)
+    if found is None or config.rope_type not in ("default", "llama3"):
+        return []
+    wanted = inverse_frequencies(config, config.mla.qk_rope_head_dim if config.mla else config.head_dim)
+    if found.shape == wanted.shape and torch.allclose(found.cpu().float(), wanted, rtol=1e-4, atol=0):
+        return []
+    scaling = ", ".join(f"{k} = {v}" for k, v in config.rope_scaling.items())
+    return [
+        f"rotary frequencies of the Megatron model are not those of rope_type = {config.rope_type!r}, rope_theta = "
+        f"{config.rope_theta:g}{', ' if scaling else ''}{scaling} in config.json"
+    ]
 
 
 def _line(name: str, found: Any, wanted: Any) -> str:
@@ -69,6 +97,7 @@ def _attention(config: HFModelConfig) -> dict[str, Any]:
         "v_head_dim": mla.v_head_dim,
         "rotary_base": config.rope_theta,
         "rope_type": "yarn" if config.rope_type == "yarn" else "rope",
+        **{ours: config.rope_scaling[name] for name, ours in _YARN.items() if name in config.rope_scaling},
     }
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import fp8
 from .errors import ModelError
 from .hf_config import HFModelConfig, read_hf_config
 from .megatron_model import ParallelRanks, ShardGroup, infer_layout, named_weights
 from .rules import Entry
+from .safetensors_file import TensorInfo
 from .safetensors_writer import (
     DEFAULT_SHARD_BYTES,
     Part,
@@ -35,6 +36,7 @@ from .weight_map import WeightMap
 DEFAULT_BUCKET_BYTES = 256 << 20
 
 T = TypeVar("T")
+Quantization = Literal["fp8_block"]
 
 
 @torch.no_grad()
@@ -44,6 +46,7 @@ def export_weights(
     dtype: torch.dtype | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ranks: ParallelRanks | None = None,
+    quantization: Quantization | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (HF name, whole tensor) of every weight this rank owns. Every rank must exhaust its iterator.
 
@@ -52,10 +55,14 @@ def export_weights(
     Collectives: one `gather` to the owner per bucket of at most `bucket_bytes` of local shards, in the
     tensor- or expert-tensor-parallel group of the first replica; none where those have one rank.
 
-    `dtype` casts before gathering (None keeps each parameter's). Tensors are on the parameters' device and
-    may be views of live parameters: use or clone them before the next optimizer step.
+    `dtype` casts before gathering (None keeps each parameter's). With `quantization` "fp8_block" the owner
+    quantises each whole projection and yields its scales too, as `hf.fp8` describes. Tensors are on the
+    parameters' device and may be views of live parameters: use or clone them before the next optimizer step.
     Raises `ModelError` for a parameter without an HF counterpart.
     """
+    if quantization is not None:
+        yield from fp8.quantized(export_weights(model_chunks, config, dtype, bucket_bytes, ranks))
+        return
     ranks = ranks or ParallelRanks.current()
     weight_map = WeightMap(config, infer_layout(model_chunks, config, ranks))
     dense, expert = [], []
@@ -82,13 +89,14 @@ def save_hf(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
     ranks: ParallelRanks | None = None,
+    quantization: Quantization | None = None,
 ) -> None:
     """Writes a complete HF directory that transformers and the engines load. Collective over all ranks.
 
     Every owner of weights (see `export_weights`) writes its own files, so `directory` must be on storage
     that all ranks share; config, tokenizer and generation config come from `template_dir`. The directory
-    appears by one rename when everything is in it, before any rank returns. `dtype` None keeps the
-    parameters' dtype.
+    appears by one rename when everything is in it and on the disk, before any rank returns. `dtype` None keeps
+    the parameters' dtype. `quantization` "fp8_block" writes the projections as block-scaled FP8 (`hf.fp8`).
 
     Collectives: those of `export_weights` and three small object gathers over the default group.
     Raises on every rank when any rank failed, `ModelError` where it was another one: not enough disk, an
@@ -99,20 +107,21 @@ def save_hf(
     directory = Path(directory)
     rank = dist.get_rank() if _distributed() else 0
     staging = staging_of(directory)
-    expected = WeightMap(config).hf_tensors()
     stored = dtype or next((w.dtype for _, w in named_weights(model_chunks)), None)
+    expected = {name: TensorInfo(stored, shape) for name, shape in WeightMap(config).hf_tensors().items()}
+    if quantization is not None:
+        expected = fp8.quantized_info(expected)
 
     def prepare() -> None:
         if rank == 0:
             refuse_existing(directory, overwrite)
             create_staging(directory)
-            numel = sum(math.prod(shape) for shape in expected.values())
-            check_space(staging, numel * stored.itemsize)
+            check_space(staging, sum(info.nbytes for info in expected.values()))
 
     def write() -> list[Part]:
         writer = PartWriter(staging, f"{rank:05d}", shard_bytes)
         failure = None
-        for name, tensor in export_weights(model_chunks, config, dtype, ranks=ranks):
+        for name, tensor in export_weights(model_chunks, config, dtype, ranks=ranks, quantization=quantization):
             if failure is None:
                 try:
                     writer.add(name, tensor)
@@ -126,7 +135,7 @@ def save_hf(
         if rank == 0:
             refuse_incomplete(directory, parts, expected)
             assemble(staging, parts)
-            copy_metadata(template_dir, staging, stored)
+            copy_metadata(template_dir, staging, stored, quantization and fp8.quantization_config(config))
             publish(staging, directory, overwrite)
 
     try:

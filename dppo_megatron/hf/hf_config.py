@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,11 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 _ROPE_TYPES = {"llama": ("default", "llama3"), "deepseek_v3": ("default", "yarn")}  # others: default only
 
+# How the weights are stored or start, and what is asked of the tokenizer: no part of the function they compute.
+_NOT_OF_THE_MODEL = (
+    "initializer_range", "dtype", "bos_token_id", "eos_token_ids", "pad_token_id", "quantization", "source", "raw",
+    "max_position_embeddings", "mtp_layers",
+)  # fmt: skip
 _MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
@@ -88,6 +93,10 @@ class HFModelConfig:
     quantization: Mapping[str, Any] | None = None  # quantization_config of a quantised checkpoint
     source: str = "config.json"
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that must be equal for two configs to describe the same model."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_OF_THE_MODEL}
 
     def is_moe_layer(self, layer: int) -> bool:
         """True where the global layer index `layer` holds experts."""

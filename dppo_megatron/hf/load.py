@@ -1,4 +1,4 @@
-"""Filling Megatron model chunks from a Hugging Face directory, or refusing before anything is half done."""
+"""Filling Megatron model chunks from a model directory or a checkpoint, or refusing before anything is half done."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from .errors import ModelError
 from .hf_config import HFModelConfig, read_hf_config
 from .megatron_model import ParallelRanks, held_layers, holds_ends, infer_layout, named_weights
 from .rules import Entry
-from .safetensors_reader import SafetensorsDirectory
+from .torch_dist_reader import model_directory
 from .weight_map import WeightMap
-
-_HEAD = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
+from .weight_source import WeightSource, all_finite, not_finite_problem, open_weights, source_problems
 
 
 @torch.no_grad()
@@ -26,9 +24,12 @@ def load_into(
     hf_dir: str | Path,
     config: HFModelConfig | None = None,
     ranks: ParallelRanks | None = None,
+    source: WeightSource | None = None,
 ) -> WeightMap:
     """Fills every local parameter of `model_chunks` from `hf_dir`; returns the map it used.
 
+    `hf_dir` is a Hugging Face directory, FP8 included, or a Megatron checkpoint saved in whatever layout;
+    `source` takes the place of the weights in it.
     `model_chunks` are GPTModels or their DDP / Float16Module wrappers: one, or one per virtual pipeline
     stage. Each rank reads only the bytes of its own tensor, pipeline and expert shard, and casts to the
     parameter's dtype. No collectives. Padded vocabulary rows become zero. An optimizer with its own fp32
@@ -38,35 +39,26 @@ def load_into(
     counterpart, every HF tensor without a parameter and every field where the model's TransformerConfig
     differs from config.json, before any parameter is written; and, after writing, every non-finite tensor.
     """
-    config = config or read_hf_config(hf_dir)
+    config = config or read_hf_config(model_directory(hf_dir))
     ranks = ranks or ParallelRanks.current()
-    if config.quantization is not None:
-        raise ModelError(config.source, ["quantization_config: quantised weights; dequantise them first"])
     weight_map = WeightMap(config, infer_layout(model_chunks, config, ranks))
-    directory = SafetensorsDirectory(hf_dir)
+    source = source or open_weights(hf_dir, config)
     weights, problems = _match(weight_map, model_chunks)
     problems += disagreements(model_chunks, config)
     problems += [p for entry, weight in weights if (p := _shape_problem(weight_map, entry, weight, ranks))]
-    problems += _directory_problems(weight_map, directory)
+    problems += source_problems(weight_map, source)
     if problems:
         raise ModelError(str(hf_dir), problems)
     not_finite = []
     for entry, weight in weights:
-        shard = _shard(weight_map, directory, entry, ranks)
+        shard = _shard(weight_map, source, entry, ranks)
         if not all_finite(shard):
-            not_finite.append(f"{', '.join(t.name for t in entry.hf)}: holds values that are not finite")
+            not_finite.append(not_finite_problem(entry))
         weight.copy_(shard)
+        source.release()
     if not_finite:
         raise ModelError(str(hf_dir), not_finite)
     return weight_map
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """One pass without a temporary of the tensor's size: NaN and infinities show in the extremes."""
-    if tensor.numel() == 0 or not tensor.is_floating_point():
-        return True
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
 
 
 def _match(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> tuple[list[tuple[Entry, Tensor]], list[str]]:
@@ -98,20 +90,6 @@ def _expected(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> list[
     return out
 
 
-def _directory_problems(weight_map: WeightMap, directory: SafetensorsDirectory) -> list[str]:
-    tied = weight_map.config.tied_embeddings
-
-    def ignored(name: str) -> bool:
-        return weight_map.is_ignored(name) or (tied and name == _HEAD)
-
-    problems = directory.problems(weight_map.hf_tensors(), ignored)
-    # Some writers store the tied head too. A different one would be lost in silence.
-    stored_twice = tied and {_HEAD, _EMBEDDING} <= set(directory.tensors)
-    if stored_twice and not torch.equal(directory.tensor(_HEAD), directory.tensor(_EMBEDDING)):
-        problems.append(f"{_HEAD}: differs from {_EMBEDDING} although tie_word_embeddings is true")
-    return problems
-
-
 def _shape_problem(weight_map: WeightMap, entry: Entry, weight: Tensor, ranks: ParallelRanks) -> str | None:
     """Compares shapes on meta tensors: nothing is read."""
     group = ranks.expert_tensor if entry.is_expert else ranks.tensor
@@ -125,7 +103,7 @@ def _shape_problem(weight_map: WeightMap, entry: Entry, weight: Tensor, ranks: P
     return f"{entry.megatron}: shape {tuple(weight.shape)} in the Megatron model, {shape} by config.json"
 
 
-def _shard(weight_map: WeightMap, directory: SafetensorsDirectory, entry: Entry, ranks: ParallelRanks) -> Tensor:
+def _shard(weight_map: WeightMap, source: WeightSource, entry: Entry, ranks: ParallelRanks) -> Tensor:
     group = ranks.expert_tensor if entry.is_expert else ranks.tensor
-    parts = {t.name: directory.tensor(t.name) for t in entry.hf}
+    parts = {t.name: source.tensor(t.name) for t in entry.hf}
     return weight_map.to_megatron(entry, parts, group.rank, group.size)

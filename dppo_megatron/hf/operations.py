@@ -28,6 +28,25 @@ class Operation(Protocol):
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The HF parts from the shards of all ranks, in rank order."""
 
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
+        """What rank `rank` of `size` holds of the whole Megatron tensor: contiguous blocks with their place in it.
+
+        Nothing for ranks other than 0 of a replicated tensor. Raises `ValueError` as `to_shard` does.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A block of a whole tensor that begins at `start` along `dim` and spans all of the other dimensions."""
+
+    tensor: Tensor
+    start: int = 0
+    dim: int = 0
+
+    def with_tensor(self, tensor: Tensor) -> Piece:
+        """The same place with another tensor in it, such as a cast one."""
+        return Piece(tensor, self.start, self.dim)
+
 
 def share(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
     """View of the `rank`-th of `size` equal pieces along `dim`."""
@@ -49,6 +68,9 @@ class Replicated:
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (shards[0],)
 
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
+        return [Piece(parts[0])] if rank == 0 else []
+
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
@@ -63,6 +85,10 @@ class Sharded:
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (_cat(shards, self.dim),)
 
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
+        shard = self.to_shard(parts, rank, size)
+        return [Piece(shard, rank * shard.shape[self.dim], self.dim)]
+
 
 @dataclass(frozen=True, slots=True)
 class GateUp:
@@ -76,6 +102,12 @@ class GateUp:
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         halves = [shard.chunk(2) for shard in shards]
         return tuple(_cat(part, 0) for part in zip(*halves, strict=True))
+
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
+        """Megatron keeps the whole gate before the whole up, so that any number of ranks can cut them."""
+        shares = [share(part, 0, rank, size) for part in parts]
+        gate_rows = parts[0].shape[0]
+        return [Piece(s, i * gate_rows + rank * s.shape[0]) for i, s in enumerate(shares)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +137,10 @@ class QKV:
         grouped = whole.view(self.num_groups, per_group + 2, self.head_dim, *rest)
         q, k, v = grouped.split([per_group, 1, 1], dim=1)
         return tuple(part.reshape(-1, *rest) for part in (q, k, v))
+
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
+        shard = self.to_shard(parts, rank, size)
+        return [Piece(shard, rank * shard.shape[0])]
 
     def _interleave(self, parts: Sequence[Tensor], groups: int) -> Tensor:
         rest = parts[0].shape[1:]
@@ -136,6 +172,12 @@ class Vocabulary:
 
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (_cat(shards, 0)[: self.size],)
+
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
+        """Stored without padding, in nearly equal shares: readers pad to the size they need."""
+        rows = -(-self.size // size)
+        start = min(rank * rows, self.size)
+        return [Piece(parts[0][start : start + rows], start)] if start < self.size else []
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:

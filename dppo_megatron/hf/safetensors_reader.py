@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,32 +13,17 @@ import torch
 from torch import Tensor
 
 from .errors import ModelError
+from .safetensors_file import DTYPES, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True, slots=True)
-class TensorLocation:
+class TensorLocation(TensorInfo):
     """Where one tensor lies. `start` and `stop` are byte offsets in the file."""
 
     file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     start: int
     stop: int
 
@@ -86,18 +70,10 @@ class SafetensorsDirectory:
         count = (at.stop - at.start) // at.dtype.itemsize
         return torch.frombuffer(self._maps[at.file], dtype=at.dtype, count=count, offset=at.start).view(at.shape)
 
-    def problems(
-        self, expected: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool] = lambda name: False
-    ) -> list[str]:
-        """Every missing, misshaped and unexpected tensor, one line each."""
-        out = []
-        for name, shape in expected.items():
-            if name not in self._tensors:
-                out.append(f"{name}: missing, expected shape {shape}")
-            elif self._tensors[name].shape != shape:
-                out.append(f"{name}: shape {self._tensors[name].shape}, expected {shape}")
-        unexpected = [name for name in self._tensors if name not in expected and not ignored(name)]
-        return out + [f"{name}: unexpected, shape {self._tensors[name].shape}" for name in unexpected]
+    def release(self) -> None:
+        """Gives back the memory of mapped pages; tensors handed out are read again where they are used again."""
+        for mapped in self._maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     def _index(self, problems: list[str]) -> dict[Path, list[str] | None]:
         """File -> names the index places there; None where there is no index: the file's header decides."""
@@ -146,7 +122,7 @@ def read_header(file: Path) -> dict[str, TensorLocation]:
 
 def _locate(file: Path, base: int, entry: Mapping[str, Any]) -> TensorLocation:
     start, stop = (base + offset for offset in entry["data_offsets"])
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-    if stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{stop - start} bytes for shape {shape} of {entry['dtype']}")
-    return TensorLocation(file, dtype, shape, start, stop)
+    location = TensorLocation(DTYPES[entry["dtype"]], tuple(entry["shape"]), file, start, stop)
+    if stop - start != location.nbytes:
+        raise ValueError(f"{stop - start} bytes for shape {location.shape} of {entry['dtype']}")
+    return location

@@ -9,15 +9,15 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import ModelError
+from .safetensors_file import SafetensorsFile, info_of, sync_directory, write_synced
 from .safetensors_reader import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES = 4 << 30
@@ -65,8 +65,9 @@ class PartWriter:
 
     def _write(self) -> None:
         file = f"part-{self.tag}-{len(self._parts):05d}.safetensors"
-        # Readers refuse files without this format tag.
-        save_file(self._open, self.staging / file, metadata={"format": "pt"})
+        with SafetensorsFile(self.staging / file, {n: info_of(t) for n, t in self._open.items()}) as opened:
+            for name, tensor in self._open.items():
+                opened.write(name, tensor)
         self._parts.append(Part(file, tuple(self._open), self._open_bytes))
         self._open, self._open_bytes = {}, 0
 
@@ -116,33 +117,53 @@ def refuse_incomplete(directory: str | Path, parts: Iterable[Part], expected: It
 def assemble(staging: Path, parts: Iterable[Part]) -> None:
     """Gives the parts their final names and writes the index (none for a single file)."""
     parts = list(parts)
+    names = shard_names(len(parts))
+    for part, name in zip(parts, names, strict=True):
+        (staging / part.file).rename(staging / name)
+    write_index(staging, [Part(name, part.names, part.nbytes) for part, name in zip(parts, names, strict=True)])
+
+
+def shard_names(count: int) -> list[str]:
+    """File names of a directory of `count` weight files, as readers expect them."""
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def write_index(staging: Path, parts: Sequence[Part]) -> None:
+    """Writes which file holds which tensor; nothing where there is only one."""
     if len(parts) == 1:
-        (staging / parts[0].file).rename(staging / SINGLE_FILE)
         return
-    placed = {}
-    for number, part in enumerate(parts, 1):
-        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        (staging / part.file).rename(staging / file)
-        placed.update(dict.fromkeys(part.names, file))
+    placed = {name: part.file for part in parts for name in part.names}
     index = {
         "metadata": {"total_size": sum(part.nbytes for part in parts)},
         "weight_map": dict(sorted(placed.items())),
     }
-    (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    write_synced(staging / INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
 
-def copy_metadata(template: str | Path, staging: Path, dtype: torch.dtype | None) -> None:
+def copy_metadata(
+    template: str | Path,
+    staging: Path,
+    dtype: torch.dtype | None,
+    quantization: Mapping[str, object] | None = None,
+) -> None:
     """Copies every file of `template` that holds no weights: configs, tokenizer, chat template.
 
-    config.json names `dtype` where given, so that readers with "auto" keep the precision written here.
+    config.json names `dtype` where given, so that readers with "auto" keep the precision written here, and has
+    `quantization` as its quantization_config: the template's own describes other weights.
     """
     for source in sorted(Path(template).iterdir()):
         weights_or_hidden = source.name.endswith(_WEIGHT_SUFFIXES) or source.name.startswith(".")
         if source.is_file() and not weights_or_hidden:
             shutil.copyfile(source, staging / source.name)
-    if dtype is not None:
-        path = staging / "config.json"
-        write_config(staging, with_dtype(json.loads(path.read_text()), dtype))
+    config = json.loads((staging / "config.json").read_text())
+    stored = config if dtype is None else with_dtype(config, dtype)
+    stored = {k: v for k, v in stored.items() if k != "quantization_config"}
+    if quantization is not None:
+        stored["quantization_config"] = quantization
+    if stored != config:
+        write_config(staging, stored)
 
 
 def with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
@@ -152,23 +173,26 @@ def with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, ob
 
 
 def write_config(staging: Path, config: Mapping[str, object]) -> None:
-    (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_synced(staging / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def publish(staging: Path, directory: str | Path, overwrite: bool = False) -> None:
-    """Renames the staging directory to `directory`.
+    """Renames the staging directory to `directory`, once what is in it is on the disk.
 
     A directory that is already there is refused with `ModelError`, or with `overwrite` replaced: moved
     aside, and removed once the new one is in place.
     """
     directory = Path(directory)
     refuse_existing(directory, overwrite)
+    sync_directory(staging)
     if not directory.exists():
         os.rename(staging, directory)
+        sync_directory(directory.parent)
         return
     aside = directory.with_name(f".{directory.name}.replaced")
     if aside.exists():
         shutil.rmtree(aside)
     os.rename(directory, aside)
     os.rename(staging, directory)
+    sync_directory(directory.parent)
     shutil.rmtree(aside)

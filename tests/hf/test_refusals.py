@@ -195,7 +195,7 @@ def test_failed_write_leaves_nothing(model, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dppo_megatron.hf.safetensors_writer.save_file", full)
+    monkeypatch.setattr("dppo_megatron.hf.safetensors_file.SafetensorsFile.write", full)
     with pytest.raises(OSError, match="No space left"):
         hf.save_hf([loaded(model)], tmp_path / "target", model, ranks=ranks())
     assert {p.name for p in tmp_path.iterdir()} == {"model"}

@@ -1,0 +1,1 @@
+"""Weights between Hugging Face directories and Megatron checkpoints, by the one weight map in `hf`."""

@@ -1,0 +1,163 @@
+"""`dppo-megatron convert ...`: options to a conversion, its table, its verification."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dppo_megatron.errors import ExpectedError
+
+app = typer.Typer(
+    help="Convert model weights between Hugging Face directories and Megatron checkpoints, streaming and checked.",
+    no_args_is_help=True,
+)
+
+
+class Dtype(StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Quantization(StrEnum):
+    fp8_block = "fp8_block"
+
+
+class VerificationFailed(ExpectedError, RuntimeError):
+    """The two sides of a conversion do not compute the same."""
+
+
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="directory to make; must not exist")]
+DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="cast to; default: as stored (FP8: bf16)")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print what maps to what and write nothing")]
+Verify = Annotated[bool, typer.Option("--verify", help="afterwards compare the logits of both models, in fp32")]
+Resume = Annotated[bool, typer.Option("--resume", help="continue an interrupted conversion to DST")]
+Processes = Annotated[int, typer.Option("--nproc", min=1, help="processes; ignored under torchrun and srun")]
+ShardSize = Annotated[float, typer.Option("--shard-gb", min=1e-6, help="largest weight file, in 10^9 bytes")]
+QuantizationOption = Annotated[
+    Quantization | None,
+    typer.Option("--quantization", help="fp8_block: projections as e4m3 with a scale per 128 x 128 block"),
+]
+
+
+@app.command("hf-to-megatron")
+def hf_to_megatron(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Hugging Face directory (safetensors; FP8 too)")],
+    destination: Destination,
+    tensor: Annotated[int, typer.Option(help="tensor-parallel ranks to cut files for")] = 1,
+    pipeline: Annotated[int, typer.Option(help="pipeline stages to cut files for")] = 1,
+    expert: Annotated[int, typer.Option(help="expert-parallel ranks to cut files for")] = 1,
+    expert_tensor: Annotated[int | None, typer.Option(help="tensor-parallel ranks of experts; default: tensor")] = None,
+    dtype: DtypeOption = None,
+    dry_run: DryRun = False,
+    verify: Verify = False,
+    resume: Resume = False,
+    nproc: Processes = 1,
+) -> None:
+    """Hugging Face directory -> Megatron torch_dist checkpoint (weights only).
+
+    The sizes say how the files are cut, one for each rank that owns weights; the checkpoint loads at any sizes.
+    """
+    from .layout import TargetLayout
+    from .to_megatron import ToMegatron
+
+    layout = TargetLayout(tensor, pipeline, expert, expert_tensor)
+    build = partial(ToMegatron, source, destination, layout, _torch_dtype(dtype))
+    _convert(build, nproc, dry_run, resume, (source, destination) if verify else None)
+
+
+@app.command("megatron-to-hf")
+def megatron_to_hf(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Megatron checkpoint, a run's step or the run itself")],
+    destination: Destination,
+    template: Annotated[
+        Path | None, typer.Option(help="directory with config.json and tokenizer; default: the checkpoint's or run's")
+    ] = None,
+    dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
+    shard_gb: ShardSize = 4.3,
+    dry_run: DryRun = False,
+    verify: Verify = False,
+    resume: Resume = False,
+    nproc: Processes = 1,
+) -> None:
+    """Megatron torch_dist checkpoint, saved in whatever layout -> complete Hugging Face directory."""
+    from .files import checkpoint_at, template_for
+
+    checkpoint = checkpoint_at(source)
+    template = template or template_for(checkpoint)
+    build = _to_hf(checkpoint, destination, template, dtype, quantization, shard_gb)
+    _convert(build, nproc, dry_run, resume, (destination, checkpoint) if verify else None)
+
+
+@app.command("hf-to-hf")
+def hf_to_hf(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Hugging Face directory (safetensors; FP8 too)")],
+    destination: Destination,
+    dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
+    shard_gb: ShardSize = 4.3,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    nproc: Processes = 1,
+) -> None:
+    """Cast, quantise to FP8, dequantise from FP8 or cut a Hugging Face directory into other files."""
+    build = _to_hf(source, destination, source, dtype, quantization, shard_gb)
+    _convert(build, nproc, dry_run, resume, None)
+
+
+@app.command("verify")
+def verify_command(
+    hf_dir: Annotated[Path, typer.Argument(metavar="HF", help="Hugging Face directory")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="MEGATRON", help="Megatron checkpoint, a run's step or the run")
+    ],
+) -> None:
+    """Compare the logits of a Hugging Face directory and a Megatron checkpoint; name the first layer that differs."""
+    from .files import checkpoint_at
+
+    _verify(hf_dir, checkpoint_at(checkpoint))
+
+
+def _to_hf(source, destination, template, dtype, quantization, shard_gb):
+    from .to_hf import ToHF
+
+    name = None if quantization is None else quantization.value
+    return partial(ToHF, source, destination, template, _torch_dtype(dtype), name, int(shard_gb * 1e9))
+
+
+def _convert(build, nproc: int, dry_run: bool, resume: bool, verified: tuple[Path, Path] | None) -> None:
+    from .processes import convert
+
+    if dry_run:
+        conversion = build()
+        for line in conversion.table():
+            typer.echo(line)
+        typer.echo(f"{len(conversion.shards)} files, {conversion.nbytes / 1e9:.2f} GB; nothing was written")
+        return
+    conversion = convert(build, resume=resume, processes=nproc)
+    if conversion is None:
+        return
+    typer.echo(f"{conversion.destination}: {len(conversion.shards)} files, {conversion.nbytes / 1e9:.2f} GB")
+    if verified is not None:
+        _verify(*verified)
+
+
+def _verify(hf_dir: Path, checkpoint: Path) -> None:
+    from .verify import verify
+
+    result = verify(hf_dir, checkpoint)
+    if result.differs_at is not None:
+        raise VerificationFailed(str(result))
+    typer.echo(str(result))
+
+
+def _torch_dtype(dtype: Dtype | None):
+    import torch
+
+    names = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
+    return None if dtype is None else names[dtype]

@@ -1,0 +1,50 @@
+"""What identifies the files a conversion reads, and where the HF side of a Megatron checkpoint is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dppo_megatron.hf import ModelError
+from dppo_megatron.hf.torch_dist_reader import is_torch_dist, model_directory
+
+
+def stamps(directory: Path) -> dict[str, Any]:
+    """Size and time of change of every file: equal stamps mean that nothing was written in between."""
+    files = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(directory.iterdir()) if p.is_file()}
+    return {"directory": str(directory.resolve()), "files": files}
+
+
+def checkpoint_at(path: Path) -> Path:
+    """`path` itself, or the newest checkpoint where it is the `checkpoints` directory of a run, or the run.
+
+    Raises `ModelError` where there is no Megatron checkpoint.
+    """
+    for directory in (path, path / "checkpoints"):
+        latest = directory / "latest"
+        found = directory / latest.read_text().strip() if latest.is_file() else directory
+        if is_torch_dist(found):
+            return found
+    raise ModelError(str(path), ["not a Megatron torch_dist checkpoint, nor a run that has one"])
+
+
+def template_for(checkpoint: Path) -> Path:
+    """The HF directory whose config.json and tokenizer belong to a checkpoint: inside it, or its run's model.path.
+
+    Raises `ModelError` where neither is there.
+    """
+    if (inside := model_directory(checkpoint)) != checkpoint:
+        return inside
+    run = checkpoint.parent.parent / "config.yaml"
+    if run.is_file():
+        path = Path(yaml.safe_load(run.read_text())["model"]["path"])
+        if (path / "config.json").is_file():
+            return path
+    raise ModelError(
+        str(checkpoint),
+        [
+            "which model this is is not known here; pass its Hugging Face directory (config.json, tokenizer) as --template"
+        ],
+    )

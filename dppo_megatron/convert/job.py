@@ -1,0 +1,189 @@
+"""Running a conversion: shards shared among processes, finished ones remembered, one rename at the end.
+
+    .NAME.writing/                the directory being made, beside its destination
+        <shards>
+        .conversion/job.json      what is being made of what; written first
+        .conversion/<shard>.json  one per finished shard, written when its bytes are on the disk
+        .conversion/failed.<rank> why a process gave up
+
+Processes share nothing but this directory: they take the shards whose number is their rank modulo their count, and
+process 0 waits for the others' receipts and publishes. So a killed conversion loses only the shards in the making.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dppo_megatron.hf import ModelError
+from dppo_megatron.hf.safetensors_file import write_synced
+from dppo_megatron.hf.safetensors_writer import check_space, publish, refuse_existing, staging_of
+
+from .progress import Progress
+
+_NOTES, _JOB = ".conversion", "job.json"
+_START_TIMEOUT_S = 120.0
+_STALL_TIMEOUT_S = 600.0
+_POLL_S = 0.1
+
+
+class Conversion(Protocol):
+    """What is made of what. Built by every process alike; building it reads headers only and refuses bad sources."""
+
+    source: Path
+    destination: Path
+    shards: list[str]  # file names, in the order of their numbers
+
+    @property
+    def nbytes(self) -> int:
+        """Of all shards together, nearly."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON that is equal for two attempts exactly when their shards fit together."""
+
+    def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
+        """Writes one shard to the disk and returns what `finish` must know of it, JSON. Calls `tick` now and then."""
+
+    def finish(self, staging: Path, records: list[dict[str, Any]]) -> None:
+        """Adds what belongs to the whole, when all shards lie in `staging`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Which of the converting processes this is."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def from_environment(cls) -> Worker:
+        """As torchrun (RANK) or srun (SLURM_PROCID) set it; alone where neither started this process."""
+        for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+            if rank in os.environ and size in os.environ:
+                return cls(int(os.environ[rank]), int(os.environ[size]))
+        return cls()
+
+
+def prepare(conversion: Conversion, resume: bool) -> None:
+    """Makes the staging directory, or with `resume` checks that the one left behind is of this conversion.
+
+    Raises `ModelError` for an existing destination, an interrupted conversion without `resume`, one that was of
+    other files or settings, and too little disk space.
+    """
+    refuse_existing(conversion.destination, overwrite=False)
+    staging = staging_of(conversion.destination)
+    job = {"shards": conversion.shards, **conversion.fingerprint()}
+    staging.parent.mkdir(parents=True, exist_ok=True)
+    if not staging.exists():
+        check_space(staging.parent, conversion.nbytes)
+        made = staging.with_name(f"{staging.name}.{os.getpid()}")
+        (made / _NOTES).mkdir(parents=True)
+        write_synced(made / _NOTES / _JOB, json.dumps(job))
+        made.rename(staging)  # other processes see it with its job or not at all
+        return
+    if not resume:
+        raise ModelError(
+            str(conversion.destination),
+            [f"a conversion to it was interrupted; continue it with --resume, or remove {staging} to start afresh"],
+        )
+    _refuse_other_job(staging, job)
+    for note in (staging / _NOTES).glob("failed.*"):
+        note.unlink()
+    done = sum((staging / shard).stat().st_size for shard in conversion.shards if _receipt(staging, shard))
+    check_space(staging, max(conversion.nbytes - done, 0))
+
+
+def run(conversion: Conversion, worker: Worker, progress: Progress, watch: Callable[[], None] = lambda: None) -> None:
+    """Writes this worker's shards; worker 0 then waits for the others and publishes. `prepare` comes first.
+
+    `watch` is called while waiting and may raise.
+    Raises what stops a shard, on worker 0 also `ModelError` with the reasons of the others, or naming the shards
+    that made no progress for ten minutes. What was finished stays for `--resume`.
+    """
+    staging = staging_of(conversion.destination)
+    if worker.rank > 0:
+        _wait_for_job(staging, conversion)
+
+    def tick() -> None:
+        progress.show(lambda: _written(staging, conversion.shards))
+
+    try:
+        for index in range(worker.rank, len(conversion.shards), worker.size):
+            shard = conversion.shards[index]
+            if _receipt(staging, shard) is None:
+                record = conversion.write_shard(index, staging / shard, tick)
+                receipt = {"nbytes": (staging / shard).stat().st_size, "record": record}
+                write_synced(staging / _NOTES / f"{shard}.json", json.dumps(receipt))
+    except BaseException as error:
+        if worker.rank > 0 and staging.exists():
+            (staging / _NOTES / f"failed.{worker.rank}").write_text(f"{type(error).__name__}: {error}")
+        raise
+    if worker.rank > 0:
+        return
+    _wait_for_others(staging, conversion.shards, worker, lambda: (tick(), watch()))
+    records = [_receipt(staging, shard)["record"] for shard in conversion.shards]
+    conversion.finish(staging, records)
+    shutil.rmtree(staging / _NOTES)
+    publish(staging, conversion.destination)
+
+
+def _refuse_other_job(staging: Path, job: dict[str, Any]) -> None:
+    try:
+        found = json.loads((staging / _NOTES / _JOB).read_text())
+    except (OSError, ValueError):
+        found = {}
+    differing = [name for name in job if found.get(name) != job[name]]
+    if differing:
+        raise ModelError(
+            str(staging),
+            [f"cannot be resumed: {', '.join(differing)} changed since it was begun; remove it to start afresh"],
+        )
+
+
+def _receipt(staging: Path, shard: str) -> dict[str, Any] | None:
+    """What is recorded of a shard that is whole, else None."""
+    try:
+        receipt = json.loads((staging / _NOTES / f"{shard}.json").read_text())
+        return receipt if (staging / shard).stat().st_size == receipt["nbytes"] else None
+    except (OSError, ValueError):
+        return None
+
+
+def _written(staging: Path, shards: list[str]) -> int:
+    """Bytes of all processes so far."""
+    return sum(path.stat().st_size for shard in shards if (path := staging / shard).exists())
+
+
+def _wait_for_job(staging: Path, conversion: Conversion) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not (staging / _NOTES / _JOB).exists():
+        if time.monotonic() > deadline:
+            raise ModelError(
+                str(staging),
+                [f"process 0 did not begin in {_START_TIMEOUT_S:.0f} s; is this on storage that all processes share?"],
+            )
+        time.sleep(_POLL_S)
+    _refuse_other_job(staging, {"shards": conversion.shards, **conversion.fingerprint()})
+
+
+def _wait_for_others(staging: Path, shards: list[str], worker: Worker, poll: Callable[[], object]) -> None:
+    last, deadline = -1, 0.0
+    while missing := [shard for shard in shards if _receipt(staging, shard) is None]:
+        if failed := sorted((staging / _NOTES).glob("failed.*")):
+            raise ModelError(
+                "conversion", [f"process {note.suffix[1:]} of {worker.size}: {note.read_text()}" for note in failed]
+            )
+        written = _written(staging, shards)
+        if written != last:
+            last, deadline = written, time.monotonic() + _STALL_TIMEOUT_S
+        elif time.monotonic() > deadline:
+            waited = f"nothing was written for {_STALL_TIMEOUT_S:.0f} s"
+            raise ModelError(str(staging), [f"{shard}: waited for its process, {waited}" for shard in missing])
+        poll()
+        time.sleep(_POLL_S)

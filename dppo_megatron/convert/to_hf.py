@@ -1,0 +1,127 @@
+"""A Megatron checkpoint, or another Hugging Face directory, as a complete Hugging Face directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dppo_megatron.hf import Entry, ModelError, WeightMap, fp8, open_weights, read_hf_config
+from dppo_megatron.hf.safetensors_file import SafetensorsFile, TensorInfo
+from dppo_megatron.hf.safetensors_writer import DEFAULT_SHARD_BYTES, Part, copy_metadata, shard_names, write_index
+from dppo_megatron.hf.weight_source import all_finite, not_finite_problem, source_problems
+
+from .files import stamps
+
+
+class ToHF:
+    """A `Conversion` (see `job`). Files hold whole weights and at most `shard_bytes` (one weight at least).
+
+    `template` has config.json and tokenizer. `dtype` None keeps that of each tensor, bf16 for FP8;
+    `quantization` "fp8_block" stores the projections as block-scaled FP8. Raises `ModelError` with every weight
+    that the source lacks or has in another shape.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        destination: Path,
+        template: Path,
+        dtype: torch.dtype | None = None,
+        quantization: str | None = None,
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+    ):
+        self.source, self.destination = source, destination
+        self.config = read_hf_config(template)
+        self._template = template
+        self._dtype = dtype
+        self._quantization = quantization
+        self._shard_bytes = shard_bytes
+        self._map = WeightMap(self.config)
+        self._weights = open_weights(source, self.config, dequantized=dtype or torch.bfloat16)
+        if problems := source_problems(self._map, self._weights):
+            raise ModelError(str(source), problems)
+        self._groups = self._grouped()
+        self.shards = shard_names(len(self._groups))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for group in self._groups for entry in group for info in self._written(entry).values())
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {
+            "source": stamps(self.source),
+            "template": stamps(self._template),
+            "dtype": str(self._dtype),
+            "quantization": self._quantization,
+            "shard_bytes": self._shard_bytes,
+        }
+
+    def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
+        """Writes one file. Raises `ModelError` naming every tensor in it that is not finite."""
+        announced = {name: info for entry in self._groups[index] for name, info in self._written(entry).items()}
+        not_finite = []
+        with SafetensorsFile(path, announced) as file:
+            for entry in self._groups[index]:
+                wanted = self._unquantized(entry)
+                tensors = {name: self._weights.tensor(name).to(info.dtype) for name, info in wanted.items()}
+                if not all(all_finite(tensor) for tensor in tensors.values()):
+                    not_finite.append(not_finite_problem(entry))
+                    continue
+                for name, tensor in fp8.quantized(tensors.items()) if self._quantization else tensors.items():
+                    file.write(name, tensor)
+                    tick()
+                del tensors, tensor
+                self._weights.release()
+            if not_finite:
+                raise ModelError(str(self.source), not_finite)
+        return {"names": list(announced), "nbytes": sum(info.nbytes for info in announced.values())}
+
+    def finish(self, staging: Path, records: list[dict[str, Any]]) -> None:
+        parts = zip(self.shards, records, strict=True)
+        write_index(staging, [Part(file, tuple(record["names"]), record["nbytes"]) for file, record in parts])
+        quantization = fp8.quantization_config(self.config) if self._quantization else None
+        copy_metadata(self._template, staging, self._main_dtype(), quantization)
+
+    def table(self) -> Iterator[str]:
+        """A line per Megatron tensor: what it becomes, and in which file."""
+        for file, group in zip(self.shards, self._groups, strict=True):
+            for entry in group:
+                for name, info in self._written(entry).items():
+                    dtype = str(info.dtype).removeprefix("torch.")
+                    yield f"{entry.megatron} -> {name} {list(info.shape)} {dtype} in {file}"
+
+    def _main_dtype(self) -> torch.dtype:
+        """What config.json names: the dtype of most bytes that are not quantised."""
+        sizes: dict[torch.dtype, int] = {}
+        for group in self._groups:
+            for entry in group:
+                for info in self._unquantized(entry).values():
+                    sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    def _grouped(self) -> list[list[Entry]]:
+        """Entries in order, cut into files. A fused weight stays in one file: its parts are read together."""
+        groups: list[list[Entry]] = []
+        filled = 0
+        for entry in self._map.entries():
+            if entry.rule.duplicate:
+                continue
+            size = sum(info.nbytes for info in self._written(entry).values())
+            if not groups or filled + size > self._shard_bytes:
+                groups.append([])
+                filled = 0
+            groups[-1].append(entry)
+            filled += size
+        return groups
+
+    def _written(self, entry: Entry) -> dict[str, TensorInfo]:
+        plain = self._unquantized(entry)
+        return fp8.quantized_info(plain) if self._quantization else plain
+
+    def _unquantized(self, entry: Entry) -> dict[str, TensorInfo]:
+        keep = self._dtype is None or entry.rule.keep_dtype
+        held = {t.name: self._weights.tensors[t.name] for t in entry.hf}
+        return {name: TensorInfo(info.dtype if keep else self._dtype, info.shape) for name, info in held.items()}

@@ -1,0 +1,132 @@
+"""A Hugging Face directory (FP8 too) as a Megatron torch_dist checkpoint, weight by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dppo_megatron.hf import Entry, ModelError, WeightMap, open_weights, read_hf_config
+from dppo_megatron.hf.checkpoint_keys import StoredAt, layers_alike, places
+from dppo_megatron.hf.safetensors_writer import copy_metadata
+from dppo_megatron.hf.torch_dist_reader import MODEL
+from dppo_megatron.hf.torch_dist_writer import Chunk, TorchDistFile, write_torch_dist_metadata
+from dppo_megatron.hf.weight_source import all_finite, not_finite_problem, source_problems
+
+from .files import stamps
+from .layout import Place, TargetLayout
+
+_OVERHEAD = 4096  # of a stored tensor: the archive around it, its metadata
+
+
+class ToMegatron:
+    """A `Conversion` (see `job`). Files are those of the ranks of `layout` that own weights.
+
+    `dtype` None keeps that of each tensor, bf16 for FP8. Raises `ModelError` with every missing, unexpected and
+    misshaped tensor and every size that does not divide.
+    """
+
+    def __init__(self, source: Path, destination: Path, layout: TargetLayout, dtype: torch.dtype | None = None):
+        self.source, self.destination = source, destination
+        self.config = read_hf_config(source)
+        self.layout = layout
+        self._dtype = dtype
+        self._map = WeightMap(self.config)
+        problems = layout.problems(self.config)
+        if problems:
+            raise ModelError(f"layout for {source}", problems)
+        self._weights = open_weights(source, self.config, dequantized=dtype or torch.bfloat16)
+        if problems := source_problems(self._map, self._weights):
+            raise ModelError(str(source), problems)
+        self._alike = layers_alike(self.config)
+        self.places = layout.places(self.config)
+        self.shards = [f"__{index}_0.distcp" for index in range(len(self.places))]
+
+    @property
+    def nbytes(self) -> int:
+        """What will be written, nearly."""
+        return sum(
+            self._stored_dtype(entry, name).itemsize * torch.Size(shape).numel() + _OVERHEAD
+            for entry in self._map.entries()
+            if not entry.rule.duplicate
+            for name, shape in ((t.name, t.shape) for t in entry.hf)
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal for shards of two attempts to belong together."""
+        layout = self.layout
+        return {
+            "source": stamps(self.source),
+            "layout": [layout.tensor, layout.pipeline, layout.expert, layout.experts_over],
+            "dtype": str(self._dtype),
+        }
+
+    def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
+        """Writes the file of one rank. Raises `ModelError` naming every tensor in it that is not finite."""
+        place, not_finite = self.places[index], []
+        with TorchDistFile(path) as file:
+            for entry, (rank, size) in self._held(place):
+                parts = [self._weights.tensor(t.name) for t in entry.hf]
+                for piece in entry.op.pieces(parts, rank, size):
+                    tensor = piece.tensor.to(self._stored_dtype(entry, entry.hf[0].name)).contiguous()
+                    if not all_finite(tensor):
+                        not_finite.append(not_finite_problem(entry))
+                    file.write(self.places_of(entry), self.shape_of(entry), piece.with_tensor(tensor))
+                    tick()
+                del parts
+                self._weights.release()
+            if not_finite:
+                raise ModelError(str(self.source), not_finite)
+        return {"chunks": [chunk.as_json() for chunk in file.chunks]}
+
+    def finish(self, staging: Path, records: list[dict[str, Any]]) -> None:
+        chunks = [Chunk.from_json(chunk) for record in records for chunk in record["chunks"]]
+        (staging / MODEL).mkdir(exist_ok=True)
+        copy_metadata(
+            self.source, staging / MODEL, self._dtype or (torch.bfloat16 if self.config.quantization else None)
+        )
+        write_torch_dist_metadata(staging, chunks)
+
+    def table(self) -> Iterator[str]:
+        """A line per HF tensor: what it becomes, and in which file."""
+        for entry in self._map.entries():
+            if entry.rule.duplicate:
+                continue
+            at = self.places_of(entry)[0]
+            index = "".join(f"[{i}]" for i in at.index)
+            files = [f for f, p in zip(self.shards, self.places, strict=True) if self._writes(entry, p)]
+            where = files[0] if len(files) == 1 else f"{files[0]} .. {files[-1]} ({len(files)} shares)"
+            target = f"{at.key}{index} {list(self.shape_of(entry))}"
+            for part in entry.hf:
+                stored = self._weights.tensors[part.name].dtype
+                change = _short(stored, self._stored_dtype(entry, part.name))
+                yield f"{part.name} {list(part.shape)} {change} -> {target} in {where}"
+
+    def places_of(self, entry: Entry) -> list[StoredAt]:
+        return places(entry, self.config, layers_stacked=self._alike)
+
+    def shape_of(self, entry: Entry) -> tuple[int, ...]:
+        """Shape of the whole Megatron tensor of one layer and expert."""
+        parts = {t.name: torch.empty(t.shape, device="meta") for t in entry.hf}
+        return tuple(self._map.to_megatron(entry, parts).shape)
+
+    def _held(self, place: Place) -> Iterator[tuple[Entry, tuple[int, int]]]:
+        for entry in self._map.entries():
+            share = place.share(entry, self.config)
+            if share is not None:
+                yield entry, share
+
+    def _writes(self, entry: Entry, place: Place) -> bool:
+        share = place.share(entry, self.config)
+        return share is not None and (share[0] == 0 or not entry.op.replicated)
+
+    def _stored_dtype(self, entry: Entry, name: str) -> torch.dtype:
+        found = self._weights.tensors[name].dtype
+        return found if self._dtype is None or entry.rule.keep_dtype else self._dtype
+
+
+def _short(before: torch.dtype, after: torch.dtype) -> str:
+    names = [str(dtype).removeprefix("torch.") for dtype in (before, after)]
+    return names[0] if before == after else " as ".join(names)

@@ -1,0 +1,179 @@
+"""Whether a Hugging Face directory and a Megatron checkpoint are the same function: logits, and where they part.
+
+Both models are held whole, in fp32, on this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dppo_megatron.hf import HFModelConfig, ModelError, SafetensorsDirectory, WeightSource, fp8, read_hf_config
+from dppo_megatron.hf.load import load_into
+from dppo_megatron.hf.safetensors_file import TensorInfo
+from dppo_megatron.hf.weight_source import open_weights
+
+TOLERANCE = 1e-4  # of the largest magnitude: far above fp32 rounding, far below any misplaced weight
+_TOKENS = 64
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Outputs of two models on the same tokens."""
+
+    logits: float  # largest absolute difference
+    scale: float  # largest absolute logit
+    differs_at: str | None  # "embedding", "layer 3", "final norm", "logits": the first that differs; None = none does
+
+    def __str__(self) -> str:
+        numbers = f"largest logit difference {self.logits:.2g}, largest logit {self.scale:.3g}"
+        if self.differs_at is None:
+            return f"verify: pass ({numbers})"
+        return f"verify: FAIL, the first output that differs is that of: {self.differs_at} ({numbers})"
+
+
+def verify(hf_dir: Path, checkpoint: Path, tokens: int = _TOKENS) -> Comparison:
+    """Compares transformers' model of `hf_dir` with the trainer's Megatron model of `checkpoint` on random tokens.
+
+    Where one side stores a weight in fewer bits (bf16, FP8), the other side is rounded likewise: what is compared
+    is the conversion, not the rounding. Raises `ModelError` for a model that the trainer cannot build here.
+    """
+    config = read_hf_config(hf_dir)
+    count = min(tokens, config.max_position_embeddings)
+    ids = torch.randint(0, config.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
+    return compare(
+        outputs_of_transformers(hf_dir, ids, checkpoint, config), outputs_of_megatron(hf_dir, ids, checkpoint)
+    )
+
+
+def compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float = TOLERANCE) -> Comparison:
+    """`expected` and `found`: name -> output [T, ...] in the order of computation, "logits" last."""
+    differs_at = None
+    for name, right in expected.items():
+        left = found[name][: len(right)]
+        limit = tolerance * max(1.0, right.abs().max().item())
+        if not (left - right[: len(left)]).abs().max().item() <= limit:  # also when it is NaN
+            differs_at = name
+            break
+    logits = expected["logits"]
+    rows = min(len(logits), len(found["logits"]))
+    difference = (found["logits"][:rows, : logits.shape[1]] - logits[:rows]).abs().max().item()
+    return Comparison(difference, logits.abs().max().item(), differs_at)
+
+
+@torch.no_grad()
+def outputs_of_transformers(hf_dir: Path, ids: Tensor, checkpoint: Path, config: HFModelConfig) -> dict[str, Tensor]:
+    """Outputs of each part of the model in `hf_dir`, weights rounded as the checkpoint stores them."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    quantized = {} if config.quantization is None else {"quantization_config": FineGrainedFP8Config(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(
+        hf_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **quantized
+    ).eval()
+    stored = open_weights(checkpoint, config).tensors
+    narrow = {info.dtype for info in stored.values()} & {torch.bfloat16, torch.float16}
+    for parameter in model.parameters():
+        for dtype in narrow:
+            parameter.copy_(parameter.to(dtype))
+    parts = {"embedding": model.model.embed_tokens}
+    parts |= {f"layer {i}": layer for i, layer in enumerate(model.model.layers)}
+    parts |= {"final norm": model.model.norm, "logits": model.lm_head}
+    with recorded(parts) as outputs:
+        model(ids[None])
+    return {name: output[0] for name, output in outputs.items()}
+
+
+def outputs_of_megatron(hf_dir: Path, ids: Tensor, checkpoint: Path) -> dict[str, Tensor]:
+    """Outputs of each part of the trainer's model of `checkpoint`, weights rounded as `hf_dir` stores them."""
+    from dppo_megatron.actor import Actor, check_model, init_layout
+    from dppo_megatron.hf.megatron_model import unwrap
+
+    config = _trainer_config(hf_dir)
+    if problems := check_model(config):
+        raise ModelError(f"verify {hf_dir}", problems)
+    with _alone():
+        layout = init_layout(config)
+    try:
+        actor = Actor(config, layout)
+        source = _AsStored(open_weights(checkpoint, actor.hf), SafetensorsDirectory(hf_dir))
+        load_into(actor.model_chunks, checkpoint, actor.hf, source=source)
+        model = unwrap(actor.model_chunks[0])
+        parts: dict[str, nn.Module] = {"embedding": model.embedding}
+        parts |= {f"layer {i}": layer for i, layer in enumerate(model.decoder.layers)}
+        parts |= {"final norm": model.decoder.final_layernorm, "logits": model.output_layer}
+        with recorded(parts) as outputs:
+            actor.score(ids.numpy())
+        return {name: output.reshape(-1, output.shape[-1]) for name, output in outputs.items()}
+    finally:
+        layout.close()
+
+
+@contextlib.contextmanager
+def recorded(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """Name -> the last output of each module while the context is open (of several, the first)."""
+    outputs: dict[str, Tensor] = {}
+
+    def hook(name: str) -> Any:
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            outputs[name] = (output[0] if isinstance(output, tuple) else output).detach().float().cpu()
+
+        return keep
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in parts.items()]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _AsStored:
+    """The weights of `source` rounded to what `stored` has of them; a `WeightSource`."""
+
+    def __init__(self, source: WeightSource, stored: SafetensorsDirectory):
+        self._source, self._stored = source, stored.tensors
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._source.tensors
+
+    def tensor(self, name: str) -> Tensor:
+        tensor = self._source.tensor(name)
+        dtype = self._stored[name].dtype
+        return fp8.dequantize(*fp8.quantize(tensor), torch.float32) if dtype == fp8.E4M3 else tensor.to(dtype)
+
+    def release(self) -> None:
+        self._source.release()
+
+
+def _trainer_config(hf_dir: Path):
+    from dppo_megatron.config.schema import Config
+
+    unused = hf_dir / "unused"
+    return Config.model_validate(
+        {
+            "run": {"dir": str(unused)},
+            "model": {"path": str(hf_dir), "dtype": "fp32"},
+            "parallel": {"distributed_optimizer": False},
+            "train": {"steps": 1},
+            "data": {"train": str(unused)},
+        }
+    )
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Without what torchrun put into the environment: the model is built in this process."""
+    saved = {name: os.environ.pop(name) for name in _RANK_VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(saved)

@@ -1,0 +1,58 @@
+"""Where a weight lies in a Megatron torch_dist checkpoint: the key of a global tensor and an index into it.
+
+Megatron stores a global tensor per parameter, whatever the layout that saved it. Models whose layers are all
+alike stack them along a first axis; otherwise every layer has its own key. Experts are always stacked.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .hf_config import HFModelConfig
+from .rules import Entry
+
+_LAYER = re.compile(r"^decoder\.layers\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.|\.experts\.(?=linear_fc[12]\.weight\d+$)")
+# The local layer spec saves its norms under the names of the TransformerEngine spec, so that either loads them.
+_SHARED_SPELLINGS = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAt:
+    """`tensors[key][index]` is the whole weight; the index has an entry per stacked axis (layer, expert)."""
+
+    key: str
+    index: tuple[int, ...] = ()
+    stacked: tuple[int, ...] = ()  # sizes of the stacked axes
+
+
+def places(entry: Entry, config: HFModelConfig, *, layers_stacked: bool) -> list[StoredAt]:
+    """Every place where a weight may lie, by the names of both layer specs; the first is the local spec's."""
+    spellings = [name.format(layer=entry.layer, expert=entry.expert) for name in entry.rule.megatron]
+    for mine, shared in _SHARED_SPELLINGS.items() if config.mla is None else ():
+        spellings += [name.replace(mine, shared) for name in spellings if mine in name]
+    return list(dict.fromkeys(_place(name, entry, config, layers_stacked) for name in spellings))
+
+
+def layers_alike(config: HFModelConfig) -> bool:
+    """Whether Megatron stacks the layers of this model."""
+    return config.moe is None or all(config.moe.layers)
+
+
+def _place(name: str, entry: Entry, config: HFModelConfig, layers_stacked: bool) -> StoredAt:
+    index: list[int] = []
+    stacked: list[int] = []
+    if entry.layer is not None and layers_stacked:
+        name = _LAYER.sub("decoder.layers.", name)
+        index.append(entry.layer)
+        stacked.append(config.num_layers)
+    if entry.expert is not None:
+        # experts.local_experts.3.linear_fc1.weight and experts.linear_fc1.weight3 are stored as one tensor.
+        name = re.sub(r"(linear_fc[12]\.weight)\d+$", r"\1", _EXPERT.sub(".experts.experts.", name))
+        index.append(entry.expert)
+        stacked.append(entry.rule.experts)
+    return StoredAt(name, tuple(index), tuple(stacked))

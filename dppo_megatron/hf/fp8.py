@@ -1,0 +1,184 @@
+"""Block-scaled FP8 weights in the layout of DeepSeek-V3's files, which vLLM, SGLang and transformers load.
+
+A quantised `x.weight` [R, C] is e4m3, and beside it lies `x.weight_scale_inv` [ceil(R / 128), ceil(C / 128)] fp32:
+the number to multiply each 128 x 128 block with. Only the projections of the layers are quantised; embeddings,
+head, norms, routers and biases keep their dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ModelError
+from .hf_config import HFModelConfig
+from .safetensors_file import TensorInfo
+from .safetensors_reader import SafetensorsDirectory
+
+BLOCK = 128
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max  # 448
+_SUFFIX = "_scale_inv"
+_PROJECTION = re.compile(r"model\.layers\.\d+\..*proj(_with_mqa)?\.weight")
+_STRIP = 4 * BLOCK  # rows worked on at a time, so that the fp32 copies stay small
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`weight` [R, C] as e4m3 [R, C] and its inverse scales [ceil(R / 128), ceil(C / 128)] fp32.
+
+    The largest magnitude of each block becomes 448; every value is the nearest one that e4m3 has. A block of
+    zeros gets the scale 1. Raises `ValueError` for values that are not finite.
+    """
+    rows, columns = weight.shape
+    scales = torch.empty(_blocks(rows, BLOCK), _blocks(columns, BLOCK), device=weight.device)
+    out = torch.empty(rows, columns, dtype=E4M3, device=weight.device)
+    for first in range(0, rows, _STRIP):
+        strip = weight[first : first + _STRIP].float()
+        height = strip.shape[0]
+        strip = torch.nn.functional.pad(strip, (0, -columns % BLOCK, 0, -height % BLOCK))
+        blocks = strip.view(-1, BLOCK, scales.shape[1], BLOCK)
+        largest = blocks.abs().amax(dim=(1, 3))
+        if not torch.isfinite(largest).all():
+            raise ValueError("holds values that are not finite")
+        # Below the smallest normal number a quotient would lose its digits, or become 0 and the values infinite.
+        scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny).masked_fill(largest == 0, 1.0)
+        scaled = (blocks / scale[:, None, :, None]).clamp(-LARGEST, LARGEST)
+        out[first : first + height] = scaled.view(strip.shape)[:height, :columns].to(E4M3)
+        scales[first // BLOCK : first // BLOCK + scale.shape[0]] = scale
+    return out, scales
+
+
+def dequantize(
+    weight: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.bfloat16, block: tuple[int, int] = (BLOCK, BLOCK)
+) -> Tensor:
+    """The values [R, C] that e4m3 `weight` [R, C] and `scale_inv` stand for; products in fp32, then cast."""
+    rows, columns = weight.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
+    for index, scales in enumerate(scale_inv.float()):
+        band = slice(index * block[0], (index + 1) * block[0])
+        out[band] = weight[band].float() * scales.repeat_interleave(block[1])[:columns]
+    return out
+
+
+def is_quantized(name: str) -> bool:
+    """Whether an export in FP8 quantises the HF tensor `name`."""
+    return _PROJECTION.fullmatch(name) is not None
+
+
+def quantized(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors with every projection replaced by its e4m3 weight and the scales beside it.
+
+    Exhausts `tensors`, whose iteration may be collective, and only then raises `ModelError` naming every tensor
+    that is not finite.
+    """
+    problems = []
+    for name, tensor in tensors:
+        if not is_quantized(name):
+            yield name, tensor
+            continue
+        try:
+            weight, scale = quantize(tensor)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+            continue
+        yield name, weight
+        yield name + _SUFFIX, scale
+    if problems:
+        raise ModelError("FP8 export", problems)
+
+
+def quantized_info(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """What `quantized` makes of tensors, by their dtype and shape alone."""
+    out = {}
+    for name, info in tensors.items():
+        if not is_quantized(name):
+            out[name] = info
+            continue
+        out[name] = TensorInfo(E4M3, info.shape)
+        out[name + _SUFFIX] = TensorInfo(torch.float32, _grid(info.shape, (BLOCK, BLOCK)))
+    return out
+
+
+def quantization_config(config: HFModelConfig) -> dict[str, Any]:
+    """`quantization_config` of config.json for what `quantized` writes."""
+    layers = range(config.num_layers)
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in layers if config.is_moe_layer(layer)]
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": ["lm_head", *routers],
+    }
+
+
+class Fp8Weights:
+    """A block-scaled FP8 directory read as if it were not quantised; a `WeightSource`.
+
+    `dtype` is what the quantised tensors become. Raises `ModelError` for another quantisation, and for weights
+    without scales, scales without weights and scales of the wrong shape, all listed.
+    """
+
+    def __init__(self, stored: SafetensorsDirectory, config: HFModelConfig, dtype: torch.dtype = torch.float32):
+        self._stored = stored
+        self._block = _block_size(config)
+        self._tensors: dict[str, TensorInfo] = {}
+        problems = []
+        for name, info in stored.tensors.items():
+            if name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX) in stored.tensors:
+                continue
+            if info.dtype != E4M3:
+                self._tensors[name] = info
+                continue
+            self._tensors[name] = TensorInfo(dtype, info.shape)
+            scale = stored.tensors.get(name + _SUFFIX)
+            grid = _grid(info.shape, self._block)
+            if scale is None:
+                problems.append(f"{name}: FP8 without {name + _SUFFIX}")
+            elif tuple(scale.shape) != grid:
+                problems.append(f"{name + _SUFFIX}: shape {tuple(scale.shape)}, expected {grid}")
+        if problems:
+            raise ModelError(str(stored.directory), problems)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def tensor(self, name: str) -> Tensor:
+        stored = self._stored.tensor(name)
+        if stored.dtype != E4M3:
+            return stored
+        return dequantize(stored, self._stored.tensor(name + _SUFFIX), self._tensors[name].dtype, self._block)
+
+    def release(self) -> None:
+        self._stored.release()
+
+
+def _block_size(config: HFModelConfig) -> tuple[int, int]:
+    given = config.quantization or {}
+    problems = []
+    if given.get("quant_method") != "fp8":
+        problems.append(
+            f"quantization_config.quant_method = {given.get('quant_method')!r}: only block-scaled 'fp8' can be read; "
+            "use the full-precision weights"
+        )
+    if given.get("fmt", "e4m3") != "e4m3":
+        problems.append(f"quantization_config.fmt = {given['fmt']!r}: only 'e4m3' can be read")
+    size = given.get("weight_block_size")
+    if not (isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
+        problems.append(f"quantization_config.weight_block_size = {size!r}: must be two sizes, such as [128, 128]")
+    if problems:
+        raise ModelError(config.source, problems)
+    return size[0], size[1]
+
+
+def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(_blocks(size, edge) for size, edge in zip(shape, block, strict=True))
+
+
+def _blocks(size: int, edge: int) -> int:
+    return -(-size // edge)

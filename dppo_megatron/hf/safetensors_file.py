@@ -1,0 +1,124 @@
+"""One safetensors file written tensor by tensor: the header is known first, so nothing waits in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a tensor without reading it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def info_of(tensor: Tensor) -> TensorInfo:
+    return TensorInfo(tensor.dtype, tuple(tensor.shape))
+
+
+class SafetensorsFile:
+    """Writes `tensors` to `path`, in any order, straight to their place in the file.
+
+    As a context manager it ends with every byte on the disk. Raises `ValueError` for a tensor that was not
+    announced so, and on leaving for one that was not written.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]):
+        self._missing = dict(tensors)
+        # Widest first: readers take views of the bytes, which must start at a multiple of the item size.
+        ordered = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+        # Readers refuse files without this format tag.
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._start: dict[str, int] = {}
+        end = 0
+        for name in ordered:
+            info = tensors[name]
+            self._start[name], end = end, end + info.nbytes
+            header[name] = {
+                "dtype": _NAMES[info.dtype],
+                "shape": list(info.shape),
+                "data_offsets": [self._start[name], end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._base = 8 + len(text)
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Writes one tensor; a contiguous one on the CPU is not copied."""
+        announced = self._missing.pop(name, None)
+        if announced != info_of(tensor):
+            raise ValueError(f"{name}: {info_of(tensor)}, announced as {announced}")
+        self._file.seek(self._base + self._start[name])
+        self._file.write(bytes_of(tensor))
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        with self._file:
+            if kind is not None:
+                return
+            if self._missing:
+                raise ValueError(f"{self._file.name}: never written: {', '.join(self._missing)}")
+            self._file.flush()
+            sync(self._file.fileno())
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in row order, not copied where it is contiguous and on the CPU."""
+    return memoryview(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def sync(descriptor: int) -> None:
+    """Waits until the file is on the disk: a rename must not outlive the bytes it names."""
+    os.fsync(descriptor)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes renames inside `directory` outlive a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, content: str | bytes) -> None:
+    """Writes a small file so that it exists whole or not at all."""
+    aside = path.with_name(f".{path.name}.tmp")
+    with aside.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        sync(file.fileno())
+    aside.replace(path)

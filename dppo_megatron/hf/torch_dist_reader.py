@@ -1,0 +1,243 @@
+"""Megatron's torch_dist checkpoints read as Hugging Face tensors, from whatever layout saved them.
+
+Needs neither Megatron nor process groups: tensors are found by the checkpoint's metadata and mapped into memory.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from .checkpoint_keys import StoredAt, places
+from .errors import ModelError
+from .hf_config import HFModelConfig, read_hf_config
+from .rules import Entry
+from .safetensors_file import TensorInfo
+from .weight_map import WeightMap
+
+MARKER = "metadata.json"  # Megatron's: names the format of the shards
+MODEL = "model"  # directory inside a converted checkpoint: config.json, tokenizer, generation config
+_SKIPPED = "optimizer."
+_RUN, _RUN_FIELD = "run.json", "model.path config.json "  # what a training run records beside its shards
+
+
+def is_torch_dist(directory: str | Path) -> bool:
+    """Whether `directory` is a Megatron checkpoint in the torch_dist format."""
+    try:
+        return json.loads((Path(directory) / MARKER).read_text()).get("sharded_backend") == "torch_dist"
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def model_directory(directory: str | Path) -> Path:
+    """Where config.json and tokenizer are: inside a converted checkpoint, else in the HF directory itself."""
+    inside = Path(directory) / MODEL
+    return inside if is_torch_dist(directory) and inside.is_dir() else Path(directory)
+
+
+class TorchDistWeights:
+    """The weights of a checkpoint under their HF names; a `WeightSource`. Optimizer state is passed over.
+
+    Tensors have the dtype they were saved in. Raises `ModelError` listing every weight of `config` that the
+    checkpoint lacks or holds in another shape, weights that are in no file, and absent or truncated files.
+    """
+
+    def __init__(self, directory: str | Path, config: HFModelConfig):
+        self.directory = Path(directory)
+        self._config = config
+        self._map = WeightMap(config)
+        self._files: dict[str, mmap.mmap] = {}
+        try:
+            metadata = FileSystemReader(self.directory).read_metadata()
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
+            raise ModelError(str(directory), [f".metadata: cannot be read: {error!r}"]) from None
+        self._storage = metadata.storage_data
+        self._stored = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        self._entries: dict[str, Entry] = {}
+        self._tensors: dict[str, TensorInfo] = {}
+        self._last: tuple[Entry, dict[str, Tensor]] | None = None
+        problems = (
+            recorded_differences(self.directory, config) + self._locate() + self._unknown() + self._file_problems()
+        )
+        if problems:
+            raise ModelError(str(directory), problems)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def tensor(self, name: str) -> Tensor:
+        """One HF tensor on the CPU. Those that Megatron fuses (QKV, gate and up) are read together: ask in turn."""
+        entry = self._entries[name]
+        if self._last is None or self._last[0] is not entry:
+            self._last = None  # frees the tensors before their successors are read
+            self._last = entry, self._map.to_hf(entry, self._whole(entry))
+        return self._last[1][name]
+
+    def release(self) -> None:
+        self._last = None
+        for mapped in self._files.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    def _locate(self) -> list[str]:
+        problems = []
+        self._at: dict[str, StoredAt] = {}
+        for entry in self._map.entries():
+            if entry.rule.duplicate:
+                continue
+            at = self._find(entry)
+            if at is None:
+                problems.append(f"{entry.megatron}: missing")
+                continue
+            stored = self._stored[at.key]
+            if tuple(stored.size[: len(at.stacked)]) != at.stacked:
+                found = tuple(stored.size[: len(at.stacked)])
+                problems.append(f"{at.key}: stacks {found}, config.json has {at.stacked} layers or experts")
+                continue
+            self._at[entry.megatron] = at
+            shape = torch.Size(stored.size[len(at.stacked) :])
+            try:
+                parts = self._map.to_hf(entry, torch.empty(shape, device="meta"))
+            except ModelError as error:
+                problems += [f"{at.key}: {problem}" for problem in error.problems]
+                continue
+            for name, part in parts.items():
+                self._entries[name] = entry
+                self._tensors[name] = TensorInfo(stored.properties.dtype, tuple(part.shape))
+        return problems
+
+    def _find(self, entry: Entry) -> StoredAt | None:
+        for layers_stacked in (True, False):
+            for at in places(entry, self._config, layers_stacked=layers_stacked):
+                if at.key in self._stored:
+                    return at
+        return None
+
+    def _unknown(self) -> list[str]:
+        """Weights that a complete reading of this model does not use: the checkpoint is of another one."""
+        known = {
+            at.key
+            for entry in self._map.entries()
+            for stacked in (True, False)
+            for at in places(entry, self._config, layers_stacked=stacked)
+        }
+        unknown = [key for key in self._stored if key not in known and not key.startswith(_SKIPPED)]
+        return [f"{key}: unexpected, shape {tuple(self._stored[key].size)}" for key in unknown]
+
+    def _file_problems(self) -> list[str]:
+        ends: dict[str, int] = {}
+        for stored in self._storage.values():
+            ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
+        problems = []
+        for file, end in sorted(ends.items()):
+            path = self.directory / file
+            if not path.is_file():
+                problems.append(f"{file}: absent, the checkpoint's metadata places tensors there")
+            elif path.stat().st_size < end:
+                problems.append(f"{file}: truncated ({path.stat().st_size} bytes, its tensors end at {end})")
+        return problems
+
+    def _whole(self, entry: Entry) -> Tensor:
+        """The global Megatron tensor of one entry, from all the chunks that make it up."""
+        at = self._at[entry.megatron]
+        stored = self._stored[at.key]
+        depth = len(at.index)
+        shape = torch.Size(stored.size[depth:])
+        out: Tensor | None = None
+        filled = 0
+        for number, chunk in enumerate(stored.chunks):
+            inside = all(o <= i < o + s for o, i, s in zip(chunk.offsets, at.index, chunk.sizes, strict=False))
+            if not inside:
+                continue
+            tensor = self._chunk(MetadataIndex(at.key, chunk.offsets, number))
+            for axis_index, offset in zip(at.index, chunk.offsets, strict=False):
+                tensor = tensor[axis_index - offset]
+            if tensor.shape == shape:
+                return tensor
+            out = torch.empty(shape, dtype=tensor.dtype) if out is None else out
+            region = tuple(slice(o, o + s) for o, s in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))
+            out[region] = tensor
+            filled += tensor.numel()
+        if out is None or filled != out.numel():
+            raise ModelError(str(self.directory), [f"{at.key}: its chunks do not make up shape {tuple(shape)}"])
+        return out
+
+    def _chunk(self, index: MetadataIndex) -> Tensor:
+        """One stored chunk, a view of the mapped file."""
+        stored = self._storage[index]
+        mapped = self._mapped(stored.relative_path)
+        # Shape, strides and the place of the bytes are in a small zip archive that torch.save wrote there.
+        record = _Slice(mapped, stored.offset, stored.length)
+        with FakeTensorMode():
+            described = torch.load(record, weights_only=True)
+        bytes_at = stored.offset + described.untyped_storage()._checkpoint_offset
+        size = described.untyped_storage().nbytes()
+        if bytes_at % described.dtype.itemsize:
+            raw = torch.frombuffer(bytearray(mapped[bytes_at : bytes_at + size]), dtype=torch.uint8)
+        else:
+            raw = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=bytes_at)
+        return raw.view(described.dtype).as_strided(described.shape, described.stride(), described.storage_offset())
+
+    def _mapped(self, file: str) -> mmap.mmap:
+        if file not in self._files:
+            with (self.directory / file).open("rb") as opened:
+                self._files[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._files[file]
+
+
+def recorded_differences(directory: Path, config: HFModelConfig) -> list[str]:
+    """Every field of the model where the checkpoint says something else than `config`: shapes do not show all."""
+    wanted = config.identity()
+    found: Mapping[str, Any] = {}
+    if (directory / MODEL).is_dir():
+        found = read_hf_config(directory / MODEL).identity()
+    elif (directory / _RUN).is_file():
+        saved = json.loads((directory / _RUN).read_text()).get("run", {})
+        found = {name: saved[_RUN_FIELD + name] for name in wanted if _RUN_FIELD + name in saved}
+    return [
+        f"{name} = {found[name]!r} in the checkpoint, {wanted[name]!r} in {config.source}"
+        for name in found
+        if found[name] != wanted[name]
+    ]
+
+
+class _Slice:
+    """Read-only file over a part of a mapped file."""
+
+    def __init__(self, mapped: mmap.mmap, start: int, length: int):
+        self._view = memoryview(mapped)[start : start + length]
+        self._position = 0
+
+    def read(self, size: int = -1) -> bytes:
+        stop = len(self._view) if size is None or size < 0 else min(self._position + size, len(self._view))
+        out = bytes(self._view[self._position : stop])
+        self._position = stop
+        return out
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def readline(self, size: int = -1) -> bytes:
+        raise OSError("not a text file")
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, len(self._view))[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def seekable(self) -> bool:
+        return True

@@ -1,0 +1,123 @@
+"""Megatron torch_dist checkpoints written piece by piece: weights only, by whom and in whatever order.
+
+The files are those that `torch.distributed.checkpoint` writes, so Megatron's `dist_checkpointing.load` reads them
+at any tensor, pipeline and expert size. `.metadata`, which lists what is in them, is made last from what every
+writer recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from .checkpoint_keys import StoredAt
+from .operations import Piece
+from .safetensors_file import bytes_of, sync, write_synced
+from .torch_dist_reader import MARKER
+
+_ALIGNMENT = 64  # torch.save aligns tensors within its archive; the archive must begin so for mapped reads
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One block of a global tensor in a file. `start` and `size` have an entry per dimension of `shape`."""
+
+    keys: tuple[str, ...]  # names of the same bytes
+    dtype: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Chunk:
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+
+
+class TorchDistFile:
+    """One file of chunks. As a context manager it ends with every byte on the disk; `chunks` says what is in it."""
+
+    def __init__(self, path: Path):
+        self.chunks: list[Chunk] = []
+        self._name = path.name
+        self._file = path.open("wb")
+
+    def write(self, places: Sequence[StoredAt], whole: Sequence[int], piece: Piece) -> None:
+        """Appends `piece` of a weight of shape `whole`, which lies at each of `places` (names of one tensor)."""
+        at = places[0]
+        depth = len(at.index)
+        start = [0] * len(whole)
+        start[piece.dim] = piece.start
+        # A view of its own bytes: torch.save writes the whole storage behind a view.
+        flat = torch.frombuffer(bytes_of(piece.tensor), dtype=torch.uint8).view(piece.tensor.dtype)
+        tensor = flat.view(*[1] * depth, *piece.tensor.shape)
+        self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
+        offset = self._file.tell()
+        torch.save(tensor, self._file)
+        self.chunks.append(
+            Chunk(
+                keys=tuple(place.key for place in places),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=(*at.stacked, *whole),
+                start=(*at.index, *start),
+                size=tuple(tensor.shape),
+                file=self._name,
+                offset=offset,
+                length=self._file.tell() - offset,
+            )
+        )
+
+    def __enter__(self) -> TorchDistFile:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        with self._file:
+            if kind is None:
+                self._file.flush()
+                sync(self._file.fileno())
+
+
+def write_torch_dist_metadata(directory: Path, chunks: Iterable[Chunk]) -> None:
+    """Makes `directory`, which holds the files of `chunks`, a checkpoint. Raises `ValueError` for tensors with gaps."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    covered: dict[str, int] = {}
+    for chunk in chunks:
+        size = torch.Size(chunk.size)
+        for key in chunk.keys:
+            stored = tensors.setdefault(
+                key,
+                TensorStorageMetadata(TensorProperties(getattr(torch, chunk.dtype)), torch.Size(chunk.shape), []),
+            )
+            index = MetadataIndex(key, chunk.start, len(stored.chunks))
+            stored.chunks.append(ChunkStorageMetadata(torch.Size(chunk.start), size))
+            storage[index] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
+            covered[key] = covered.get(key, 0) + size.numel()
+    gaps = [key for key, stored in tensors.items() if covered[key] != stored.size.numel()]
+    if gaps:
+        raise ValueError(f"not all of these tensors was written: {', '.join(gaps)}")
+    torch.save({}, directory / "common.pt")  # what Megatron stores once: nothing without training state
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    config |= {"common_backend": "torch", "common_backend_version": 1}
+    metadata = Metadata(state_dict_metadata=tensors, storage_data=storage)
+    write_synced(directory / ".metadata", pickle.dumps(metadata))
+    write_synced(directory / MARKER, json.dumps(config))

@@ -1,0 +1,83 @@
+"""Where weights come from: HF names and shapes, whatever the files behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .fp8 import Fp8Weights
+from .hf_config import HFModelConfig
+from .rules import Entry
+from .safetensors_file import TensorInfo
+from .safetensors_reader import SafetensorsDirectory
+from .torch_dist_reader import TorchDistWeights, is_torch_dist
+from .weight_map import WeightMap
+
+_HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+class WeightSource(Protocol):
+    """Tensors by HF name, read when asked for."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What there is, without reading it."""
+
+    def tensor(self, name: str) -> Tensor:
+        """One whole tensor on the CPU; may be a view of a mapped file, valid until `release`."""
+
+    def release(self) -> None:
+        """Gives back the memory of mapped pages. Tensors handed out before stay valid, and are read again."""
+
+
+def open_weights(
+    directory: str | Path, config: HFModelConfig, dequantized: torch.dtype = torch.float32
+) -> WeightSource:
+    """The weights in a Megatron checkpoint, an FP8 or a plain HF directory, in HF names.
+
+    `dequantized` is the dtype that FP8 weights are read as.
+
+    Raises `ModelError` for files that cannot be read, a quantisation that is not supported, and a Megatron
+    checkpoint of another model.
+    """
+    if is_torch_dist(directory):
+        return TorchDistWeights(directory, config)
+    plain = SafetensorsDirectory(directory)
+    return plain if config.quantization is None else Fp8Weights(plain, config, dequantized)
+
+
+def source_problems(weight_map: WeightMap, source: WeightSource) -> list[str]:
+    """Every missing, misshaped and unexpected tensor, one line each."""
+    expected, held = weight_map.hf_tensors(), source.tensors
+    tied = weight_map.config.tied_embeddings
+    out = []
+    for name, shape in expected.items():
+        if name not in held:
+            out.append(f"{name}: missing, expected shape {shape}")
+        elif held[name].shape != shape:
+            out.append(f"{name}: shape {held[name].shape}, expected {shape}")
+    for name, info in held.items():
+        if not (name in expected or weight_map.is_ignored(name) or (tied and name == _HEAD)):
+            out.append(f"{name}: unexpected, shape {info.shape}")
+    # Some writers store the tied head too. A different one would be lost in silence.
+    stored_twice = tied and {_HEAD, _EMBEDDING} <= held.keys()
+    if stored_twice and not torch.equal(source.tensor(_HEAD), source.tensor(_EMBEDDING)):
+        out.append(f"{_HEAD}: differs from {_EMBEDDING} although tie_word_embeddings is true")
+    return out
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """One pass without a temporary of the tensor's size: NaN and infinities show in the extremes."""
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return True
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
+
+
+def not_finite_problem(entry: Entry) -> str:
+    return f"{', '.join(t.name for t in entry.hf)}: holds values that are not finite"
