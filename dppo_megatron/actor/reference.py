@@ -14,7 +14,7 @@ from .scoring import Scorer, Scores
 
 
 class Reference:
-    """`model.path` beside `actor`, whatever the actor has become: a resumed run has the reference it began with.
+    """`model.start` beside `actor`, whatever the actor has become: a resumed run has the reference it began with.
 
     Holds one more copy of the parameters on each rank, in `model.dtype`; no gradients, no optimizer. Building
     it is collective. Raises ModelError listing every tensor that does not fit.
@@ -23,7 +23,7 @@ class Reference:
     def __init__(self, actor: Actor):
         config, layout = actor.config, actor.layout
         chunks = build_model(actor.hf, config, layout, transformer_config(actor.hf, config))
-        load_into(chunks, config.model.path, actor.hf)
+        load_into(chunks, config.model.start, actor.hf)
         for chunk in chunks:
             chunk.requires_grad_(False)
             chunk.eval()

@@ -23,6 +23,11 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: Path = Field(description="Hugging Face model directory (config.json, safetensors, tokenizer)")
+    weights: Path | None = Field(
+        None,
+        description="start from these weights of the same model instead: a Megatron checkpoint that `convert` made or "
+        "a run's checkpoints/step-N, saved in whatever layout",
+    )
     dtype: Literal["fp32", "bf16"] = Field("bf16", description="parameters and activations; the optimizer is fp32")
     logits: Literal["stored", "fused"] = Field(
         "stored",
@@ -40,6 +45,11 @@ class ModelConfig(Section):
     router_dtype: Literal["fp32", "model"] = Field(
         "fp32", description="MoE: precision of router scores and expert weights; model = that of `dtype`"
     )
+
+    @property
+    def start(self) -> Path:
+        """Where the weights are that training starts from."""
+        return self.weights or self.path
 
 
 class ParallelConfig(Section):

@@ -43,8 +43,5 @@ def template_for(checkpoint: Path) -> Path:
         if (path / "config.json").is_file():
             return path
     raise ModelError(
-        str(checkpoint),
-        [
-            "which model this is is not known here; pass its Hugging Face directory (config.json, tokenizer) as --template"
-        ],
+        str(checkpoint), ["its model is not known here; pass the Hugging Face directory it came from as --template"]
     )

@@ -80,8 +80,11 @@ def _objective(config: Config, findings: Findings) -> None:
 
 def _model(config: Config, findings: Findings) -> None:
     from dppo_megatron.actor import check_model
+    from dppo_megatron.hf import open_weights, read_hf_config
 
     findings.violations.extend(check_model(config))
+    if config.model.weights is not None:
+        open_weights(config.model.weights, read_hf_config(config.model.path))
 
 
 def _engine(config: Config, findings: Findings) -> None:

@@ -48,7 +48,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     checkpoints = Checkpoints(config, actor)
     first_step = checkpoints.load_latest() if resume else None
     if first_step is None:
-        actor.load_hf(config.model.path)
+        actor.load_hf(config.model.start)
     log.info("starting at step %d of %d", first_step or 0, config.train.steps)
 
     tokenizer = load_tokenizer(config.model.path)

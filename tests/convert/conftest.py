@@ -1,0 +1,40 @@
+"""Tiny models of every family, and the command line in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
+from convert_helpers import write_model
+from hf_models import CONFIGS
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Path:
+    """A directory with one bf16 model directory per family, none of whose weights is at its neutral value."""
+    root = tmp_path_factory.mktemp("models")
+    for family in CONFIGS:
+        write_model(root / family, CONFIGS[family])
+    return root
+
+
+@pytest.fixture
+def convert(monkeypatch) -> Callable[..., str]:
+    """Runs `dppo-megatron convert ...` in this process; returns what it prints, raises what it raises."""
+    from dppo_megatron.cli import app
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: object) -> str:
+        result = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+        if result.exception is not None:
+            raise result.exception
+        return result.output
+
+    return run

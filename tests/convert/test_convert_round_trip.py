@@ -1,0 +1,94 @@
+"""HF -> Megatron -> HF by the command line is bit-equal in every layout, and the Megatron side is Megatron's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from convert_helpers import environment, same_weights, write_model
+from hf_models import CONFIGS, EXPERT_FAMILIES
+
+from dppo_megatron import hf
+from dppo_megatron.hf.torch_dist_reader import TorchDistWeights
+
+LAYOUTS = {
+    "tp1": (),
+    "tp2": ("--tensor", 2),
+    "pp2": ("--pipeline", 2),
+    "ep2": ("--expert", 2),
+    "tp2-pp2-ep2-etp1": ("--tensor", 2, "--pipeline", 2, "--expert", 2, "--expert-tensor", 1),
+    "tp1-etp2": ("--expert-tensor", 2),
+}
+CASES = [
+    (family, layout)
+    for family in CONFIGS
+    for layout in LAYOUTS
+    if family in EXPERT_FAMILIES or ("ep2" not in layout and "etp" not in layout)
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_round_trip_is_bit_equal(models, tmp_path, convert, family, layout):
+    source, there, back = models / family, tmp_path / "megatron", tmp_path / "hf"
+    convert("hf-to-megatron", source, there, *LAYOUTS[layout])
+    convert("megatron-to-hf", there, back, "--shard-gb", 2e-5)
+    same_weights(source, back)
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert (back / name).read_text() == (source / name).read_text()
+    assert {p.name for p in tmp_path.iterdir()} == {"megatron", "hf"}
+
+
+def test_every_rank_of_the_layout_has_its_file(models, tmp_path, convert):
+    convert("hf-to-megatron", models / "qwen3_moe", tmp_path / "m", "--tensor", 2, "--pipeline", 2, "--expert", 2)
+    # tensor 2, and experts over 2 x 2: four ranks in each of two stages.
+    assert len(list((tmp_path / "m").glob("*.distcp"))) == 8
+    sizes = [file.stat().st_size for file in (tmp_path / "m").glob("*.distcp")]
+    assert max(sizes) < 4 * min(sizes)
+
+
+def test_casts_all_but_what_must_not_be_cast(models, tmp_path, convert):
+    source = write_model(tmp_path / "fp32", CONFIGS["deepseek_v3"], dtype=torch.float32)
+    convert("hf-to-megatron", source, tmp_path / "m", "--dtype", "bf16")
+    convert("megatron-to-hf", tmp_path / "m", tmp_path / "hf")
+    before, after = hf.SafetensorsDirectory(source), hf.SafetensorsDirectory(tmp_path / "hf")
+    for name in before.tensors:
+        dtype = torch.float32 if "e_score_correction_bias" in name else torch.bfloat16
+        assert torch.equal(after.tensor(name), before.tensor(name).to(dtype)), name
+    assert hf.read_hf_config(tmp_path / "hf").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_dry_run_names_every_tensor_and_writes_nothing(models, tmp_path, convert, family):
+    lines = convert("hf-to-megatron", models / family, tmp_path / "m", "--tensor", 2, "--dry-run").splitlines()
+    names = {line.split(" ")[0] for line in lines[:-1]}
+    assert names == set(hf.WeightMap(hf.read_hf_config(models / family)).hf_names())
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_processes_by_the_command_itself(models, tmp_path):
+    command = [sys.executable, "-m", "dppo_megatron", "convert"]
+    arguments = ["hf-to-megatron", str(models / "llama"), str(tmp_path / "m"), "--pipeline", "4", "--nproc", "2"]
+    subprocess.run([*command, *arguments], env=environment(), check=True, timeout=120)
+    config = hf.read_hf_config(models / "llama")
+    read, source = TorchDistWeights(tmp_path / "m", config), hf.SafetensorsDirectory(models / "llama")
+    assert all(torch.equal(read.tensor(name), source.tensor(name)) for name in source.tensors)
+
+
+def test_two_processes_of_torchrun(models, tmp_path):
+    script = "tools/convert_hf_to_megatron.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", script]
+    subprocess.run(
+        [*launcher, str(models / "qwen2"), str(tmp_path / "m"), "--tensor", "2"],
+        env=environment(),
+        check=True,
+        timeout=120,
+    )
+    config = hf.read_hf_config(models / "qwen2")
+    read, source = TorchDistWeights(tmp_path / "m", config), hf.SafetensorsDirectory(models / "qwen2")
+    assert all(torch.equal(read.tensor(name), source.tensor(name)) for name in source.tensors)
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}

@@ -1,0 +1,64 @@
+"""What is converted is what Megatron itself loads and what the trainer saves, in layouts other than the files'."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+from convert_helpers import same_weights
+from convert_ranks import Case, run
+from hf_models import CONFIGS, EXPERT_FAMILIES
+
+from dppo_megatron.convert.layout import TargetLayout
+from dppo_megatron.convert.processes import convert as convert_in_process
+from dppo_megatron.convert.to_megatron import ToMegatron
+
+MEGATRON = [
+    *(Case(family, tp=2) for family in CONFIGS),
+    Case("qwen3", pp=2),
+    *(Case(family, ep=2) for family in EXPERT_FAMILIES),
+]
+ACTOR = [Case("qwen3", tp=2), Case("llama", pp=2), Case("qwen2")]
+
+
+@pytest.fixture(scope="module")
+def ranks(models, tmp_path_factory) -> Path:
+    """Where the two ranks left their notes; the checkpoints they read are cut for other layouts than theirs."""
+    root = tmp_path_factory.mktemp("ranks")
+    (root / "models").symlink_to(models)
+    for family in CONFIGS:
+        layout = TargetLayout(pipeline=2, tensor=2, expert=2 if family in EXPERT_FAMILIES else 1, expert_tensor=1)
+        target = root / "megatron" / family
+        convert_in_process(lambda f=family, t=target, cut=layout: ToMegatron(models / f, t, cut))
+    with socket.socket() as one, socket.socket() as two, socket.socket() as three:
+        for probe in (one, two, three):
+            probe.bind(("127.0.0.1", 0))
+        (root / "ports").write_text(" ".join(str(probe.getsockname()[1]) for probe in (one, two, three)))
+    run(MEGATRON, ACTOR, root)
+    return root
+
+
+@pytest.mark.parametrize("case", MEGATRON, ids=lambda case: case.name)
+def test_megatron_loads_a_converted_checkpoint_at_other_sizes(ranks, case):
+    assert [(ranks / f"{case.name}.{rank}").read_text() for rank in (0, 1)] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize("case", ACTOR, ids=lambda case: case.name)
+def test_trainer_starts_from_it_and_its_checkpoint_becomes_hf_again(ranks, convert, tmp_path, case):
+    assert [(ranks / f"actor-{case.name}.{rank}").read_text() for rank in (0, 1)] == ["ok", "ok"]
+    saved = ranks / "runs" / case.name
+    convert(
+        "megatron-to-hf",
+        saved / "checkpoints" / "step-000003",
+        tmp_path / "a",
+        "--template",
+        ranks / "models" / case.family,
+    )
+    same_weights(saved / "exported", tmp_path / "a")
+    same_weights(ranks / "models" / case.family, tmp_path / "a")
+    # The run itself knows its model, and which checkpoint is the newest.
+    (saved / "config.yaml").write_text(yaml.safe_dump({"model": {"path": str(ranks / "models" / case.family)}}))
+    convert("megatron-to-hf", saved, tmp_path / "b")
+    same_weights(tmp_path / "a", tmp_path / "b")

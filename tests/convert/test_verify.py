@@ -1,0 +1,81 @@
+"""--verify passes what is right within fp32 rounding, and names the first layer of what is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from convert_helpers import edit_weights, environment, write_model
+from hf_models import CONFIGS
+
+from dppo_megatron.convert.layout import TargetLayout
+from dppo_megatron.convert.processes import convert as convert_in_process
+from dppo_megatron.convert.to_hf import ToHF
+from dppo_megatron.convert.to_megatron import ToMegatron
+
+FAMILIES = ["qwen2", "qwen3", "llama"]
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def change_layer_2(tensors: dict[str, torch.Tensor]) -> None:
+    a, b = (f"model.layers.2.self_attn.{p}_proj.weight" for p in "kv")
+    tensors[a], tensors[b] = tensors[b], tensors[a]  # the same shape: nothing but the logits shows it
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, dict]:
+    """What verify says of many pairs, from one process: starting one costs more than comparing."""
+    root = tmp_path_factory.mktemp("verify")
+    pairs: dict[str, tuple[Path, Path]] = {}
+    for family in FAMILIES:
+        config = {**CONFIGS[family], "rope_parameters": LLAMA3} if family == "llama" else CONFIGS[family]
+        source = write_model(root / family, config, dtype=torch.float32)
+        convert_in_process(partial(ToMegatron, source, root / f"{family}-m", TargetLayout(tensor=2, pipeline=2)))
+        pairs[family] = source, root / f"{family}-m"
+    source, checkpoint = pairs["qwen3"]
+    convert_in_process(partial(ToMegatron, source, root / "narrow", TargetLayout(), torch.bfloat16))
+    pairs["bf16 checkpoint of an fp32 directory"] = source, root / "narrow"
+    convert_in_process(partial(ToHF, checkpoint, root / "half", source, torch.bfloat16))
+    pairs["bf16 directory of an fp32 checkpoint"] = root / "half", checkpoint
+    convert_in_process(partial(ToHF, checkpoint, root / "fp8", source, torch.bfloat16, "fp8_block"))
+    pairs["fp8"] = root / "fp8", checkpoint
+    wrong = Path(shutil.copytree(source, root / "wrong"))
+    edit_weights(wrong, change_layer_2)
+    pairs["wrong"] = wrong, checkpoint
+    script = Path(__file__).with_name("verify_pairs.py")
+    arguments = json.dumps([list(map(str, pair)) for pair in pairs.values()])
+    done = subprocess.run(
+        [sys.executable, str(script), arguments], env=environment(), stdout=subprocess.PIPE, check=True, timeout=180
+    )
+    lines = [json.loads(line) for line in done.stdout.decode().splitlines() if line.startswith("{")]
+    return dict(zip(pairs, lines, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_a_converted_model_are_those_of_the_source(results, family):
+    assert results[family]["differs_at"] is None
+    assert results[family]["logits"] <= 1e-5
+    assert results[family]["scale"] > 1
+    assert results[family]["text"].startswith("verify: pass")
+
+
+@pytest.mark.parametrize(
+    "pair", ["bf16 checkpoint of an fp32 directory", "bf16 directory of an fp32 checkpoint", "fp8"]
+)
+def test_rounding_that_was_asked_for_is_no_difference(results, pair):
+    assert results[pair]["differs_at"] is None, results[pair]
+
+
+def test_the_first_layer_that_differs_is_named(results):
+    assert results["wrong"]["differs_at"] == "layer 2"
+    assert "FAIL" in results["wrong"]["text"]
+    assert "layer 2" in results["wrong"]["text"]
