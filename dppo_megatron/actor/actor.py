@@ -109,7 +109,7 @@ class Actor:
         return learning_rate(self.optimizer)
 
     def load_hf(self, directory: str | Path) -> None:
-        """Replace the weights by those of a Hugging Face directory or a Megatron checkpoint; optimizer and schedule stay.
+        """Replace the weights by those of an HF directory or a Megatron checkpoint; optimizer and schedule stay.
 
         Raises ModelError listing every tensor that does not fit.
         """

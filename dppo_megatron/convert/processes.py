@@ -13,13 +13,17 @@ from .job import Conversion, Worker, prepare, run
 from .progress import Progress
 
 
-def convert(build: Callable[[], Conversion], *, resume: bool = False, processes: int = 1) -> Conversion | None:
+def convert(
+    build: Callable[[], Conversion], *, resume: bool = False, processes: int = 1, worker: Worker | None = None
+) -> Conversion | None:
     """Runs the conversion that `build` makes; `build` must be picklable when `processes` > 1.
+
+    `worker` is which of the processes this is; default: the first of `processes`, or what the environment says.
 
     Returns it where this process published it, None on the other ranks of torchrun or srun. Raises `ModelError`
     as `build`, `prepare` and `run` do.
     """
-    worker = Worker.from_environment() if processes == 1 else Worker(0, processes)
+    worker = worker or (Worker.from_environment() if processes == 1 else Worker(0, processes))
     conversion = build()
     if worker.rank == 0:
         prepare(conversion, resume)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,10 @@ from dppo_megatron.hf import HFModelConfig, ModelError, SafetensorsDirectory, We
 from dppo_megatron.hf.load import load_into
 from dppo_megatron.hf.safetensors_file import TensorInfo
 from dppo_megatron.hf.weight_source import open_weights
+
+from .job import Worker
+from .processes import convert
+from .to_hf import ToHF
 
 TOLERANCE = 1e-4  # of the largest magnitude: far above fp32 rounding, far below any misplaced weight
 _TOKENS = 64
@@ -49,9 +55,10 @@ def verify(hf_dir: Path, checkpoint: Path, tokens: int = _TOKENS) -> Comparison:
     config = read_hf_config(hf_dir)
     count = min(tokens, config.max_position_embeddings)
     ids = torch.randint(0, config.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
-    return compare(
-        outputs_of_transformers(hf_dir, ids, checkpoint, config), outputs_of_megatron(hf_dir, ids, checkpoint)
-    )
+    with _full_precision(hf_dir, config) as readable:
+        expected = outputs_of_transformers(readable, ids, open_weights(checkpoint, config))
+        found = outputs_of_megatron(readable, ids, checkpoint, SafetensorsDirectory(hf_dir))
+    return compare(expected, found)
 
 
 def compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float = TOLERANCE) -> Comparison:
@@ -70,16 +77,14 @@ def compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], toleran
 
 
 @torch.no_grad()
-def outputs_of_transformers(hf_dir: Path, ids: Tensor, checkpoint: Path, config: HFModelConfig) -> dict[str, Tensor]:
-    """Outputs of each part of the model in `hf_dir`, weights rounded as the checkpoint stores them."""
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+def outputs_of_transformers(hf_dir: Path, ids: Tensor, rounded_as: WeightSource) -> dict[str, Tensor]:
+    """Outputs of each part of the model in `hf_dir`, its weights rounded as they are in `rounded_as`."""
+    from transformers import AutoModelForCausalLM
 
-    quantized = {} if config.quantization is None else {"quantization_config": FineGrainedFP8Config(dequantize=True)}
     model = AutoModelForCausalLM.from_pretrained(
-        hf_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **quantized
+        hf_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()
-    stored = open_weights(checkpoint, config).tensors
-    narrow = {info.dtype for info in stored.values()} & {torch.bfloat16, torch.float16}
+    narrow = {info.dtype for info in rounded_as.tensors.values()} & {torch.bfloat16, torch.float16}
     for parameter in model.parameters():
         for dtype in narrow:
             parameter.copy_(parameter.to(dtype))
@@ -91,8 +96,10 @@ def outputs_of_transformers(hf_dir: Path, ids: Tensor, checkpoint: Path, config:
     return {name: output[0] for name, output in outputs.items()}
 
 
-def outputs_of_megatron(hf_dir: Path, ids: Tensor, checkpoint: Path) -> dict[str, Tensor]:
-    """Outputs of each part of the trainer's model of `checkpoint`, weights rounded as `hf_dir` stores them."""
+def outputs_of_megatron(
+    hf_dir: Path, ids: Tensor, checkpoint: Path, rounded_as: SafetensorsDirectory
+) -> dict[str, Tensor]:
+    """Outputs of each part of the trainer's model of `checkpoint`, its weights rounded as they are in `rounded_as`."""
     from dppo_megatron.actor import Actor, check_model, init_layout
     from dppo_megatron.hf.megatron_model import unwrap
 
@@ -103,7 +110,7 @@ def outputs_of_megatron(hf_dir: Path, ids: Tensor, checkpoint: Path) -> dict[str
         layout = init_layout(config)
     try:
         actor = Actor(config, layout)
-        source = _AsStored(open_weights(checkpoint, actor.hf), SafetensorsDirectory(hf_dir))
+        source = _AsStored(open_weights(checkpoint, actor.hf), rounded_as)
         load_into(actor.model_chunks, checkpoint, actor.hf, source=source)
         model = unwrap(actor.model_chunks[0])
         parts: dict[str, nn.Module] = {"embedding": model.embedding}
@@ -133,6 +140,18 @@ def recorded(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def _full_precision(hf_dir: Path, config: HFModelConfig) -> Iterator[Path]:
+    """`hf_dir`, or for an FP8 one a dequantised copy beside it: transformers reads FP8 only with further packages."""
+    if config.quantization is None:
+        yield hf_dir
+        return
+    with tempfile.TemporaryDirectory(dir=hf_dir.parent, prefix=".verify-") as directory:
+        copy = Path(directory) / hf_dir.name
+        convert(partial(ToHF, hf_dir, copy, hf_dir, torch.float32), worker=Worker())
+        yield copy
 
 
 class _AsStored:

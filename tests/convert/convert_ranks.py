@@ -37,11 +37,14 @@ def _rank(rank: int, megatron: list[Case], actor: list[Case], root: Path) -> Non
     from dppo_megatron.actor import cpu
 
     cpu.install()
+    from megatron.core import parallel_state
+
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     store = root / "rendezvous"
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for case in megatron:
         _noted(root / f"{case.name}.{rank}", lambda case=case: _load_with_megatron(case, root))
+    parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
     for index, case in enumerate(actor):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=(root / "ports").read_text().split()[index])

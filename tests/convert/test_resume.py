@@ -1,0 +1,154 @@
+"""A conversion that was killed goes on where it stopped, and only if nothing changed in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from convert_helpers import edit_config, environment, same_weights
+
+from dppo_megatron.convert import job
+from dppo_megatron.convert.to_megatron import ToMegatron
+from dppo_megatron.hf import ModelError
+
+_SLOW = """
+import sys, time
+from dppo_megatron.convert import to_megatron
+write = to_megatron.ToMegatron.write_shard
+def slowly(self, index, path, tick):
+    if index == 2:
+        path.write_bytes(b"half of a shard")
+        time.sleep(600)
+    return write(self, index, path, tick)
+to_megatron.ToMegatron.write_shard = slowly
+from dppo_megatron.cli import main
+sys.argv[1:1] = ["convert", "hf-to-megatron"]
+main()
+"""
+
+
+@pytest.fixture
+def interrupted(models, tmp_path, monkeypatch) -> tuple[Path, Path]:
+    """A source and a target whose conversion stopped before the third of four shards."""
+    source = Path(shutil.copytree(models / "qwen3", tmp_path / "source"))
+    write = ToMegatron.write_shard
+
+    def fail(self, index, path, tick):
+        if index == 2:
+            path.write_bytes(b"half of a shard")
+            raise KeyboardInterrupt
+        return write(self, index, path, tick)
+
+    from functools import partial
+
+    from dppo_megatron.convert.layout import TargetLayout
+    from dppo_megatron.convert.processes import convert
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ToMegatron, "write_shard", fail)
+        with pytest.raises(KeyboardInterrupt):
+            convert(partial(ToMegatron, source, tmp_path / "target", TargetLayout(pipeline=4)))
+    return source, tmp_path / "target"
+
+
+def test_killed_conversion_resumes_without_writing_finished_shards_again(models, tmp_path, convert):
+    arguments = [str(models / "qwen3"), str(tmp_path / "target"), "--pipeline", "4"]
+    process = subprocess.Popen([sys.executable, "-c", _SLOW, *arguments], env=environment())
+    staging = tmp_path / ".target.writing"
+    deadline = time.monotonic() + 60
+    while not (staging / "__2_0.distcp").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(20)
+    assert not (tmp_path / "target").exists()
+    before = {file.name: file.stat().st_mtime_ns for file in staging.glob("__[01]_0.distcp")}
+    assert len(before) == 2
+    convert("hf-to-megatron", *arguments, "--resume")
+    after = {name: (tmp_path / "target" / name).stat().st_mtime_ns for name in before}
+    assert before == after
+    convert("megatron-to-hf", tmp_path / "target", tmp_path / "back")
+    same_weights(models / "qwen3", tmp_path / "back")
+    assert {p.name for p in tmp_path.iterdir()} == {"target", "back"}
+
+
+def test_interrupted_conversion_is_not_continued_unasked(interrupted, convert):
+    source, target = interrupted
+    with pytest.raises(ModelError, match="was interrupted; continue it with --resume"):
+        convert("hf-to-megatron", source, target, "--pipeline", 4)
+
+
+def test_resuming_refuses_other_settings_and_changed_sources(interrupted, convert):
+    source, target = interrupted
+    with pytest.raises(ModelError, match="shards, layout changed"):
+        convert("hf-to-megatron", source, target, "--pipeline", 2, "--resume")
+    with pytest.raises(ModelError, match="dtype changed"):
+        convert("hf-to-megatron", source, target, "--pipeline", 4, "--dtype", "fp32", "--resume")
+    edit_config(source, initializer_range=0.1)
+    with pytest.raises(ModelError, match="source changed"):
+        convert("hf-to-megatron", source, target, "--pipeline", 4, "--resume")
+
+
+def test_shard_that_shrank_after_its_receipt_is_written_again(interrupted, convert, models, tmp_path):
+    source, target = interrupted
+    shard = tmp_path / ".target.writing" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:100])
+    convert("hf-to-megatron", source, target, "--pipeline", 4, "--resume")
+    convert("megatron-to-hf", target, tmp_path / "back")
+    same_weights(models / "qwen3", tmp_path / "back")
+
+
+def test_failure_of_another_process_is_reported_by_the_first(interrupted, monkeypatch, tmp_path):
+    source, target = interrupted
+    from dppo_megatron.convert.layout import TargetLayout
+    from dppo_megatron.convert.progress import Progress
+
+    conversion = ToMegatron(source, target, TargetLayout(pipeline=4))
+    notes = tmp_path / ".target.writing" / ".conversion"
+    (notes / "failed.1").write_text("OSError: No space left on device")
+    with pytest.raises(ModelError, match=r"process 1 of 2: OSError: No space left"):
+        job.run(conversion, job.Worker(0, 2), Progress("", 0, silent=True))
+    (notes / "failed.1").unlink()
+    monkeypatch.setattr(job, "_STALL_TIMEOUT_S", 0.3)
+    with pytest.raises(ModelError, match=r"__3_0.distcp: waited for its process"):
+        job.run(conversion, job.Worker(0, 2), Progress("", 0, silent=True))
+
+
+def test_worker_whose_job_is_another_refuses(interrupted, monkeypatch):
+    source, target = interrupted
+    from dppo_megatron.convert.layout import TargetLayout
+    from dppo_megatron.convert.progress import Progress
+
+    other = ToMegatron(source, target, TargetLayout(pipeline=2))
+    with pytest.raises(ModelError, match="changed since it was begun"):
+        job.run(other, job.Worker(1, 2), Progress("", 0, silent=True))
+    monkeypatch.setattr(job, "_START_TIMEOUT_S", 0.2)
+    elsewhere = ToMegatron(source, target.with_name("elsewhere"), TargetLayout())
+    with pytest.raises(ModelError, match="process 0 did not begin"):
+        job.run(elsewhere, job.Worker(1, 2), Progress("", 0, silent=True))
+
+
+def test_which_worker_this_is(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "4")  # a batch script without srun: one process, whatever was allocated
+    assert job.Worker.from_environment() == job.Worker(0, 1)
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert job.Worker.from_environment() == job.Worker(3, 4)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert job.Worker.from_environment() == job.Worker(1, 2)
+
+
+def test_receipts_are_json_that_names_every_chunk(interrupted, tmp_path):
+    (receipt,) = (tmp_path / ".target.writing" / ".conversion").glob("__0_0*.json")
+    chunks = json.loads(receipt.read_text())["record"]["chunks"]
+    assert any("embedding.word_embeddings.weight" in chunk["keys"] for chunk in chunks)
