@@ -7,9 +7,10 @@ writer recorded.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ class TorchDistFile:
         tensor = flat.view(*[1] * depth, *piece.tensor.shape)
         self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
         offset = self._file.tell()
-        torch.save(tensor, self._file)
+        with _without_checksums():
+            torch.save(tensor, self._file)
         self.chunks.append(
             Chunk(
                 keys=tuple(place.key for place in places),
@@ -94,6 +96,17 @@ class TorchDistFile:
             if kind is None:
                 self._file.flush()
                 sync(self._file.fileno())
+
+
+@contextlib.contextmanager
+def _without_checksums() -> Iterator[None]:
+    """The archive's checksums cost as much as the writing, and torch never looks at them."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def write_torch_dist_metadata(directory: Path, chunks: Iterable[Chunk]) -> None:

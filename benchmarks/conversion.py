@@ -1,0 +1,164 @@
+"""Speed and memory of conversions beside safetensors copying the same bytes: python benchmarks/conversion.py
+
+Makes a random model (Qwen2.5-1.5B's shape, bf16, 3.1 GB), then runs every task in a process of its own, in turns:
+the copy (`load_file`, `save_file`, fsync of every file) and each conversion. All read files that are in the page
+cache, all end with their bytes on the disk; imports are not timed. Peak memory is what a process held at most beyond
+what it held after its imports (resident set, mapped files included).
+
+    --directory DIR   where the files go; on a memory file system (/dev/shm) disks play no part
+    --layers N        fewer layers, a smaller model
+    --rounds N        runs of each task; the median is printed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2,
+    "intermediate_size": 8960, "vocab_size": 151936, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+SHARD_BYTES = 800_000_000
+TASKS = (
+    "copy", "hf-to-megatron tp1 pp2", "hf-to-megatron tp2 pp2", "megatron-to-hf", "hf-to-hf", "hf-to-hf, to fp8",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=None)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.task:
+        print(json.dumps(run_task(arguments.task, arguments.directory)))
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="conversion-") as root:
+        compare(Path(root), arguments.layers, arguments.rounds)
+
+
+def compare(root: Path, layers: int, rounds: int) -> None:
+    import torch
+
+    from dppo_megatron.hf import make_random_hf_model
+
+    config = {**SHAPE, "num_hidden_layers": layers}
+    tiny = {**config, "num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 96, "vocab_size": 64}
+    for name, shape in (("hf", config), ("tiny", tiny)):
+        make_random_hf_model(root / name, shape, seed=0, dtype=torch.bfloat16, shard_bytes=SHARD_BYTES)
+    for name, megatron in (("hf", "megatron"), ("tiny", "tiny-megatron")):
+        do("hf-to-megatron tp1 pp2", root / name, root, root / megatron)
+    size = sum(file.stat().st_size for file in (root / "hf").glob("*.safetensors"))
+    largest = max(file.stat().st_size for file in (root / "hf").glob("*.safetensors"))
+    results: dict[str, list[dict[str, float]]] = {task: [] for task in TASKS}
+    for _ in range(rounds):
+        for task in TASKS:
+            warm(root / "megatron" if task == "megatron-to-hf" else root / "hf")
+            command = [sys.executable, __file__, "--task", task, "--directory", str(root)]
+            results[task].append(json.loads(subprocess.run(command, check=True, capture_output=True).stdout))
+    print_machine()
+    print(
+        f"{size / 1e9:.2f} GB in bf16, {layers} layers, largest HF file {largest / 1e9:.2f} GB, medians of {rounds}\n"
+    )
+    print(f"{'task':<24}{'seconds':>9}{'GB/s read':>11}{'of copy':>9}{'peak GB':>9}{'largest shard GB':>18}")
+    copy = statistics.median(r["seconds"] for r in results["copy"])
+    for task, runs in results.items():
+        seconds = statistics.median(r["seconds"] for r in runs)
+        peak = max(r["peak"] for r in runs)
+        print(
+            f"{task:<24}{seconds:>9.2f}{size / 1e9 / seconds:>11.2f}{copy / seconds:>8.2f}x"
+            f"{peak / 1e9:>9.2f}{runs[0]['shard'] / 1e9:>18.2f}"
+        )
+
+
+def run_task(task: str, root: Path) -> dict[str, float]:
+    """Does `task` in this process; leaves only what later tasks read. Seconds, and bytes of memory and of a shard."""
+    import torch
+
+    torch.set_num_threads(1)
+    target = root / "out"
+    do(task, root / "tiny", root / "tiny-megatron", target)  # what it imports on its way is neither timed nor counted
+    shutil.rmtree(target)
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # begins VmHWM anew
+    started = time.perf_counter()
+    do(task, root / "hf", root / "megatron", target)
+    seconds = time.perf_counter() - started
+    peak = resident("VmHWM") - before
+    shard = max(file.stat().st_size for pattern in ("*.safetensors", "*.distcp") for file in target.glob(pattern))
+    shutil.rmtree(target)
+    return {"seconds": seconds, "peak": peak, "shard": shard}
+
+
+def do(task: str, hf: Path, megatron: Path, target: Path) -> None:
+    from dppo_megatron.convert.job import Worker
+    from dppo_megatron.convert.layout import TargetLayout
+    from dppo_megatron.convert.processes import convert
+    from dppo_megatron.convert.to_hf import ToHF
+    from dppo_megatron.convert.to_megatron import ToMegatron
+
+    if task == "copy":
+        copy(hf, target)
+        return
+    builders = {
+        "hf-to-megatron tp1 pp2": partial(ToMegatron, hf, target, TargetLayout(1, 2)),
+        "hf-to-megatron tp2 pp2": partial(ToMegatron, hf, target, TargetLayout(2, 2)),
+        "megatron-to-hf": partial(ToHF, megatron, target, hf, shard_bytes=SHARD_BYTES),
+        "hf-to-hf": partial(ToHF, hf, target, hf, shard_bytes=SHARD_BYTES),
+        "hf-to-hf, to fp8": partial(ToHF, hf, target, hf, quantization="fp8_block", shard_bytes=SHARD_BYTES),
+    }
+    convert(builders[task], worker=Worker())
+
+
+def copy(source: Path, target: Path) -> None:
+    """What safetensors itself offers: every file loaded whole and saved whole."""
+    from safetensors.torch import load_file, save_file
+
+    target.mkdir()
+    for file in sorted(source.glob("*.safetensors")):
+        save_file(load_file(file), target / file.name, metadata={"format": "pt"})
+        with open(target / file.name, "rb") as written:
+            os.fsync(written.fileno())
+
+
+def warm(directory: Path) -> None:
+    """Reads every file once, so that each task finds them in the page cache."""
+    block = bytearray(1 << 24)
+    for file in directory.iterdir():
+        if file.is_file():
+            with file.open("rb", buffering=0) as opened:
+                while opened.readinto(block):
+                    pass
+
+
+def resident(field: str) -> int:
+    """Bytes of this process in memory now, or with VmHWM at most."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def print_machine() -> None:
+    import safetensors
+    import torch
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
+    print(f"{model}, {os.cpu_count()} cores; torch {torch.__version__}, safetensors {safetensors.__version__}")
+
+
+if __name__ == "__main__":
+    main()
