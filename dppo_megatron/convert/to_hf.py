@@ -65,8 +65,7 @@ class ToHF:
         not_finite = []
         with SafetensorsFile(path, announced) as file:
             for entry in self._groups[index]:
-                wanted = self._unquantized(entry)
-                tensors = {name: self._weights.tensor(name).to(info.dtype) for name, info in wanted.items()}
+                tensors = {name: self._cast(name, info) for name, info in self._unquantized(entry).items()}
                 if not all(all_finite(tensor) for tensor in tensors.values()):
                     not_finite.append(not_finite_problem(entry))
                     continue
@@ -116,6 +115,11 @@ class ToHF:
             groups[-1].append(entry)
             filled += size
         return groups
+
+    def _cast(self, name: str, info: TensorInfo) -> torch.Tensor:
+        tensor = self._weights.tensor(name)
+        # Quantised from what there is: another rounding on the way would only add to the error.
+        return tensor if self._quantization and fp8.is_quantized(name) else tensor.to(info.dtype)
 
     def _written(self, entry: Entry) -> dict[str, TensorInfo]:
         plain = self._unquantized(entry)

@@ -97,7 +97,7 @@ def _attention(config: HFModelConfig) -> dict[str, Any]:
         "v_head_dim": mla.v_head_dim,
         "rotary_base": config.rope_theta,
         "rope_type": "yarn" if config.rope_type == "yarn" else "rope",
-        **{ours: config.rope_scaling[name] for name, ours in _YARN.items() if name in config.rope_scaling},
+        **{ours: config.rope_scaling[name] for name, ours in _YARN.items() if config.rope_scaling.get(name)},
     }
 
 

@@ -101,7 +101,14 @@ def _save_with_actor(case: Case, root: Path) -> None:
         {
             "run": {"dir": str(out)},
             "model": {"path": str(model), "dtype": "bf16", "weights": str(root / "megatron" / case.family)},
-            "parallel": {"world_size": 2, "tensor": case.tp, "pipeline": case.pp, "expert": case.ep, "timeout_s": 60},
+            "parallel": {
+                "world_size": 2,
+                "tensor": case.tp,
+                "pipeline": case.pp,
+                "expert": case.ep,
+                "timeout_s": 60,
+                "sequence": case.tp > 1,
+            },
             "train": {"steps": 1},
             "data": {"train": "unused"},
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from pathlib import Path
 
@@ -20,7 +21,7 @@ MEGATRON = [
     Case("qwen3", pp=2),
     *(Case(family, ep=2) for family in EXPERT_FAMILIES),
 ]
-ACTOR = [Case("qwen3", tp=2), Case("llama", pp=2), Case("qwen2")]
+ACTOR = [Case("qwen3", tp=2), Case("llama", pp=2), Case("qwen2"), Case("qwen3_moe", ep=2), Case("deepseek_v3", tp=2)]
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +33,11 @@ def ranks(models, tmp_path_factory) -> Path:
         layout = TargetLayout(pipeline=2, tensor=2, expert=2 if family in EXPERT_FAMILIES else 1, expert_tensor=1)
         target = root / "megatron" / family
         convert_in_process(lambda f=family, t=target, cut=layout: ToMegatron(models / f, t, cut))
-    with socket.socket() as one, socket.socket() as two, socket.socket() as three:
-        for probe in (one, two, three):
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in ACTOR]
+        for probe in probes:
             probe.bind(("127.0.0.1", 0))
-        (root / "ports").write_text(" ".join(str(probe.getsockname()[1]) for probe in (one, two, three)))
+        (root / "ports").write_text(" ".join(str(probe.getsockname()[1]) for probe in probes))
     run(MEGATRON, ACTOR, root)
     return root
 

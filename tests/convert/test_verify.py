@@ -19,7 +19,7 @@ from dppo_megatron.convert.processes import convert as convert_in_process
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.convert.to_megatron import ToMegatron
 
-FAMILIES = ["qwen2", "qwen3", "llama"]
+FAMILIES = list(CONFIGS)
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,

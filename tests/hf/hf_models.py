@@ -61,13 +61,15 @@ CONFIGS = {
 EXPERT_FAMILIES = ("qwen3_moe", "deepseek_v3")
 
 
-def build_gpt(hf: HFModelConfig, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1) -> list:
+def build_gpt(
+    hf: HFModelConfig, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None
+) -> list:
     """This rank's chunks of a fp32 GPTModel; parallel state must be initialised with the same sizes."""
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    config = _transformer_config(hf, tp, pp, vpp, ep)
+    config = _transformer_config(hf, tp, pp, vpp, ep, etp or (1 if ep > 1 else tp))
     chunks = []
     for stage in range(vpp or 1):
         spec = get_gpt_decoder_block_spec(
@@ -122,7 +124,7 @@ def logits_of(chunk, token_ids: torch.Tensor) -> torch.Tensor:
         return chunk(token_ids, torch.arange(length)[None], mask)
 
 
-def _transformer_config(hf: HFModelConfig, tp: int, pp: int, vpp: int | None, ep: int):
+def _transformer_config(hf: HFModelConfig, tp: int, pp: int, vpp: int | None, ep: int, etp: int):
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     common = {
@@ -141,7 +143,7 @@ def _transformer_config(hf: HFModelConfig, tp: int, pp: int, vpp: int | None, ep
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": vpp,
         "expert_model_parallel_size": ep,
-        "expert_tensor_parallel_size": 1 if ep > 1 else tp,
+        "expert_tensor_parallel_size": etp,
         "sequence_parallel": False,
         "params_dtype": torch.float32,
         "pipeline_dtype": torch.float32,

@@ -23,10 +23,15 @@ class Case:
     pp: int = 1
     vpp: int | None = None
     ep: int = 1
+    expert_tensor: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.family}-tp{self.tp}-pp{self.pp}-vpp{self.vpp}-ep{self.ep}"
+        return f"{self.family}-tp{self.tp}-pp{self.pp}-vpp{self.vpp}-ep{self.ep}-etp{self.etp}"
+
+    @property
+    def etp(self) -> int:
+        return self.expert_tensor or (1 if self.ep > 1 else self.tp)
 
 
 def run_cases(cases: list[Case], root: Path, token_ids: torch.Tensor) -> None:
@@ -62,12 +67,12 @@ def _run(case: Case, source: Path, out: Path, rank: int, token_ids: torch.Tensor
         case.pp,
         case.vpp,
         expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=1 if case.ep > 1 else case.tp,
+        expert_tensor_parallel_size=case.etp,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = hf.read_hf_config(source)
-    chunks = [chunk.eval() for chunk in build_gpt(config, case.tp, case.pp, case.vpp, case.ep)]
+    chunks = [chunk.eval() for chunk in build_gpt(config, case.tp, case.pp, case.vpp, case.ep, case.etp)]
     hf.load_into(chunks, source)
     # One layer per (virtual) stage or all of them: which HF layer's norm did each one get?
     norms = [[layer.input_layernorm.weight.detach() for layer in chunk.decoder.layers] for chunk in chunks]

@@ -15,6 +15,7 @@ from hf_models import CONFIGS
 from safetensors.torch import load_file, save_file
 
 from dppo_megatron import hf
+from dppo_megatron.hf.agreement import disagreements
 
 
 @pytest.fixture
@@ -159,6 +160,56 @@ def test_model_that_computes_something_else(model):
         "layernorm_epsilon = 1e-05 in the Megatron model, 1e-06 by config.json",
         "rotary_base = 500000 in the Megatron model, 10000.0 by config.json",
     )
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change", [{"factor": 32.0}, {"low_freq_factor": 2.0}, {"original_max_position_embeddings": 4096}, {}]
+)
+def test_llama3_scaling_constants_are_compared_by_what_they_do(models, tmp_path, change):
+    """Megatron's own rotary embedding takes all but the factor for granted and shows none of them."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    source = Path(shutil.copytree(models / "llama", tmp_path / "llama"))
+    raw = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**raw, "rope_parameters": {**LLAMA3, **change}, "head_dim": 128}))
+    config = hf.parse_hf_config({**CONFIGS["llama"], "rope_parameters": LLAMA3})
+    chunk = fake_chunk(config)
+    chunk.rotary_pos_emb = RotaryEmbedding(
+        128,
+        rotary_percent=1.0,
+        rotary_base=10000,
+        rope_scaling=True,
+        rope_scaling_factor=8.0,
+        use_cpu_initialization=True,
+    )
+    found = disagreements([chunk], hf.read_hf_config(source))
+    assert len(found) == bool(change)
+    if change:
+        (name, value), (line,) = next(iter(change.items())), found
+        assert f"{name} = {value}" in line
+
+
+def test_yarn_constants_are_compared(models):
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    config = hf.parse_hf_config({**CONFIGS["deepseek_v3"], "rope_parameters": yarn})
+    chunk = fake_chunk(config)
+    chunk.config = SimpleNamespace(rotary_scaling_factor=40.0, original_max_position_embeddings=32, mscale_all_dim=0.0)
+    assert disagreements([chunk], config) == [
+        "mscale_all_dim = 0.0 in the Megatron model, 1.0 by config.json",
+        "rotary_scaling_factor = 40.0 in the Megatron model, 4.0 by config.json",
+    ]
 
 
 def test_wrapped_chunks_are_unwrapped_and_others_refused(model):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +37,27 @@ def test_random_model_is_a_function_of_its_seed(tmp_path):
         hf.make_random_hf_model(tmp_path / name, CONFIGS["llama"], seed)
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b != c
+
+
+def test_files_are_readable_by_whom_the_umask_lets_and_flushed_before_they_appear(tmp_path, monkeypatch):
+    flushed = []
+    sync = os.fsync
+
+    def record(descriptor):
+        flushed.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, (tmp_path / "m").exists()))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    before = os.umask(0o027)
+    try:
+        hf.make_random_hf_model(tmp_path / "m", CONFIGS["llama"], seed=1)
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "m").iterdir()}
+    assert modes == {"model.safetensors": 0o640, "config.json": 0o640}
+    before_the_rename = [name for name, published in flushed if not published]
+    assert any(name.startswith("part-") for name in before_the_rename)
+    assert flushed[-1] == (tmp_path.name, True)
 
 
 def test_random_initialisation_is_the_usual_one(tmp_path):
