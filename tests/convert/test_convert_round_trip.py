@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from convert_helpers import environment, same_weights, write_model
 from hf_models import CONFIGS, EXPERT_FAMILIES
+from torch.distributed.checkpoint import FileSystemReader
 
 from dppo_megatron import hf
 from dppo_megatron.hf.torch_dist_reader import TorchDistWeights
@@ -45,10 +47,19 @@ def test_round_trip_is_bit_equal(models, tmp_path, convert, family, layout):
 
 def test_every_rank_of_the_layout_has_its_file(models, tmp_path, convert):
     convert("hf-to-megatron", models / "qwen3_moe", tmp_path / "m", "--tensor", 2, "--pipeline", 2, "--expert", 2)
-    # tensor 2, and experts over 2 x 2: four ranks in each of two stages.
-    assert len(list((tmp_path / "m").glob("*.distcp"))) == 8
-    sizes = [file.stat().st_size for file in (tmp_path / "m").glob("*.distcp")]
-    assert max(sizes) < 4 * min(sizes)
+    held: dict[str, set] = {}
+    for index, stored in FileSystemReader(tmp_path / "m").read_metadata().storage_data.items():
+        layer = re.match(r"decoder\.layers\.(\d)\.", index.fqn)
+        what = ("expert", index.offset[0]) if ".experts." in index.fqn else ("layer", layer and int(layer.group(1)))
+        held.setdefault(stored.relative_path, set()).add(what)
+    # Tensor 2, and experts over 2 x 2: four ranks in each of two stages; dense weights on the first two of them.
+    assert len(held) == 8
+    for number in range(8):
+        stage, rank = divmod(number, 4)
+        content = held[f"__{number}_0.distcp"]
+        assert {n for kind, n in content if kind == "expert"} == ({0, 1} if rank < 2 else {2, 3})
+        layers = {n for kind, n in content if kind == "layer"} - {None}
+        assert layers == (({0, 1}, {2, 3})[stage] if rank < 2 else set())
 
 
 def test_casts_all_but_what_must_not_be_cast(models, tmp_path, convert):

@@ -168,6 +168,7 @@ LLAMA3 = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore")  # what Megatron says at import
 @pytest.mark.parametrize(
     "change", [{"factor": 32.0}, {"low_freq_factor": 2.0}, {"original_max_position_embeddings": 4096}, {}]
 )
