@@ -80,11 +80,15 @@ def _objective(config: Config, findings: Findings) -> None:
 
 def _model(config: Config, findings: Findings) -> None:
     from dppo_megatron.actor import check_model
-    from dppo_megatron.hf import open_weights, read_hf_config
+    from dppo_megatron.hf import ModelError, open_weights, read_hf_config
 
-    findings.violations.extend(check_model(config))
-    if config.model.weights is not None:
-        open_weights(config.model.weights, read_hf_config(config.model.path))
+    problems = check_model(config)
+    findings.violations.extend(problems)
+    if config.model.weights is not None and not problems:
+        try:
+            open_weights(config.model.weights, read_hf_config(config.model.path))
+        except ModelError as error:
+            findings.violations.append(f"model.weights = {error}")
 
 
 def _engine(config: Config, findings: Findings) -> None:

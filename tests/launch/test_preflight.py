@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.config import Config, ConfigError, save_resolved
+from dppo_megatron.convert.job import Worker
+from dppo_megatron.convert.layout import TargetLayout
+from dppo_megatron.convert.processes import convert
+from dppo_megatron.convert.to_megatron import ToMegatron
 from dppo_megatron.launch.preflight import check_fresh, check_resume, preflight
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
@@ -74,6 +78,20 @@ def test_an_engine_longer_than_the_model_is_refused(tree):
 def test_a_missing_model_directory_is_named(tree, tmp_path):
     tree["model"]["path"] = str(tmp_path / "absent")
     assert "absent" in found(tree)
+
+
+def test_start_weights_that_are_not_there_or_of_another_model_are_named(tree, task, tmp_path):
+    tree["model"]["weights"] = str(tmp_path / "absent")
+    assert f"model.weights = {tmp_path / 'absent'}: 1 problem" in found(tree)
+    checkpoint = tmp_path / "checkpoint"
+    convert(lambda: ToMegatron(task / "random_model", checkpoint, TargetLayout(tensor=2)), worker=Worker())
+    tree["model"]["weights"] = str(checkpoint)
+    preflight(Config.model_validate(tree), "config.yaml")
+    other = shutil.copytree(task / "random_model", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    tree["model"]["path"] = str(other)
+    assert "rms_norm_eps = 1e-06 in the checkpoint, 0.5 in" in found(tree)
 
 
 def test_a_foreign_model_lists_the_supported_ones(tree, task, tmp_path):
