@@ -67,7 +67,8 @@ def compare(root: Path, layers: int, rounds: int) -> None:
         for task in TASKS:
             warm(root / "megatron" if task == "megatron-to-hf" else root / "hf")
             command = [sys.executable, __file__, "--task", task, "--directory", str(root)]
-            results[task].append(json.loads(subprocess.run(command, check=True, capture_output=True).stdout))
+            results[task].append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
+            print(f"{task}: {results[task][-1]['seconds']:.2f} s", file=sys.stderr, flush=True)
     print_machine()
     print(
         f"{size / 1e9:.2f} GB in bf16, {layers} layers, largest HF file {largest / 1e9:.2f} GB, medians of {rounds}\n"

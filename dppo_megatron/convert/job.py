@@ -107,19 +107,22 @@ def run(conversion: Conversion, worker: Worker, progress: Progress, watch: Calla
     that made no progress for ten minutes. What was finished stays for `--resume`.
     """
     staging = staging_of(conversion.destination)
-    if worker.rank > 0:
+    mine = range(worker.rank, len(conversion.shards), worker.size)
+    if worker.rank > 0 and mine:
         _wait_for_job(staging, conversion)
 
     def tick() -> None:
         progress.show(lambda: _written(staging, conversion.shards))
 
+    todo = [index for index in mine if _receipt(staging, conversion.shards[index]) is None]
+    if worker.rank > 0 and conversion.destination.exists():
+        return  # nothing was left for this process, and process 0 has published already
     try:
-        for index in range(worker.rank, len(conversion.shards), worker.size):
+        for index in todo:
             shard = conversion.shards[index]
-            if _receipt(staging, shard) is None:
-                record = conversion.write_shard(index, staging / shard, tick)
-                receipt = {"nbytes": (staging / shard).stat().st_size, "record": record}
-                write_synced(staging / _NOTES / f"{shard}.json", json.dumps(receipt))
+            record = conversion.write_shard(index, staging / shard, tick)
+            receipt = {"nbytes": (staging / shard).stat().st_size, "record": record}
+            write_synced(staging / _NOTES / f"{shard}.json", json.dumps(receipt))
     except BaseException as error:
         if worker.rank > 0 and staging.exists():
             (staging / _NOTES / f"failed.{worker.rank}").write_text(f"{type(error).__name__}: {error}")
@@ -163,6 +166,8 @@ def _written(staging: Path, shards: list[str]) -> int:
 def _wait_for_job(staging: Path, conversion: Conversion) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while not (staging / _NOTES / _JOB).exists():
+        if conversion.destination.exists():
+            return
         if time.monotonic() > deadline:
             raise ModelError(
                 str(staging),
@@ -174,7 +179,8 @@ def _wait_for_job(staging: Path, conversion: Conversion) -> None:
 
 def _wait_for_others(staging: Path, shards: list[str], worker: Worker, poll: Callable[[], object]) -> None:
     last, deadline = -1, 0.0
-    while missing := [shard for shard in shards if _receipt(staging, shard) is None]:
+    missing = list(shards)
+    while missing := [shard for shard in missing if _receipt(staging, shard) is None]:
         if failed := sorted((staging / _NOTES).glob("failed.*")):
             raise ModelError(
                 "conversion", [f"process {note.suffix[1:]} of {worker.size}: {note.read_text()}" for note in failed]

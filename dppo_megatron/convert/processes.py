@@ -23,7 +23,11 @@ def convert(
     Returns it where this process published it, None on the other ranks of torchrun or srun. Raises `ModelError`
     as `build`, `prepare` and `run` do.
     """
-    worker = worker or (Worker.from_environment() if processes == 1 else Worker(0, processes))
+    worker = worker or Worker.from_environment()
+    if worker.size > 1:
+        processes = 1  # they were started already
+    elif processes > 1:
+        worker = Worker(0, processes)
     conversion = build()
     if worker.rank == 0:
         prepare(conversion, resume)

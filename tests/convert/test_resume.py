@@ -9,15 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from convert_helpers import edit_config, environment, same_weights
 
-from dppo_megatron.convert import job
+from dppo_megatron.convert import job, processes
+from dppo_megatron.convert.layout import TargetLayout
+from dppo_megatron.convert.progress import Progress
 from dppo_megatron.convert.to_megatron import ToMegatron
 from dppo_megatron.hf import ModelError
 
+# Stops in the middle of the third shard.
 _SLOW = """
 import sys, time
 from dppo_megatron.convert import to_megatron
@@ -46,15 +50,10 @@ def interrupted(models, tmp_path, monkeypatch) -> tuple[Path, Path]:
             raise KeyboardInterrupt
         return write(self, index, path, tick)
 
-    from functools import partial
-
-    from dppo_megatron.convert.layout import TargetLayout
-    from dppo_megatron.convert.processes import convert
-
     with monkeypatch.context() as patched:
         patched.setattr(ToMegatron, "write_shard", fail)
         with pytest.raises(KeyboardInterrupt):
-            convert(partial(ToMegatron, source, tmp_path / "target", TargetLayout(pipeline=4)))
+            processes.convert(partial(ToMegatron, source, tmp_path / "target", TargetLayout(pipeline=4)))
     return source, tmp_path / "target"
 
 
@@ -106,8 +105,6 @@ def test_shard_that_shrank_after_its_receipt_is_written_again(interrupted, conve
 
 def test_failure_of_another_process_is_reported_by_the_first(interrupted, monkeypatch, tmp_path):
     source, target = interrupted
-    from dppo_megatron.convert.layout import TargetLayout
-    from dppo_megatron.convert.progress import Progress
 
     conversion = ToMegatron(source, target, TargetLayout(pipeline=4))
     notes = tmp_path / ".target.writing" / ".conversion"
@@ -122,16 +119,32 @@ def test_failure_of_another_process_is_reported_by_the_first(interrupted, monkey
 
 def test_worker_whose_job_is_another_refuses(interrupted, monkeypatch):
     source, target = interrupted
-    from dppo_megatron.convert.layout import TargetLayout
-    from dppo_megatron.convert.progress import Progress
 
     other = ToMegatron(source, target, TargetLayout(pipeline=2))
     with pytest.raises(ModelError, match="changed since it was begun"):
         job.run(other, job.Worker(1, 2), Progress("", 0, silent=True))
     monkeypatch.setattr(job, "_START_TIMEOUT_S", 0.2)
-    elsewhere = ToMegatron(source, target.with_name("elsewhere"), TargetLayout())
+    elsewhere = ToMegatron(source, target.with_name("elsewhere"), TargetLayout(pipeline=2))
     with pytest.raises(ModelError, match="process 0 did not begin"):
         job.run(elsewhere, job.Worker(1, 2), Progress("", 0, silent=True))
+
+
+def test_processes_without_work_end_whenever_they_come(models, tmp_path, monkeypatch):
+
+    monkeypatch.setattr(job, "_START_TIMEOUT_S", 0.2)
+    build = partial(ToMegatron, models / "qwen3", tmp_path / "target", TargetLayout())
+    assert processes.convert(build, worker=job.Worker(1, 2)) is None  # before the first began: one shard, two processes
+    assert processes.convert(build, worker=job.Worker(0, 2)) is not None
+    assert processes.convert(build, worker=job.Worker(1, 2)) is None  # after it has published
+    four = partial(ToMegatron, models / "qwen3", tmp_path / "target", TargetLayout(pipeline=4))
+    assert processes.convert(four, worker=job.Worker(1, 2)) is None
+
+
+def test_nproc_does_not_multiply_what_torchrun_started(models, tmp_path, convert, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    convert("hf-to-megatron", models / "qwen3", tmp_path / "target", "--nproc", 4)
+    assert not list(tmp_path.iterdir())
 
 
 def test_which_worker_this_is(monkeypatch):
