@@ -5,6 +5,7 @@ Needs neither Megatron nor process groups: tensors are found by the checkpoint's
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import pickle
@@ -63,6 +64,7 @@ class TorchDistWeights:
             raise ModelError(str(directory), [f".metadata: cannot be read: {error!r}"]) from None
         self._storage = metadata.storage_data
         self._stored = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        self._chunks: dict[str, dict[tuple[int, ...], list[int]]] = {}
         self._entries: dict[str, Entry] = {}
         self._tensors: dict[str, TensorInfo] = {}
         self._last: tuple[Entry, dict[str, Tensor]] | None = None
@@ -155,10 +157,8 @@ class TorchDistWeights:
         shape = torch.Size(stored.size[depth:])
         out: Tensor | None = None
         filled = 0
-        for number, chunk in enumerate(stored.chunks):
-            inside = all(o <= i < o + s for o, i, s in zip(chunk.offsets, at.index, chunk.sizes, strict=False))
-            if not inside:
-                continue
+        for number in self._chunks_at(at):
+            chunk = stored.chunks[number]
             tensor = self._chunk(MetadataIndex(at.key, chunk.offsets, number))
             for axis_index, offset in zip(at.index, chunk.offsets, strict=False):
                 tensor = tensor[axis_index - offset]
@@ -171,6 +171,17 @@ class TorchDistWeights:
         if out is None or filled != out.numel():
             raise ModelError(str(self.directory), [f"{at.key}: its chunks do not make up shape {tuple(shape)}"])
         return out
+
+    def _chunks_at(self, at: StoredAt) -> list[int]:
+        """Numbers of the chunks that hold a part of one weight: a stack of experts has tens of thousands of them."""
+        if at.key not in self._chunks:
+            depth, found = len(at.index), {}
+            for number, chunk in enumerate(self._stored[at.key].chunks):
+                spans = (range(o, o + s) for o, s in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True))
+                for index in itertools.product(*spans):
+                    found.setdefault(index, []).append(number)
+            self._chunks[at.key] = found
+        return self._chunks[at.key].get(at.index, [])
 
     def _chunk(self, index: MetadataIndex) -> Tensor:
         """One stored chunk, a view of the mapped file."""
