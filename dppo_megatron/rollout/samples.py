@@ -24,18 +24,17 @@ class GroupSamples:
     versions: np.ndarray  # [S] int32
     topk_ids: np.ndarray | None = None  # [S, K] int32
     topk_logprobs: np.ndarray | None = None  # [S, K] fp32
-    # [E, L, k] uint8 | uint16: P + R - 1 rows of every sample that has tokens, none of one that has not
+    # [n (P - 1) + S, L, k] uint8 | uint16: P + R - 1 rows of every sample
     routed_experts: np.ndarray | None = None
 
     def rollouts(self, prompt_tokens: int) -> tuple[Rollout, ...]:
         """One `Rollout` per sample of a prompt of `prompt_tokens`; the arrays are views."""
         ends = np.cumsum(self.lengths)
-        expert_rows = _expert_rows(self.lengths, prompt_tokens)
-        expert_ends = np.cumsum(expert_rows)
+        routed_ends = np.cumsum(self.lengths + prompt_tokens - 1)
         out = []
-        for index, (length, end, reason) in enumerate(zip(self.lengths, ends, self.finish_reasons, strict=True)):
+        for length, end, routed_end, reason in zip(self.lengths, ends, routed_ends, self.finish_reasons, strict=True):
             rows = slice(int(end - length), int(end))
-            experts = slice(int(expert_ends[index] - expert_rows[index]), int(expert_ends[index]))
+            routed = slice(int(routed_end - length) - prompt_tokens + 1, int(routed_end))
             out.append(
                 Rollout(
                     token_ids=self.token_ids[rows],
@@ -44,7 +43,7 @@ class GroupSamples:
                     finish_reason=reason,
                     topk_ids=None if self.topk_ids is None else self.topk_ids[rows],
                     topk_logprobs=None if self.topk_logprobs is None else self.topk_logprobs[rows],
-                    routed_experts=None if self.routed_experts is None else self.routed_experts[experts],
+                    routed_experts=None if self.routed_experts is None else self.routed_experts[routed],
                 )
             )
         return tuple(out)
@@ -109,7 +108,7 @@ class GroupSamples:
 
     def _check_experts(self, request: GenerateRequest) -> None:
         experts = self.routed_experts
-        rows = int(_expert_rows(self.lengths, len(request.token_ids)).sum())
+        rows = len(self.token_ids) + request.n * (len(request.token_ids) - 1)
         if experts is None or experts.ndim != 3 or len(experts) != rows:
             found = "missing" if experts is None else f"of shape {experts.shape}"
             raise SpoiltSample(f"group {request.request_id}: routed experts are {found}, expected {rows} rows")
@@ -118,9 +117,9 @@ class GroupSamples:
             raise SpoiltSample(f"group {request.request_id}: a token is routed to the same expert twice")
 
 
-def _expert_rows(lengths: np.ndarray, prompt_tokens: int) -> np.ndarray:
-    """[n] rows of routed experts of each sample: every token but the last one went through the model."""
-    return np.where(lengths > 0, prompt_tokens + lengths - 1, 0)
+def absent_experts(prompt_tokens: int, layers: int, k: int) -> np.ndarray:
+    """[P - 1, L, k] uint8 for a sample aborted before it began: any routing will do where no token carries loss."""
+    return np.broadcast_to(np.arange(k, dtype=np.uint8), (prompt_tokens - 1, layers, k))
 
 
 def check_scores(what: str, logprobs: np.ndarray | None, expected: int) -> np.ndarray:

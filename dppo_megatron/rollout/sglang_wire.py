@@ -14,7 +14,7 @@ import numpy as np
 
 from ..hf import HFModelConfig
 from .engine import GenerateRequest
-from .samples import GroupSamples
+from .samples import GroupSamples, absent_experts
 
 # Temperature 0 makes SGLang draw the whole batch another way, so a seeded sample would depend on its neighbours. This
 # is the least it takes: probabilities of tokens that are 1e-4 nats apart differ by a factor of e**50.
@@ -157,7 +157,7 @@ def _experts(meta: dict[str, Any], length: int, prompt_tokens: int, model: HFMod
     dtype = np.uint8 if model.moe.num_experts <= 256 else np.uint16
     layers = [layer for layer in range(model.num_layers) if model.is_moe_layer(layer)]
     if not length:
-        return np.empty((0, len(layers), model.moe.top_k), dtype)
+        return absent_experts(prompt_tokens, len(layers), model.moe.top_k)
     shape = (prompt_tokens + length - 1, model.num_layers, model.moe.top_k)
     experts = _array(meta["routed_experts"], "<i4").reshape(shape)[:, layers]
     if experts.min() < 0 or experts.max() >= model.moe.num_experts:

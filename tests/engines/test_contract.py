@@ -106,7 +106,7 @@ def test_only_the_requested_tokens_stop(served):
     unstopped = served.use(generate(group("unstopped", n=16, max_tokens=48)))
     assert any(EOS in r.token_ids[:-1] for r in unstopped)
     stopped = served.use(generate(group("stopped", n=16, max_tokens=48, stop=(EOS, 40))))
-    assert {r.finish_reason for r in stopped} == {"stop", "length"}
+    assert "stop" in {r.finish_reason for r in stopped} <= {"stop", "length"}
     for before, after in zip(unstopped, stopped, strict=True):
         np.testing.assert_array_equal(before.token_ids[: len(after.token_ids)], after.token_ids)
 

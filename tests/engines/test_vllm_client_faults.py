@@ -8,6 +8,7 @@ import socket
 
 import numpy as np
 import pytest
+from fake_server import against, http
 from tiny_engine import engine_config, with_engine
 
 from dppo_megatron.rollout.engine import (
@@ -35,6 +36,7 @@ INFO = {
     "running": 0,
     "problems": [],
 }
+INFO_REPLY = {"/dppo/info": [http(200, json.dumps(INFO).encode())] * 9}
 GOOD_ARRAYS = {
     "lengths": np.array([4, 4], np.int32),
     "token_ids": np.arange(8, dtype=np.int32),
@@ -50,47 +52,6 @@ def config(tmp_path):
     return config.model_copy(update={"weight_sync": config.weight_sync.model_copy(update={"timeout_s": 1.0})})
 
 
-def http(status: int, body: bytes) -> bytes:
-    return b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
-
-
-def against(config, replies, use):
-    """Result of `use` on a client of a server that answers a path with the bytes of `replies`, one after the other.
-
-    A reply of None keeps silent; empty bytes hang up.
-    """
-    replies = {"/dppo/info": [http(200, json.dumps(INFO).encode())] * 9, **replies}
-
-    async def answer(reader, writer):
-        try:
-            while line := await reader.readline():
-                path = line.split()[1].decode()
-                headers = (await reader.readuntil(b"\r\n\r\n")).lower()
-                if b"content-length:" in headers:
-                    await reader.readexactly(int(headers.split(b"content-length:")[1].split()[0]))
-                reply = replies[path].pop(0)
-                if reply is None:
-                    await asyncio.sleep(60)
-                writer.write(reply)
-                await writer.drain()
-                if not reply:
-                    break
-        finally:
-            writer.close()
-
-    async def main():
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        engine = VllmEngine(config, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        try:
-            async with asyncio.timeout(20):
-                return await use(engine)
-        finally:
-            await engine.close()
-            server.close()
-
-    return asyncio.run(main())
-
-
 def generate(engine):
     return engine.generate(REQUEST)
 
@@ -100,7 +61,7 @@ def good_reply(**changed) -> bytes:
 
 
 def test_a_good_reply_passes(config):
-    rollouts = against(config, {"/dppo/generate": [good_reply()]}, generate)
+    rollouts = against(config, INFO_REPLY | {"/dppo/generate": [good_reply()]}, generate)
     assert [r.token_ids.tolist() for r in rollouts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert {r.finish_reason for r in rollouts} == {"length"}
 
@@ -116,7 +77,7 @@ def test_dead_server(config):
 
 def test_server_that_dies_while_generating(config):
     with pytest.raises(EngineUnavailable, match="generation of group g"):
-        against(config, {"/dppo/generate": [b""]}, generate)
+        against(config, INFO_REPLY | {"/dppo/generate": [b""]}, generate)
 
 
 @pytest.mark.parametrize(
@@ -129,17 +90,17 @@ def test_server_that_dies_while_generating(config):
 )
 def test_silent_server(config, path, use, what):
     with pytest.raises(EngineTimeout, match=rf"127\.0\.0\.1.*within 1 s.*{what}"):
-        against(config, {path: [None]}, use)
+        against(config, INFO_REPLY | {path: [None]}, use)
 
 
 def test_busy_server_is_asked_again(config):
     replies = [http(503, b"paused"), http(503, b"paused"), good_reply()]
-    assert len(against(config, {"/dppo/generate": replies}, generate)) == 2
+    assert len(against(config, INFO_REPLY | {"/dppo/generate": replies}, generate)) == 2
 
 
 def test_server_that_stays_busy(config):
     with pytest.raises(EngineTimeout):
-        against(config, {"/dppo/generate": [http(503, b"paused")] * 50}, generate)
+        against(config, INFO_REPLY | {"/dppo/generate": [http(503, b"paused")] * 50}, generate)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +109,7 @@ def test_server_that_stays_busy(config):
 def test_errors_carry_the_servers_reason(config, status, error):
     reply = http(status, json.dumps({"error": "the reason"}).encode())
     with pytest.raises(error, match=f"status {status}: the reason"):
-        against(config, {"/dppo/generate": [reply]}, generate)
+        against(config, INFO_REPLY | {"/dppo/generate": [reply]}, generate)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +128,7 @@ def test_errors_carry_the_servers_reason(config, status, error):
 )
 def test_garbled_replies_are_spoilt_samples(config, reply, message):
     with pytest.raises(SpoiltSample, match=message) as error:
-        against(config, {"/dppo/generate": [reply]}, generate)
+        against(config, INFO_REPLY | {"/dppo/generate": [reply]}, generate)
     assert "127.0.0.1" in str(error.value)
 
 
@@ -182,20 +143,20 @@ def test_samples_of_a_restarted_server_are_refused(config):
 def test_spoilt_scores(config, logprobs):
     reply = http(200, encode_frame({"version": 3}, {"logprobs": np.array(logprobs, np.float32)}))
     with pytest.raises(SpoiltSample, match="scoring of 3 tokens"):
-        against(config, {"/dppo/score": [reply]}, lambda engine: engine.score(np.arange(3)))
+        against(config, INFO_REPLY | {"/dppo/score": [reply]}, lambda engine: engine.score(np.arange(3)))
 
 
 @pytest.mark.parametrize("body", [b"not json", b"[]", b'{"version": 3}'])
 def test_garbled_description(config, body):
     with pytest.raises(EngineError, match="description"):
-        against(config, {"/dppo/info": [http(200, body)]}, VllmEngine.version)
+        against(config, INFO_REPLY | {"/dppo/info": [http(200, body)]}, VllmEngine.version)
 
 
 def test_load_weights_that_reports_another_version(config):
     with pytest.raises(EngineError, match="reports version 3"):
         against(
             config,
-            {"/dppo/load_weights": [http(200, b'{"version": 3}')]},
+            INFO_REPLY | {"/dppo/load_weights": [http(200, b'{"version": 3}')]},
             lambda engine: engine.load_weights("/some/policy", 4),
         )
 
@@ -206,4 +167,4 @@ def test_hundreds_of_requests_at_once(tmp_path):
     async def many(engine):
         return await asyncio.gather(*(engine.generate(REQUEST) for _ in range(300)))
 
-    assert len(against(patient, {"/dppo/generate": [good_reply()] * 300}, many)) == 300
+    assert len(against(patient, INFO_REPLY | {"/dppo/generate": [good_reply()] * 300}, many)) == 300

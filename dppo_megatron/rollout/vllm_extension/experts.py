@@ -16,6 +16,8 @@ from vllm.engine.protocol import EngineClient
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.outputs import CompletionOutput
 
+from ..samples import absent_experts
+
 RECORDED = "/experts"
 """End of the ids of requests whose experts are recorded."""
 
@@ -86,6 +88,7 @@ class ExpertsReader:
             config.model_config.is_moe and config.device_config.device_type == "cpu" and not config.use_v2_model_runner
         )
         self._layers: list[int] = []
+        self._k = config.model_config.get_num_experts_per_tok() if self.available else 0
 
     async def start(self) -> None:
         """Before the first request, where `available`."""
@@ -93,14 +96,18 @@ class ExpertsReader:
         self._layers = (await self._engine.collective_rpc(method))[0]
 
     async def read(self, samples: Sequence[CompletionOutput], names: Sequence[str], prompt_tokens: int) -> np.ndarray:
-        """[E, L, k] uint8 or uint16: prompt and response but the last token, of every sample that has tokens."""
+        """[sum of P + R - 1, L, k] uint8 or uint16: prompt and response but the last token of every sample."""
         if self._native:
             parts = [None if s.routed_experts is None else s.routed_experts[:, self._layers] for s in samples]
         else:
             parts = await self._take(names)
-        rows = [prompt_tokens + len(s.token_ids) - 1 if len(s.token_ids) else 0 for s in samples]
-        known = [part[:count] for part, count in zip(parts, rows, strict=True) if part is not None]
-        return np.concatenate(known) if known else np.empty((0, len(self._layers), 1), np.uint8)
+        absent = absent_experts(prompt_tokens, len(self._layers), self._k)
+        return np.concatenate(
+            [
+                absent if part is None or not sample.token_ids else part[: prompt_tokens + len(sample.token_ids) - 1]
+                for sample, part in zip(samples, parts, strict=True)
+            ]
+        )
 
     async def forget(self, names: Sequence[str]) -> None:
         """Drops what was recorded of samples that nobody will read."""

@@ -1,0 +1,50 @@
+"""A server that plays one: canned replies, silence, and a hung-up connection."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dppo_megatron.rollout.clients import build_engine
+
+
+def http(status: int, body: bytes) -> bytes:
+    return b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
+
+
+def against(config, replies, use, unused=None):
+    """Result of `use` on a client of a server that answers a path with the bytes of `replies`, one after the other.
+
+    A reply of None keeps silent; empty bytes hang up. Paths with replies left are added to the list `unused`.
+    """
+    replies = {path: list(each) for path, each in replies.items()}
+
+    async def answer(reader, writer):
+        try:
+            while line := await reader.readline():
+                path = line.split()[1].decode()
+                headers = (await reader.readuntil(b"\r\n\r\n")).lower()
+                if b"content-length:" in headers:
+                    await reader.readexactly(int(headers.split(b"content-length:")[1].split()[0]))
+                reply = replies[path].pop(0)
+                if reply is None:
+                    await asyncio.sleep(60)
+                writer.write(reply)
+                await writer.drain()
+                if not reply:
+                    break
+        finally:
+            writer.close()
+
+    async def main():
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        engine = build_engine(config, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        try:
+            async with asyncio.timeout(20):
+                return await use(engine)
+        finally:
+            await engine.close()
+            server.close()
+            if unused is not None:
+                unused.extend(path for path, left in replies.items() if left)
+
+    return asyncio.run(main())

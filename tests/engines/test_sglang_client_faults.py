@@ -1,0 +1,194 @@
+"""The SGLang client against servers that talk nonsense, fail half-way through an update, or ignore the temperature."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+
+import numpy as np
+import pytest
+from fake_server import against, http
+from tiny_engine import EOS, MAX_MODEL_LEN, VOCAB, engine_config, group, make_model
+
+from dppo_megatron.rollout.engine import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, SpoiltSample
+from dppo_megatron.rollout.sglang_client import SglangEngine
+from dppo_megatron.rollout.sglang_wire import child_ids
+
+REQUEST = group("g", n=2, max_tokens=3, topk=2, prompt=np.array([4, 5, 6]))
+SERVER = {
+    "max_req_input_len": MAX_MODEL_LEN + 2,
+    "dtype": "float32",
+    "version": "0.5.23",
+    "enable_return_routed_experts": False,
+    "enable_deterministic_inference": True,
+    "skip_tokenizer_init": True,
+    "speculative_algorithm": None,
+    "preferred_sampling_params": None,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "a", seed=1)
+
+
+@pytest.fixture
+def config(model):
+    config = engine_config(model, kind="sglang", request_timeout_s=1.0)
+    return config.model_copy(update={"weight_sync": config.weight_sync.model_copy(update={"timeout_s": 1.0})})
+
+
+def say(value, status=200) -> bytes:
+    return http(status, json.dumps(value).encode())
+
+
+def description(model, **changed) -> dict[str, list[bytes]]:
+    return {
+        "/server_info": [say(SERVER | changed)] * 9,
+        "/model_info": [say({"weight_version": "3", "model_path": str(model)})] * 9,
+    }
+
+
+def sample(index: int, *, topk=(-1.0, -2.0), request=REQUEST, **meta) -> dict:
+    ids, logprobs = np.array([[7, 8]] * 3, "<i4"), np.array([topk] * 3, "<f4")
+    return {
+        "output_ids": [9, 10, 11],
+        "meta_info": {
+            "id": child_ids(request.request_id, request.n)[index],
+            "finish_reason": {"type": "length", "length": 3},
+            "weight_versions": [{"version": "3", "start": 0, "end": 3}],
+            "output_token_logprobs": [[-2.5, 9, None], [-2.5, 10, None], [-2.5, 11, None]],
+            "output_top_logprobs_idx_flat_b64": base64.b64encode(ids.tobytes()).decode(),
+            "output_top_logprobs_val_flat_b64": base64.b64encode(logprobs.tobytes()).decode(),
+            "output_top_logprobs_idx_flat_b64_dtype": "int32",
+            "output_top_logprobs_val_flat_b64_dtype": "float32",
+            "output_top_logprobs_null_prefix": 0,
+        }
+        | meta,
+    }
+
+
+def generate(engine):
+    return engine.generate(REQUEST)
+
+
+def test_a_good_reply_passes(config, model):
+    replies = description(model) | {"/generate": [say([sample(0), sample(1)])]}
+    rollouts = against(config, replies, generate)
+    assert [r.token_ids.tolist() for r in rollouts] == [[9, 10, 11]] * 2
+    assert rollouts[1].topk_ids.tolist() == [[7, 8]] * 3
+    assert (rollouts[1].versions == 3).all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"output_token_logprobs": [[-2.5, 9, None], [None, 10, None], [-2.5, 11, None]]}, "missing or not finite"),
+        ({"output_token_logprobs": [[-2.5, 9, None], [-2.5, 10, None]]}, "belong to other tokens"),
+        ({"output_token_logprobs": [[-2.5, 9, None], [-2.5, 12, None], [-2.5, 11, None]]}, "belong to other tokens"),
+        ({"id": child_ids("other", 2)[1]}, "expected the answer to"),
+        ({"weight_versions": [{"version": "3", "start": 0, "end": 2}]}, "token 2: token carries no policy version"),
+        ({"weight_versions": [{"version": "torn", "start": 0, "end": 3}]}, "token carries no policy version"),
+        ({"output_top_logprobs_idx_flat_b64": "AAAA"}, "buffer size|reshape"),
+        ({"output_top_logprobs_val_flat_b64_dtype": "float16"}, "listed log-probs come as"),
+        ({"output_top_logprobs_null_prefix": 1}, "from position 1"),
+        ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, "finish reason is none of"),
+        ({"finish_reason": None}, "garbles"),
+    ],
+)
+def test_spoilt_samples(config, model, changed, message):
+    replies = description(model) | {"/generate": [say([sample(0), sample(1, **changed)])]}
+    with pytest.raises(SpoiltSample, match=message) as error:
+        against(config, replies, generate)
+    assert "127.0.0.1" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [say([sample(0)]), say({"text": "hello"}), http(200, b""), http(200, json.dumps([sample(0)]).encode()[:-9])],
+    ids=["too-few", "no-list", "empty", "truncated"],
+)
+def test_garbled_replies(config, model, reply):
+    with pytest.raises(SpoiltSample):
+        against(config, description(model) | {"/generate": [reply]}, generate)
+
+
+def test_a_silent_server_is_told_to_abort(config, model):
+    replies = description(model) | {"/generate": [None], "/abort_request": [say({})] * 2}
+    with pytest.raises(EngineTimeout, match="generation of group g"):
+        against(config, replies, generate)
+
+
+def test_stop_tokens_that_leave_out_the_models_own(config, model):
+    request = group("g", stop=(40,))
+    with pytest.raises(EngineRefused, match=rf"own end tokens \[{EOS}\]; add them to rollout.stop_token_ids"):
+        against(config, description(model), lambda engine: engine.generate(request))
+
+
+def test_spoilt_scores(config, model):
+    for entries in ([[None, 4, None], [-1.0, 7, None]], [[None, 4, None], [None, 5, None]], [[None, 4, None]]):
+        meta = {"input_token_logprobs": entries, "weight_version": "3"}
+        replies = description(model) | {"/generate": [say({"meta_info": meta})]}
+        with pytest.raises(SpoiltSample, match="scoring of 2 tokens"):
+            against(config, replies, lambda engine: engine.score(np.array([4, 5])))
+
+
+def test_the_last_token_of_the_vocabulary_is_scored(config, model):
+    meta = {"input_token_logprobs": [[None, 4, None], [-1.5, 0, None]], "weight_version": "3"}
+    replies = description(model) | {"/generate": [say({"meta_info": meta})]}
+    assert against(config, replies, lambda engine: engine.score(np.array([4, VOCAB - 1]))).tolist() == [-1.5]
+
+
+UPDATE = "/update_weights_from_disk"
+DONE = {"/pause_generation": [say({})], "/continue_generation": [say({})], "/update_weight_version": [say({})]}
+
+
+@pytest.mark.parametrize("reply", [say({"success": False, "message": "out of memory"}, 400), b"", None])
+def test_an_update_that_fails_leaves_weights_that_nobody_may_use(config, model, reply):
+    """Generation goes on, under a label that makes every further token a spoilt one."""
+    left = DONE | {UPDATE: [reply]}
+    with pytest.raises(EngineError, match="loading policy 4") as error:
+        against(config, left, lambda engine: engine.load_weights(model, 4), unused := [])
+    assert not isinstance(error.value, EngineRefused)
+    assert unused == []
+
+
+def test_running_requests_that_do_not_end(config, model):
+    busy = {"/v1/loads": [say({"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 0}]})] * 99}
+    with pytest.raises(EngineTimeout, match="the old weights go on"):
+        against(config, busy, lambda engine: engine.load_weights(model, 4, "wait"))
+
+
+@pytest.mark.parametrize(("second", "raw"), [(-2.0, True), (-1.5, False)])
+def test_log_probs_that_ignore_the_temperature_are_found_out(config, model, second, raw):
+    """The two most likely tokens are 1 nat apart at temperature 1; processed they are half of it apart at 2."""
+
+    async def check(engine):
+        replies = iter([(-1.0, -2.0), (-1.0, second)])
+
+        async def answer(what, path, timeout_s, *, body):
+            request = group(re.sub("#0;$", "", body["rid"][0]), n=1, max_tokens=1, topk=2)
+            one = sample(0, topk=next(replies), request=request)
+            one["output_ids"], meta = one["output_ids"][:1], one["meta_info"]
+            meta["output_token_logprobs"] = meta["output_token_logprobs"][:1]
+            for name in ("idx", "val"):
+                key = f"output_top_logprobs_{name}_flat_b64"
+                meta[key] = base64.b64encode(base64.b64decode(meta[key])[:8]).decode()
+            return json.dumps([one]).encode()
+
+        call = engine._calls.call
+        engine._calls.call = lambda what, path, *a, **k: (answer if path == "/generate" else call)(what, path, *a, **k)
+        return await engine.check_compatible(config)
+
+    if raw:
+        with pytest.raises(EngineIncompatible, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
+            against(config, description(model), check)
+    else:
+        assert against(config, description(model), check).logprobs_mode == "processed_logprobs"
+
+
+def test_servers_that_do_not_suit(config, model):
+    unfit = {"enable_deterministic_inference": False, "skip_tokenizer_init": False, "speculative_algorithm": "EAGLE"}
+    info = against(config, description(model, **unfit), SglangEngine.info)
+    assert len(info.problems) == 3
