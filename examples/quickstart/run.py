@@ -33,7 +33,7 @@ def main() -> int:
     seed = f"run.seed={arguments.seed}"
     print("== start policy: supervised on careless text, two Megatron-core ranks", flush=True)
     train(HERE / "warmup.yaml", [seed])
-    print("== DPPO: two Megatron-core ranks, a vLLM server, an orchestrator", flush=True)
+    print("== DPPO: two Megatron-core ranks, an inference server, an orchestrator", flush=True)
     train(HERE / "config.yaml", [seed, *arguments.set])
     evaluations = {
         r["step"]: r["eval/accuracy"] for r in read_records(ROOT / "dppo/metrics.jsonl") if "eval/accuracy" in r
