@@ -52,8 +52,8 @@ class GenerateRequest:
 
     `seeds` names the random stream of each sample; the same seed, prompt and weights give the same tokens whatever
     else the engine is doing. Sampling ends at the first of `stop_token_ids` (kept as the last token) or after
-    `max_tokens`; the engine adds no stop tokens of its own. Temperature 0 is greedy; what log-probs it comes with is the
-    engine's choice.
+    `max_tokens`; the engine adds no stop tokens of its own. Temperature 0 is greedy; its log-probs are the engine's
+    choice.
     """
 
     request_id: str  # unique among running requests
