@@ -187,15 +187,18 @@ def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> 
     optimizer, or for one of the dense and one of the expert parameters by number. A rank has the second where it
     holds experts of an expert-parallel group, so saver and loader may differ in that.
     """
+    numbered = len(parts) > 1
+    if not all(isinstance(part, DistributedOptimizer) for part in parts):
+        if numbered != (0 in loaded):
+            raise CheckpointError(
+                "parallel.distributed_optimizer = false: such a state loads only where as many ranks hold experts as "
+                "when it was saved; use the expert and pipeline sizes it was saved with"
+            )
+        return [loaded[index] for index in range(len(parts))] if numbered else [loaded]
     saved = [loaded] if "optimizer" in loaded else [loaded[i] for i in (0, 1) if "optimizer" in loaded.get(i, {})]
-    wanted = [loaded] if len(parts) == 1 else [loaded[index] for index in range(len(parts))]
+    wanted = [loaded[index] for index in range(len(parts))] if numbered else [loaded]
     if len(saved) == len(parts):
         return wanted
-    if not all(isinstance(part, DistributedOptimizer) for part in parts):
-        raise CheckpointError(
-            "parallel.distributed_optimizer = false: such a state loads only where as many ranks hold experts as when "
-            "it was saved; use the expert and pipeline sizes it was saved with"
-        )
     groups = {_group_key(group): group for state in saved for group in state["optimizer"]["param_groups"]}
     states = []
     for part, tensors in zip(parts, wanted, strict=True):
