@@ -38,7 +38,7 @@ test-slurm: install
 	$(AS_ROOT) $(BIN)/python -m pytest tests/slurm -m slurm
 
 test-engines: install sglang
-	$(BIN)/python -m pytest tests/engines -m "engines or not engines"
+	$(BIN)/python -m pytest tests/engines tests/weight_sync -m "engines or not engines"
 
 lint: install
 	$(BIN)/ruff check .

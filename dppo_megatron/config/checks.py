@@ -66,6 +66,23 @@ def _sampling(config: Config) -> list[str]:
         )
     if e.urls and e.count != 1 and e.count != len(e.urls):
         out.append(f"engine.count = {e.count}: engine.urls names {len(e.urls)} engines; remove engine.count")
+    if e.placement == "colocated" and r.max_staleness:
+        out.append(
+            f"rollout.max_staleness = {r.max_staleness}: with engine.placement = colocated engines sleep while the "
+            "trainer trains, so nothing is sampled ahead; set it to 0 or give the engines GPUs of their own"
+        )
+    if e.placement == "colocated" and config.weight_sync.transport == "broadcast":
+        out.append(
+            "weight_sync.transport = broadcast: NCCL does not connect two processes on one GPU, as with "
+            "engine.placement = colocated; set it to shared_storage (a run directory in memory is as fast)"
+        )
+    if e.placement == "colocated" and e.urls:
+        out.append("engine.urls: colocated engines are started by the run, on the trainer's GPUs; remove one of them")
+    if r.max_staleness == 0 and r.beyond_bound != "wait":
+        out.append(
+            f"rollout.beyond_bound = {r.beyond_bound}: with rollout.max_staleness = 0 every step waits for its own "
+            "groups; raise the latter or remove it"
+        )
     if r.max_response_tokens >= e.max_model_len:
         out.append(
             f"rollout.max_response_tokens = {r.max_response_tokens}: leaves no room for a prompt in "

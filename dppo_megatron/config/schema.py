@@ -149,6 +149,11 @@ class EngineConfig(Section):
     urls: tuple[str, ...] = Field((), description="engines already running; empty = started with the run")
     count: int = Field(1, ge=1, description="engines to start when urls is empty")
     tensor_parallel: int = Field(1, ge=1, description="GPUs of one engine")
+    placement: Literal["disaggregated", "colocated"] = Field(
+        "disaggregated",
+        description="disaggregated: engines have GPUs of their own; colocated: they share the trainer's and sleep, "
+        "their memory given back, while it trains",
+    )
     python: Path | None = Field(
         None,
         description="interpreter of the engine's own environment; default: .venv-sglang beside this one for sglang, "
@@ -192,6 +197,22 @@ class RolloutConfig(Section):
     stop_token_ids: tuple[int, ...] = Field((), description="besides the tokenizer's end-of-sequence token")
     topk_logprobs: int = Field(0, ge=0, description="K of the rollout policy's listed tokens; top-K methods need > 0")
     max_staleness: int = Field(0, ge=0, description="policy versions a rollout may lag behind; 0 = synchronous")
+    on_update: Literal["keep", "wait", "abort"] = Field(
+        "keep",
+        description="requests that run when weights change: keep = go on under the new weights, wait = end first "
+        "under the old ones, abort = end at once and be continued from their tokens by new requests",
+    )
+    beyond_bound: Literal["wait", "drop", "train"] = Field(
+        "wait",
+        description="a group still sampled when the last step that may train on it needs it: wait = the step waits, "
+        "drop = the group is given up and another prompt begun, train = it is trained on later, beyond max_staleness",
+    )
+    max_mismatch_kl: float | None = Field(
+        None,
+        gt=0,
+        description="largest mismatch/kl (engine against trainer, nats per token) of a step; more ends the run; "
+        "default: no limit",
+    )
     max_concurrent_groups: int = Field(256, ge=1)
     dynamic_sampling: bool = Field(
         False, description="groups whose rewards are all equal are dropped and other prompts sampled for them (DAPO)"
@@ -208,14 +229,21 @@ class RolloutConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    transport: Literal["shared_storage"] = "shared_storage"
-    keep_versions: int = Field(2, ge=1, description="published weight directories kept on disk")
+    transport: Literal["shared_storage", "broadcast"] = Field(
+        "shared_storage",
+        description="shared_storage: a model directory per version, on storage that trainer and engines share; "
+        "broadcast: straight from the trainer ranks that own the weights, over NCCL on GPUs, else gloo",
+    )
+    bucket_bytes: int | None = Field(
+        None, ge=1, description="broadcast: weights that travel at once; default: 256 MiB on GPUs, else 16 MiB"
+    )
+    keep_versions: int = Field(2, ge=1, description="shared_storage: published weight directories kept on disk")
     probe_tolerance: float = Field(
         1e-4,
         gt=0,
         description="largest engine-trainer log-prob difference after a publish; 1e-4 suits fp32, ~0.3 bf16",
     )
-    timeout_s: float = Field(600.0, gt=0)
+    timeout_s: float = Field(600.0, gt=0, description="of every single step of an update; longer raises")
 
 
 class CheckpointConfig(Section):

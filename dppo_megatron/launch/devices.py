@@ -1,4 +1,5 @@
-"""Which GPUs of this machine serve and which train: trainer ranks take the first ones, engines those after them."""
+"""Which GPUs of this machine serve and which train: trainer ranks take the first ones, engines those after them or,
+colocated, the same."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def visible_devices() -> list[str]:
 def engine_devices(config: Config, index: int, visible: list[str], *, trains: bool = True) -> list[str]:
     """GPUs of engine `index` on this machine; empty where there are none. `trains`: the first ones are the ranks'."""
     each = config.engine.tensor_parallel
-    first = (config.parallel.world_size if trains else 0) + index * each
+    first = (_first_of_engines(config) if trains else 0) + index * each
     return visible[first : first + each]
 
 
@@ -29,10 +30,15 @@ def device_problem(config: Config, visible: list[str]) -> str | None:
         return None
     engines = config.engine.count if config.samples and not config.engine.urls else 0
     trainers, serving = config.parallel.world_size, engines * config.engine.tensor_parallel
-    if trainers + serving <= len(visible):
+    needed = max(trainers, _first_of_engines(config) + serving)
+    if needed <= len(visible):
         return None
     return (
         f"parallel.world_size = {trainers}: with {engines} engines of engine.tensor_parallel = "
-        f"{config.engine.tensor_parallel} the run needs {trainers + serving} GPUs, {len(visible)} are visible; lower "
+        f"{config.engine.tensor_parallel} the run needs {needed} GPUs, {len(visible)} are visible; lower "
         "one of them, or serve elsewhere and set engine.urls"
     )
+
+
+def _first_of_engines(config: Config) -> int:
+    return 0 if config.engine.placement == "colocated" else config.parallel.world_size

@@ -74,9 +74,12 @@ def run_engine(config: Config, index: int) -> int:
 
 
 def _policy_to_serve(config: Config, run: RunDir) -> tuple[Path, int]:
-    """The policy published last, so that an engine that restarts is current; before any, the start model as 0."""
+    """The policy published last, so that an engine that restarts is current; the start model as 0 where there is no
+    directory of it: none was published yet, or it was broadcast and the trainer sends it again."""
     published = PublishedPolicy.read(run.published)
-    return (config.model.path, 0) if published is None else (Path(published.path), published.version)
+    if published is None or published.path is None:
+        return config.model.path, 0
+    return Path(published.path), published.version
 
 
 def _wait_healthy(config: Config, url: str, server: subprocess.Popen) -> None:

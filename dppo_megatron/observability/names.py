@@ -44,6 +44,7 @@ _MISMATCH = (
     Metric("moe/routing_replay_disagreement", "share", "replayed experts that the trainer would not have chosen"),
     Metric("probe/max_abs_logprob_difference", "nats", "largest difference on the probe, after a publish"),
 )
+_PUBLISH = (Metric("publish/bytes_per_s", "bytes/s", "size of the weights / seconds of exporting and loading them"),)
 _ROLLOUT = (
     Metric("rollout/reward_mean", "reward", "mean over the samples of the batch"),
     Metric("rollout/reward_failed", "count", "samples whose verifier raised or timed out"),
@@ -52,8 +53,11 @@ _ROLLOUT = (
     Metric("rollout/groups_without_signal", "count", "groups without any advantage: all rewards are equal"),
     Metric("rollout/overlong_filtered", "count", "cut responses left out of the loss (objective.overlong_filter)"),
     Metric("rollout/overlong_penalty_mean", "reward", "what reward.overlong_buffer adds, mean over the samples"),
-    Metric("rollout/staleness_mean", "versions", "policy versions between sampling and training, mean"),
+    Metric("rollout/staleness_mean", "versions", "policy versions between sampling and training, mean over tokens"),
     Metric("rollout/staleness_max", "versions", "its largest value in the batch"),
+    Metric("rollout/mixed_version_groups", "count", "groups whose tokens are of more than one policy"),
+    Metric("rollout/too_stale_groups", "count", "groups given up beyond rollout.max_staleness (beyond_bound: drop)"),
+    Metric("rollout/continued_samples", "count", "times a sample was cut off by an update and continued"),
     Metric("rollout/spoilt_samples", "count", "groups refused because an engine spoilt them, and drawn again"),
     Metric("rollout/dropped_groups", "count", "groups without signal that dynamic sampling replaced"),
     Metric("rollout/generated_tokens_per_s", "tokens/s", "response tokens of all engines while generating"),
@@ -95,7 +99,7 @@ _EVAL = (
     Metric("eval/prompts", "count", "held-out prompts"),
 )
 
-METRICS: tuple[Metric, ...] = (*_TRAIN, *_POLICY, *_MISMATCH, *_ROLLOUT, *_ENGINE, *_TIME, *_EVAL)
+METRICS: tuple[Metric, ...] = (*_TRAIN, *_POLICY, *_MISMATCH, *_PUBLISH, *_ROLLOUT, *_ENGINE, *_TIME, *_EVAL)
 RECORD_KEYS = ("step", "time")
 STEP_PARTS = tuple(m.name for m in _STEP_PARTS)
 PUBLISH_PARTS = tuple(m.name for m in _PUBLISH_PARTS)

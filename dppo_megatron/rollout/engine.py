@@ -16,6 +16,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 
 from ..types import Rollout
+from .weight_group import WeightGroupPlan
 
 UpdateMode = Literal["keep", "wait", "abort"]
 """What happens to running requests when weights change: keep = they continue under the new weights (their earlier
@@ -105,6 +106,8 @@ class EngineInfo:
     routed_experts: bool = False  # it can return the experts that each token was routed to
     problems: tuple[str, ...] = ()  # settings it knows to be unfit for rollouts, each with its remedy
     instance: str = ""  # names this life of the server: another one after every restart; "" = it cannot say
+    workers: int = 1  # processes that hold its weights and receive new ones
+    weight_group: str = ""  # name of the group whose broadcasts they can receive; empty = none
 
 
 class Engine(Protocol):
@@ -127,6 +130,24 @@ class Engine(Protocol):
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
         """Serve the weights of the model directory `path` as policy `version`. When it raises `EngineRefused` the
         old weights still serve; after any other error call it again before generating."""
+        ...
+
+    async def join_weight_group(self, plan: WeightGroupPlan) -> None:
+        """Makes the workers members of the trainer's group, and of no earlier one; returns when all have joined."""
+        ...
+
+    async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> None:
+        """Serve what the trainer broadcasts in `step` of the joined group as policy `version`. As `load_weights`;
+        after an error other than `EngineRefused` the engine is in no group."""
+        ...
+
+    async def sleep(self) -> None:
+        """Gives the memory of weights and cache back once running requests have ended; serves nothing until it woke
+        and loaded weights."""
+        ...
+
+    async def wake(self) -> None:
+        """Takes the memory again; new weights must be loaded before anything is sampled."""
         ...
 
     async def info(self) -> EngineInfo: ...

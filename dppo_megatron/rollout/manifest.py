@@ -1,25 +1,34 @@
-"""What a model directory holds, read from its safetensors headers alone: names and shapes, no tensor data."""
+"""Names and shapes of a model's weights, from a directory's safetensors headers or as announced: no tensor data."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+
+from .weight_group import TensorSpec
 
 DTYPES = ("F32", "BF16", "F16")  # converted to the engine's own
 SHOWN = 5  # names listed in an error
 
 
 class BadWeights(ValueError):
-    """A directory cannot replace the served weights; nothing was touched."""
+    """These weights cannot replace the served ones; nothing was touched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
+    source: str
     files: tuple[Path, ...]
     shapes: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, source: str, tensors: Iterable[TensorSpec]) -> Manifest:
+        """What a sender announces, instead of files."""
+        return cls(source, (), {spec.name: spec.shape for spec in tensors})
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -49,7 +58,7 @@ class Manifest:
                 raise BadWeights(f"{file}: not a readable safetensors file ({error})") from error
         if _ties_head(directory):
             shapes.pop("lm_head.weight", None)  # may be stored or left out
-        return cls(files, shapes)
+        return cls(str(directory), files, shapes)
 
     def check_replaces(self, served: Manifest) -> None:
         """Raises BadWeights unless names and shapes are those of the served model."""
@@ -68,7 +77,7 @@ class Manifest:
         if wrong:
             problems.append(f"{len(wrong)} tensors of another shape ({_some(wrong)})")
         if problems:
-            raise BadWeights(f"{self.files[0].parent}: not the served model: {'; '.join(problems)}")
+            raise BadWeights(f"{self.source}: not the served model: {'; '.join(problems)}")
 
 
 def _ties_head(directory: Path) -> bool:

@@ -17,7 +17,7 @@ POLL_S = 0.01
 @dataclass(frozen=True, slots=True)
 class PublishedPolicy:
     version: int  # number of training steps behind these weights
-    path: str  # Hugging Face directory
+    path: str | None  # Hugging Face directory; None where the weights were broadcast
     published_at: float  # unix seconds
     confirmed: dict[str, str] = field(default_factory=dict)  # URL -> instance of the engines seen to serve it
     probe_tokens: list[int] = field(default_factory=list)  # [P]; empty = not recorded

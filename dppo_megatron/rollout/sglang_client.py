@@ -31,10 +31,20 @@ from .engine_calls import EngineCalls
 from .manifest import BadWeights, Manifest
 from .samples import check_scores
 from .sglang_wire import child_ids, decode_group, decode_score, encode_group, encode_score, parse_version
+from .weight_group import Meeting, WeightGroupPlan
 
 CONTEXT_MARGIN = 8  # positions of --context-length that SGLang keeps back from prompt and response
 IDLE_POLL_S = 0.05
 TORN = "torn"  # label of weights that are neither the old nor the new ones
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """The trainer's weight group that the server joined through this client."""
+
+    plan: WeightGroupPlan
+    meeting: Meeting
+    workers: int
 
 
 class SglangEngine:
@@ -61,6 +71,7 @@ class SglangEngine:
         self._manifest: Manifest | None = None
         self._first_use = asyncio.Lock()
         self._updates = asyncio.Lock()
+        self._group: _Group | None = None
         self._calls = EngineCalls(self.url, "is it an SGLang server of at least 0.5.23?")
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
@@ -115,6 +126,89 @@ class SglangEngine:
             async with self._paused(what, mode, deadline):
                 await self._swap(what, path, version, deadline)
 
+    async def join_weight_group(self, plan: WeightGroupPlan) -> None:
+        what = f"joining weight group {plan.name}"
+        async with self._updates:
+            self._check_manifest(what, Manifest.of(plan.name, plan.tensors()))
+            await self._leave_group()
+            meeting = await asyncio.to_thread(
+                Meeting.visit, plan.host, plan.port, plan.name, plan.workers, plan.timeout_s
+            )
+            workers = (await self.info()).workers
+            meeting.ready("join", workers)  # for the server, which knows nothing of meetings
+            self._group = _Group(plan, meeting, workers)
+            for sender in range(len(plan.streams)):
+                body = {
+                    "master_address": plan.host,
+                    "master_port": plan.port,
+                    "rank_offset": 1 + plan.first_worker,
+                    "world_size": 1 + plan.workers,
+                    "group_name": plan.group(sender),
+                    "backend": plan.backend,
+                }
+                await self._calls.call(what, "/init_weights_update_group", self._update_timeout_s, body=body)
+
+    async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> None:
+        what = f"receiving policy {version}"
+        async with self._updates:
+            deadline = time.monotonic() + self._update_timeout_s
+            if self._group is None or self._group.plan.name != group:
+                raise EngineRefused(f"engine {self.url}: {what}: it is not in weight group {group}; join it first")
+            if mode == "wait":
+                await self._idle(what, deadline)
+            async with self._paused(what, mode, deadline):
+                try:
+                    await self._receive(what, self._group, step, version, deadline)
+                except EngineError as error:
+                    await self._leave_group()
+                    await self._call_torn(what)
+                    if isinstance(error, EngineRefused):
+                        raise EngineError(f"{error}; the weights may be incomplete") from error
+                    raise
+
+    async def _receive(self, what: str, group: _Group, step: str, version: int, deadline: float) -> None:
+        plan = group.plan
+        await self._calls.call(what, "/begin_weight_update", _left(deadline), body={})
+        try:
+            group.meeting.ready(step, group.workers)
+            for sender, buckets in enumerate(plan.streams):
+                for number, bucket in enumerate(buckets):
+                    body = {
+                        "names": [spec.name for spec in bucket],
+                        "dtypes": [spec.dtype for spec in bucket],
+                        "shapes": [spec.shape for spec in bucket],
+                        "group_name": plan.group(sender),
+                        "load_format": "flattened_bucket",
+                        "flush_cache": False,
+                    }
+                    where = f"{what}: bucket {number + 1} of {len(buckets)} from sender {sender}"
+                    await self._calls.call(where, "/update_weights_from_distributed", _left(deadline), body=body)
+        finally:
+            await self._calls.call(what, "/end_weight_update", body={})
+        await self._calls.call(what, "/flush_cache", _left(deadline), body={})
+        label = {"new_version": str(int(version)), "abort_all_requests": False}
+        await self._calls.call(what, "/update_weight_version", body=label)
+
+    async def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        for sender in range(len(group.plan.streams) if group else 0):
+            with contextlib.suppress(EngineError):
+                body = {"group_name": group.plan.group(sender)}
+                await self._calls.call("leaving a weight group", "/destroy_weights_update_group", body=body)
+
+    async def _call_torn(self, what: str) -> None:
+        """What was loaded so far stays. Under this label every token is refused until an update succeeds."""
+        with contextlib.suppress(EngineError):
+            label = {"new_version": TORN, "abort_all_requests": False}
+            await self._calls.call(what, "/update_weight_version", body=label)
+
+    async def sleep(self) -> None:
+        await self._call_torn("going to sleep")
+        await self._calls.call("going to sleep", "/release_memory_occupation", self._update_timeout_s, body={})
+
+    async def wake(self) -> None:
+        await self._calls.call("waking up", "/resume_memory_occupation", self._update_timeout_s, body={})
+
     async def info(self) -> EngineInfo:
         what = "its description"
         await self._read_model()
@@ -133,6 +227,8 @@ class SglangEngine:
                 running=sum(self._running.values()),
                 routed_experts=bool(server["enable_return_routed_experts"]),
                 problems=tuple(_unfit_settings(server, self._model)),
+                workers=server["tp_size"],
+                weight_group="" if self._group is None else self._group.plan.name,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise EngineIncompatible(f"engine {self.url}: its description is not SGLang's: {error}") from error
@@ -215,9 +311,15 @@ class SglangEngine:
         """Raises `EngineRefused` unless `path` holds exactly the tensors of the run's model; SGLang would load the
         ones it knows, keep the old ones of those it misses, and report success."""
         try:
+            self._check_manifest(what, Manifest.read(path))
+        except BadWeights as error:
+            raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
+
+    def _check_manifest(self, what: str, manifest: Manifest) -> None:
+        try:
             if self._manifest is None:
                 self._manifest = Manifest.read(self._model_path)
-            Manifest.read(path).check_replaces(self._manifest)
+            manifest.check_replaces(self._manifest)
         except BadWeights as error:
             raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
 
@@ -248,10 +350,7 @@ class SglangEngine:
         try:
             await self._calls.call(what, "/update_weights_from_disk", _left(deadline), body=body)
         except EngineError as error:
-            # What was loaded so far stays. Under this label every token is refused until an update succeeds.
-            with contextlib.suppress(EngineError):
-                label = {"new_version": TORN, "abort_all_requests": False}
-                await self._calls.call(what, "/update_weight_version", body=label)
+            await self._call_torn(what)
             if isinstance(error, EngineRefused):
                 raise EngineError(f"{error}; the weights may be incomplete, load them again") from error
             raise

@@ -23,6 +23,7 @@ from .engine import (
 from .engine_calls import CONTROL_TIMEOUT_S, EngineCalls
 from .samples import GroupSamples, check_scores
 from .vllm_extension.wire import decode_frame, encode_request
+from .weight_group import WeightGroupPlan
 
 
 class VllmEngine:
@@ -30,7 +31,7 @@ class VllmEngine:
 
     Bound to the event loop it is first used in, and to the life of the server that it first samples from: the samples
     of a restarted one are refused. `config.engine.request_timeout_s` bounds `generate` and `score`,
-    `config.weight_sync.timeout_s` bounds `load_weights`, waiting for running requests included.
+    `config.weight_sync.timeout_s` bounds a weight update, waiting for running requests included.
     """
 
     def __init__(self, config: Config, url: str):
@@ -79,16 +80,33 @@ class VllmEngine:
         return check_scores(f"engine {self.url}: {what}", arrays.get("logprobs"), len(token_ids) - 1)
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
-        what = f"loading policy {version} from {path}"
+        source = {"path": str(Path(path).absolute())}
+        await self._update(f"loading policy {version} from {path}", "/dppo/load_weights", source, version, mode)
+
+    async def join_weight_group(self, plan: WeightGroupPlan) -> None:
+        what = f"joining weight group {plan.name}"
+        await self._calls.call(what, "/dppo/join_weight_group", self._update_timeout_s, body=plan.to_json())
+
+    async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> None:
+        source = {"group": group, "step": step}
+        await self._update(f"receiving policy {version}", "/dppo/receive_weights", source, version, mode)
+
+    async def _update(self, what: str, path: str, source: dict[str, str], version: int, mode: UpdateMode) -> None:
         body = {
-            "path": str(Path(path).absolute()),
+            **source,
             "version": int(version),
             "mode": mode,
             "wait_s": 0.9 * self._update_timeout_s,  # the server gives up first and says why
         }
-        reply = await self._calls.json(what, "/dppo/load_weights", self._update_timeout_s, body=body)
+        reply = await self._calls.json(what, path, self._update_timeout_s, body=body)
         if reply.get("version") != version:
             raise EngineError(f"engine {self.url}: {what}: it reports version {reply.get('version')}")
+
+    async def sleep(self) -> None:
+        await self._calls.call("going to sleep", "/dppo/sleep", self._update_timeout_s, body={})
+
+    async def wake(self) -> None:
+        await self._calls.call("waking up", "/dppo/wake", self._update_timeout_s, body={})
 
     async def info(self) -> EngineInfo:
         reply = await self._calls.json("its description", "/dppo/info")

@@ -35,12 +35,14 @@ def vllm_command(config: Config, port: int, model_path: Path, *, device: Device 
         *("--generation-config", "vllm"),
         "--skip-tokenizer-init",  # tokens in, tokens out
         *("--worker-extension-cls", "dppo_megatron.rollout.vllm_extension.worker.WorkerExtension"),
-        *("--weight-transfer-config", json.dumps({"backend": "dppo_shared_storage"})),
+        *("--weight-transfer-config", json.dumps({"backend": "dppo"})),
         "--disable-uvicorn-access-log",
         "--disable-log-stats",  # an eighth of the API process's time for counters that nobody scrapes in a run
     ]
     if engine.kv_cache_bytes is not None:
         command += ["--kv-cache-memory-bytes", str(engine.kv_cache_bytes)]
+    if (device or device_here()) == "cuda" and engine.placement == "colocated":
+        command += ["--enable-sleep-mode"]
     if (device or device_here()) == "cpu":
         command += [
             "--enforce-eager",

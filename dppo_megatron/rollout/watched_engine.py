@@ -171,7 +171,9 @@ class WatchedEngine:
     async def _watch(self) -> None:
         while True:
             await self._probe()
-            if self.health.may_verify(time.monotonic(), self._rules) and self.policy is not None:
+            # What was broadcast lies nowhere: the trainer notices that the engine is behind and sends it again.
+            known = self.policy is not None and self.policy.path is not None
+            if known and self.health.may_verify(time.monotonic(), self._rules):
                 self.apply(VerifyStarted())
                 self._verification = asyncio.create_task(self._verify(self._client, self.policy))
             with contextlib.suppress(TimeoutError):

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 from dppo_megatron.errors import ExpectedError
+from dppo_megatron.weight_sync import Publisher
 
 from .batches import BatchSource
 
 POLL_S = 0.005
-GO, STOP, STALLED = 0, 1, 2
+LAG_S = 2.0  # between looks at engines that may have come back
+GO, STOP, STALLED, LAG = 0, 1, 2, 3
 
 
 class StopRequested(Exception):
@@ -54,15 +56,16 @@ class Control:
         if self._group is not None:
             dist.barrier(group=self._group)
 
-    def wait_until_ready(self, source: BatchSource, step: int) -> None:
-        """Returns when the batch of `step` can be read. One broadcast of one integer.
+    def wait_until_ready(self, source: BatchSource, step: int, publisher: Publisher | None = None) -> bool:
+        """True when the batch of `step` can be read, False when an engine needs the policy again before it can be
+        sampled. One broadcast of one integer.
 
         Raises `StopRequested` on every rank when a signal asked for it, and `BatchTimeout` on every rank when
         nothing new arrived for `run.stall_timeout_s`.
         """
         decision = torch.zeros(1, dtype=torch.int64)
         if dist.get_rank() == 0:
-            decision[0] = self._watch(source, step)
+            decision[0] = self._watch(source, step, publisher)
         if self._group is not None:
             dist.broadcast(decision, src=0, group=self._group)
         if decision == STOP:
@@ -72,8 +75,10 @@ class Control:
                 f"step {step}: nothing new arrived for {self._stall_timeout_s:.0f} s (run.stall_timeout_s), "
                 f"{source.progress()}; see the orchestrator's log"
             )
+        return bool(decision != LAG)
 
-    def _watch(self, source: BatchSource, step: int) -> int:
+    def _watch(self, source: BatchSource, step: int, publisher: Publisher | None) -> int:
+        look = time.monotonic() + LAG_S
         last, since = source.progress(), time.monotonic()
         while not self._stop:
             if source.ready(step):
@@ -82,6 +87,10 @@ class Control:
                 last, since = now, time.monotonic()
             if time.monotonic() - since > self._stall_timeout_s:
                 return STALLED
+            if publisher is not None and time.monotonic() > look:
+                if publisher.engines_lag():
+                    return LAG
+                look = time.monotonic() + LAG_S
             time.sleep(POLL_S)
         return STOP
 

@@ -52,13 +52,17 @@ def train(
         while step < config.train.steps:
             metrics = StepMetrics()
             with metrics.timed("wait"):
-                control.wait_until_ready(source, step)
+                while not control.wait_until_ready(source, step, publisher):
+                    publisher.publish(step)  # again, to an engine that came back
+            if publisher is not None:
+                publisher.rest()
             with metrics.timed("read"):
                 batch = source.read(step)
             metrics.add(batch.metrics)
             batch = old_policies.score(batch, metrics)
             for update in batch.updates:
                 metrics.add_update(actor.train_update(update.micro_batches, objective), update)
+            metrics.check_mismatch(config.rollout.max_mismatch_kl, step)
             step += 1
             if publisher is not None:
                 with metrics.timed("publish"):

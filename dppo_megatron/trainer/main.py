@@ -15,7 +15,7 @@ from dppo_megatron.rollout.bank import BankReader
 from dppo_megatron.rollout.clients import build_engine
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.services import engine_services, engine_urls
-from dppo_megatron.weight_sync import Publisher, probe_tokens
+from dppo_megatron.weight_sync import build_publisher, probe_tokens
 from dppo_megatron.weight_sync.engine_thread import EngineThread
 from dppo_megatron.weight_sync.live_engines import LiveEngines
 
@@ -58,10 +58,10 @@ def run_trainer(config: Config, *, resume: bool) -> None:
         source = SupervisedBatches(config, prompts, tokenizer, rank, size)
     else:
         source = BankBatches(config, BankReader(config.rollout.bank or run.bank), objective, rank, size)
-    engines = publisher = None
+    publisher = None
     if config.samples:
         engines = _connect(config, run, layout, control)
-        publisher = Publisher(config, actor, engines, probe_tokens(prompts, config.engine.max_model_len))
+        publisher = build_publisher(config, actor, engines, probe_tokens(prompts, config.engine.max_model_len))
     with RankZeroRecorder(config, layout.rank, first_step, lambda token: tokenizer.decode([token])) as recorder:
         with control:
             done = train(
@@ -80,8 +80,8 @@ def run_trainer(config: Config, *, resume: bool) -> None:
         if done == config.train.steps:
             save_hf(actor.model_chunks, run.final_model, template_dir=config.model.path, overwrite=True)
             recorder.wait_for_last_evaluation()
-    if engines is not None:
-        engines.close()
+    if publisher is not None:
+        publisher.close()
     layout.close()
     log.info("finished %d steps", done)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from dppo_megatron.actor import UpdateStats
+from dppo_megatron.errors import ExpectedError
 from dppo_megatron.objectives import merge_metrics, reduce_metrics
 
 from .batches import UpdateBatch
@@ -26,6 +27,10 @@ RECORD_NAMES = {
 }
 # Engine against trainer means the same weights: only the step's first update sees those (at staleness 0).
 FIRST_UPDATE = ("mismatch/",)
+
+
+class MismatchLimit(ExpectedError, RuntimeError):
+    """Engine and trainer disagree on what was sampled by more than the user allows."""
 
 
 class StepMetrics:
@@ -47,6 +52,17 @@ class StepMetrics:
 
     def add_update(self, stats: UpdateStats, batch: UpdateBatch) -> None:
         self._updates.append((stats, batch))
+
+    def check_mismatch(self, limit: float | None, step: int) -> None:
+        """Raises `MismatchLimit` where the step's mismatch/kl is above `rollout.max_mismatch_kl`, or not finite."""
+        kl = _mismatch(self._updates[0][0].metrics).get("mismatch/kl") if self._updates else None
+        if limit is not None and kl is not None and not kl <= limit:
+            raise MismatchLimit(
+                f"step {step}: mismatch/kl = {kl:.3g} nats per token between engine and trainer, more than "
+                f"rollout.max_mismatch_kl = {limit:g}. The engine samples another policy than the trainer trains: "
+                "raise its precision (engine.dtype), use rollout.routing_replay for experts, lower "
+                "rollout.max_staleness, or raise the limit"
+            )
 
     @property
     def masked_tokens(self) -> Counter[int]:

@@ -1,7 +1,8 @@
 """Publishing the trainer's weights to the engines, confirmed by a probe."""
 
-from .live_engines import WeightSyncError
+from .build import build_publisher
+from .errors import WeightSyncError
 from .probe import probe_tokens
 from .publisher import Published, Publisher
 
-__all__ = ["Published", "Publisher", "WeightSyncError", "probe_tokens"]
+__all__ = ["Published", "Publisher", "WeightSyncError", "build_publisher", "probe_tokens"]

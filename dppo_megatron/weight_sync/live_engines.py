@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from dppo_megatron.config import Config
-from dppo_megatron.errors import ExpectedError
-from dppo_megatron.rollout.engine import (
-    Engine,
-    EngineError,
-    EngineIncompatible,
-    EngineRefused,
-    EngineTimeout,
-    EngineUnavailable,
-)
+from dppo_megatron.rollout.engine import Engine, EngineError, EngineInfo, EngineUnavailable
 from dppo_megatron.rollout.engine_watch import probe_health, while_healthy
 from dppo_megatron.services import Service
 
-log = logging.getLogger(__name__)
-
-RETRY_S = 0.2
-ATTEMPTS = 3  # at loading, by engines that answer and fail
 PATIENCE_S = 1.0  # with an engine that was silent before: leaving it out costs it one load by the orchestrator
 
-
-class WeightSyncError(ExpectedError, RuntimeError):
-    """The engines do not serve the weights the trainer holds."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +31,10 @@ class Confirmation:
 
 
 class LiveEngines:
-    """Loads weights into every engine that answers. Used inside one event loop.
+    """Hands weights to every engine that answers. Used inside one event loop.
 
-    `book` gives the engines that are announced at this moment, by name; `build` makes a client.
+    `book` gives the engines that are announced at this moment, by name; `build` makes a client. An engine that is
+    dead or freezes is left out and not waited for: it does not serve until the weights are proven to it again.
     """
 
     def __init__(
@@ -62,77 +49,66 @@ class LiveEngines:
         self._clients: dict[Service, Engine] = {}
         self._silent: set[Service] = set()  # did not answer when last asked
 
-    async def publish(
-        self, version: int, load: Callable[[Engine], Awaitable[None]], probe: np.ndarray
-    ) -> tuple[list[Confirmation], int]:
-        """At least one confirmation, and the number of engines left out because they failed.
+    async def answering(self) -> tuple[dict[str, EngineInfo], dict[str, EngineError]]:
+        """What every engine that answers says of itself, by URL, and the errors of the others, by name."""
+        await self._follow_book()
+        engine = self._config.engine
 
-        `load` makes one engine serve `version`. An engine that is dead or freezes meanwhile is left out and not waited
-        for: the orchestrator loads and verifies it before it samples again. With none left, waits for one to come back.
-        Raises `WeightSyncError` when an engine refuses the weights, and when none is there for
-        `engine.unavailable_timeout_s` or those that are fail to load them.
-        """
-        limit = self._config.engine.unavailable_timeout_s
-        deadline = time.monotonic() + limit
-        attempts = 0  # that engines answered and failed at
-        told = None
-        while True:
-            outcomes = await self._ask_all(version, load, probe)
-            confirmed = [outcome for outcome in outcomes.values() if isinstance(outcome, Confirmation)]
-            failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, EngineError)}
-            if confirmed:
-                for name, error in failed.items():
-                    log.warning("policy %d is published without %s: %s", version, name, error)
-                return confirmed, len(failed)
-            attempts += any(not isinstance(error, EngineUnavailable | EngineTimeout) for error in failed.values())
-            reasons = "\n".join(f"  {name}: {error}" for name, error in failed.items()) or "  none is announced"
-            if attempts >= ATTEMPTS:
-                raise WeightSyncError(f"policy version {version}: no engine could load it:\n{reasons}")
-            if time.monotonic() > deadline:
-                raise WeightSyncError(
-                    f"policy version {version}: waited {limit:g} s (engine.unavailable_timeout_s) for an engine to "
-                    f"publish it to:\n{reasons}"
-                )
-            if reasons != told:
-                log.warning("policy %d: waiting for an engine to publish it to:\n%s", version, reasons)
-            told = reasons
-            await asyncio.sleep(RETRY_S)
+        async def ask(service: Service, client: Engine) -> EngineInfo | EngineError:
+            patience = min(PATIENCE_S, engine.health_timeout_s) if service in self._silent else engine.health_timeout_s
+            try:
+                return await probe_health(client, patience)
+            except EngineError as error:
+                return error
+
+        clients = dict(self._clients)
+        answers = await asyncio.gather(*(ask(service, client) for service, client in clients.items()))
+        said = dict(zip(clients, answers, strict=True))
+        self._silent = {service for service, answer in said.items() if isinstance(answer, EngineError)}
+        return (
+            {service.url: answer for service, answer in said.items() if service not in self._silent},
+            {service.name: said[service] for service in self._silent},
+        )
+
+    async def on(
+        self, urls: Iterable[str], call: Callable[[Engine], Awaitable[Result]]
+    ) -> dict[str, Result | EngineError]:
+        """`call` on each engine while it is healthy; its result, or the engine's error, by URL."""
+        by_url = {service.url: client for service, client in self._clients.items()}
+
+        async def guarded(url: str) -> Result | EngineError:
+            try:
+                return await while_healthy(by_url[url], self._config.engine, call(by_url[url]))
+            except EngineError as error:
+                return error
+
+        urls = list(urls)
+        return dict(zip(urls, await asyncio.gather(*map(guarded, urls)), strict=True))
+
+    async def confirm(
+        self,
+        version: int,
+        engines: Mapping[str, EngineInfo],
+        load: Callable[[Engine], Awaitable[None]],
+        probe: np.ndarray,
+    ) -> dict[str, Confirmation | EngineError]:
+        """Has each of `engines` serve `version` by `load` and score `probe`; a confirmation or its error, by URL."""
+
+        async def load_and_score(client: Engine) -> Confirmation:
+            started = time.perf_counter()
+            await load(client)
+            load_s = time.perf_counter() - started
+            confirmation = Confirmation(client.url, engines[client.url].instance, await client.score(probe), load_s)
+            info = await client.info()
+            if (info.instance, info.version) != (confirmation.instance, version):
+                raise EngineUnavailable(f"engine {client.url}: restarted, or loaded with other weights, meanwhile")
+            return confirmation
+
+        return await self.on(engines, load_and_score)
 
     async def close(self) -> None:
         for client in self._clients.values():
             await client.close()
-
-    async def _ask_all(
-        self, version: int, load: Callable[[Engine], Awaitable[None]], probe: np.ndarray
-    ) -> dict[str, Confirmation | EngineError]:
-        await self._follow_book()
-        clients = dict(self._clients)
-        outcomes = await asyncio.gather(*(self._confirm(*entry, version, load, probe) for entry in clients.items()))
-        return {service.name: outcome for service, outcome in zip(clients, outcomes, strict=True)}
-
-    async def _confirm(
-        self,
-        service: Service,
-        client: Engine,
-        version: int,
-        load: Callable[[Engine], Awaitable[None]],
-        probe: np.ndarray,
-    ) -> Confirmation | EngineError:
-        engine = self._config.engine
-        patience = min(PATIENCE_S, engine.health_timeout_s) if service in self._silent else engine.health_timeout_s
-        try:
-            instance = (await probe_health(client, patience)).instance
-            self._silent.discard(service)
-            confirmation = await while_healthy(client, engine, _load_and_score(client, instance, load, probe))
-            info = await client.info()
-            if (info.instance, info.version) != (instance, version):
-                raise EngineUnavailable(f"engine {client.url}: restarted, or loaded with other weights, meanwhile")
-            return confirmation
-        except (EngineRefused, EngineIncompatible) as error:
-            raise WeightSyncError(f"policy version {version}: {error}") from error
-        except EngineError as error:
-            self._silent.add(service)
-            return error
 
     async def _follow_book(self) -> None:
         announced = set(self._book().values())
@@ -141,12 +117,3 @@ class LiveEngines:
             self._silent.discard(gone)
         for new in announced - set(self._clients):
             self._clients[new] = self._build(self._config, new.url)
-
-
-async def _load_and_score(
-    client: Engine, instance: str, load: Callable[[Engine], Awaitable[None]], probe: np.ndarray
-) -> Confirmation:
-    started = time.perf_counter()
-    await load(client)
-    load_s = time.perf_counter() - started
-    return Confirmation(client.url, instance, await client.score(probe), load_s)

@@ -1,43 +1,57 @@
-"""Publishes a policy version through shared storage and believes it only when engine and trainer agree on a probe."""
+"""Publishes a policy version to the engines and believes it only when engine and trainer agree on a probe."""
 
 from __future__ import annotations
 
-import shutil
+import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
-import torch
 
 from dppo_megatron.actor import Actor
 from dppo_megatron.config import Config
-from dppo_megatron.hf import save_hf
-from dppo_megatron.rollout.engine import Engine
+from dppo_megatron.rollout.engine import (
+    Engine,
+    EngineIncompatible,
+    EngineInfo,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnavailable,
+)
 from dppo_megatron.rollout.published import PublishedPolicy
 from dppo_megatron.run_dir import RunDir
 
 from .engine_thread import EngineThread
-from .live_engines import Confirmation, WeightSyncError
+from .errors import WeightSyncError
+from .live_engines import Confirmation
+from .ranks import Ranks
+from .transport import Transport
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+ATTEMPTS = 3  # at loading, by engines that answer and fail
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What one publish cost and confirmed; seconds. Complete on the rank that talks to the engines."""
+    """What one publish cost and confirmed; seconds. The same on every rank."""
 
     version: int
-    export_s: float
-    load_s: float
+    nbytes: int
+    export_s: float  # before the engines are told
+    load_s: float  # of the slowest engine
     probe_s: float
     probe_difference: float  # largest absolute log-prob difference over the probe's tokens and engines
-    unconfirmed: int = 0  # engines that did not answer; the orchestrator catches them up
+    unconfirmed: int = 0  # engines that were left out
 
     def metrics(self) -> dict[str, float]:
         return {
             "probe/max_abs_logprob_difference": self.probe_difference,
+            "publish/bytes_per_s": self.nbytes / max(self.export_s + self.load_s, 1e-9),
             "time/publish_export_s": self.export_s,
             "time/publish_load_s": self.load_s,
             "time/publish_probe_s": self.probe_s,
@@ -45,10 +59,20 @@ class Published:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one attempt: the publish, unless no engine confirmed it, and why each engine that failed did."""
+
+    published: Published | None = None
+    failures: dict[str, str] = field(default_factory=dict)
+    counts: bool = False  # an engine answered and failed, so another attempt may well fail the same way
+
+
 class Publisher:
     """Collective over all trainer ranks; global rank 0 talks to the engines and writes the published-policy file.
 
-    `probe` is a fixed token sequence [P] that both sides score at temperature 1 after each update.
+    `probe` is a fixed token sequence [P] that both sides score at temperature 1 after each update. `engines` is None
+    on the other ranks.
     """
 
     def __init__(
@@ -56,82 +80,182 @@ class Publisher:
         config: Config,
         actor: Actor,
         engines: EngineThread | None,
+        ranks: Ranks,
+        transport: Transport,
         probe: np.ndarray,
     ):
         self._config = config
         self._run = RunDir(config.run.dir)
         self._actor = actor
         self._engines = engines
+        self._ranks = ranks
+        self._transport = transport
         self._probe = probe
-        self._kept: list[int] = []
+        self._colocated = config.engine.placement == "colocated"
+        self._last: PublishedPolicy | None = None
+        self._behind: set[tuple[str, str]] = set()  # URL and instance of engines that were noticed to lag
 
     def publish(self, version: int) -> Published:
-        """Exports, loads into every engine that answers, compares log-probs, and only then names `version` published.
+        """Delivers the weights to every engine that answers, compares log-probs, and only then names `version`.
 
-        Raises `WeightSyncError` when an engine refuses, scores the probe differently by more than
-        `weight_sync.probe_tolerance`, or when no engine answers (see `LiveEngines.publish`).
+        An engine that is dead, freezes or fails is left out and not waited for: it does not serve before the policy
+        is proven to it. With none left, waits for one to come back. Raises `WeightSyncError` on every rank when an
+        engine refuses the weights or scores the probe differently by more than `weight_sync.probe_tolerance`, when
+        none is there for `engine.unavailable_timeout_s`, and when those that are fail `ATTEMPTS` times.
         """
         started = time.perf_counter()
-        directory = self._run.weights_of(version)
-        save_hf(
-            self._actor.model_chunks,
-            directory,
-            template_dir=self._config.model.path,
-            dtype=_DTYPES[self._config.engine.dtype],
-            overwrite=True,
-        )
-        exported = time.perf_counter()
-        scores: Future | None = None
+        self._transport.prepare(version)
+        exported = time.perf_counter() - started
+        patience = _Patience(version, self._config.engine.unavailable_timeout_s)
+        while True:
+            engines, silent = self._ranks.from_first(self._answering)
+            outcome = self._attempt(version, engines, exported) if engines else Outcome()
+            failures = silent | outcome.failures
+            if outcome.published is not None:
+                for name, reason in failures.items():
+                    log.warning("policy %d is published without %s: %s", version, name, reason)
+                return replace(outcome.published, unconfirmed=len(failures))
+            self._ranks.from_first(partial(patience.check, failures, counts=outcome.counts))
+
+    def engines_lag(self) -> bool:
+        """Rank 0: whether an engine that answers needs the published policy from here; of each of its lives once.
+
+        Engines that read directories are caught up by whoever notices; what was broadcast only the trainer has.
+        """
+        if self._last is None or self._last.path is not None:
+            return False
+        engines, _ = self._answering()
+        behind = {
+            (url, info.instance)
+            for url, info in engines.items()
+            if (self._last.confirmed.get(url), self._last.version) != (info.instance, info.version)
+        }
+        new = behind - self._behind
+        self._behind |= new
+        return bool(new)
+
+    def _answering(self) -> tuple[dict[str, EngineInfo], dict[str, str]]:
+        engines, silent = self._engines.start(lambda live: live.answering()).result()
+        return engines, {name: str(error) for name, error in silent.items()}
+
+    def _attempt(self, version: int, engines: Mapping[str, EngineInfo], export_s: float) -> Outcome:
+        """One try with these engines; the same on every rank."""
+        started = time.perf_counter()
+        try:
+            self._transport.meet(engines)
+        except WeightSyncError as error:
+            return Outcome(failures={"group": str(error)}, counts=True)
+        replies: Future | None = None
         if self._engines is not None:
-
-            def load(engine: Engine) -> Awaitable[None]:
-                return engine.load_weights(directory.resolve(), version)
-
-            scores = self._engines.start(lambda engines: engines.publish(version, load, self._probe))
+            replies = self._engines.start(
+                lambda live: live.confirm(version, engines, lambda engine: self._load(engine, version), self._probe)
+            )
+        problem = self._transport.send()
         expected = self._actor.score(self._probe)  # every rank computes while the engines load
-        if scores is None:
-            return Published(version, exported - started, 0.0, 0.0, 0.0)
-        confirmed, left_out = self._wait_for(version, scores)
-        difference = self._compare(version, expected, confirmed)
-        load_s = max(confirmation.load_s for confirmation in confirmed)
-        probed = time.perf_counter()
-        PublishedPolicy(
+        problems = [p for p in self._ranks.gather(problem) if p]
+
+        def judge() -> Outcome:
+            results = replies.result()
+            confirmed = [reply for reply in results.values() if isinstance(reply, Confirmation)]
+            failed = {url: reply for url, reply in results.items() if isinstance(reply, Exception)}
+            for error in failed.values():
+                if isinstance(error, EngineRefused | EngineIncompatible):
+                    raise WeightSyncError(f"policy version {version}: {error}")
+            failures = {url: str(error) for url, error in failed.items()}
+            if not confirmed:
+                failures |= {f"sender {number}": problem for number, problem in enumerate(problems)}
+                counts = any(not isinstance(e, EngineUnavailable | EngineTimeout) for e in failed.values())
+                return Outcome(failures=failures, counts=counts)
+            difference = self._compare(version, expected, confirmed)
+            load_s = max(confirmation.load_s for confirmation in confirmed)
+            probe_s = time.perf_counter() - started - load_s
+            self._name(version, expected, confirmed)
+            published = Published(version, self._transport.nbytes, export_s, load_s, probe_s, difference)
+            return Outcome(published, failures)
+
+        return self._ranks.from_first(judge)
+
+    def rest(self) -> None:
+        """Before training: colocated engines give their memory back, until the next publish wakes them."""
+        if not self._colocated:
+            return
+
+        def all_asleep() -> None:
+            engines, _ = self._answering()
+            replies = self._engines.start(lambda live: live.on(engines, lambda engine: engine.sleep())).result()
+            awake = [str(reply) for reply in replies.values() if isinstance(reply, Exception)]
+            if awake:
+                raise WeightSyncError("an engine did not give its memory back to the trainer:\n  " + "\n  ".join(awake))
+
+        self._ranks.from_first(all_asleep)
+
+    async def _load(self, engine: Engine, version: int) -> None:
+        try:
+            if self._colocated:
+                await engine.wake()
+            await self._transport.receive(engine, version)
+        except BaseException as error:
+            self._transport.give_up(str(error) or f"engine {engine.url} was given up")
+            raise
+
+    def _compare(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> float:
+        differences = {reply.url: float(np.abs(reply.scores - expected).max()) for reply in confirmed}
+        tolerance = self._config.weight_sync.probe_tolerance
+        for url, difference in differences.items():
+            if not difference <= tolerance:  # also when it is NaN
+                raise WeightSyncError(
+                    f"policy version {version}, engine {url}: log-probs of the probe differ from the trainer's by "
+                    f"{difference:.3g}, more than weight_sync.probe_tolerance = {tolerance:g}. The engine does not "
+                    "serve the trainer's weights or computes in another precision (engine.dtype = "
+                    f"{self._config.engine.dtype}, model.dtype = {self._config.model.dtype}); do not train on its "
+                    "rollouts"
+                )
+        return max(differences.values())
+
+    def _name(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> None:
+        directory = self._transport.directory(version)
+        if self._last is None or self._last.version != version:
+            self._behind.clear()
+        self._behind -= {(confirmation.url, confirmation.instance) for confirmation in confirmed}
+        self._last = PublishedPolicy(
             version,
-            str(directory.resolve()),
+            str(directory) if directory else None,
             time.time(),
             confirmed={confirmation.url: confirmation.instance for confirmation in confirmed},
             probe_tokens=self._probe.tolist(),
             probe_logprobs=np.asarray(expected, np.float32).tolist(),
-        ).write(self._run.published)
-        self._prune(version)
-        return Published(version, exported - started, load_s, probed - exported - load_s, difference, left_out)
+        )
+        self._last.write(self._run.published)
+        self._transport.confirmed(version)
 
-    def _wait_for(self, version: int, scores: Future) -> tuple[list[Confirmation], int]:
-        timeout = self._config.weight_sync.timeout_s + self._config.engine.unavailable_timeout_s
-        try:
-            return scores.result(timeout=timeout)
-        except TimeoutError:
-            raise WeightSyncError(
-                f"policy version {version}: the engines did not load and score it within {timeout:.0f} s "
-                "(weight_sync.timeout_s + engine.unavailable_timeout_s); see the engine logs"
-            ) from None
+    def close(self) -> None:
+        self._transport.close()
+        if self._engines is not None:
+            self._engines.close()
 
-    def _compare(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> float:
-        difference = max(float(np.abs(confirmation.scores - expected).max()) for confirmation in confirmed)
-        tolerance = self._config.weight_sync.probe_tolerance
-        if not difference <= tolerance:  # also when it is NaN
+
+class _Patience:
+    """Rank 0's: how long engines are waited for, and how often those that answer may fail."""
+
+    def __init__(self, version: int, limit_s: float):
+        self._version = version
+        self._limit_s = limit_s
+        self._deadline = time.monotonic() + limit_s
+        self._attempts = 0
+        self._told = ""
+
+    def check(self, failures: Mapping[str, str], *, counts: bool) -> None:
+        """Returns after a moment when another attempt is due, raises `WeightSyncError` when no more are."""
+        reasons = "\n".join(f"  {name}: {reason}" for name, reason in failures.items()) or "  none is announced"
+        self._attempts += counts
+        if self._attempts >= ATTEMPTS:
+            raise WeightSyncError(f"policy version {self._version}: no engine could load it:\n{reasons}")
+        if time.monotonic() > self._deadline:
             raise WeightSyncError(
-                f"policy version {version}: engine and trainer log-probs of the probe differ by {difference:.3g}, more "
-                f"than weight_sync.probe_tolerance = {tolerance:g}. The engine does not serve the trainer's weights or "
-                f"computes in another precision (engine.dtype = {self._config.engine.dtype}, model.dtype = "
-                f"{self._config.model.dtype}); do not train on its rollouts"
+                f"policy version {self._version}: waited {self._limit_s:g} s (engine.unavailable_timeout_s) for an "
+                f"engine to publish it to:\n{reasons}"
             )
-        return difference
-
-    def _prune(self, version: int) -> None:
-        """Keeps the newest versions; an engine that restarts loads the published one, which is always among them."""
-        if version in self._kept:
-            self._kept.remove(version)
-        self._kept.append(version)
-        while len(self._kept) > self._config.weight_sync.keep_versions:
-            shutil.rmtree(self._run.weights_of(self._kept.pop(0)), ignore_errors=True)
+        if reasons != self._told:
+            log.warning("policy %d: waiting for an engine to publish it to:\n%s", self._version, reasons)
+        self._told = reasons
+        time.sleep(RETRY_S)

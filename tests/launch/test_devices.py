@@ -41,3 +41,11 @@ def test_too_few_gpus_are_refused_with_the_sum(engine):
 
 def test_engines_elsewhere_need_no_gpu_here():
     assert device_problem(config(world_size=8, urls=["http://a:1"]), EIGHT) is None
+
+
+def test_colocated_engines_share_the_trainers_gpus():
+    both = config(world_size=8, count=2, tensor_parallel=4, placement="colocated")
+    assert engine_devices(both, 0, EIGHT) == EIGHT[:4]
+    assert engine_devices(both, 1, EIGHT) == EIGHT[4:]
+    assert device_problem(both, EIGHT) is None
+    assert "12 GPUs, 8 are visible" in device_problem(config(count=3, tensor_parallel=4, placement="colocated"), EIGHT)

@@ -1,4 +1,7 @@
-"""Publishing to engines that die, freeze, refuse or are away: who is confirmed, and how long it takes."""
+"""Handing weights to engines that die, freeze, refuse or are away: who is confirmed, and how long it takes.
+
+What a publish makes of it is in tests/weight_sync.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ import pytest
 from orchestrator_parts import make_config
 from played_servers import PROBE, PlayedServer, World, policy_scores
 
-from dppo_megatron.rollout.engine import EngineError
-from dppo_megatron.weight_sync import WeightSyncError
-from dppo_megatron.weight_sync.live_engines import LiveEngines
+from dppo_megatron.rollout.engine import EngineError, EngineRefused
+from dppo_megatron.weight_sync.live_engines import Confirmation, LiveEngines
 
 A, B = "http://a", "http://b"
 
@@ -40,7 +42,11 @@ def publish(world: World, version: int, *, meanwhile=None, load=None):
         beside = asyncio.ensure_future(meanwhile()) if meanwhile else None
         try:
             async with asyncio.timeout(10):
-                return await engines.publish(version, load or load_weights, np.array(PROBE, np.int32))
+                answering, silent = await engines.answering()
+                outcomes = await engines.confirm(version, answering, load or load_weights, np.array(PROBE, np.int32))
+                failed = {url: outcome for url, outcome in outcomes.items() if isinstance(outcome, EngineError)}
+                confirmed = [outcome for outcome in outcomes.values() if isinstance(outcome, Confirmation)]
+                return confirmed, silent | failed
         finally:
             if beside:
                 beside.cancel()
@@ -54,7 +60,7 @@ def test_every_engine_that_answers_is_confirmed(world):
     confirmed, left_out = publish(w, 3)
     assert {c.url: c.instance for c in confirmed} == {A: w.servers[A].instance, B: w.servers[B].instance}
     assert all(c.scores.tolist() == policy_scores(3) for c in confirmed)
-    assert left_out == 0
+    assert not left_out
 
 
 @pytest.mark.parametrize("broken", [{"up": False}, {"frozen": True}], ids=["dead", "frozen"])
@@ -64,7 +70,7 @@ def test_one_that_does_not_answer_is_left_out_in_little_time(world, broken):
     confirmed, left_out = publish(w, 3)
     assert time.monotonic() - started < 2
     assert [c.url for c in confirmed] == [B]
-    assert left_out == 1
+    assert len(left_out) == 1
 
 
 @pytest.mark.parametrize("end", ["dies", "freezes", "is restarted"])
@@ -85,43 +91,22 @@ def test_one_that_is_lost_while_it_loads_is_left_out(world, end):
     confirmed, left_out = publish(w, 3, meanwhile=meanwhile)
     assert time.monotonic() - started < 2
     assert [c.url for c in confirmed] == [B]
-    assert left_out == 1
+    assert len(left_out) == 1
 
 
-def test_the_only_one_is_waited_for_wherever_it_comes_back(world):
+def test_one_that_was_announced_elsewhere_is_found(world):
     w = world(PlayedServer(up=False), PlayedServer())
-    w.book = {"engine-0": A}
-
-    async def meanwhile():
-        await asyncio.sleep(0.3)
-        w.book = {"engine-0": B}
-
-    confirmed, _ = publish(w, 3, meanwhile=meanwhile)
+    w.book = {"engine-0": B}
+    confirmed, left_out = publish(w, 3)
     assert [c.url for c in confirmed] == [B]
+    assert not left_out
 
 
-def test_waiting_ends_and_says_for_whom(world):
-    w = world(PlayedServer(up=False), unavailable_timeout_s=0.3)
-    with pytest.raises(
-        WeightSyncError, match=r"waited 0\.3 s \(engine\.unavailable_timeout_s\)(.|\n)*engine-0: .*refused"
-    ):
-        publish(w, 3)
-
-
-def test_weights_that_an_engine_refuses_are_an_error_at_once(world):
+def test_weights_that_an_engine_refuses_are_told_from_failures(world):
     w = world(PlayedServer(refuses=True), PlayedServer())
-    with pytest.raises(WeightSyncError, match="other shapes"):
-        publish(w, 3)
-
-
-def test_loading_that_fails_everywhere_is_an_error_soon(world):
-    w = world(PlayedServer())
-
-    async def load(engine):
-        raise EngineError("out of memory")
-
-    with pytest.raises(WeightSyncError, match=r"no engine could load it(.|\n)*out of memory"):
-        publish(w, 3, load=load)
+    confirmed, left_out = publish(w, 3)
+    assert [c.url for c in confirmed] == [B]
+    assert isinstance(left_out[A], EngineRefused)
 
 
 def test_one_that_serves_another_version_after_its_load_is_not_confirmed(world):
@@ -132,4 +117,4 @@ def test_one_that_serves_another_version_after_its_load_is_not_confirmed(world):
 
     confirmed, left_out = publish(w, 3, load=load)
     assert [c.url for c in confirmed] == [B]
-    assert left_out == 1
+    assert len(left_out) == 1

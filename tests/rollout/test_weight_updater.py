@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 from dppo_megatron.rollout.manifest import BadWeights
 from dppo_megatron.rollout.vllm_extension.weights import WeightsTorn, WeightUpdater
+from dppo_megatron.rollout.weight_group import TensorSpec, WeightGroupPlan
 
 
 class PlayedEngine:
@@ -35,6 +36,12 @@ class PlayedEngine:
     async def resume_generation(self):
         self._record("resume")
 
+    async def sleep(self, level, mode):
+        self._record(f"sleep {level} {mode}")
+
+    async def wake_up(self):
+        self._record("wake")
+
     async def init_weight_transfer_engine(self, request):
         self._record("init")
 
@@ -42,7 +49,8 @@ class PlayedEngine:
         self._record("start")
 
     async def update_weights(self, request):
-        self._record(f"update {len(request.update_info['files'])}")
+        info = request.update_info
+        self._record(f"update {info['step'] if 'step' in info else len(info['files'])}")
 
     async def finish_weight_update(self, weight_version=None):
         self._record(f"finish {weight_version}")
@@ -75,6 +83,70 @@ def test_order(policy):
         *("pause keep", "init", "start", "update 1", "finish 4", "reset True", "resume"),
         *("pause abort", "start", "update 1", "finish 5", "reset False", "resume"),
     ]
+
+
+def plan(name="group", **shapes):
+    specs = tuple(TensorSpec(n, "float32", shape) for n, shape in ({"w": (2, 3)} | shapes).items())
+    return WeightGroupPlan(name, "127.0.0.1", 1, "gloo", 5.0, 1, ((specs,),))
+
+
+def test_order_of_a_broadcast(policy):
+    async def join_and_receive():
+        engine = PlayedEngine()
+        updater = WeightUpdater(engine, policy)
+        await updater.join(plan())
+        assert updater.group == "group"
+        await updater.receive("group", "step-1", 4, "keep", 5.0)
+        return engine.calls
+
+    steps = ["init", "pause keep", "start", "update step-1", "finish 4", "reset True", "resume"]
+    assert asyncio.run(join_and_receive()) == steps
+
+
+def test_a_group_of_another_model_is_refused_before_anybody_waits(policy):
+    engine = PlayedEngine()
+    updater = WeightUpdater(engine, policy)
+    with pytest.raises(BadWeights, match=r"1 unknown tensors \(v\)"):
+        asyncio.run(updater.join(plan(v=(4,))))
+    assert (engine.calls, updater.group) == ([], "")
+
+
+def test_a_broadcast_of_a_group_that_was_not_joined_is_refused(policy):
+    engine = PlayedEngine()
+    with pytest.raises(BadWeights, match="in none; join it first"):
+        asyncio.run(WeightUpdater(engine, policy).receive("group", "step-1", 4, "keep", 5.0))
+    assert engine.calls == []
+
+
+def test_a_broadcast_that_fails_leaves_the_group(policy):
+    async def fail():
+        engine = PlayedEngine()
+        updater = WeightUpdater(engine, policy)
+        await updater.join(plan())
+        engine.fails_at = "update"
+        with pytest.raises(WeightsTorn):
+            await updater.receive("group", "step-1", 4, "keep", 5.0)
+        assert updater.group == ""
+
+    asyncio.run(fail())
+
+
+def test_a_sleeper_serves_nothing_until_it_woke_and_loaded(policy):
+    async def nap():
+        engine = PlayedEngine()
+        updater = WeightUpdater(engine, policy)
+        await load(updater, policy)
+        await updater.sleep()
+        with pytest.raises(WeightsTorn, match="put to sleep"):
+            updater.check_whole()
+        await updater.wake()
+        with pytest.raises(WeightsTorn, match="put to sleep"):
+            updater.check_whole()
+        await load(updater, policy)
+        updater.check_whole()
+        return [call for call in engine.calls if call.startswith(("sleep", "wake"))]
+
+    assert asyncio.run(nap()) == ["sleep 2 wait", "wake"]
 
 
 def test_updates_do_not_overlap(policy):

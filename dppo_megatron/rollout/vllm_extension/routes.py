@@ -26,6 +26,7 @@ from vllm.exceptions import VLLMClientError
 
 from ..engine import GenerateRequest
 from ..manifest import BadWeights
+from ..weight_group import WeightGroupPlan
 from .experts import ExpertsReader
 from .generation import child_ids, parse_version, sample_group, score
 from .weights import WeightsTorn, WeightUpdater
@@ -63,6 +64,10 @@ class DppoRoutes:
             ("/dppo/score", self._score, "POST"),
             ("/dppo/abort", self._abort, "POST"),
             ("/dppo/load_weights", self._load_weights, "POST"),
+            ("/dppo/join_weight_group", self._join_weight_group, "POST"),
+            ("/dppo/receive_weights", self._receive_weights, "POST"),
+            ("/dppo/sleep", self._sleep, "POST"),
+            ("/dppo/wake", self._wake, "POST"),
         ):
             app.add_api_route(path, _reporting_errors(handler), methods=[method], response_class=Response)
 
@@ -78,7 +83,7 @@ class DppoRoutes:
             await engine_client.update_weight_version(str(int(version)))
 
     async def _info(self, request: Request) -> Response:
-        config = self._engine.model_config
+        config, parallel = self._engine.model_config, self._engine.vllm_config.parallel_config
         return JSONResponse(
             {
                 "version": parse_version(await self._engine.get_weight_version()),
@@ -90,6 +95,8 @@ class DppoRoutes:
                 "model": str(config.model),
                 "engine": f"vllm {vllm_version}",
                 "running": len(self._running),
+                "workers": parallel.world_size * parallel.data_parallel_size,
+                "weight_group": self._updater.group,
                 "routed_experts": self._experts.available,
                 "problems": _unfit_settings(self._engine.vllm_config),
                 "instance": self._instance,
@@ -167,6 +174,26 @@ class DppoRoutes:
             Path(body["path"]), int(body["version"]), body["mode"], wait_s=float(body["wait_s"])
         )
         return JSONResponse({"version": int(body["version"]), "paused_s": seconds})
+
+    async def _join_weight_group(self, request: Request) -> Response:
+        plan = WeightGroupPlan.from_json(json.loads(await request.body()))
+        await self._updater.join(plan)
+        return JSONResponse({"weight_group": plan.name})
+
+    async def _receive_weights(self, request: Request) -> Response:
+        body = json.loads(await request.body())
+        seconds = await self._updater.receive(
+            body["group"], body["step"], int(body["version"]), body["mode"], wait_s=float(body["wait_s"])
+        )
+        return JSONResponse({"version": int(body["version"]), "paused_s": seconds})
+
+    async def _sleep(self, request: Request) -> Response:
+        await self._updater.sleep()
+        return JSONResponse({"sleeping": True})
+
+    async def _wake(self, request: Request) -> Response:
+        await self._updater.wake()
+        return JSONResponse({"sleeping": False})
 
 
 def _unfit_settings(config: VllmConfig) -> list[str]:

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import time
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
 from ..engine import UpdateMode
 from ..manifest import BadWeights, Manifest
+from ..weight_group import WeightGroupPlan
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,52 @@ class WeightUpdater:
         self._initialised = False
         self._lock = asyncio.Lock()
         self._torn: str | None = None
+        self._group = ""
 
     def check_whole(self) -> None:
         """Raises WeightsTorn after a failed update."""
         if self._torn:
             raise WeightsTorn(f"the weights are incomplete, load them again: {self._torn}")
+
+    @property
+    def group(self) -> str:
+        """Name of the weight group whose broadcasts the workers can receive; empty = none."""
+        return self._group
+
+    async def join(self, plan: WeightGroupPlan) -> None:
+        """Makes the workers members of the trainer's weight group, and of no earlier one.
+
+        Raises BadWeights, before anybody waits, when the group's tensors are not those of the served model.
+        """
+        async with self._lock:
+            await asyncio.to_thread(self._check, Manifest.of(plan.name, plan.tensors()))
+            self._group = ""
+            await self._engine.init_weight_transfer_engine(
+                WeightTransferInitRequest(init_info={"plan": plan.to_json()})
+            )
+            self._initialised = True
+            self._group = plan.name
+
+    async def receive(self, group: str, step: str, version: int, mode: UpdateMode, wait_s: float) -> float:
+        """Serve what the trainer broadcasts in `step` of `group` as policy `version`; otherwise as `load`."""
+        async with self._lock:
+            if group != self._group:
+                raise BadWeights(f"weight group {group}: the workers are in {self._group or 'none'}; join it first")
+            try:
+                return await self._update(f"group {group}", {"step": step}, version, mode, wait_s)
+            except WeightsTorn:
+                self._group = ""  # its connections are closed
+                raise
+
+    async def sleep(self) -> None:
+        """Waits for running requests and discards weights and cache; an update must follow the waking."""
+        async with self._lock:
+            self._torn = "the engine was put to sleep, which discards them"
+            await self._engine.sleep(level=2, mode="wait")
+
+    async def wake(self) -> None:
+        async with self._lock:
+            await self._engine.wake_up()
 
     async def load(self, path: Path, version: int, mode: UpdateMode, wait_s: float) -> float:
         """Serve `path` as policy `version`; returns the seconds generation stood still.
@@ -43,47 +85,52 @@ class WeightUpdater:
         Raises BadWeights before anything is touched, TimeoutError when running requests do not end within `wait_s`
         (mode wait; the old weights go on), and WeightsTorn when loading itself fails.
         """
+        async with self._lock:
+            manifest = await asyncio.to_thread(self._read_and_check, path)
+            return await self._update(str(path), {"files": list(map(str, manifest.files))}, version, mode, wait_s)
+
+    async def _update(self, source: str, info: dict[str, Any], version: int, mode: UpdateMode, wait_s: float) -> float:
         if mode not in get_args(UpdateMode):
             raise BadWeights(f"mode = {mode!r}: must be one of {get_args(UpdateMode)}")
-        async with self._lock:
-            manifest = await asyncio.to_thread(self._check, path)
-            try:
-                await asyncio.wait_for(self._engine.pause_generation(mode=mode, clear_cache=False), wait_s)
-            except TimeoutError:
-                await self._engine.resume_generation()
-                raise
-            paused = time.perf_counter()
-            try:
-                await self._swap(manifest, version, mode)
-            except Exception as error:
-                self._torn = f"{path}: {error}"
-                log.exception("weight update from %s failed half-way", path)
-                # Requests that were kept must not go on under such weights.
-                await self._engine.pause_generation(mode="abort")
-                raise WeightsTorn(self._torn) from error
-            finally:
-                await self._engine.resume_generation()
-            self._torn = None
-            return time.perf_counter() - paused
+        try:
+            await asyncio.wait_for(self._engine.pause_generation(mode=mode, clear_cache=False), wait_s)
+        except TimeoutError:
+            await self._engine.resume_generation()
+            raise
+        paused = time.perf_counter()
+        try:
+            await self._swap(info, version, mode)
+        except Exception as error:
+            self._torn = f"{source}: {error}"
+            log.exception("weight update from %s failed half-way", source)
+            # Requests that were kept must not go on under such weights.
+            await self._engine.pause_generation(mode="abort")
+            raise WeightsTorn(self._torn) from error
+        finally:
+            await self._engine.resume_generation()
+        self._torn = None
+        return time.perf_counter() - paused
 
-    def _check(self, path: Path) -> Manifest:
+    def _read_and_check(self, path: Path) -> Manifest:
+        manifest = Manifest.read(path)
+        self._check(manifest)
+        return manifest
+
+    def _check(self, manifest: Manifest) -> None:
         if self._served is None:
             try:
                 self._served = Manifest.read(self._model)
             except BadWeights as error:
                 raise BadWeights(f"cannot tell what the served model looks like: {error}") from error
-        manifest = Manifest.read(path)
         manifest.check_replaces(self._served)
-        return manifest
 
-    async def _swap(self, manifest: Manifest, version: int, mode: UpdateMode) -> None:
+    async def _swap(self, info: dict[str, Any], version: int, mode: UpdateMode) -> None:
         engine = self._engine
         if not self._initialised:
             await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
             self._initialised = True
         await engine.start_weight_update()
-        files = [str(file) for file in manifest.files]
-        await engine.update_weights(WeightTransferUpdateRequest(update_info={"files": files}))
+        await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
         await engine.finish_weight_update(str(version))
         # Kept requests hold cached keys and values of the old weights: they are preempted and prefilled anew, so each
         # further token is drawn from exactly the policy it is tagged with.

@@ -1,4 +1,4 @@
-"""Worker side: a weight transfer engine that reads a model directory on shared storage.
+"""Worker side: a weight transfer engine fed from a model directory on shared storage or by trainer ranks' broadcasts.
 
 Importing this module registers it and ties the process to its parent's life. Name `WorkerExtension` as the server's
 --worker-extension-cls so that every worker does, and `{"backend": BACKEND}` as its --weight-transfer-config.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -22,38 +25,60 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from ..weight_group import WeightGroupError, WeightGroupPlan
 from .experts import ExpertRecorder, moe_layers
+from .receiver import WeightReceiver
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-BACKEND = "dppo_shared_storage"
+BACKEND = "dppo"
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing to agree on: the directory is named with every update."""
+    plan: dict[str, Any] = field(default_factory=dict)  # a WeightGroupPlan to join; empty = directories only
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    files: list[str]  # safetensors files of the new policy, names of the Hugging Face model
+    """Exactly one of the two."""
+
+    files: list[str] = field(default_factory=list)  # safetensors files of the new policy, names of Hugging Face
+    step: str = ""  # of the joined group: what the trainer broadcasts now
 
 
-class SharedStorageWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
+class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads full weights in Hugging Face names through the model's own loaders, which shard and fuse them."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._receiver: WeightReceiver | None = None
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        pass
+        self.shutdown()
+        if init_info.plan:
+            parallel = self.parallel_config
+            worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self._receiver = WeightReceiver(WeightGroupPlan.from_json(init_info.plan), worker, self.device)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        for file in update_info.files:
-            with safe_open(Path(file), framework="pt") as shard:
-                self.model.load_weights((name, shard.get_tensor(name)) for name in shard.keys())  # noqa: SIM118
+        if update_info.files:
+            for file in update_info.files:
+                with safe_open(Path(file), framework="pt") as shard:
+                    self._load((name, shard.get_tensor(name)) for name in shard.keys())  # noqa: SIM118
+            return
+        if self._receiver is None:
+            raise WeightGroupError("this worker is in no weight group")
+        for bucket in self._receiver.receive(update_info.step):
+            self._load(bucket)
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self.model.load_weights(weights)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -61,7 +86,9 @@ class SharedStorageWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             _repack(self.model)
 
     def shutdown(self) -> None:
-        pass
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
 
 def _repack(model: torch.nn.Module) -> None:
@@ -103,5 +130,5 @@ class WorkerExtension:
         return [None if r is None else (r.tobytes(), r.dtype.name, r.shape) for r in records]
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, SharedStorageWeights)
+WeightTransferEngineFactory.register_engine(BACKEND, TrainerWeights)
 _end_with_parent()

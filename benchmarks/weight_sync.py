@@ -1,0 +1,200 @@
+"""Publishing a model of about 1 GB to a real vLLM server: bytes, seconds and share of the memory-copy speed.
+
+    python benchmarks/weight_sync.py [--layers 28] [--repeats 3]
+
+One trainer rank, one server, bf16 on both sides, both transports in one run. Every publish is the run's own, probe
+included: the engine must score a fixed text exactly as it did when it loaded the same weights itself. The engine's
+share (unpacking into its own layout) is measured alone too, by having it load a directory that is in memory already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from dppo_megatron.actor import init_layout
+from dppo_megatron.actor.model import build_model
+from dppo_megatron.actor.model_config import transformer_config
+from dppo_megatron.config import Config
+from dppo_megatron.hf import load_into, make_random_hf_model, read_hf_config
+from dppo_megatron.rollout.clients import build_engine, server_command, server_environment
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.services import engine_services, free_port
+from dppo_megatron.weight_sync import build_publisher
+from dppo_megatron.weight_sync.engine_thread import EngineThread
+from dppo_megatron.weight_sync.live_engines import LiveEngines
+
+PROBE = np.arange(3, 67, dtype=np.int32)
+START_TIMEOUT_S = 300
+
+
+def model_config(layers: int) -> dict:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32768,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+    }
+
+
+def run_config(directory: Path, urls: tuple[str, ...] = (), transport: str = "shared_storage") -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": str(directory / "run")},
+            "model": {"path": str(directory / "a"), "dtype": "bf16"},
+            "train": {"steps": 1},
+            "data": {"train": "unused"},
+            "engine": {
+                "urls": urls,
+                "dtype": "bf16",
+                "max_model_len": 128,
+                "max_num_seqs": 8,
+                "kv_cache_bytes": 1 << 28,
+            },
+            "weight_sync": {"transport": transport, "timeout_s": 120, "probe_tolerance": 1e-6},
+        }
+    )
+
+
+@contextmanager
+def server(config: Config, log: Path) -> Iterator[str]:
+    port = free_port()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            server_command(config, port, config.model.path, 0),
+            env=os.environ | server_environment(config, 0),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            except OSError:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    sys.exit(f"the server did not start:\n{log.read_text()[-3000:]}")
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def copy_speed(nbytes: int) -> float:
+    """Bytes a second of one thread's memory copy; what is read and what is written counts once."""
+    source = torch.ones(min(nbytes, 1 << 30), dtype=torch.uint8)
+    target = torch.ones_like(source)
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - started)
+    return len(source) / median(seconds)
+
+
+def engine_alone(config: Config, url: str, policies: list[Path], repeats: int) -> tuple[list[np.ndarray], float]:
+    """The engine's own scores of each policy, and the median seconds in which it loads a directory."""
+
+    async def measure() -> tuple[list[np.ndarray], float]:
+        engine = build_engine(config, url)
+        scores, seconds = [], []
+        for number in range(max(2, repeats)):
+            policy = policies[number % 2]
+            started = time.perf_counter()
+            await engine.load_weights(policy, 0)
+            seconds.append(time.perf_counter() - started)
+            if number < 2:
+                scores.append(await engine.score(PROBE))
+        await engine.close()
+        return scores, median(seconds)
+
+    return asyncio.run(measure())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--repeats", type=int, default=5, help="publishes of each transport")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        policies = [directory / "a", directory / "b"]
+        for seed, policy in enumerate(policies):
+            make_random_hf_model(policy, model_config(arguments.layers), seed, dtype=torch.bfloat16)
+        config = run_config(directory)
+        layout = init_layout(config)
+        hf = read_hf_config(policies[0])
+        actor = SimpleNamespace(
+            model_chunks=build_model(hf, config, layout, transformer_config(hf, config)), hf=hf, layout=layout
+        )
+        with server(config, directory / "log") as url:
+            scores, alone_s = engine_alone(config, url, policies, arguments.repeats)
+            assert np.abs(scores[0] - scores[1]).max() > 0.01, "the two policies must differ"
+            nbytes = sum(file.stat().st_size for file in policies[0].glob("*.safetensors"))
+            speed = copy_speed(nbytes)
+            print(
+                f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
+                f"torch {version('torch')}, vLLM on the CPU; {nbytes / 1e9:.2f} GB of bf16 weights, "
+                f"{torch.get_num_threads()} trainer thread(s)"
+            )
+            print(f"memory copy, one thread: {speed / 1e9:.1f} GB/s; the engine loads a directory that is in memory "
+                  f"in {alone_s:.2f} s ({nbytes / alone_s / 1e9:.2f} GB/s)")  # fmt: skip
+            print(f"{'transport':<16}{'export s':>9}{'engine s':>9}{'probe s':>8}{'sum s':>7}{'GB/s':>7}{'of copy':>9}")
+            for transport in ("shared_storage", "broadcast"):
+                publish_all(run_config(directory, (url,), transport), actor, policies, scores, arguments.repeats, speed)
+        layout.close()
+
+
+def publish_all(config: Config, actor, policies, scores, repeats: int, speed: float) -> None:
+    run = RunDir(config.run.dir)
+    engines = EngineThread(lambda: LiveEngines(config, lambda: engine_services(config, run), build_engine))
+    publisher = build_publisher(config, actor, engines, PROBE)
+    published = []
+    for number in range(repeats + 1):
+        which = (number + 1) % 2
+        load_into(actor.model_chunks, policies[which])
+        actor.score = lambda _, which=which: scores[which]
+        published.append(publisher.publish(number + 1))
+    publisher.close()
+    export, load, probe = (
+        median(getattr(p, f"{part}_s") for p in published[1:]) for part in ("export", "load", "probe")
+    )
+    total = export + load
+    rate = published[-1].nbytes / total
+    print(
+        f"{config.weight_sync.transport:<16}{export:>9.2f}{load:>9.2f}{probe:>8.2f}{total:>7.2f}{rate / 1e9:>7.2f}"
+        f"{rate / speed:>9.1%}   ({published[-1].nbytes:,} bytes)",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

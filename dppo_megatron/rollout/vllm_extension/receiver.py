@@ -1,0 +1,80 @@
+"""A worker's end of the broadcasts: joins every sender's group and yields what each update brings, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..weight_group import (
+    Bucket,
+    Channel,
+    Meeting,
+    WeightGroupError,
+    WeightGroupPlan,
+    bucket_bytes,
+    local_address,
+    views,
+)
+
+
+class WeightReceiver:
+    """Worker number `worker` of its engine. Made once for a group; after any error it is closed and of no more use.
+
+    Raises `WeightGroupError`, as all its methods, naming the step that failed.
+    """
+
+    def __init__(self, plan: WeightGroupPlan, worker: int, device: torch.device):
+        self._plan = plan
+        self._device = device
+        self._channels: list[Channel] = []
+        self._meeting = Meeting.visit(plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
+        self._meeting.ready("join")
+        self._meeting.wait("join")
+        rank, address = 1 + plan.first_worker + worker, local_address(plan.host, plan.port)
+        try:
+            for sender in range(len(plan.streams)):
+                self._channels.append(self._meeting.channel(plan.group(sender), rank, plan.backend, address))
+        except BaseException:
+            self.close()
+            raise
+
+    def receive(self, step: str) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """(name, tensor) of every tensor, one iterator for each bucket, once all workers are ready for `step`.
+
+        The next bucket travels while the caller uses the last one. Every bucket has memory of its own: a loader may
+        keep views until its layer is complete.
+        """
+        try:
+            self._meeting.ready(step)
+            self._meeting.wait(step)
+            for sender, (channel, buckets) in enumerate(zip(self._channels, self._plan.streams, strict=True)):
+                yield from self._stream(sender, channel, buckets)
+        except BaseException:
+            self.close()  # the sender and the other workers then fail at once instead of waiting
+            raise
+
+    def _stream(
+        self, sender: int, channel: Channel, buckets: tuple[Bucket, ...]
+    ) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        coming = self._start(channel, buckets[0]) if buckets else None
+        for number, bucket in enumerate(buckets):
+            flat, ticket = coming
+            if number + 1 < len(buckets):
+                coming = self._start(channel, buckets[number + 1])
+            try:
+                channel.finish(ticket)
+            except WeightGroupError as error:
+                where = f"bucket {number + 1} of {len(buckets)} from sender {sender}"
+                raise WeightGroupError(f"{where} (from {bucket[0].name}): {error}") from None
+            yield views(flat, bucket)
+
+    def _start(self, channel: Channel, bucket: Bucket) -> tuple[Tensor, int]:
+        flat = torch.empty(bucket_bytes(bucket), dtype=torch.uint8, device=self._device)
+        return flat, channel.broadcast(flat)
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        self._channels = []

@@ -1,0 +1,251 @@
+"""How weights travel from trainer ranks to engine workers by broadcast: who meets where, and what each bucket holds.
+
+Used by both sides and in need of torch alone. One group exists for each trainer rank that owns weights (a sender):
+rank 0 is the sender, the workers of all engines follow, engine by engine. The bytes go over gloo or NCCL, everything
+else over one TCP store that the trainer hosts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Backend = Literal["gloo", "nccl"]
+
+
+class WeightGroupError(RuntimeError):
+    """The group is of no more use: a peer is gone, did not answer in time, or refused. Make a new one."""
+
+
+class TensorSpec(NamedTuple):
+    """One tensor in Hugging Face names."""
+
+    name: str
+    dtype: str  # as torch spells it: "bfloat16"
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorSpec:
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+
+Bucket = tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGroupPlan:
+    """Everything a worker must know to join. `streams[s]` lists, in order, what sender `s` sends in every update."""
+
+    name: str  # unique to this group
+    host: str  # of the store, as the engine reaches it
+    port: int
+    backend: Backend
+    timeout_s: float  # of every single step
+    workers: int  # of all engines
+    streams: tuple[tuple[Bucket, ...], ...]
+    first_worker: int = 0  # number of the engine's first worker among all
+
+    def for_engine(self, host: str, first_worker: int) -> WeightGroupPlan:
+        return replace(self, host=host, first_worker=first_worker)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> WeightGroupPlan:
+        streams = tuple(
+            tuple(tuple(TensorSpec(n, d, tuple(s)) for n, d, s in bucket) for bucket in stream)
+            for stream in value["streams"]
+        )
+        return cls(**{**value, "streams": streams})
+
+    def group(self, sender: int) -> str:
+        """Name of the group of that sender."""
+        return f"{self.name}-{sender}"
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        return (spec for stream in self.streams for bucket in stream for spec in bucket)
+
+
+def make_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """In the order of `specs`, as many of one dtype to a bucket as fit; one larger than `bucket_bytes` is alone.
+
+    Of one dtype, so that tensors end to end are aligned.
+    """
+    buckets: list[list[TensorSpec]] = []
+    room = 0
+    for spec in specs:
+        if not buckets or spec.nbytes > room or spec.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append(spec)
+        room -= spec.nbytes
+    return tuple(map(tuple, buckets))
+
+
+def bucket_bytes(bucket: Bucket) -> int:
+    return sum(spec.nbytes for spec in bucket)
+
+
+def views(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every tensor of `bucket` as views of its bytes, `flat` [bucket_bytes] uint8."""
+    start = 0
+    for spec in bucket:
+        yield spec.name, flat[start : start + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
+        start += spec.nbytes
+
+
+class Meeting:
+    """The store at which senders and workers find each other and agree on every step before bytes flow.
+
+    A step begins when all workers said they are ready, and is called off for everybody by one `call_off`. So nobody
+    starts a collective that another side will not join.
+    """
+
+    def __init__(self, store: dist.TCPStore, plan_name: str, workers: int, timeout_s: float):
+        self.port = store.port
+        self._server = store
+        self._store = dist.PrefixStore(plan_name, store)
+        self._workers = workers
+        self._timeout_s = timeout_s
+        store.set_timeout(timedelta(seconds=timeout_s))
+
+    @classmethod
+    def host(cls, plan_name: str, workers: int, timeout_s: float, *, loopback: bool) -> Meeting:
+        """Opens the store on a free port, of the loopback interface alone where nobody is elsewhere.
+
+        The first to open it keeps it; other parties, of this process too, `visit`.
+        """
+        listener = socket.socket()
+        listener.bind(("127.0.0.1" if loopback else "", 0))
+        listener.listen(4096)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return cls(store, plan_name, workers, timeout_s)
+
+    @classmethod
+    def visit(cls, host: str, port: int, plan_name: str, workers: int, timeout_s: float) -> Meeting:
+        try:
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        except Exception as error:
+            raise WeightGroupError(f"cannot reach the trainer's store at {host}:{port}: {_brief(error)}") from error
+        return cls(store, plan_name, workers, timeout_s)
+
+    def ready(self, step: str, count: int = 1) -> None:
+        """Says that `count` more workers are ready for `step`; the last one begins it."""
+        if self._store.add(f"{step}/ready", count) == self._workers:
+            self._store.set(f"{step}/begin", "")
+
+    def call_off(self, step: str, reason: str) -> None:
+        self._store.set(f"{step}/begin", reason)
+
+    def wait(self, step: str) -> None:
+        """Returns when `step` begins. Raises `WeightGroupError` when it was called off or did not begin in time."""
+        try:
+            reason = self._store.get(f"{step}/begin").decode()
+        except Exception as error:
+            raise WeightGroupError(f"{step}: not begun within {self._timeout_s:g} s: {_brief(error)}") from error
+        if reason:
+            raise WeightGroupError(f"{step}: called off: {reason}")
+
+    def channel(self, name: str, rank: int, backend: Backend, address: str) -> Channel:
+        """The group `name` of one sender, as its `rank`; `address` is this process's own. Blocks for all others.
+
+        Raises `WeightGroupError`.
+        """
+        # As torch.distributed prefixes a named group's keys, for SGLang makes its end by torch.
+        store = dist.PrefixStore(name, self._server)
+        store = dist.PrefixStore("cpu/" if backend == "gloo" else "cuda/", dist.PrefixStore(f"{name}/", store))
+        try:
+            return Channel(
+                _new_group(store, rank, 1 + self._workers, backend, address, self._timeout_s), self._timeout_s
+            )
+        except Exception as error:
+            raise WeightGroupError(f"group {name} did not form: {_brief(error)}") from None
+
+
+class Channel:
+    """One sender and all workers.
+
+    Gloo's connections live as long as anything refers to the group or to an operation on it. Nothing but this object
+    does, so that `close` really closes them and whoever still waits for this process fails at once.
+    """
+
+    def __init__(self, group: Any, timeout_s: float):
+        self._group = group
+        self._works: dict[int, Any] = {}
+        self._started = 0
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def broadcast(self, tensor: Tensor) -> int:
+        """Starts the broadcast of `tensor` from rank 0; give the ticket to `finish`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = self._timeout
+        ticket, self._started = self._started, self._started + 1
+        try:
+            self._works[ticket] = self._group.broadcast([tensor], options)
+        except Exception as error:
+            raise WeightGroupError(_brief(error)) from None
+        return ticket
+
+    def finish(self, ticket: int) -> None:
+        """Waits for a broadcast, on the GPU too. Raises `WeightGroupError` after the time-out or a lost connection."""
+        try:
+            self._works[ticket].wait(self._timeout)
+        except Exception as error:
+            raise WeightGroupError(_brief(error)) from None
+        del self._works[ticket]
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group = None
+        self._works.clear()
+
+
+def local_address(peer: str, port: int = 9) -> str:
+    """This machine's address on the route to `peer`, where a peer that we can reach can reach us. Sends nothing."""
+    family, kind, _, _, target = socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
+
+
+def _new_group(store: dist.Store, rank: int, size: int, backend: Backend, address: str, timeout_s: float) -> Any:
+    """A backend of its own: the process's default group, where there is one, knows nothing of it."""
+    timeout = timedelta(seconds=timeout_s)
+    if backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(store, rank, size, options)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _brief(error: BaseException) -> str:
+    """What an error of torch's says, without source position, advice, and the stack that it carries along."""
+    text = re.sub(r"^\[\S+:\d+\]\s*", "", str(error).partition("\n")[0])
+    return text.partition(". This is typically")[0] or type(error).__name__

@@ -1,0 +1,240 @@
+"""Transport by broadcast: each rank that owns weights sends its own straight to the workers of all engines."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from dppo_megatron.actor import Actor
+from dppo_megatron.config import Config
+from dppo_megatron.hf import ParallelRanks, export_weights
+from dppo_megatron.rollout.engine import Engine, EngineInfo
+from dppo_megatron.rollout.weight_group import (
+    Bucket,
+    Channel,
+    Meeting,
+    TensorSpec,
+    WeightGroupError,
+    WeightGroupPlan,
+    bucket_bytes,
+    local_address,
+    make_buckets,
+    views,
+)
+
+from .engine_thread import EngineThread
+from .errors import WeightSyncError
+from .ranks import Ranks
+
+# Small buckets stay in memory the allocator already holds; on a GPU, large ones fill the network.
+BUCKET_BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}
+
+
+class Broadcast:
+    """Groups are made once, and anew when the engines are others or a transfer failed.
+
+    Senders are the ranks that `export_weights` yields on: tensor-parallel rank 0 of every pipeline stage, and the
+    ranks that lead experts. The engines take the senders' streams one after the other.
+    """
+
+    def __init__(self, config: Config, actor: Actor, engines: EngineThread | None, ranks: Ranks, dtype: torch.dtype):
+        self._actor = actor
+        self._engines = engines
+        self._ranks = ranks
+        self._dtype = dtype
+        self._timeout_s = config.weight_sync.timeout_s
+        self._on_update = config.rollout.on_update
+        self._backend = "nccl" if actor.layout.device.type == "cuda" else "gloo"
+        self._bucket_bytes = config.weight_sync.bucket_bytes or BUCKET_BYTES[self._backend]
+        self._streams: tuple[tuple[Bucket, ...], ...] = ()  # of all senders
+        self._sender: int | None = None  # this rank's number among them
+        self._plan: WeightGroupPlan | None = None
+        self._members: Sequence[str] = ()
+        self._meeting: Meeting | None = None
+        self._caller: Meeting | None = None  # rank 0's second connection, for calling off
+        self._channel: Channel | None = None
+        self._step = 0
+        self.nbytes = 0
+
+    def prepare(self, version: int) -> None:
+        """Finds out who sends what; shapes do not change, so once is enough."""
+        if not self._streams:
+            owned = [TensorSpec.of(name, tensor) for name, tensor in self._export()]
+            mine = (not ParallelRanks.current().first_replica, make_buckets(owned, self._bucket_bytes))
+            everyone = self._ranks.gather(mine)
+            # A rank that leads experts may wait for one that still sends dense weights, never the other way round.
+            senders = sorted((late, rank) for rank, (late, buckets) in enumerate(everyone) if buckets)
+            self._streams = tuple(everyone[rank][1] for _, rank in senders)
+            order = [rank for _, rank in senders]
+            self._sender = order.index(self._ranks.rank) if self._ranks.rank in order else None
+            self.nbytes = sum(bucket_bytes(bucket) for stream in self._streams for bucket in stream)
+
+    def meet(self, engines: Mapping[str, EngineInfo]) -> None:
+        self._step += 1
+        joined = self._plan is not None and self._members == tuple(engines)
+        joined = joined and all(info.weight_group == self._plan.name for info in engines.values())
+        if not all(self._ranks.gather(joined)):
+            self.close()
+            self._join(engines)
+
+    async def receive(self, engine: Engine, version: int) -> None:
+        await engine.receive_weights(self._plan.name, f"update-{self._step}", version, self._on_update)
+
+    def send(self) -> str | None:
+        stream = None
+        if self._sender is not None:
+            stream = _Stream(self._channel, self._streams[self._sender], self._actor.layout.device, self._begin)
+        failure = None
+        for name, tensor in self._export():  # to the end in any case: other ranks wait in its gathers
+            if stream is None or failure is not None:
+                continue
+            try:
+                stream.add(name, tensor)
+            except WeightGroupError as error:
+                failure = error
+        try:
+            if stream is not None and failure is None:
+                stream.finish()
+        except WeightGroupError as error:
+            failure = error
+        if failure is None:
+            return None
+        self.close()
+        return f"trainer rank {self._ranks.rank}: {failure}"
+
+    def _begin(self) -> None:
+        self._meeting.wait(f"update-{self._step}")
+
+    def give_up(self, reason: str) -> None:
+        caller = self._caller  # a failed sender closes it in the meantime
+        if caller is not None:
+            caller.call_off(f"update-{self._step}", reason)
+
+    def directory(self, version: int) -> Path | None:
+        return None
+
+    def confirmed(self, version: int) -> None:
+        pass
+
+    def close(self) -> None:
+        """Ends this rank's part of the group; whoever waits for it fails at once."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._meeting = self._caller = self._plan = None
+
+    def _join(self, engines: Mapping[str, EngineInfo]) -> None:
+        workers = sum(info.workers for info in engines.values())
+        hosts = [urlsplit(url).hostname for url in engines]
+        first = os.environ.get("MASTER_ADDR", "127.0.0.1")  # rank 0, as the other ranks reach it
+        name = self._ranks.from_first(lambda: f"weights-{uuid.uuid4().hex[:12]}")
+
+        def host() -> int:
+            loopback = all(local_address(peer).startswith("127.") for peer in [first, *hosts])
+            self._meeting = Meeting.host(name, workers, self._timeout_s, loopback=loopback)
+            return self._meeting.port
+
+        port = self._ranks.from_first(host)
+        self._plan = WeightGroupPlan(name, first, port, self._backend, self._timeout_s, workers, self._streams)
+        self._members = tuple(engines)
+        replies = None
+        if self._ranks.rank == 0:
+            # A waiting store connection is busy until it has its answer; what must not wait gets one of its own.
+            self._caller = Meeting.visit("127.0.0.1", port, name, workers, self._timeout_s)
+            replies = self._engines.start(
+                lambda live: live.on(engines, lambda engine: self._invite(engine, self._plan_for(engine.url, engines)))
+            )
+        problem = None
+        if self._sender is not None:
+            try:
+                self._meeting = self._meeting or Meeting.visit(first, port, name, workers, self._timeout_s)
+                self._meeting.wait("join")
+                self._channel = self._meeting.channel(
+                    self._plan.group(self._sender), 0, self._backend, local_address(hosts[0])
+                )
+            except WeightGroupError as error:
+                problem = f"trainer rank {self._ranks.rank}: {error}"
+        problems = [] if problem is None else [problem]
+        if replies is not None:
+            problems = [str(reply) for reply in replies.result().values() if isinstance(reply, Exception)] or problems
+        problems = [line for lines in self._ranks.gather(problems) for line in lines]
+        if problems:
+            self.close()
+            raise WeightSyncError("the weight group did not form:\n  " + "\n  ".join(problems))
+
+    async def _invite(self, engine: Engine, plan: WeightGroupPlan) -> None:
+        try:
+            await engine.join_weight_group(plan)
+        except Exception as error:
+            self._caller.call_off("join", str(error))
+            raise
+
+    def _plan_for(self, url: str, engines: Mapping[str, EngineInfo]) -> WeightGroupPlan:
+        """The plan with the engine's first worker, and this machine's address as that engine reaches it."""
+        before = 0
+        for member, info in engines.items():
+            if member == url:
+                break
+            before += info.workers
+        return self._plan.for_engine(local_address(urlsplit(url).hostname), before)
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        return export_weights(self._actor.model_chunks, self._actor.hf, self._dtype, bucket_bytes=self._bucket_bytes)
+
+
+class _Stream:
+    """Packs tensors into the announced buckets; one is on its way while the next fills."""
+
+    def __init__(self, channel: Channel, buckets: tuple[Bucket, ...], device: torch.device, begin: Callable[[], None]):
+        self._channel = channel
+        self._buckets = buckets
+        self._begin = begin
+        size = max(map(bucket_bytes, buckets))
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(buckets)))]
+        self._tickets: list[int] = []  # of the buckets sent, in order
+        self._flat = self._buffers[0]
+        self._open: list[tuple[str, Tensor]] = []  # places of the current bucket that are still empty, last first
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Raises `WeightGroupError` naming the bucket."""
+        if not self._open:
+            self._next()
+        place_name, place = self._open.pop()
+        if (place_name, place.dtype, place.shape) != (name, tensor.dtype, tensor.shape):
+            raise WeightGroupError(
+                f"exported {TensorSpec.of(name, tensor)} where {TensorSpec.of(place_name, place)} was announced"
+            )
+        place.copy_(tensor)
+        if not self._open:
+            if not self._tickets:
+                self._begin()
+            self._tickets.append(self._channel.broadcast(self._flat))
+
+    def finish(self) -> None:
+        if self._open or len(self._tickets) != len(self._buckets):
+            raise WeightGroupError(f"exported {len(self._tickets)} of {len(self._buckets)} announced buckets")
+        for number in range(max(0, len(self._tickets) - 2), len(self._tickets)):
+            self._wait(number)
+
+    def _next(self) -> None:
+        number = len(self._tickets)
+        if number >= len(self._buckets):
+            raise WeightGroupError(f"exported more than the {number} announced buckets")
+        if number >= 2:
+            self._wait(number - 2)
+        bucket = self._buckets[number]
+        self._flat = self._buffers[number % 2][: bucket_bytes(bucket)]
+        self._open = list(views(self._flat, bucket))[::-1]
+
+    def _wait(self, number: int) -> None:
+        try:
+            self._channel.finish(self._tickets[number])
+        except WeightGroupError as error:
+            bucket = self._buckets[number]
+            where = f"bucket {number + 1} of {len(self._buckets)} (from {bucket[0].name})"
+            raise WeightGroupError(f"{where}: {error}") from error

@@ -1,0 +1,29 @@
+"""The publisher of a run, from its config."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dppo_megatron.actor import Actor
+from dppo_megatron.config import Config
+
+from .broadcast import Broadcast
+from .engine_thread import EngineThread
+from .publisher import Publisher
+from .ranks import Ranks
+from .shared_storage import SharedStorage
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_publisher(config: Config, actor: Actor, engines: EngineThread | None, probe: np.ndarray) -> Publisher:
+    """Collective; `engines` on rank 0 alone."""
+    dtype = _DTYPES[config.engine.dtype]
+    # The others wait for rank 0's word while it waits for an engine to come back or to end its update.
+    ranks = Ranks(timeout_s=config.engine.unavailable_timeout_s + 4 * config.weight_sync.timeout_s)
+    if config.weight_sync.transport == "broadcast":
+        transport = Broadcast(config, actor, engines, ranks, dtype)
+    else:
+        transport = SharedStorage(config, actor, dtype)
+    return Publisher(config, actor, engines, ranks, transport, probe)

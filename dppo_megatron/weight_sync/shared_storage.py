@@ -1,0 +1,65 @@
+"""Transport by directories that trainer and engines share."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from dppo_megatron.actor import Actor
+from dppo_megatron.config import Config
+from dppo_megatron.hf import save_hf
+from dppo_megatron.rollout.engine import Engine, EngineInfo
+from dppo_megatron.run_dir import RunDir
+
+
+class SharedStorage:
+    """Every version is one model directory, written by the ranks that own the weights, read by every engine."""
+
+    def __init__(self, config: Config, actor: Actor, dtype: torch.dtype):
+        self._config = config
+        self._run = RunDir(config.run.dir)
+        self._actor = actor
+        self._dtype = dtype
+        self._kept: list[int] = []
+        self._prepared: Path | None = None
+        self.nbytes = 0
+
+    def prepare(self, version: int) -> None:
+        self._prepared = self.directory(version)
+        save_hf(
+            self._actor.model_chunks,
+            self._prepared,
+            template_dir=self._config.model.path,
+            dtype=self._dtype,
+            overwrite=True,
+        )
+        self.nbytes = sum(file.stat().st_size for file in self._prepared.glob("*.safetensors"))
+
+    def meet(self, engines: Mapping[str, EngineInfo]) -> None:
+        pass
+
+    async def receive(self, engine: Engine, version: int) -> None:
+        await engine.load_weights(self._prepared, version, self._config.rollout.on_update)
+
+    def send(self) -> str | None:
+        return None
+
+    def give_up(self, reason: str) -> None:
+        pass
+
+    def directory(self, version: int) -> Path | None:
+        return self._run.weights_of(version).resolve()
+
+    def confirmed(self, version: int) -> None:
+        """Keeps the newest versions; an engine that restarts loads the published one, which is always among them."""
+        if version in self._kept:
+            self._kept.remove(version)
+        self._kept.append(version)
+        while len(self._kept) > self._config.weight_sync.keep_versions:
+            shutil.rmtree(self._run.weights_of(self._kept.pop(0)), ignore_errors=True)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,48 @@
+"""How a policy gets from the trainer ranks to the engines: one shape, two ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from dppo_megatron.rollout.engine import Engine, EngineInfo
+
+
+class Transport(Protocol):
+    """`prepare`, `meet` and `send` are collective over all trainer ranks; `receive` runs on rank 0, for each engine.
+
+    One `prepare` a version; then for each attempt `meet`, after it `send` on every rank while the engines `receive`.
+    """
+
+    nbytes: int  # of the weights of one version, once prepared
+
+    def prepare(self, version: int) -> None:
+        """Does once what all attempts share."""
+        ...
+
+    def meet(self, engines: Mapping[str, EngineInfo]) -> None:
+        """Gets ready to deliver to these engines, by url. Raises `WeightSyncError` on every rank."""
+        ...
+
+    async def receive(self, engine: Engine, version: int) -> None:
+        """Has one engine take the policy in. Raises what the engine's client raises."""
+        ...
+
+    def send(self) -> str | None:
+        """This rank's part of delivering; why it failed, or None. Never raises for an engine's sake."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """Rank 0, in the engines' thread, when one of them failed: nobody is to wait for it any longer."""
+        ...
+
+    def directory(self, version: int) -> Path | None:
+        """Where an engine that starts finds the policy; None where it must be sent again."""
+        ...
+
+    def confirmed(self, version: int) -> None:
+        """Rank 0, after the engines confirmed the policy."""
+        ...
+
+    def close(self) -> None: ...

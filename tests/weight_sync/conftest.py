@@ -1,0 +1,35 @@
+"""One spawn of two trainer ranks, whose scenarios many tests read."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+for neighbour in ("hf", "engines"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / neighbour))
+
+FAMILIES = ("qwen3", "qwen3_moe")
+
+
+@pytest.fixture(scope="session")
+def sync_models(tmp_path_factory) -> Path:
+    """`<family>-a` and `<family>-b`: one architecture, two sets of random weights."""
+    from hf_models import CONFIGS
+
+    from dppo_megatron.hf import make_random_hf_model
+
+    root = tmp_path_factory.mktemp("weight_sync")
+    for family in FAMILIES:
+        for seed, policy in enumerate("ab"):
+            make_random_hf_model(root / f"{family}-{policy}", CONFIGS[family], seed=seed)
+    return root
+
+
+@pytest.fixture(scope="session")
+def scenarios(sync_models, tmp_path_factory) -> dict:
+    """Scenario name -> what rank 0 returned, or the traceback of the first rank that failed."""
+    from sync_ranks import run_scenarios
+
+    return run_scenarios(sync_models, tmp_path_factory.mktemp("sync_ranks"))

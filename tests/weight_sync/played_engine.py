@@ -1,0 +1,101 @@
+"""An engine without a server: its one worker is the real receiver, in a thread of the trainer's rank 0."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dppo_megatron.rollout.engine import EngineError, EngineInfo, EngineUnavailable
+from dppo_megatron.rollout.vllm_extension.receiver import WeightReceiver
+from dppo_megatron.rollout.weight_group import WeightGroupError, WeightGroupPlan
+
+SCORES = np.linspace(-3, -1, 7, dtype=np.float32)
+
+
+class PlayedEngine:
+    """Keeps what it receives in `weights`. `dies_at` names what kills it: "join", "receive", or a bucket's number.
+
+    `down` engines do not answer.
+    """
+
+    def __init__(self, url: str):
+        self.url = url
+        self.down = False
+        self.instance = "first"
+        self.dies_at: str | int | None = None
+        self.served = -1
+        self.weights: dict[str, torch.Tensor] = {}
+        self.joined: list[str] = []
+        self.score_offset = 0.0
+        self._receiver: WeightReceiver | None = None
+        self._group = ""
+
+    async def health(self) -> None:
+        if self.down:
+            raise EngineUnavailable(f"engine {self.url}: connection failed")
+
+    async def info(self) -> EngineInfo:
+        await self.health()
+        return EngineInfo(
+            self.served,
+            61,
+            64,
+            20,
+            "processed_logprobs",
+            "float32",
+            "m",
+            "played",
+            0,
+            workers=1,
+            weight_group=self._group,
+            instance=self.instance,
+        )
+
+    async def load_weights(self, path: Path, version: int, mode: str = "keep") -> None:
+        from safetensors.torch import load_file
+
+        self._die_at("receive")
+        self.weights = {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
+        self.served = version
+
+    async def join_weight_group(self, plan: WeightGroupPlan) -> None:
+        self._die_at("join")
+        self.joined.append(plan.name)
+        self._group = ""
+        self._receiver = await asyncio.to_thread(WeightReceiver, plan, 0, torch.device("cpu"))
+        self._group = plan.name
+
+    async def receive_weights(self, group: str, step: str, version: int, mode: str = "keep") -> None:
+        assert group == self._group
+        self._die_at("receive")
+        try:
+            self.weights = await asyncio.to_thread(self._receive, step)
+        except WeightGroupError as error:
+            self._group = ""
+            raise EngineError(f"engine {self.url}: receiving policy {version}: {error}") from error
+        self.served = version
+
+    def _receive(self, step: str) -> dict[str, torch.Tensor]:
+        received = {}
+        for number, bucket in enumerate(self._receiver.receive(step)):
+            self._die_at(number)
+            received |= dict(bucket)
+        return received
+
+    def _die_at(self, place: str | int) -> None:
+        if self.dies_at == place:
+            self.dies_at = None
+            self.down = True
+            if self._receiver is not None:
+                self._receiver.close()
+            raise EngineUnavailable(f"engine {self.url}: died at {place}")
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        return SCORES + np.float32(self.score_offset)
+
+    async def close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()

@@ -1,0 +1,58 @@
+"""Publishing from real trainer ranks to played engines: every layout, both transports, every way to fail."""
+
+from __future__ import annotations
+
+import pytest
+from sync_ranks import TIMEOUT_S
+
+LAYOUTS = {"tensor": 1, "pipeline": 2, "data": 1, "expert": 2, "expert_in_tensor": 2, "shared_storage": 0}
+
+
+def result_of(scenarios, name):
+    result = scenarios[name]
+    assert not isinstance(result, str), result
+    return result
+
+
+@pytest.mark.parametrize(("name", "senders"), LAYOUTS.items(), ids=LAYOUTS)
+def test_engines_hold_exactly_the_policy(scenarios, name, senders):
+    result = result_of(scenarios, name)
+    assert set(result["differences"]) == {0.0}
+    assert result["streams"] == senders
+    assert [p.version for p in result["published"]] == [0, 1, 2]
+    assert result["published"][0].nbytes > 50_000
+    assert result["published"][-1].probe_difference == 0
+    assert set(result["groups"]) == ({1} if senders else {0}), "one group serves all updates"
+    assert result["policy"].version == 2
+    assert (result["policy"].path is None) == bool(senders)
+
+
+@pytest.mark.parametrize("place", ["join", "receive", "bucket"])
+def test_an_engine_that_dies_is_left_out_and_taken_in_again(scenarios, place):
+    result = result_of(scenarios, f"dies_at_{place}")
+    assert result["unconfirmed"] == [0 if place == "join" else 1, 0]
+    assert set(result["differences"]) == {0.0}
+    assert result["served"] == [1, 1]
+    assert result["lags"] == [True, False, False], "each life of an engine is noticed once"
+    assert result["seconds"] < 2 * TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("dead", ["waited 2 s (engine.unavailable_timeout_s)", "http://127.0.0.1:90", "connection failed"]),
+        ("dies_for_good", ["waited 2 s", "http://127.0.0.1:90"]),
+        ("frozen", ["waited 2 s", "no answer", "called off"]),
+        ("refuses", ["http://127.0.0.1:90", "not the served model"]),
+        ("cannot_load", ["no engine could load it", "out of memory"]),
+        ("other_weights", ["http://127.0.0.1:90", "differ from the trainer's by 0.5", "weight_sync.probe_tolerance"]),
+        ("not_a_number", ["differ from the trainer's by nan"]),
+        ("other_weights_stored", ["differ from the trainer's by 0.5"]),
+    ],
+)
+def test_failures_are_raised_in_time_on_every_rank_and_nothing_is_published(scenarios, name, says):
+    result = result_of(scenarios, name)
+    for message in result["messages"]:
+        assert all(part in message for part in says), message
+    assert not result["written"]
+    assert result["seconds"] < 3 * TIMEOUT_S

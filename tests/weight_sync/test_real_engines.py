@@ -1,0 +1,198 @@
+"""Broadcasts and directories into real vLLM servers: A -> B -> A by log-probs, and an engine killed on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from tiny_engine import EXPERTS, Reference, engine_config, make_model, running_server
+from trainer_process import PROBE
+
+from dppo_megatron.rollout.sglang_server import sglang_python
+from dppo_megatron.services import free_port
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+HERE = Path(__file__).parent
+TOLERANCE = 1e-4
+
+
+def publish(
+    directory: Path,
+    model: Path,
+    urls: list[str],
+    policies: list[Path],
+    *,
+    ranks=1,
+    parallel=None,
+    engine=None,
+    **weight_sync,
+):
+    """Starts trainer ranks that publish the policies; returns the processes and where the records will be."""
+    tree = {
+        "run": {"dir": str(directory / "run")},
+        "model": {"path": str(model), "dtype": "fp32"},
+        "parallel": {"world_size": ranks, "timeout_s": 60, **(parallel or {})},
+        "train": {"steps": 1},
+        "data": {"train": "unused"},
+        "engine": {"urls": urls, "dtype": "fp32", "max_model_len": 512, "unavailable_timeout_s": 10} | (engine or {}),
+        "weight_sync": {"timeout_s": 20, **weight_sync},
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(tree))
+    out = directory / "records.json"
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                str(HERE / "trainer_process.py"),
+                str(directory / "config.json"),
+                str(out),
+                *map(str, policies),
+            ],
+            env=os.environ
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(ranks)
+    ]
+    return processes, out
+
+
+def finished(processes, out: Path, timeout_s: float = 150) -> list[dict]:
+    for process in processes:
+        assert process.wait(timeout_s) == 0
+    return json.loads(out.read_text())
+
+
+def listening(url: str) -> psutil.Process:
+    """The server behind `url`."""
+    port = int(url.rpartition(":")[2])
+    (pid,) = {c.pid for c in psutil.net_connections() if c.status == "LISTEN" and c.laddr.port == port}
+    return psutil.Process(pid)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("dense")
+    return make_model(root / "a", seed=1), make_model(root / "b", seed=2)
+
+
+@pytest.fixture(scope="module")
+def two_servers(dense, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("logs")
+    config = engine_config(dense[0])
+    with running_server(config, logs / "0", version=0) as one, running_server(config, logs / "1", version=0) as two:
+        yield [one, two]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("experts", [0, EXPERTS], ids=["dense", "moe"])
+def test_broadcast_there_and_back(tmp_path, kind, experts):
+    a, b = (make_model(tmp_path / name, seed, experts=experts) for seed, name in enumerate("ab"))
+    config = engine_config(a, kind=kind)
+    if kind == "sglang" and not sglang_python(config).with_name("sglang").exists():
+        pytest.skip("needs SGLang's environment (make sglang)")
+    with running_server(config, tmp_path / "log", version=0) as url:
+        processes, out = publish(
+            tmp_path,
+            a,
+            [url],
+            [b, a, b],
+            engine={"kind": kind},
+            transport="broadcast",
+            bucket_bytes=200_000,
+            timeout_s=60,
+        )
+        records = finished(processes, out)
+    for record, policy in zip(records, (b, a, b), strict=True):
+        (scores,) = record["scores"].values()
+        assert np.abs(np.array(scores) - Reference(policy).score(PROBE)).max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("transport", "ranks", "parallel"),
+    [
+        ("shared_storage", 1, {}),
+        ("broadcast", 1, {}),
+        ("broadcast", 2, {"tensor": 2}),
+        ("broadcast", 2, {"pipeline": 2}),
+    ],
+)
+def test_there_and_back_on_two_engines(two_servers, dense, tmp_path, transport, ranks, parallel):
+    a, b = dense
+    records = finished(
+        *publish(
+            tmp_path,
+            a,
+            two_servers,
+            [a, b, a],
+            ranks=ranks,
+            parallel=parallel,
+            transport=transport,
+            bucket_bytes=50_000,
+        )
+    )
+    assert [record["engines"] for record in records] == [2, 2, 2]
+    for record, policy in zip(records, (a, b, a), strict=True):
+        expected = Reference(policy).score(PROBE)
+        assert set(record["scores"]) == set(two_servers)
+        for scores in record["scores"].values():
+            assert np.abs(np.array(scores) - expected).max() < TOLERANCE
+
+
+def test_colocated_engines_sleep_while_the_trainer_trains(two_servers, dense, tmp_path):
+    """The memory is given back on GPUs alone; that nothing is served in between holds everywhere."""
+    a, b = dense
+    processes, out = publish(tmp_path, a, two_servers, [a, b], engine={"placement": "colocated"})
+    records = finished(processes, out)
+    for scores in records[1]["scores"].values():
+        assert np.abs(np.array(scores) - Reference(b).score(PROBE)).max() < TOLERANCE
+
+
+def test_an_engine_killed_during_an_update_is_named_within_the_time_out(dense, tmp_path):
+    """Alone, there is no engine left to serve the policy: the publish fails on time instead of waiting for ever."""
+    a, b = dense
+    with running_server(engine_config(a), tmp_path / "log", version=0) as url:
+        processes, out = publish(tmp_path, a, [url], [a, b], transport="broadcast", bucket_bytes=4096, timeout_s=10)
+        while not Path(f"{out}.2").exists():
+            time.sleep(0.001)
+        listening(url).kill()
+        first, second = finished(processes, out)
+    assert first["engines"] == 1
+    assert url in second["error"]
+    assert second["seconds"] < 3 * 10
+
+
+def test_a_frozen_engine_is_left_out_within_the_time_out(two_servers, dense, tmp_path):
+    """The other one goes on with the new policy."""
+    a, b = dense
+    server = listening(two_servers[1])
+    family = [server, *server.children(recursive=True)]
+    impatient = {"health_interval_s": 1, "health_timeout_s": 4, "health_failures": 2}
+    processes, out = publish(
+        tmp_path, a, two_servers, [a, b, a], engine=impatient, transport="broadcast", bucket_bytes=4096, timeout_s=20
+    )
+    try:
+        while not Path(f"{out}.2").exists():
+            time.sleep(0.001)
+        for process in family:
+            process.suspend()
+        while not Path(f"{out}.3").exists():
+            assert processes[0].poll() is None
+            time.sleep(0.05)
+    finally:
+        for process in family:
+            process.resume()
+    first, second, _ = finished(processes, out)
+    assert first["engines"] == 2
+    assert second["engines"] == 1
+    assert second["seconds"] < 3 * 20
+    assert np.abs(np.array(second["scores"][two_servers[0]]) - Reference(b).score(PROBE)).max() < TOLERANCE

@@ -1,0 +1,71 @@
+"""A trainer of one rank that publishes policies to running engines, in a process of its own.
+
+python trainer_process.py CONFIG_JSON OUT POLICY... publishes each directory as versions 1, 2, ... and leaves what
+every engine then says of PROBE in OUT (JSON); a file OUT.<version> appears before each publish.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+PROBE = np.array([7, 21, 21, 50, 4, 63, 12, 30, 9, 44, 18, 2], dtype=np.int32)
+
+
+def main(config_path: str, out: str, *policies: str) -> None:
+    warnings.simplefilter("ignore")
+    from dppo_megatron.actor import Actor, init_layout
+    from dppo_megatron.config import Config
+    from dppo_megatron.rollout.clients import build_engine
+    from dppo_megatron.run_dir import RunDir
+    from dppo_megatron.services import engine_services
+    from dppo_megatron.weight_sync import WeightSyncError, build_publisher
+    from dppo_megatron.weight_sync.engine_thread import EngineThread
+    from dppo_megatron.weight_sync.live_engines import LiveEngines
+
+    config = Config.model_validate(json.loads(Path(config_path).read_text()))
+    layout = init_layout(config)
+    actor = Actor(config, layout)
+    engines = None
+    if layout.rank == 0:
+        run = RunDir(config.run.dir)
+        engines = EngineThread(lambda: LiveEngines(config, lambda: engine_services(config, run), build_engine))
+    publisher = build_publisher(config, actor, engines, PROBE)
+    records = []
+    for version, policy in enumerate(policies, 1):
+        if version > 1:
+            publisher.rest()
+        actor.load_hf(policy)
+        if layout.rank == 0:
+            Path(f"{out}.{version}").touch()
+        started = time.monotonic()
+        try:
+            published = publisher.publish(version)
+            record = {
+                "engines": len(config.engine.urls) - published.unconfirmed,
+                "difference": published.probe_difference,
+            }
+        except WeightSyncError as error:
+            record = {"error": str(error)}
+        records.append(record | {"seconds": time.monotonic() - started, "scores": _scores(engines)})
+    if layout.rank == 0:
+        Path(out).write_text(json.dumps(records))
+    publisher.close()
+    layout.close()
+
+
+def _scores(engines) -> dict[str, list[float]]:
+    if engines is None:
+        return {}
+    urls, _ = engines.start(lambda live: live.answering()).result()
+    scored = engines.start(lambda live: live.on(urls, lambda engine: engine.score(PROBE))).result()
+    return {url: reply.tolist() for url, reply in scored.items() if not isinstance(reply, BaseException)}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
