@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from dppo_megatron.config import Config
 from dppo_megatron.types import Prompt, RolloutGroup
 
+from .continuation import Continuation
 from .dynamic_sampling import NO_SIGNAL, SignalFilter, why_dropped
 from .engine import GenerateRequest, SpoiltSample
 from .engine_pool import EnginePool
@@ -29,6 +31,15 @@ from .watched_pool import WatchedPool
 log = logging.getLogger(__name__)
 
 SPOILT_ATTEMPTS = 3
+TOO_STALE = "too_stale"  # the reason in the bank
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A group that is being sampled and scored."""
+
+    prompt: Prompt
+    last_step: int  # that may train on it
 
 
 class Orchestrator:
@@ -36,6 +47,8 @@ class Orchestrator:
 
     Group number g belongs to training step s = g // prompts_per_step and is sampled by a policy of at least version
     s - rollout.max_staleness: with 0, the batch of a step is sampled by exactly the weights that it will update.
+    More lets sampling go on while the trainer trains. A group that takes so long that its last step would have to
+    wait for it is waited for, given up or trained on late, as rollout.beyond_bound says.
     A prompt is begun only for a group that is certainly still missing. So with staleness 0 the prompts of a run are
     the shortest beginning of the prompt order that fills it, dropped ones included, whichever group ends first and
     however often the orchestrator was started again.
@@ -56,7 +69,7 @@ class Orchestrator:
         stop_token_ids: Sequence[int],
     ):
         self._config = config
-        self._engines = engines
+        self._generate = Continuation(engines.generate, recorder.continued)
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._rewards = rewards
@@ -74,8 +87,8 @@ class Orchestrator:
         rollout = self._config.rollout
         wanted = self._config.train.steps * rollout.prompts_per_step
         positions = self._open_positions()
-        running: dict[asyncio.Task, int] = {}  # -> the last step that may train on the group
-        finished: list[tuple[int, RolloutGroup]] = []  # the same of those that wait for slower ones
+        running: dict[asyncio.Task, Running] = {}
+        finished: list[tuple[int, RolloutGroup]] = []  # with their last steps; they wait for slower ones
         try:
             while (stored := self._bank.num_train_groups) < wanted:
                 begun = stored + len(running) + len(finished)
@@ -85,7 +98,8 @@ class Orchestrator:
                 while begun < wanted and len(running) < rollout.max_concurrent_groups and self._may_begin(begun):
                     last_step = self._bound.last_step(self._published.current.version)
                     self._recorder.started(begun // rollout.prompts_per_step)
-                    running[asyncio.create_task(self._produce(next(positions)))] = last_step
+                    prompt = self._prompts.prompt(next(positions))
+                    running[asyncio.create_task(self._produce(prompt))] = Running(prompt, last_step)
                     begun += 1
                 done, _ = await asyncio.wait(
                     running,
@@ -93,10 +107,10 @@ class Orchestrator:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 for task in done:
-                    last_step, group = running.pop(task), task.result()
+                    last_step, group = running.pop(task).last_step, task.result()
                     if self._keep(group):
                         finished.append((last_step, group))
-                self._store(finished, running.values())
+                self._store(finished, running)
         finally:
             for task in running:
                 task.cancel()
@@ -112,17 +126,40 @@ class Orchestrator:
         policy = self._published.current
         return policy is not None and policy.version >= self._bound.needed_version(group)
 
-    def _store(self, finished: list[tuple[int, RolloutGroup]], running: Collection[int]) -> None:
+    def _store(self, finished: list[tuple[int, RolloutGroup]], running: dict[asyncio.Task, Running]) -> None:
         """Moves to the bank, the most urgent first, what leaves room for the running ones."""
         finished.sort(key=lambda entry: entry[0])
         while finished:
             group = self._bank.num_train_groups
-            others = [*running, *(last_step for last_step, _ in finished[1:])]
-            if running and not self._bound.leaves_room(group, others):
+            waiting = [last_step for last_step, _ in finished[1:]]
+            if running and not self._goes_on(group, waiting, running):
                 return
             _, first = finished.pop(0)
             self._recorder.finished(group // self._config.rollout.prompts_per_step, first)
             self._bank.append(first)
+
+    def _goes_on(self, group: int, waiting: list[int], running: dict[asyncio.Task, Running]) -> bool:
+        """Whether number `group` may be stored: the others find a place in time after it, or need not.
+
+        Nothing is given up before the trainer needs the group: until then the running ones may end by themselves.
+        """
+        too_late = self._bound.too_late(group, (r.last_step for r in running.values()), waiting)
+        if not too_late:
+            return True
+        beyond = self._config.rollout.beyond_bound
+        if beyond == "wait" or self._published.current.version < group // self._config.rollout.prompts_per_step:
+            return False
+        if beyond == "drop":
+            for task in sorted(running, key=lambda task: running[task].last_step)[:too_late]:
+                self._give_up(task, running.pop(task))
+        return True
+
+    def _give_up(self, task: asyncio.Task, late: Running) -> None:
+        task.cancel()  # which aborts it in the engine
+        detail = f"not done when step {late.last_step} needed its last group, and no later step may train on it"
+        self._bank.drop(late.prompt.position, late.prompt.row, TOO_STALE, detail)
+        self._recorder.given_up()
+        log.warning("prompt %d: given up, %s", late.prompt.position, detail)
 
     def _keep(self, group: RolloutGroup) -> bool:
         """Whether the run trains on `group`; when not, its prompt is recorded as dropped."""
@@ -133,8 +170,7 @@ class Orchestrator:
             self._bank.drop(group.prompt.position, group.prompt.row, NO_SIGNAL, why_dropped(group))
         return keeps
 
-    async def _produce(self, position: int) -> RolloutGroup:
-        prompt = self._prompts.prompt(position)
+    async def _produce(self, prompt: Prompt) -> RolloutGroup:
         rollouts = await self._sample(prompt)
         texts = self._tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
         rewards, failed = await self._rewards.score(prompt, texts)
@@ -156,7 +192,7 @@ class Orchestrator:
                 routed_experts=rollout.routing_replay,
             )
             try:
-                return await self._engines.generate(request)
+                return await self._generate(request)
             except SpoiltSample as error:
                 self._recorder.spoilt()
                 log.warning("prompt %d: refused a spoilt sample (%s); sampling again", prompt.position, error)
@@ -168,7 +204,7 @@ class Orchestrator:
         policy = self._published.current
         if self._evaluator is None or policy is None or not self._evaluator.due(policy.version):
             return
-        accuracy = await self._evaluator.evaluate(policy.version, self._engines.generate)
+        accuracy = await self._evaluator.evaluate(policy.version, self._generate)
         log.info(
             "policy version %d: greedy accuracy %.4f on %d held-out prompts",
             policy.version,

@@ -29,13 +29,21 @@ class StepRecorder:
         self._started: dict[int, float] = {}
         self._finished: dict[int, int] = {}
         self._response_tokens: dict[int, int] = {}
-        self._spoilt = self._dropped = 0
+        self._spoilt = self._dropped = self._continued = self._given_up = 0
 
     def started(self, step: int) -> None:
         self._started.setdefault(step, time.monotonic())
 
     def spoilt(self) -> None:
         self._spoilt += 1
+
+    def continued(self, samples: int) -> None:
+        """Counts samples that were cut off and go on from their tokens."""
+        self._continued += samples
+
+    def given_up(self) -> None:
+        """Counts one group that took longer than the staleness bound allows."""
+        self._given_up += 1
 
     def dropped(self, step: int, group: RolloutGroup) -> None:
         """Counts one group that was sampled for the step and is not trained on."""
@@ -61,10 +69,12 @@ class StepRecorder:
                 "rollout/generated_tokens_per_s": tokens / max(seconds, 1e-9),
                 "rollout/spoilt_samples": spoilt,
                 "rollout/dropped_groups": self._dropped,
+                "rollout/too_stale_groups": self._given_up,
+                "rollout/continued_samples": self._continued,
                 **engines,
             },
         )
-        self._spoilt = self._dropped = 0
+        self._spoilt = self._dropped = self._continued = self._given_up = 0
 
     def _count_tokens(self, step: int, group: RolloutGroup) -> None:
         tokens = sum(len(r.token_ids) for r in group.rollouts)

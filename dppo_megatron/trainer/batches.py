@@ -81,9 +81,22 @@ class BankBatches:
             self._update([entries[i] for i in part], samples.part(part))
             for part in np.split(order, self._config.train.updates_per_step)
         ]
-        versions = np.array([e.min_version for e in entries])
-        metrics = samples.metrics(self._config) | {"rollout/staleness_mean": float(step - versions.mean())}
+        metrics = samples.metrics(self._config) | self._staleness(step, entries)
         return StepBatch([u for u in updates if u is not None], metrics)
+
+    def _staleness(self, step: int, entries: Sequence[BankEntry]) -> dict[str, float]:
+        """Policy versions between sampling and training, over all response tokens."""
+        mixed = [entry for entry in entries if entry.min_version != entry.max_version]
+        tokens = {entry.number: int(entry.response_lengths.sum()) for entry in entries}
+        lag = sum((step - entry.min_version) * tokens[entry.number] for entry in entries)
+        for entry in mixed:  # their tokens need a look
+            versions = np.concatenate([rollout.versions for rollout in self._reader.read(entry).rollouts])
+            lag -= int((versions - entry.min_version).sum())
+        return {
+            "rollout/staleness_mean": lag / max(sum(tokens.values()), 1),
+            "rollout/staleness_max": float(step - min(entry.min_version for entry in entries)),
+            "rollout/mixed_version_groups": float(len(mixed)),
+        }
 
     def _check(self, entries: Sequence[BankEntry]) -> None:
         rollout = self._config.rollout

@@ -228,3 +228,44 @@ def test_the_bound_holds_whatever_takes_long(world, staleness, seed):
     assert min(lags) >= 0
     assert max(lags) <= staleness
     assert all(group.prompt.position % 5 != seed for group in w.groups())
+
+
+def slow_prompt_1(request) -> float:
+    """Prompt 1 takes several steps' time, everything else next to none."""
+    return 0.0 if not trains(request) else 1.0 if position(request) == 1 else 0.002
+
+
+def test_beyond_the_bound_the_step_waits_by_default(world):
+    w = world(steps=5, max_staleness=1)
+    w.live(w.engine(delay=slow_prompt_1))
+    assert sorted(g.prompt.position for g in w.groups()) == list(range(5 * GROUPS))
+    assert max(index // GROUPS - version_of(g) for index, g in enumerate(w.groups())) == 1
+
+
+def test_beyond_the_bound_a_group_is_given_up(world):
+    w = world(steps=5, max_staleness=1, beyond_bound="drop")
+    engine = w.engine(delay=slow_prompt_1)
+    w.live(engine)
+    positions = [group.prompt.position for group in w.groups()]
+    assert sorted(positions) == [p for p in range(5 * GROUPS + 1) if p != 1], "another prompt takes its place"
+    assert [(record["position"], record["reason"]) for record in w.dropped()] == [(1, "too_stale")]
+    assert max(index // GROUPS - version_of(g) for index, g in enumerate(w.groups())) <= 1
+    assert sum(record.get("rollout/too_stale_groups", 0) for record in w.records()) == 1
+    assert engine.running == 0
+
+
+def test_beyond_the_bound_a_group_is_trained_on_late(world):
+    w = world(steps=5, max_staleness=1, beyond_bound="train")
+    w.live(w.engine(delay=slow_prompt_1))
+    lags = {g.prompt.position: index // GROUPS - version_of(g) for index, g in enumerate(w.groups())}
+    assert lags[1] > 1
+    assert max(lag for p, lag in lags.items() if p != 1) <= 1
+    assert w.dropped() == []
+
+
+def test_nothing_is_given_up_while_the_trainer_is_busy(world):
+    """The slow group ends before the trainer needs its place."""
+    w = world(steps=5, max_staleness=1, beyond_bound="drop", training_s=0.3)
+    w.live(w.engine(delay=lambda request: slow_prompt_1(request) / 10))
+    assert w.dropped() == []
+    assert sorted(g.prompt.position for g in w.groups()) == list(range(5 * GROUPS))

@@ -1,0 +1,106 @@
+"""The quickstart's task, sampled synchronously and asynchronously: accuracy reached and wall time, in one run.
+
+    python benchmarks/asynchronous.py [--staleness 0 1 4] [--steps 40] [--ranks 1] [--set A.B=VALUE ...]
+
+Makes the task and the start policy once, then trains from it once for every bound of rollout.max_staleness, everything
+else equal. The steps' wall time runs from the first publish to the end of the last step: neither the start of the
+processes nor the last evaluation is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+
+from dppo_megatron.observability.tail import read_records
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart"
+sys.path.insert(0, str(EXAMPLE))
+
+from make_task import make_task  # noqa: E402
+
+
+def train(config: Path, overrides: list[str]) -> None:
+    command = [sys.executable, "-m", "dppo_megatron", "train", str(config)]
+    for override in overrides:
+        command += ["--set", override]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.returncode:
+        sys.exit(result.stdout)
+
+
+def measured(run: Path) -> dict[str, float]:
+    records = read_records(run / "metrics.jsonl")
+    steps = [r for r in records if "time/step_s" in r]
+    accuracy = {r["step"]: r["eval/accuracy"] for r in records if "eval/accuracy" in r}
+    return {
+        "wall": steps[-1]["time"] - steps[0]["time"] + steps[0]["time/step_s"],
+        "before": accuracy[min(accuracy)],
+        "after": accuracy[max(accuracy)],
+        "wait": mean(r["time/wait_s"] for r in steps),
+        "work": mean(r["time/forward_backward_s"] + r["time/optimizer_s"] for r in steps),
+        "publish": mean(r["time/publish_s"] for r in steps),
+        "lag": mean(r["rollout/staleness_mean"] for r in steps),
+        "largest": max(r["rollout/staleness_max"] for r in steps),
+        "kl": mean(r.get("mismatch/kl", 0.0) for r in steps),
+        "masked": mean(r.get("policy/masked_share", 0.0) for r in steps),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--ranks", type=int, default=1, help="trainer ranks (tensor-parallel)")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="passed to every run")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        make_task(root / "task", seed=1)
+        layout = [f"parallel.world_size={arguments.ranks}", f"parallel.tensor={arguments.ranks}"]
+        start = [
+            f"model.path={root / 'task' / 'random_model'}",
+            f"data.train={root / 'task' / 'warmup.jsonl'}",
+            f"run.dir={root / 'warmup'}",
+        ]
+        train(EXAMPLE / "warmup.yaml", [*layout, *start])
+        print(
+            f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
+            f"{arguments.steps} steps, {arguments.ranks} trainer rank(s), one vLLM server"
+        )
+        print("bound  wall s  step s  wait s  compute s  publish s  lag mean  lag max  mismatch/kl  masked  accuracy")
+        for bound in arguments.staleness:
+            run = root / f"staleness-{bound}"
+            train(
+                EXAMPLE / "config.yaml",
+                [
+                    *layout,
+                    f"run.dir={run}",
+                    f"model.path={root / 'warmup' / 'model'}",
+                    f"data.train={root / 'task' / 'train.jsonl'}",
+                    f"data.eval={root / 'task' / 'heldout.jsonl'}",
+                    f"train.steps={arguments.steps}",
+                    f"rollout.max_staleness={bound}",
+                    "eval.every=0",
+                    "checkpoint.every=0",
+                    "tracking.tensorboard=false",
+                    *arguments.set,
+                ],
+            )
+            m = measured(run)
+            print(
+                f"{bound:>5}{m['wall']:>8.1f}{m['wall'] / arguments.steps:>8.2f}{m['wait']:>8.2f}{m['work']:>11.2f}"
+                f"{m['publish']:>11.2f}{m['lag']:>10.2f}{m['largest']:>9.0f}{m['kl']:>13.1e}{m['masked']:>8.1%}"
+                f"  {m['before']:.1%} -> {m['after']:.1%}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

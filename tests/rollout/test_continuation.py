@@ -1,0 +1,108 @@
+"""Samples that are cut off and continued: joined token for token, drawn anew, never stored as if complete."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from dppo_megatron.rollout.continuation import Continuation
+from dppo_megatron.rollout.engine import GenerateRequest
+from dppo_megatron.types import Rollout
+
+PROMPT = np.array([7, 8, 9], np.int32)
+
+
+class CuttingEngine:
+    """Token i of a response is 100 + i; each call ends after `pieces[k]` tokens, k counting calls, by policy k."""
+
+    def __init__(self, pieces: list[int], last: str = "stop"):
+        self.pieces, self.last = pieces, last
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
+        call = len(self.requests)
+        self.requests.append(request)
+        done = len(request.token_ids) - len(PROMPT)
+        size = self.pieces[min(call, len(self.pieces) - 1)]
+        ends = call >= len(self.pieces) - 1
+        tokens = np.arange(100 + done, 100 + done + size, dtype=np.int32)
+        experts = np.full((len(request.token_ids) + size - 1, 2, 1), call, np.uint8)
+        rollout = Rollout(
+            tokens,
+            -tokens.astype(np.float32),
+            np.full(size, call, np.int32),
+            self.last if ends else "abort",
+            np.stack([tokens, tokens + 1], 1),
+            np.stack([-tokens, -tokens - 1], 1).astype(np.float32),
+            experts,
+        )
+        return (rollout,) * request.n
+
+
+def sample(engine: CuttingEngine, n: int = 1, max_tokens: int = 12):
+    counted = []
+    request = GenerateRequest("g", PROMPT, n, tuple(range(50, 50 + n)), 0.8, max_tokens, (99,), topk=2)
+    return asyncio.run(Continuation(engine.generate, counted.append)(request)), counted
+
+
+def test_complete_samples_pass_unchanged():
+    engine = CuttingEngine([5])
+    (rollout,), counted = sample(engine)
+    assert rollout.token_ids.tolist() == [100, 101, 102, 103, 104]
+    assert (len(engine.requests), counted) == (1, [])
+
+
+def test_pieces_join_with_their_own_log_probs_versions_and_lists():
+    engine = CuttingEngine([3, 0, 4])
+    (rollout,), counted = sample(engine)
+    tokens = np.arange(100, 107)
+    np.testing.assert_array_equal(rollout.token_ids, tokens)
+    np.testing.assert_array_equal(rollout.logprobs, -tokens)
+    np.testing.assert_array_equal(rollout.versions, [0, 0, 0, 2, 2, 2, 2])
+    np.testing.assert_array_equal(rollout.topk_ids, np.stack([tokens, tokens + 1], 1))
+    assert rollout.finish_reason == "stop"
+    # Call 0 read the prompt and all of its own tokens but the last, call 2 everything after those.
+    assert rollout.routed_experts[:, 0, 0].tolist() == [0] * 5 + [2] * 4
+    assert len(rollout.routed_experts) == 3 + 7 - 1
+    assert counted == [1, 1]
+
+
+def test_a_continuation_asks_for_what_is_left_with_draws_of_its_own():
+    engine = CuttingEngine([3, 2, 1])
+    sample(engine, max_tokens=12)
+    _, second, third = engine.requests
+    assert [len(r.token_ids) for r in engine.requests] == [3, 6, 8]
+    assert [r.max_tokens for r in engine.requests] == [12, 9, 7]
+    assert len({r.seeds for r in engine.requests}) == len({r.request_id for r in engine.requests}) == 3
+    assert (second.n, second.temperature, second.stop_token_ids, second.topk) == (1, 0.8, (99,), 2)
+    assert third.seeds == sample_again_seeds()
+
+
+def sample_again_seeds() -> tuple[int, ...]:
+    engine = CuttingEngine([3, 2, 1])
+    sample(engine)
+    return engine.requests[2].seeds
+
+
+def test_only_the_samples_that_were_cut_are_continued():
+    class Mixed(CuttingEngine):
+        async def generate(self, request):
+            rollouts = await super().generate(request)
+            if request.n == 1:
+                return rollouts
+            whole = Rollout(rollouts[0].token_ids, rollouts[0].logprobs, rollouts[0].versions, "length")
+            return (whole, *rollouts[1:])
+
+    engine = Mixed([3, 2])
+    rollouts, counted = sample(engine, n=3)
+    assert [len(r.token_ids) for r in rollouts] == [3, 5, 5]
+    assert counted == [2]
+    assert len({r.seeds for r in engine.requests[1:]}) == 2, "samples cut at the same place must not become one"
+
+
+@pytest.mark.parametrize("size", [12])
+def test_cut_at_the_very_end_is_the_length_limit(size):
+    (rollout,), _ = sample(CuttingEngine([size, 1]), max_tokens=size)
+    assert (len(rollout.token_ids), rollout.finish_reason) == (12, "length")
