@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -28,23 +26,12 @@ from .engine import (
     UpdateMode,
 )
 from .engine_calls import EngineCalls
-from .manifest import BadWeights, Manifest
 from .samples import check_scores
+from .sglang_weights import SglangWeights
 from .sglang_wire import child_ids, decode_group, decode_score, encode_group, encode_score, parse_version
-from .weight_group import Meeting, WeightGroupPlan
+from .weight_group import WeightGroupPlan
 
 CONTEXT_MARGIN = 8  # positions of --context-length that SGLang keeps back from prompt and response
-IDLE_POLL_S = 0.05
-TORN = "torn"  # label of weights that are neither the old nor the new ones
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Group:
-    """The trainer's weight group that the server joined through this client."""
-
-    plan: WeightGroupPlan
-    meeting: Meeting
-    workers: int
 
 
 class SglangEngine:
@@ -63,16 +50,13 @@ class SglangEngine:
         self._model_path = config.model.path
         self._max_logprobs = config.engine.max_logprobs
         self._generate_timeout_s = config.engine.request_timeout_s
-        self._update_timeout_s = config.weight_sync.timeout_s
         self._running: dict[str, int] = {}  # request id -> n
         self._limits: EngineInfo | None = None
         self._model: HFModelConfig | None = None
         self._end_tokens: frozenset[int] = frozenset()
-        self._manifest: Manifest | None = None
         self._first_use = asyncio.Lock()
-        self._updates = asyncio.Lock()
-        self._group: _Group | None = None
         self._calls = EngineCalls(self.url, "is it an SGLang server of at least 0.5.23?")
+        self._weights = SglangWeights(self._calls, config.model.path, config.weight_sync.timeout_s)
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         what = f"generation of group {request.request_id}"
@@ -114,100 +98,19 @@ class SglangEngine:
         return check_scores(f"engine {self.url}: {what}", logprobs, len(tokens) - 1)
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
-        path = Path(path).absolute()
-        what = f"loading policy {version} from {path}"
-        if mode not in get_args(UpdateMode):
-            raise ValueError(f"mode = {mode!r}: must be one of {get_args(UpdateMode)}")
-        async with self._updates:
-            deadline = time.monotonic() + self._update_timeout_s
-            await asyncio.to_thread(self._check_weights, what, path)
-            if mode == "wait":
-                await self._idle(what, deadline)
-            async with self._paused(what, mode, deadline):
-                await self._swap(what, path, version, deadline)
+        await self._weights.load(path, version, mode)
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
-        what = f"joining weight group {plan.name}"
-        async with self._updates:
-            self._check_manifest(what, Manifest.of(plan.name, plan.tensors()))
-            await self._leave_group()
-            meeting = await asyncio.to_thread(
-                Meeting.visit, plan.host, plan.port, plan.name, plan.workers, plan.timeout_s
-            )
-            workers = (await self.info()).workers
-            meeting.ready("join", workers)  # for the server, which knows nothing of meetings
-            self._group = _Group(plan, meeting, workers)
-            for sender in range(len(plan.streams)):
-                body = {
-                    "master_address": plan.host,
-                    "master_port": plan.port,
-                    "rank_offset": 1 + plan.first_worker,
-                    "world_size": 1 + plan.workers,
-                    "group_name": plan.group(sender),
-                    "backend": plan.backend,
-                }
-                await self._calls.call(what, "/init_weights_update_group", self._update_timeout_s, body=body)
+        await self._weights.join(plan, (await self.info()).workers)
 
     async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> None:
-        what = f"receiving policy {version}"
-        async with self._updates:
-            deadline = time.monotonic() + self._update_timeout_s
-            if self._group is None or self._group.plan.name != group:
-                raise EngineRefused(f"engine {self.url}: {what}: it is not in weight group {group}; join it first")
-            if mode == "wait":
-                await self._idle(what, deadline)
-            async with self._paused(what, mode, deadline):
-                try:
-                    await self._receive(what, self._group, step, version, deadline)
-                except EngineError as error:
-                    await self._leave_group()
-                    await self._call_torn(what)
-                    if isinstance(error, EngineRefused):
-                        raise EngineError(f"{error}; the weights may be incomplete") from error
-                    raise
-
-    async def _receive(self, what: str, group: _Group, step: str, version: int, deadline: float) -> None:
-        plan = group.plan
-        await self._calls.call(what, "/begin_weight_update", _left(deadline), body={})
-        try:
-            group.meeting.ready(step, group.workers)
-            for sender, buckets in enumerate(plan.streams):
-                for number, bucket in enumerate(buckets):
-                    body = {
-                        "names": [spec.name for spec in bucket],
-                        "dtypes": [spec.dtype for spec in bucket],
-                        "shapes": [spec.shape for spec in bucket],
-                        "group_name": plan.group(sender),
-                        "load_format": "flattened_bucket",
-                        "flush_cache": False,
-                    }
-                    where = f"{what}: bucket {number + 1} of {len(buckets)} from sender {sender}"
-                    await self._calls.call(where, "/update_weights_from_distributed", _left(deadline), body=body)
-        finally:
-            await self._calls.call(what, "/end_weight_update", body={})
-        await self._calls.call(what, "/flush_cache", _left(deadline), body={})
-        label = {"new_version": str(int(version)), "abort_all_requests": False}
-        await self._calls.call(what, "/update_weight_version", body=label)
-
-    async def _leave_group(self) -> None:
-        group, self._group = self._group, None
-        for sender in range(len(group.plan.streams) if group else 0):
-            with contextlib.suppress(EngineError):
-                body = {"group_name": group.plan.group(sender)}
-                await self._calls.call("leaving a weight group", "/destroy_weights_update_group", body=body)
-
-    async def _call_torn(self, what: str) -> None:
-        """What was loaded so far stays. Under this label every token is refused until an update succeeds."""
-        with contextlib.suppress(EngineError):
-            label = {"new_version": TORN, "abort_all_requests": False}
-            await self._calls.call(what, "/update_weight_version", body=label)
+        await self._weights.receive(group, step, version, mode)
 
     async def sleep(self) -> None:
-        await self._call_torn("going to sleep")
-        await self._calls.call("going to sleep", "/release_memory_occupation", self._update_timeout_s, body={})
+        await self._weights.sleep()
 
     async def wake(self) -> None:
-        await self._calls.call("waking up", "/resume_memory_occupation", self._update_timeout_s, body={})
+        await self._weights.wake()
 
     async def info(self) -> EngineInfo:
         what = "its description"
@@ -228,7 +131,7 @@ class SglangEngine:
                 routed_experts=bool(server["enable_return_routed_experts"]),
                 problems=tuple(_unfit_settings(server, self._model)),
                 workers=server["tp_size"],
-                weight_group="" if self._group is None else self._group.plan.name,
+                weight_group=self._weights.group,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise EngineIncompatible(f"engine {self.url}: its description is not SGLang's: {error}") from error
@@ -307,54 +210,6 @@ class SglangEngine:
                 f"engine {self.url}: {what}: token id {foreign[0]} is outside the vocabulary of {vocab_size}"
             )
 
-    def _check_weights(self, what: str, path: Path) -> None:
-        """Raises `EngineRefused` unless `path` holds exactly the tensors of the run's model; SGLang would load the
-        ones it knows, keep the old ones of those it misses, and report success."""
-        try:
-            self._check_manifest(what, Manifest.read(path))
-        except BadWeights as error:
-            raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
-
-    def _check_manifest(self, what: str, manifest: Manifest) -> None:
-        try:
-            if self._manifest is None:
-                self._manifest = Manifest.read(self._model_path)
-            manifest.check_replaces(self._manifest)
-        except BadWeights as error:
-            raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
-
-    async def _idle(self, what: str, deadline: float) -> None:
-        while time.monotonic() < deadline:
-            reply = await self._calls.json(what, "/v1/loads", _left(deadline))
-            if not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in reply["loads"]):
-                return
-            await asyncio.sleep(IDLE_POLL_S)
-        raise EngineTimeout(
-            f"engine {self.url}: {what}: running requests did not end within {self._update_timeout_s:g} s "
-            "(weight_sync.timeout_s); the old weights go on"
-        )
-
-    @contextlib.asynccontextmanager
-    async def _paused(self, what: str, mode: UpdateMode, deadline: float) -> AsyncIterator[None]:
-        # Retracted requests are prefilled anew afterwards: each further token is drawn from exactly the policy it is
-        # tagged with. Paused in place they would go on with keys and values of the old weights.
-        how = {"mode": "abort" if mode == "abort" else "retract"}
-        try:
-            await self._calls.call(what, "/pause_generation", _left(deadline), body=how)
-            yield
-        finally:
-            await self._calls.call(what, "/continue_generation", body={})
-
-    async def _swap(self, what: str, path: Path, version: int, deadline: float) -> None:
-        body = {"model_path": str(path), "weight_version": str(int(version)), "flush_cache": True}
-        try:
-            await self._calls.call(what, "/update_weights_from_disk", _left(deadline), body=body)
-        except EngineError as error:
-            await self._call_torn(what)
-            if isinstance(error, EngineRefused):
-                raise EngineError(f"{error}; the weights may be incomplete, load them again") from error
-            raise
-
     async def _static_info(self) -> EngineInfo:
         async with self._first_use:
             if self._limits is None:
@@ -364,10 +219,6 @@ class SglangEngine:
     async def _read_model(self) -> None:
         if self._model is None:
             self._model, self._end_tokens = await asyncio.to_thread(_read_model, self._model_path)
-
-
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.01)
 
 
 def _read_model(path: Path) -> tuple[HFModelConfig, frozenset[int]]:
