@@ -195,7 +195,7 @@ class SglangWeights:
         body = {"model_path": str(path), "weight_version": str(int(version)), "flush_cache": True}
         try:
             await self._calls.call(what, "/update_weights_from_disk", _left(deadline), body=body)
-        except EngineError as error:
+        except BaseException as error:
             await self._call_torn(what)
             if isinstance(error, EngineRefused):
                 raise EngineError(f"{error}; the weights may be incomplete, load them again") from error
