@@ -143,14 +143,18 @@ class Orchestrator:
 
         Nothing is given up before the trainer needs the group: until then the running ones may end by themselves.
         """
-        too_late = self._bound.too_late(group, (r.last_step for r in running.values()), waiting)
+        step = group // self._config.rollout.prompts_per_step
+        # One that is late already, to be trained on all the same, holds up nobody.
+        in_time = sorted((t for t in running if running[t].last_step >= step), key=lambda t: running[t].last_step)
+        others = [last_step for last_step in waiting if last_step >= step]
+        too_late = self._bound.too_late(group, [running[task].last_step for task in in_time], others)
         if not too_late:
             return True
         beyond = self._config.rollout.beyond_bound
-        if beyond == "wait" or self._published.current.version < group // self._config.rollout.prompts_per_step:
+        if beyond == "wait" or self._published.current.version < step:
             return False
         if beyond == "drop":
-            for task in sorted(running, key=lambda task: running[task].last_step)[:too_late]:
+            for task in in_time[:too_late]:
                 self._give_up(task, running.pop(task))
         return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -29,11 +29,10 @@ class StalenessBound:
         places = enumerate(sorted(running), start=group + 1)
         return all(place // self.groups_per_step <= last for place, last in places)
 
-    def too_late(self, group: int, running: Iterable[int], finished: Collection[int]) -> int:
-        """How many of the running groups, the most urgent first, must be given up so that all others, running or
+    def too_late(self, group: int, running: Sequence[int], finished: Sequence[int]) -> int:
+        """How many of the running groups, given most urgent first, must be given up so that all others, running or
         finished, find a place in time after number `group`."""
-        kept = sorted(running)
         count = 0
-        while count < len(kept) and not self.leaves_room(group, [*kept[count:], *finished]):
+        while count < len(running) and not self.leaves_room(group, [*running[count:], *finished]):
             count += 1
         return count
