@@ -3,7 +3,8 @@
 Makes a random model (Qwen2.5-1.5B's shape, bf16, 3.1 GB), then runs every task in a process of its own, in turns:
 the copy (`load_file`, `save_file`, fsync of every file) and each conversion. All read files that are in the page
 cache, all end with their bytes on the disk; imports are not timed. Peak memory is what a process held at most beyond
-what it held after its imports (resident set, mapped files included).
+what it held after its imports (resident set, mapped files included). CPU seconds tell the cost on a machine that is
+busy with other things.
 
     --directory DIR   where the files go; on a memory file system (/dev/shm) disks play no part
     --layers N        fewer layers, a smaller model
@@ -68,19 +69,23 @@ def compare(root: Path, layers: int, rounds: int) -> None:
             warm(root / "megatron" if task == "megatron-to-hf" else root / "hf")
             command = [sys.executable, __file__, "--task", task, "--directory", str(root)]
             results[task].append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
-            print(f"{task}: {results[task][-1]['seconds']:.2f} s", file=sys.stderr, flush=True)
+            done = results[task][-1]
+            cost = f"{done['seconds']:.2f} s ({done['cpu']:.2f} of CPU)"
+            line = f"{task}: {cost}, peak {done['peak'] / 1e9:.2f} GB, shard {done['shard'] / 1e9:.2f} GB"
+            print(line, file=sys.stderr, flush=True)
     print_machine()
-    print(
-        f"{size / 1e9:.2f} GB in bf16, {layers} layers, largest HF file {largest / 1e9:.2f} GB, medians of {rounds}\n"
-    )
-    print(f"{'task':<24}{'seconds':>9}{'GB/s read':>11}{'of copy':>9}{'peak GB':>9}{'largest shard GB':>18}")
-    copy = statistics.median(r["seconds"] for r in results["copy"])
+    shape = f"{size / 1e9:.2f} GB in bf16, {layers} layers, largest HF file {largest / 1e9:.2f} GB"
+    print(f"{shape}, medians of {rounds}\n")
+    columns = ("seconds", "GB/s read", "of copy", "CPU s", "of copy", "peak GB", "largest shard GB")
+    print(f"{'task':<24}" + "".join(f"{name:>{len(name) + 3}}" for name in columns))
+    copy, copy_cpu = (statistics.median(r[what] for r in results["copy"]) for what in ("seconds", "cpu"))
     for task, runs in results.items():
         seconds = statistics.median(r["seconds"] for r in runs)
+        cpu = statistics.median(r["cpu"] for r in runs)
         peak = max(r["peak"] for r in runs)
         print(
-            f"{task:<24}{seconds:>9.2f}{size / 1e9 / seconds:>11.2f}{copy / seconds:>8.2f}x"
-            f"{peak / 1e9:>9.2f}{runs[0]['shard'] / 1e9:>18.2f}"
+            f"{task:<24}{seconds:>10.2f}{size / 1e9 / seconds:>12.2f}{copy / seconds:>9.2f}x{cpu:>8.2f}"
+            f"{copy_cpu / cpu:>9.2f}x{peak / 1e9:>10.2f}{runs[0]['shard'] / 1e9:>19.2f}"
         )
 
 
@@ -94,13 +99,13 @@ def run_task(task: str, root: Path) -> dict[str, float]:
     shutil.rmtree(target)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # begins VmHWM anew
-    started = time.perf_counter()
+    started, worked = time.perf_counter(), time.process_time()
     do(task, root / "hf", root / "megatron", target)
-    seconds = time.perf_counter() - started
+    seconds, cpu = time.perf_counter() - started, time.process_time() - worked
     peak = resident("VmHWM") - before
     shard = max(file.stat().st_size for pattern in ("*.safetensors", "*.distcp") for file in target.glob(pattern))
     shutil.rmtree(target)
-    return {"seconds": seconds, "peak": peak, "shard": shard}
+    return {"seconds": seconds, "cpu": cpu, "peak": peak, "shard": shard}
 
 
 def do(task: str, hf: Path, megatron: Path, target: Path) -> None:
