@@ -280,6 +280,10 @@ class SlurmConfig(Section):
         None, ge=0, description="GPUs of an engine node of a heterogeneous job; default: gpus_per_node"
     )
     exclusive: bool = Field(True, description="ask for whole nodes; false: say CPUs and memory in sbatch_args")
+    gpu: str | None = Field(
+        None,
+        description="kind of GPU as `dppo-megatron plan` names it, e.g. h100-80; a run that does not fit is refused",
+    )
     account: str | None = None
     partition: str | None = None
     engine_partition: str | None = Field(

@@ -37,7 +37,22 @@ def prepare(config_file: Path, overrides: Sequence[str], nodes: str | None, *, r
         raise ConfigError(str(config_file), violations)
     check_life(config, str(config_file), resume=resume)
     notes = preflight(config, str(config_file), here=False)
+    if config.slurm.gpu is not None:
+        notes.append(planned(config, str(config_file)))
     return Prepared(config, batch_script(config, resume=resume, directory=Path.cwd()), notes)
+
+
+def planned(config: Config, source: str) -> str:
+    """What the run needs on GPUs of kind `slurm.gpu`. Raises `ConfigError` with the plan and what to change."""
+    from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
+
+    s = config.slurm
+    cluster = Cluster(s.trainer_nodes + s.engine_nodes, s.gpus_per_node, hardware(s.gpu))
+    with RankBuilder() as builder:
+        plan = make_plan(config, cluster, builder, source=source)
+        if not plan.fits:
+            raise ConfigError(source, [f"slurm.gpu = {s.gpu}: does not fit\n{report(plan, advise(plan, builder))}"])
+        return report(plan, [])
 
 
 def submit(prepared: Prepared) -> tuple[str, Path]:

@@ -1,0 +1,27 @@
+"""The examples and the nodes they ask for; a run that does not fit its GPUs is refused before it is submitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.config import ConfigError, load_config
+from dppo_megatron.config.checks import slurm_violations
+from dppo_megatron.slurm.submit import planned
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b"])
+def test_the_multi_node_examples_ask_for_the_nodes_they_use(name):
+    config = load_config(EXAMPLES / name / "config.yaml")
+    assert slurm_violations(config) == []
+    assert config.slurm.engine_nodes > 0
+
+
+def test_a_run_that_does_not_fit_is_refused_with_its_plan(monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    config = load_config(EXAMPLES / "qwen3_8b" / "config.yaml", ["slurm.gpu=a100-40"])
+    with pytest.raises(ConfigError, match=r"slurm.gpu = a100-40: does not fit\n(.|\n)*needed"):
+        planned(config, "qwen3_8b")
