@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from gated_rewards import GROUPS
@@ -78,9 +79,10 @@ def test_a_heterogeneous_job_in_which_an_engine_dies_and_starts_again(run, unint
 @pytest.mark.parametrize("run", [{"checkpoint": {"every": 0}}], indirect=True)
 def test_the_time_limit_checkpoints_requeues_and_completes(run, uninterrupted):
     """checkpoint.every = 0: the one at step 2 is the signal's."""
-    run.sbatch("train.sbatch", *THREE_NODES, "--signal=B:USR1@60")
+    run.sbatch("train.sbatch", *THREE_NODES, "--signal=B:USR1@90")
     run.wait_for_step(2)
-    limit(run, minutes=2)
+    hours, minutes, seconds = map(int, run.lab.job(run.job)["RunTime"].split(":"))
+    limit(run, minutes=60 * hours + minutes + math.ceil((seconds + 90) / 60))  # Slurm looks every half minute
     run.wait_until(lambda: run.lab.job(run.job)["Restarts"] == "1", "a requeue")
     limit(run, minutes=30)
     run.gate.touch()
