@@ -1,11 +1,11 @@
-# make quickstart   train a small policy end to end on this machine's CPU, real parts, about ten minutes
-# make test         the tests, real vLLM server and Megatron-core ranks included
-# make test-parallel  every parallel layout: trains as one process does, resumes after kill -9, fits its plan
-# make test-slurm   runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
-# make test-engines the engine contract on real vLLM and SGLang servers, dense and MoE; about five minutes
-# make lint         ruff
-# make install      the pinned CPU environment in .venv (the others do it when needed)
-# make sglang       SGLang's own pinned CPU environment in .venv-sglang, 3.3 GB (for engine.kind: sglang)
+# make quickstart     train a small policy end to end on this machine's CPU, real parts, about ten minutes
+# make test           the tests, real vLLM server and Megatron-core ranks included
+# make test-parallel  every parallel layout trains as one process does; kill -9 and resume in several of them
+# make test-engines   the engine contract, weight transports and faults, on real vLLM and SGLang servers
+# make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
+# make lint           ruff
+# make install        the pinned CPU environment in .venv (the others do it when needed)
+# make sglang         SGLang's own pinned CPU environment in .venv-sglang, 3.3 GB (for engine.kind: sglang)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -38,7 +38,7 @@ test-slurm: install
 	$(AS_ROOT) $(BIN)/python -m pytest tests/slurm -m slurm
 
 test-engines: install sglang
-	$(BIN)/python -m pytest tests/engines tests/weight_sync -m "engines or not engines"
+	$(BIN)/python -m pytest tests -m "engines or faults"
 
 lint: install
 	$(BIN)/ruff check .
