@@ -135,10 +135,12 @@ def _sharded_state(actor: Actor, *, loading: bool) -> dict[str, Any]:
     _materialise_state(actor.optimizer)
     gc.freeze()  # Megatron collects garbage here, over every import's objects: most of a small save's time
     try:
-        optimizer = actor.optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
+        described = [
+            part.sharded_state_dict(weights, is_loading=loading, metadata=metadata) for part in _parts(actor.optimizer)
+        ]
     finally:
         gc.unfreeze()
-    return {**model, "optimizer": optimizer}
+    return {**model, "optimizer": dict(enumerate(described)) if len(described) > 1 else described[0]}
 
 
 def _model_key(index: int) -> str:
@@ -226,8 +228,19 @@ def _materialise_missing_steps(inner: torch.optim.Optimizer) -> None:
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers of dense and of expert parameters that hold any."""
-    return [part for part in optimizer.chained_optimizers if part.optimizer is not None]
+    """The optimizers of dense and of expert parameters that hold any.
+
+    A stage without experts has an empty one where other stages have them, which Megatron cannot describe.
+    """
+    return [part for part in optimizer.chained_optimizers if _holds_parameters(part)]
+
+
+def _holds_parameters(part: MegatronOptimizer) -> bool:
+    if part.optimizer is None:
+        return False
+    if isinstance(part, DistributedOptimizer):
+        return bool(part.buffers)  # not of this rank's share alone: all that share a buffer must agree
+    return any(group["params"] for group in part.optimizer.param_groups)
 
 
 _MODEL_FIELDS = (

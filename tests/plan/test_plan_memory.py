@@ -84,9 +84,13 @@ def check(directory: Path, hf: dict, *, model: dict[str, Any] | None = None, tok
     padded = padded_vocab_size(view.vocab_size, made.parallel.tensor)
     with RankBuilder() as builder:
         ranks = builder.build(made)
+    per_stage = made.parallel.world_size // made.parallel.pipeline
     for rank in ranks:
         planned = estimate(rank, view, made, hardware("cpu-16"), Load(own, own, micro_batches), padded).tensors
-        assert planned == pytest.approx(measured[rank.rank], rel=0.1), (rank.stage, measured)
+        first = rank.stage * per_stage
+        # Alike but for gloo's threads, which free their copies when they come to it.
+        alike = measured[first : first + per_stage]
+        assert planned == pytest.approx(min(alike), rel=0.1), (rank.stage, measured)
 
 
 def test_dense_on_one_rank(tmp_path):
