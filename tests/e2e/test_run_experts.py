@@ -1,0 +1,61 @@
+"""A whole run of a model with experts: expert-parallel ranks, a real vLLM server, its routing replayed, top-K DPPO."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from run_helpers import GROUPS, STEPS, config_tree, records, run, steps_done, write_config
+
+from dppo_megatron.hf import make_random_hf_model
+from dppo_megatron.rollout.bank import BankReader
+
+pytestmark = pytest.mark.engines
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+    "decoder_sparse_step": 1,
+}
+
+
+@pytest.fixture
+def sparse_model(task, tmp_path) -> Path:
+    """The dense model of the other runs with experts in every layer but the first, and its tokenizer."""
+    dense = task / "random_model"
+    config = json.loads((dense / "config.json").read_text())
+    make_random_hf_model(tmp_path / "model", config | EXPERTS, seed=1)
+    for file in dense.iterdir():
+        if not (tmp_path / "model" / file.name).exists() and file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_experts_route_as_the_engine_did(task, sparse_model, tmp_path):
+    tree = config_tree(task, tmp_path / "run")
+    tree["model"]["path"] = str(sparse_model)
+    tree["parallel"] = {"world_size": 2, "expert": 2, "timeout_s": 120}
+    tree["objective"] = {"name": "dppo_topk_tv", "settings": {"delta": 0.2}}
+    tree["rollout"] |= {"routing_replay": True, "topk_logprobs": 8}
+    tree["train"]["updates_per_step"] = 1  # a second one would find routers that have moved
+    run("train", write_config(tree, tmp_path / "c.yaml"))
+    assert steps_done(tmp_path / "run") == list(range(1, STEPS + 1))
+    trained = [r for r in records(tmp_path / "run") if "time/step_s" in r]
+    assert all(r["train/grad_norm"] > 0 for r in trained)
+    # Engine and trainer compute in fp32 with the same weights, so they route alike and agree on every token.
+    assert all(r["moe/routing_replay_disagreement"] < 0.005 for r in trained)
+    assert all(r["mismatch/max_abs_logprob_difference"] < 1e-4 for r in trained)
+    assert all(r["probe/max_abs_logprob_difference"] < 1e-4 for r in trained)
+    bank = BankReader(tmp_path / "run" / "bank")
+    assert bank.refresh() == STEPS * GROUPS
+    sparse_layers = json.loads((sparse_model / "config.json").read_text())["num_hidden_layers"] - 1
+    for group in map(bank.read, bank.entries(0, STEPS * GROUPS)):
+        for rollout in group.rollouts:
+            tokens = len(group.prompt.token_ids) + len(rollout.token_ids)
+            assert rollout.routed_experts.shape == (tokens - 1, sparse_layers, 2)
