@@ -102,7 +102,7 @@ class EngineInfo:
     dtype: str  # "float32" | "bfloat16" | "float16"
     model: str  # directory the server was started from
     engine: str  # name and version of the server
-    running: int  # requests being sampled now, as the server counts them
+    running: int  # being sampled now: groups of all clients (vLLM), samples of this client (SGLang)
     routed_experts: bool = False  # it can return the experts that each token was routed to
     problems: tuple[str, ...] = ()  # settings it knows to be unfit for rollouts, each with its remedy
     instance: str = ""  # names this life of the server: another one after every restart; "" = it cannot say

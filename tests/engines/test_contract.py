@@ -229,6 +229,12 @@ def test_a_prompt_that_fills_the_model_ends_for_length(served):
     assert [(len(r.token_ids), r.finish_reason) for r in rollouts] == [(2, "length")] * 2
 
 
+def test_a_server_of_another_kind_is_named(served):
+    other = served.config.engine.model_copy(update={"kind": "sglang" if served.kind == "vllm" else "vllm"})
+    with pytest.raises(EngineIncompatible, match=served.url):
+        served.use(lambda engine: engine.info(), served.config.model_copy(update={"engine": other}))
+
+
 def test_server_log_shows_no_failure(served):
     log = served.log.read_text()
     assert "ERROR" not in log
