@@ -13,6 +13,8 @@ import torch.multiprocessing as mp
 from dppo_megatron.config import Config
 from dppo_megatron.types import TokenBatch
 
+UPDATES, _UPDATE = 4, "one update"
+
 
 def measure_updates(config: Config, sequences: int, micro_batches: int, directory: Path) -> list[int]:
     """Peak of tensor bytes on each rank over an update of equal micro-batches of `train.micro_batch_tokens`."""
@@ -39,8 +41,9 @@ def _rank(rank: int, port: int, config: Config, sequences: int, micro_batches: i
             actor = Actor(config, layout)
             batch = _batch(config.train.micro_batch_tokens, sequences, actor.hf.vocab_size, layout.data_parallel_rank)
             objective = build_objective(config.objective.name)
-            for _ in range(2):  # the first creates the optimizer's state
-                actor.train_update([batch] * micro_batches, objective)
+            for _ in range(UPDATES):
+                with torch.profiler.record_function(_UPDATE):
+                    actor.train_update([batch] * micro_batches, objective)
         torch.save(_peak(profile), directory / f"{rank}.pt")
     finally:
         layout.close()
@@ -64,11 +67,16 @@ def _batch(tokens: int, sequences: int, vocab: int, seed: int) -> TokenBatch:
 
 
 def _peak(profile: torch.profiler.profile) -> int:
-    """Most bytes of CPU tensors alive at once."""
+    """Most bytes of CPU tensors alive at once during an update, in the one where they were fewest.
+
+    gloo's threads release what they copied when they come to it, sooner or later; the first update does not count,
+    for it creates the optimizer's state.
+    """
     events = profile.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    now = peak = 0
-    for _, change in changes:
+    updates = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == _UPDATE)[1:]
+    assert len(updates) == UPDATES - 1
+    now, alive = 0, []
+    for at, change in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
         now += change
-        peak = max(peak, now)
-    return peak
+        alive.append((at, now))
+    return min(max(size for at, size in alive if start <= at <= end) for start, end in updates)
