@@ -20,6 +20,7 @@ SERVER = {
     "max_req_input_len": MAX_MODEL_LEN + 2,
     "dtype": "float32",
     "version": "0.5.23",
+    "tp_size": 1,
     "enable_return_routed_experts": False,
     "enable_deterministic_inference": True,
     "skip_tokenizer_init": True,
