@@ -6,12 +6,14 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from random import SystemRandom
 
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir, read_json, write_json_atomic
 
 POLL_S = 0.05
+_SERVER_PORTS = range(15_000, 30_000)
 
 
 class ServiceTimeout(ExpectedError, TimeoutError):
@@ -83,6 +85,13 @@ def engine_names(config: Config) -> Sequence[str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody has, for a server that will listen on it some seconds later.
+
+    Below those that systems hand to outgoing connections: in seconds a busy machine may take any of them.
+    """
+    for port in SystemRandom().sample(_SERVER_PORTS, 64):
+        if not port_in_use(host, port):
+            return port
     with socket.socket() as sock:
         sock.bind((host, 0))
         return sock.getsockname()[1]

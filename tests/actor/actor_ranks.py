@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import time
 import traceback
 import warnings
@@ -22,6 +21,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from actor_cases import make_config
+
+from dppo_megatron.services import free_port
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,7 @@ class Rank:
         """Rank 0 finds a port for the next layout's rendezvous and tells the others."""
         note = self.directory / f"port-{next(self.meetings)}"
         if self.rank == 0:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            note.with_suffix(".tmp").write_text(str(port))
+            note.with_suffix(".tmp").write_text(str(free_port()))
             note.with_suffix(".tmp").rename(note)
         while not note.exists():
             time.sleep(0.01)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -20,6 +19,7 @@ import numpy as np
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.clients import build_engine, server_command, server_environment
 from dppo_megatron.rollout.engine import Engine, GenerateRequest
+from dppo_megatron.services import free_port
 
 VOCAB = 64
 MAX_MODEL_LEN = 512
@@ -108,9 +108,7 @@ def engine_config(model: Path, *, routing_replay: bool = False, **engine) -> Con
 @contextlib.contextmanager
 def running_server(config: Config, log: Path, version: int) -> Iterator[str]:
     """URL of a server that is up; ended, with what it started, on leaving."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with log.open("wb") as output:
         server = subprocess.Popen(
             server_command(config, port, config.model.path, version),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,14 @@ import torch
 import torch.multiprocessing as mp
 from tiny_task import EOS, make_config
 
+from dppo_megatron.services import free_port
+
 Method = tuple[str, dict[str, Any]]  # preset, settings
 
 
 def train_methods(methods: dict[str, Method], task: Path, directory: Path, world_size: int = 2) -> dict[str, Any]:
     """Label -> what rank 0 saw of its training at TP `world_size`. Raises what a rank raised, with its label."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank, args=(world_size, port, methods, task, directory), nprocs=world_size)
+    mp.spawn(_rank, args=(world_size, free_port(), methods, task, directory), nprocs=world_size)
     return {label: torch.load(directory / f"{label}.pt", weights_only=False) for label in methods}
 
 
