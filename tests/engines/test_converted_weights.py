@@ -1,4 +1,4 @@
-"""A directory that `convert` made of a Megatron checkpoint, in a real vLLM server: it says what Megatron says."""
+"""A directory that `convert` made of a Megatron checkpoint, in a real server: it says what Megatron says."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 
 import numpy as np
 import pytest
-from tiny_engine import VOCAB, with_engine
+from tiny_engine import VOCAB
 from typer.testing import CliRunner
 
 from dppo_megatron.cli import app
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
 TOLERANCE = 1e-4
 PROBE = np.random.default_rng(0).integers(2, VOCAB, 40).astype(np.int32)
@@ -36,9 +36,8 @@ def convert(*arguments: object) -> None:
         raise result.exception
 
 
-def test_engine_with_converted_weights_agrees_with_megatron(tiny_server, tiny_models, tmp_path):
-    config, url = tiny_server
-    source = tiny_models[1]  # not the model that the engine started with
+def test_engine_with_converted_weights_agrees_with_megatron(served, tmp_path):
+    source = served.models["b"]  # not the model that the engine started with
     convert("hf-to-megatron", source, tmp_path / "megatron", "--tensor", 2, "--pipeline", 2)
     convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "hf", "--shard-gb", 0.0005)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
@@ -46,11 +45,9 @@ def test_engine_with_converted_weights_agrees_with_megatron(tiny_server, tiny_mo
     async def score(engine):
         before = await engine.score(PROBE)
         await engine.load_weights(tmp_path / "hf", 1, "abort")
-        after = await engine.score(PROBE)
-        await engine.load_weights(config.model.path, 0, "abort")
-        return before, after
+        return before, await engine.score(PROBE)
 
-    before, after = with_engine(config, url, score)
+    before, after = served.use(score)
     arguments = [str(source), str(tmp_path / "megatron"), json.dumps(PROBE.tolist())]
     done = subprocess.run(
         [sys.executable, "-c", _MEGATRON, *arguments],
