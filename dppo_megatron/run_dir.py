@@ -30,6 +30,11 @@ class RunDir:
         return self.weights / "published.json"
 
     @property
+    def quantized_start(self) -> Path:
+        """The start model as quantised engines start with it."""
+        return self.weights / "start"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

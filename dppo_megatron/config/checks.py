@@ -78,6 +78,16 @@ def _sampling(config: Config) -> list[str]:
         )
     if e.placement == "colocated" and e.urls:
         out.append("engine.urls: colocated engines are started by the run, on the trainer's GPUs; remove one of them")
+    if e.quantization != "none" and e.dtype == "fp32":
+        out.append(
+            f"engine.dtype = fp32: what engine.quantization = {e.quantization} leaves as it is must be bf16 or fp16; "
+            "set engine.dtype to bf16"
+        )
+    if e.quantization != "none" and e.urls and e.kind == "sglang":
+        out.append(
+            f"engine.quantization = {e.quantization}: not with engine.urls of SGLang servers, whose weights are "
+            "checked against a model that the run makes for engines it starts; let it start them, or use vllm"
+        )
     if r.max_staleness == 0 and r.beyond_bound != "wait":
         out.append(
             f"rollout.beyond_bound = {r.beyond_bound}: with rollout.max_staleness = 0 every step waits for its own "

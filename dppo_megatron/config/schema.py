@@ -162,6 +162,11 @@ class EngineConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535, description="first port; 0 = a free one")
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    quantization: Literal["none", "fp8_block"] = Field(
+        "none",
+        description="fp8_block: every publish quantises the layers' projections to FP8 (e4m3, a scale for 128 x 128 "
+        "values) and engines multiply in FP8; needs GPUs and a larger weight_sync.probe_tolerance",
+    )
     max_model_len: int = Field(4096, ge=2)
     max_num_seqs: int = Field(256, ge=1)
     kv_cache_bytes: int | None = Field(None, ge=1, description="KV cache size; default: the engine's own choice")
@@ -241,7 +246,7 @@ class WeightSyncConfig(Section):
     probe_tolerance: float = Field(
         1e-4,
         gt=0,
-        description="largest engine-trainer log-prob difference after a publish; 1e-4 suits fp32, ~0.3 bf16",
+        description="largest engine-trainer log-prob difference after a publish; 1e-4 suits fp32, ~0.3 bf16, more FP8",
     )
     timeout_s: float = Field(600.0, gt=0, description="of every single step of an update; longer raises")
 

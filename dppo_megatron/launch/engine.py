@@ -21,6 +21,7 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.services import forget, free_port, port_in_use, register
 
 from .process import end_with_parent, exit_reason
+from .quantized import made_start_model
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def run_engine(config: Config, index: int) -> int:
     if port_in_use(host, port):
         raise EngineStartError(f"engine.port = {port}: already in use on {host}; choose another or 0 for a free one")
     url = f"http://{host}:{port}"
-    model, version = _policy_to_serve(config, run)
+    model, version = _policy_to_serve(config, run, index)
     command = server_command(config, port, model, version)
     log.info("starting engine-%d: %s", index, " ".join(command))
     server = subprocess.Popen(
@@ -73,12 +74,12 @@ def run_engine(config: Config, index: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _policy_to_serve(config: Config, run: RunDir) -> tuple[Path, int]:
+def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int]:
     """The policy published last, so that an engine that restarts is current; the start model as 0 where there is no
     directory of it: none was published yet, or it was broadcast and the trainer sends it again."""
     published = PublishedPolicy.read(run.published)
     if published is None or published.path is None:
-        return config.model.path, 0
+        return made_start_model(config, index), 0
     return Path(published.path), published.version
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 from dppo_megatron.config import Config, ConfigError, save_resolved
@@ -36,6 +37,7 @@ def evaluate_model(config: Config, model: Path, source: str) -> float:
     run.root.mkdir(parents=True, exist_ok=True)
     save_resolved(config, run.config)
     forget_all(run)
+    shutil.rmtree(run.quantized_start, ignore_errors=True)  # it may be of another model of that name
     visible = visible_devices()
     children = []
     for index, name in enumerate(engine_names(config)):

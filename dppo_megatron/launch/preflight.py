@@ -141,8 +141,15 @@ def _reward(config: Config, findings: Findings) -> None:
 
 
 def _devices(config: Config, findings: Findings) -> None:
-    if problem := device_problem(config, visible_devices()):
+    visible = visible_devices()
+    if problem := device_problem(config, visible):
         findings.violations.append(problem)
+    engine = config.engine
+    if config.samples and engine.quantization != "none" and not engine.urls and not visible:
+        findings.violations.append(
+            f"engine.quantization = {engine.quantization}: needs a GPU, {engine.kind} does not multiply in FP8 on "
+            "CPUs; set it to none"
+        )
 
 
 def _ports(config: Config, findings: Findings) -> None:

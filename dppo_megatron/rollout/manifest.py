@@ -1,4 +1,4 @@
-"""Names and shapes of a model's weights, from a directory's safetensors headers or as announced: no tensor data."""
+"""Names, shapes and FP8 of a model's weights, from safetensors headers or as announced: no tensor data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from .weight_group import TensorSpec
 
-DTYPES = ("F32", "BF16", "F16")  # converted to the engine's own
+FP8 = ("F8_E4M3", "float8_e4m3fn")  # as safetensors and as torch spell it
+DTYPES = ("F32", "BF16", "F16", FP8[0])  # of any but the last an engine makes its own
 SHOWN = 5  # names listed in an error
 
 
@@ -24,11 +25,14 @@ class Manifest:
     source: str
     files: tuple[Path, ...]
     shapes: dict[str, tuple[int, ...]]
+    fp8: frozenset[str]  # names of the tensors that are e4m3
 
     @classmethod
     def of(cls, source: str, tensors: Iterable[TensorSpec]) -> Manifest:
         """What a sender announces, instead of files."""
-        return cls(source, (), {spec.name: spec.shape for spec in tensors})
+        specs = list(tensors)
+        fp8 = frozenset(spec.name for spec in specs if spec.dtype in FP8)
+        return cls(source, (), {spec.name: spec.shape for spec in specs}, fp8)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -44,6 +48,7 @@ class Manifest:
         if not files:
             raise BadWeights(f"{directory}: holds no .safetensors file")
         shapes: dict[str, tuple[int, ...]] = {}
+        fp8 = set()
         for file in files:
             try:
                 with safe_open(file, framework="numpy") as shard:
@@ -54,14 +59,16 @@ class Manifest:
                         if tensor.get_dtype() not in DTYPES:
                             raise BadWeights(f"{file}: {name} is {tensor.get_dtype()}, not one of {DTYPES}")
                         shapes[name] = tuple(tensor.get_shape())
+                        if tensor.get_dtype() in FP8:
+                            fp8.add(name)
             except (OSError, SafetensorError) as error:
                 raise BadWeights(f"{file}: not a readable safetensors file ({error})") from error
         if _ties_head(directory):
             shapes.pop("lm_head.weight", None)  # may be stored or left out
-        return cls(str(directory), files, shapes)
+        return cls(str(directory), files, shapes, frozenset(fp8))
 
     def check_replaces(self, served: Manifest) -> None:
-        """Raises BadWeights unless names and shapes are those of the served model."""
+        """Raises BadWeights unless names and shapes are those of the served model, and the same tensors are FP8."""
         problems = []
         for what, names in (
             ("missing", served.shapes.keys() - self.shapes.keys()),
@@ -76,6 +83,9 @@ class Manifest:
         ]
         if wrong:
             problems.append(f"{len(wrong)} tensors of another shape ({_some(wrong)})")
+        common = self.shapes.keys() & served.shapes.keys()
+        if cast := (self.fp8 ^ served.fp8) & common:  # an engine would cast them, and their scales mean nothing then
+            problems.append(f"{len(cast)} tensors are FP8 on one side alone ({_some(cast)})")
         if problems:
             raise BadWeights(f"{self.source}: not the served model: {'; '.join(problems)}")
 

@@ -29,6 +29,7 @@ from .engine_calls import EngineCalls
 from .samples import check_scores
 from .sglang_weights import SglangWeights
 from .sglang_wire import child_ids, decode_group, decode_score, encode_group, encode_score, parse_version
+from .start_model import start_model
 from .weight_group import WeightGroupPlan
 
 CONTEXT_MARGIN = 8  # positions of --context-length that SGLang keeps back from prompt and response
@@ -39,7 +40,7 @@ class SglangEngine:
 
     What the server lacks is made up for here: it has no cap on K, ends when a token id is outside its vocabulary,
     and takes any weights it finds. So requests and weight directories are checked before they are sent, against
-    `config` and the files of `config.model.path`.
+    `config` and the files of the model that engines start with.
 
     Bound to the event loop it is first used in. `config.engine.request_timeout_s` bounds `generate` and `score`,
     `config.weight_sync.timeout_s` bounds `load_weights`, waiting for running requests included.
@@ -56,7 +57,7 @@ class SglangEngine:
         self._end_tokens: frozenset[int] = frozenset()
         self._first_use = asyncio.Lock()
         self._calls = EngineCalls(self.url, "is it an SGLang server of at least 0.5.23?")
-        self._weights = SglangWeights(self._calls, config.model.path, config.weight_sync.timeout_s)
+        self._weights = SglangWeights(self._calls, start_model(config), config.weight_sync.timeout_s)
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         what = f"generation of group {request.request_id}"

@@ -81,18 +81,18 @@ class WeightGroupPlan:
 
 
 def make_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """In the order of `specs`, as many of one dtype to a bucket as fit; one larger than `bucket_bytes` is alone.
+    """In the order of `specs`, as many to a bucket as fit; one larger than `bucket_bytes` is alone.
 
-    Of one dtype, so that tensors end to end are aligned.
+    Tensors lie end to end, so one that would not be aligned there begins a bucket.
     """
     buckets: list[list[TensorSpec]] = []
-    room = 0
+    filled = 0
     for spec in specs:
-        if not buckets or spec.nbytes > room or spec.dtype != buckets[-1][0].dtype:
+        if not buckets or filled + spec.nbytes > bucket_bytes or filled % getattr(torch, spec.dtype).itemsize:
             buckets.append([])
-            room = bucket_bytes
+            filled = 0
         buckets[-1].append(spec)
-        room -= spec.nbytes
+        filled += spec.nbytes
     return tuple(map(tuple, buckets))
 
 

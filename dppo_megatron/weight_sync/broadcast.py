@@ -31,6 +31,7 @@ from dppo_megatron.rollout.weight_group import (
 from .engine_thread import EngineThread
 from .errors import WeightSyncError
 from .ranks import Ranks
+from .transport import StoredAs
 
 # Small buckets stay in memory the allocator already holds; on a GPU, large ones fill the network.
 BUCKET_BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}
@@ -43,11 +44,11 @@ class Broadcast:
     ranks that lead experts. The engines take the senders' streams one after the other.
     """
 
-    def __init__(self, config: Config, actor: Actor, engines: EngineThread | None, ranks: Ranks, dtype: torch.dtype):
+    def __init__(self, config: Config, actor: Actor, engines: EngineThread | None, ranks: Ranks, stored: StoredAs):
         self._actor = actor
         self._engines = engines
         self._ranks = ranks
-        self._dtype = dtype
+        self._stored = stored
         self._timeout_s = config.weight_sync.timeout_s
         self._on_update = config.rollout.on_update
         self._backend = "nccl" if actor.layout.device.type == "cuda" else "gloo"
@@ -184,7 +185,14 @@ class Broadcast:
         return self._plan.for_engine(local_address(urlsplit(url).hostname), before)
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
-        return export_weights(self._actor.model_chunks, self._actor.hf, self._dtype, bucket_bytes=self._bucket_bytes)
+        stored = self._stored
+        return export_weights(
+            self._actor.model_chunks,
+            self._actor.hf,
+            stored.dtype,
+            bucket_bytes=self._bucket_bytes,
+            quantization=stored.quantization,
+        )
 
 
 class _Stream:

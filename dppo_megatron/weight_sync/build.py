@@ -13,17 +13,20 @@ from .engine_thread import EngineThread
 from .publisher import Publisher
 from .ranks import Ranks
 from .shared_storage import SharedStorage
+from .transport import StoredAs
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_publisher(config: Config, actor: Actor, engines: EngineThread | None, probe: np.ndarray) -> Publisher:
     """Collective; `engines` on rank 0 alone."""
-    dtype = _DTYPES[config.engine.dtype]
+    stored = StoredAs(
+        _DTYPES[config.engine.dtype], None if config.engine.quantization == "none" else config.engine.quantization
+    )
     # The others wait for rank 0's word while it waits for an engine to come back or to end its update.
     ranks = Ranks(timeout_s=config.engine.unavailable_timeout_s + 4 * config.weight_sync.timeout_s)
     if config.weight_sync.transport == "broadcast":
-        transport = Broadcast(config, actor, engines, ranks, dtype)
+        transport = Broadcast(config, actor, engines, ranks, stored)
     else:
-        transport = SharedStorage(config, actor, dtype)
+        transport = SharedStorage(config, actor, stored)
     return Publisher(config, actor, engines, ranks, transport, probe)

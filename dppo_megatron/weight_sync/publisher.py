@@ -201,14 +201,20 @@ class Publisher:
     def _compare(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> float:
         differences = {reply.url: float(np.abs(reply.scores - expected).max()) for reply in confirmed}
         tolerance = self._config.weight_sync.probe_tolerance
+        engine, quantised = self._config.engine, ""
+        if engine.quantization != "none":
+            quantised = (
+                f". With engine.quantization = {engine.quantization} a difference of bf16's size and more is to be "
+                "expected: raise the tolerance if this one is, and limit the mismatch by rollout.max_mismatch_kl"
+            )
         for url, difference in differences.items():
             if not difference <= tolerance:  # also when it is NaN
                 raise WeightSyncError(
                     f"policy version {version}, engine {url}: log-probs of the probe differ from the trainer's by "
                     f"{difference:.3g}, more than weight_sync.probe_tolerance = {tolerance:g}. The engine does not "
                     "serve the trainer's weights or computes in another precision (engine.dtype = "
-                    f"{self._config.engine.dtype}, model.dtype = {self._config.model.dtype}); do not train on its "
-                    "rollouts"
+                    f"{engine.dtype}, model.dtype = {self._config.model.dtype}); do not train on its rollouts"
+                    f"{quantised}"
                 )
         return max(differences.values())
 

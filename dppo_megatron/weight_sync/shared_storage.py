@@ -6,23 +6,23 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from dppo_megatron.actor import Actor
 from dppo_megatron.config import Config
 from dppo_megatron.hf import save_hf
 from dppo_megatron.rollout.engine import Engine, EngineInfo
 from dppo_megatron.run_dir import RunDir
 
+from .transport import StoredAs
+
 
 class SharedStorage:
     """Every version is one model directory, written by the ranks that own the weights, read by every engine."""
 
-    def __init__(self, config: Config, actor: Actor, dtype: torch.dtype):
+    def __init__(self, config: Config, actor: Actor, stored: StoredAs):
         self._config = config
         self._run = RunDir(config.run.dir)
         self._actor = actor
-        self._dtype = dtype
+        self._stored = stored
         self._kept: list[int] = []
         self._prepared: Path | None = None
         self.nbytes = 0
@@ -33,7 +33,8 @@ class SharedStorage:
             self._actor.model_chunks,
             self._prepared,
             template_dir=self._config.model.path,
-            dtype=self._dtype,
+            dtype=self._stored.dtype,
+            quantization=self._stored.quantization,
             overwrite=True,
         )
         self.nbytes = sum(file.stat().st_size for file in self._prepared.glob("*.safetensors"))

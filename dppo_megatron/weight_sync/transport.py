@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
+from dppo_megatron.hf.export import Quantization
 from dppo_megatron.rollout.engine import Engine, EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAs:
+    """How the exporter hands weights to the engines, whichever way they travel."""
+
+    dtype: torch.dtype
+    quantization: Quantization | None = None
 
 
 class Transport(Protocol):

@@ -10,7 +10,7 @@ import pytest
 for neighbour in ("hf", "engines"):
     sys.path.insert(0, str(Path(__file__).parents[1] / neighbour))
 
-FAMILIES = ("qwen3", "qwen3_moe")
+FAMILIES = ("qwen3", "qwen3_moe", "wide")
 
 
 @pytest.fixture(scope="session")
@@ -20,16 +20,24 @@ def sync_models(tmp_path_factory) -> Path:
 
     from dppo_megatron.hf import make_random_hf_model
 
+    # Several blocks of FP8 each way, none of the sizes a multiple of 128.
+    configs = CONFIGS | {"wide": CONFIGS["qwen3"] | {"hidden_size": 160, "intermediate_size": 300}}
     root = tmp_path_factory.mktemp("weight_sync")
     for family in FAMILIES:
         for seed, policy in enumerate("ab"):
-            make_random_hf_model(root / f"{family}-{policy}", CONFIGS[family], seed=seed)
+            make_random_hf_model(root / f"{family}-{policy}", configs[family], seed=seed)
     return root
 
 
 @pytest.fixture(scope="session")
-def scenarios(sync_models, tmp_path_factory) -> dict:
+def sync_runs(tmp_path_factory) -> Path:
+    """Run directories of the scenarios, by their names."""
+    return tmp_path_factory.mktemp("sync_ranks")
+
+
+@pytest.fixture(scope="session")
+def scenarios(sync_models, sync_runs) -> dict:
     """Scenario name -> what rank 0 returned, or the traceback of the first rank that failed."""
     from sync_ranks import run_scenarios
 
-    return run_scenarios(sync_models, tmp_path_factory.mktemp("sync_ranks"))
+    return run_scenarios(sync_models, sync_runs)

@@ -29,6 +29,7 @@ from dppo_megatron.weight_sync.engine_thread import EngineThread
 from dppo_megatron.weight_sync.live_engines import LiveEngines
 
 TIMEOUT_S = 2.0
+FP8 = {"dtype": "bf16", "quantization": "fp8_block"}
 
 
 @dataclass
@@ -52,9 +53,22 @@ class Trainer:
             return float("inf")
         return max(float((held[name] - source.tensor(name)).abs().max()) for name in held)
 
+    def unlike_fp8(self, policy: str) -> list[str]:
+        """Names of the tensors that the engine does not hold bit for bit as the policy's bf16 weights in FP8."""
+        source = hf.SafetensorsDirectory(self.models / f"{self.actor.family}-{policy}")
+        plain = ((name, source.tensor(name).bfloat16()) for name in source.tensors)
+        expected, held = dict(hf.fp8.quantized(plain)), self.engines[0].weights
+
+        def same(name: str) -> bool:
+            if name not in expected or name not in held or held[name].dtype != expected[name].dtype:
+                return False
+            return torch.equal(held[name].view(torch.uint8), expected[name].view(torch.uint8))
+
+        return sorted(name for name in expected.keys() | held.keys() if not same(name))
+
 
 @contextmanager
-def trainer(models: Path, run: Path, family: str, *, tp=1, pp=1, ep=1, engines=1, **weight_sync):
+def trainer(models: Path, run: Path, family: str, *, tp=1, pp=1, ep=1, engines=1, engine=(), **weight_sync):
     from hf_models import build_gpt
     from megatron.core import parallel_state, tensor_parallel
 
@@ -74,7 +88,7 @@ def trainer(models: Path, run: Path, family: str, *, tp=1, pp=1, ep=1, engines=1
             "model": {"path": str(model)},
             "train": {"steps": 1},
             "data": {"train": "unused"},
-            "engine": {"dtype": "fp32", "unavailable_timeout_s": TIMEOUT_S},
+            "engine": {"dtype": "fp32", "unavailable_timeout_s": TIMEOUT_S} | dict(engine),
             "weight_sync": {"transport": "broadcast", "bucket_bytes": 6000, "timeout_s": TIMEOUT_S, **weight_sync},
         }
     )
@@ -116,6 +130,31 @@ def there_and_back(**layout: Any) -> Callable[[Path, Path], dict]:
                 "published": published,
                 "policy": PublishedPolicy.read(RunDir(run).published) if t.engines else None,
             }
+
+    return scenario
+
+
+def in_fp8(**layout: Any) -> Callable[[Path, Path], dict]:
+    """Two policies to an FP8 engine, then the refusal of one that computes otherwise."""
+
+    def scenario(models: Path, run: Path) -> dict:
+        with trainer(models, run, engine=FP8, **layout) as t:
+            unlike, names = [], []
+            for version, policy in enumerate("ab"):
+                t.load(policy)
+                t.publisher.publish(version)
+                if t.engines:
+                    unlike += t.unlike_fp8(policy)
+                    names = sorted(t.engines[0].weights)
+            for engine in t.engines:
+                engine.score_offset = 0.5
+            try:
+                t.publisher.publish(2)
+                message = "nothing raised"
+            except WeightSyncError as error:
+                message = str(error)
+            streams = getattr(t.publisher._transport, "_streams", ())
+            return {"unlike": unlike, "names": names, "message": message, "buckets": [len(s) for s in streams]}
 
     return scenario
 
@@ -204,6 +243,9 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     "expert": there_and_back(family="qwen3_moe", ep=2),
     "expert_in_tensor": there_and_back(family="qwen3_moe", tp=2, ep=2),
     "shared_storage": there_and_back(family="qwen3", tp=2, transport="shared_storage"),
+    "fp8_broadcast": in_fp8(family="wide", tp=2, bucket_bytes=1 << 20),
+    "fp8_broadcast_small_buckets": in_fp8(family="qwen3_moe", ep=2),
+    "fp8_shared_storage": in_fp8(family="wide", pp=2, transport="shared_storage"),
     "dies_at_join": one_of_two_dies("join"),
     "dies_at_receive": one_of_two_dies("receive"),
     "dies_at_bucket": one_of_two_dies(3),

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from sync_ranks import TIMEOUT_S
+
+from dppo_megatron.hf import SafetensorsDirectory, fp8, open_weights, read_hf_config
+from dppo_megatron.rollout.manifest import Manifest
+from dppo_megatron.run_dir import RunDir
 
 LAYOUTS = {"tensor": 1, "pipeline": 2, "data": 1, "expert": 2, "expert_in_tensor": 2, "shared_storage": 0}
 
@@ -25,6 +30,36 @@ def test_engines_hold_exactly_the_policy(scenarios, name, senders):
     assert set(result["groups"]) == ({1} if senders else {0}), "one group serves all updates"
     assert result["policy"].version == 2
     assert (result["policy"].path is None) == bool(senders)
+
+
+@pytest.mark.parametrize("name", ["fp8_broadcast", "fp8_broadcast_small_buckets", "fp8_shared_storage"])
+def test_fp8_engines_hold_bit_for_bit_what_the_weights_quantise_to(scenarios, name):
+    result = result_of(scenarios, name)
+    assert result["unlike"] == []
+    assert "model.layers.1.self_attn.q_proj.weight_scale_inv" in result["names"]
+    assert "differ from the trainer's by 0.5" in result["message"]
+    assert "engine.quantization = fp8_block" in result["message"]
+    assert "rollout.max_mismatch_kl" in result["message"]
+
+
+def test_weights_and_scales_travel_together(scenarios):
+    (buckets,) = result_of(scenarios, "fp8_broadcast")["buckets"]
+    assert buckets <= 2, "0.9 MB in buckets of 1 MiB"
+
+
+def test_what_the_fp8_trainer_published_is_a_model_that_reads_as_its_weights(scenarios, sync_models, sync_runs):
+    result_of(scenarios, "fp8_shared_storage")
+    directory = RunDir(sync_runs / "fp8_shared_storage").weights_of(1)
+    config = read_hf_config(directory)
+    assert config.quantization == fp8.quantization_config(config)
+    read, source = open_weights(directory, config), SafetensorsDirectory(sync_models / "wide-b")
+    assert set(read.tensors) == set(source.tensors)
+    for name in source.tensors:
+        expected = source.tensor(name).bfloat16()
+        if fp8.is_quantized(name):
+            expected = fp8.dequantize(*fp8.quantize(expected), torch.float32)
+        assert torch.equal(read.tensor(name), expected), name
+    assert Manifest.read(directory).fp8 == {name for name in source.tensors if fp8.is_quantized(name)}
 
 
 @pytest.mark.parametrize("place", ["join", "receive", "bucket"])
