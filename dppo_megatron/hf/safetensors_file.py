@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -97,7 +98,11 @@ class SafetensorsFile:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in row order, not copied where it is contiguous and on the CPU."""
-    return memoryview(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    # Not by numpy, which makes a storage that may be a live parameter's unfit for `Actor.offloaded` on a CPU.
+    raw = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+    raw.owner = flat
+    return memoryview(raw)
 
 
 def sync(descriptor: int) -> None:

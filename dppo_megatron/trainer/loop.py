@@ -9,7 +9,7 @@ from typing import Protocol
 from dppo_megatron.actor import Actor
 from dppo_megatron.config import Config
 from dppo_megatron.objectives import Objective
-from dppo_megatron.weight_sync import Publisher
+from dppo_megatron.weight_sync import Publisher, WeightSyncError
 
 from .batches import BatchSource
 from .checkpoints import Checkpoints
@@ -43,8 +43,18 @@ def train(
 
     Collective: every rank runs it. `publisher` is None where there is no engine (supervised training). A stop that
     was requested takes effect at a step boundary or while waiting, after a checkpoint, and returns early.
+
+    Colocated engines and the actor take turns: `publish` gives the GPUs to the engines, `rest` gives them back.
+    After the last publish they are the engines'.
     """
     step = first_step
+    colocated = config.engine.placement == "colocated"
+
+    def save_if_due(metrics: StepMetrics) -> None:
+        if checkpoints.due(step):
+            with metrics.timed("checkpoint"):
+                checkpoints.save(step)
+
     if publisher is not None:
         recorder.log(step, publisher.publish(step).metrics())
         control.barrier()
@@ -64,16 +74,22 @@ def train(
                 metrics.add_update(actor.train_update(update.micro_batches, objective), update)
             metrics.check_mismatch(config.rollout.max_mismatch_kl, step)
             step += 1
+            if colocated:
+                save_if_due(metrics)  # a publish lends the actor's memory to the engines
             if publisher is not None:
                 with metrics.timed("publish"):
                     metrics.add(publisher.publish(step).metrics())
                     control.barrier()  # rank 0 may wait for an engine longer than a collective lasts
-            if checkpoints.due(step):
-                with metrics.timed("checkpoint"):
-                    checkpoints.save(step)
+            if not colocated:
+                save_if_due(metrics)  # while engines sample
             recorder.log(step, metrics.finish())
             recorder.log_masked(step, metrics.masked_tokens)
     except StopRequested:
         log.info("stop requested: saving a checkpoint at step %d", step)
+        if publisher is not None:
+            try:
+                publisher.rest()
+            except WeightSyncError as error:  # engines end at the same time
+                log.warning("%s", error)
         checkpoints.save(step)
     return step

@@ -16,6 +16,7 @@ from dppo_megatron.rollout.clients import build_engine
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.services import engine_services, engine_urls
 from dppo_megatron.weight_sync import build_publisher, probe_tokens
+from dppo_megatron.weight_sync.colocated import put_to_sleep
 from dppo_megatron.weight_sync.engine_thread import EngineThread
 from dppo_megatron.weight_sync.live_engines import LiveEngines
 
@@ -40,6 +41,13 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     setup_logging(f"trainer-{layout.rank}", run.root)
     objective = build_objective(config.objective.name, **config.objective.settings)
     control = Control(config.run.stall_timeout_s)
+    engines = None
+    colocated = config.samples and config.engine.placement == "colocated"
+    if colocated:
+        engines = _connect(config, run, layout, control)  # they start on empty GPUs, and sleep until the first publish
+        if engines is not None:
+            put_to_sleep(engines)
+        control.barrier()
     actor = Actor(config, layout)
     if layout.rank == 0:
         for line in head(config, actor, objective):
@@ -60,7 +68,8 @@ def run_trainer(config: Config, *, resume: bool) -> None:
         source = BankBatches(config, BankReader(config.rollout.bank or run.bank), objective, rank, size)
     publisher = None
     if config.samples:
-        engines = _connect(config, run, layout, control)
+        if not colocated:
+            engines = _connect(config, run, layout, control)
         publisher = build_publisher(config, actor, engines, probe_tokens(prompts, config.engine.max_model_len))
     with RankZeroRecorder(config, layout.rank, first_step, lambda token: tokenizer.decode([token])) as recorder:
         with control:
@@ -78,6 +87,9 @@ def run_trainer(config: Config, *, resume: bool) -> None:
             )
             checkpoints.finish()
         if done == config.train.steps:
+            if colocated:  # until then the actor's memory is lent
+                recorder.wait_for_last_evaluation()
+                publisher.rest()
             save_hf(actor.model_chunks, run.final_model, template_dir=config.model.path, overwrite=True)
             recorder.wait_for_last_evaluation()
     if publisher is not None:

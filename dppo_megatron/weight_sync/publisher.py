@@ -24,6 +24,7 @@ from dppo_megatron.rollout.engine import (
 from dppo_megatron.rollout.published import PublishedPolicy
 from dppo_megatron.run_dir import RunDir
 
+from .colocated import ActorMemory, put_to_sleep
 from .engine_thread import EngineThread
 from .errors import WeightSyncError
 from .live_engines import Confirmation
@@ -91,7 +92,7 @@ class Publisher:
         self._ranks = ranks
         self._transport = transport
         self._probe = probe
-        self._colocated = config.engine.placement == "colocated"
+        self._memory = ActorMemory(actor) if config.engine.placement == "colocated" else None
         self._last: PublishedPolicy | None = None
         self._behind: set[tuple[str, str]] = set()  # URL and instance of engines that were noticed to lag
 
@@ -102,14 +103,21 @@ class Publisher:
         is proven to it. With none left, waits for one to come back. Raises `WeightSyncError` on every rank when an
         engine refuses the weights or scores the probe differently by more than `weight_sync.probe_tolerance`, when
         none is there for `engine.unavailable_timeout_s`, and when those that are fail `ATTEMPTS` times.
+
+        Colocated engines get the actor's memory before they wake: until `rest` the actor must not be used.
         """
         started = time.perf_counter()
         self._transport.prepare(version)
+        expected = None
+        if self._memory is not None:
+            expected = self._actor.score(self._probe)
+            self._memory.lend()
+            self._ranks.gather(None)  # an engine may be on the GPUs of several ranks
         exported = time.perf_counter() - started
         patience = _Patience(version, self._config.engine.unavailable_timeout_s)
         while True:
             engines, silent = self._ranks.from_first(self._answering)
-            outcome = self._attempt(version, engines, exported) if engines else Outcome()
+            outcome = self._attempt(version, engines, exported, expected) if engines else Outcome()
             failures = silent | outcome.failures
             if outcome.published is not None:
                 for name, reason in failures.items():
@@ -138,8 +146,10 @@ class Publisher:
         engines, silent = self._engines.start(lambda live: live.answering()).result()
         return engines, {name: str(error) for name, error in silent.items()}
 
-    def _attempt(self, version: int, engines: Mapping[str, EngineInfo], export_s: float) -> Outcome:
-        """One try with these engines; the same on every rank."""
+    def _attempt(
+        self, version: int, engines: Mapping[str, EngineInfo], export_s: float, expected: np.ndarray | None
+    ) -> Outcome:
+        """One try with these engines; the same on every rank. `expected` None: the probe is still to be scored."""
         started = time.perf_counter()
         try:
             self._transport.meet(engines)
@@ -151,7 +161,8 @@ class Publisher:
                 lambda live: live.confirm(version, engines, lambda engine: self._load(engine, version), self._probe)
             )
         problem = self._transport.send()
-        expected = self._actor.score(self._probe)  # every rank computes while the engines load
+        if expected is None:
+            expected = self._actor.score(self._probe)  # every rank computes while the engines load
         problems = [p for p in self._ranks.gather(problem) if p]
 
         def judge() -> Outcome:
@@ -176,22 +187,19 @@ class Publisher:
         return self._ranks.from_first(judge)
 
     def rest(self) -> None:
-        """Before training: colocated engines give their memory back, until the next publish wakes them."""
-        if not self._colocated:
-            return
+        """Before the actor is used again: colocated engines sleep and it takes its memory back, until the next publish.
 
-        def all_asleep() -> None:
-            engines, _ = self._answering()
-            replies = self._engines.start(lambda live: live.on(engines, lambda engine: engine.sleep())).result()
-            awake = [str(reply) for reply in replies.values() if isinstance(reply, Exception)]
-            if awake:
-                raise WeightSyncError("an engine did not give its memory back to the trainer:\n  " + "\n  ".join(awake))
-
-        self._ranks.from_first(all_asleep)
+        The actor has it back even when this raises `WeightSyncError`, because an engine did not go to sleep.
+        """
+        if self._memory is not None:
+            try:
+                self._ranks.from_first(lambda: put_to_sleep(self._engines))
+            finally:
+                self._memory.take_back()
 
     async def _load(self, engine: Engine, version: int) -> None:
         try:
-            if self._colocated:
+            if self._memory is not None:
                 await engine.wake()
             await self._transport.receive(engine, version)
         except BaseException as error:

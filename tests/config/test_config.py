@@ -102,6 +102,11 @@ def test_missing_file_and_broken_yaml(tmp_path):
         ({"parallel": {"world_size": 3, "tensor": 2}}, "not a multiple of tensor x pipeline x context"),
         ({"parallel": {"sequence": True}}, "needs parallel.tensor > 1"),
         ({"parallel": {"virtual_pipeline": 2}}, "needs parallel.pipeline > 1"),
+        ({"engine": {"quantization": "fp8_block", "dtype": "fp32"}}, "engine.dtype = fp32"),
+        (
+            {"engine": {"quantization": "fp8_block", "kind": "sglang", "urls": ["http://a:1"]}},
+            "engine.quantization = fp8_block: not with engine.urls of SGLang",
+        ),
         ({"optimizer": {"min_lr": 1.0}}, "above optimizer.lr"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature = 0"),
     ],

@@ -99,3 +99,11 @@ def test_reading_copies_nothing_and_changes_nothing(models):
     tensors = hf.SafetensorsDirectory(models / "llama")
     tensors.tensor("model.norm.weight").zero_()
     assert file.read_bytes() == content
+
+
+def test_live_parameters_that_were_written_can_still_be_offloaded(models, tmp_path):
+    source = models / "llama"
+    chunk = fake_chunk(hf.read_hf_config(source))
+    hf.load_into([chunk], source, ranks=ranks())
+    hf.save_hf([chunk], tmp_path / "saved", source, ranks=ranks())
+    assert all(parameter.untyped_storage().resizable() for parameter in chunk.parameters())

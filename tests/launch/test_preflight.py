@@ -75,6 +75,14 @@ def test_an_engine_longer_than_the_model_is_refused(tree):
     assert "engine.max_model_len = 65: the model was made for 64 positions" in found(tree)
 
 
+def test_fp8_engines_are_refused_on_a_cpu(tree, monkeypatch):
+    tree["engine"] |= {"quantization": "fp8_block", "dtype": "bf16"}
+    monkeypatch.setattr("dppo_megatron.launch.preflight.visible_devices", list)
+    assert "engine.quantization = fp8_block: needs a GPU" in found(tree)
+    monkeypatch.setattr("dppo_megatron.launch.preflight.visible_devices", lambda: ["0", "1"])
+    preflight(Config.model_validate(tree), "config.yaml")
+
+
 def test_a_missing_model_directory_is_named(tree, tmp_path):
     tree["model"]["path"] = str(tmp_path / "absent")
     assert "absent" in found(tree)

@@ -6,13 +6,14 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
 from dppo_megatron.rollout.manifest import BadWeights
 from dppo_megatron.rollout.vllm_extension.weights import WeightsTorn, WeightUpdater
-from dppo_megatron.rollout.weight_group import TensorSpec, WeightGroupPlan
+from dppo_megatron.rollout.weight_group import TensorSpec, WeightGroupPlan, bucket_bytes, make_buckets, views
 
 
 class PlayedEngine:
@@ -83,6 +84,21 @@ def test_order(policy):
         *("pause keep", "init", "start", "update 1", "finish 4", "reset True", "resume"),
         *("pause abort", "start", "update 1", "finish 5", "reset False", "resume"),
     ]
+
+
+def test_scales_travel_with_their_weights_in_few_aligned_buckets():
+    specs = []
+    for layer in range(10):
+        specs.append(TensorSpec(f"{layer}.weight", "float8_e4m3fn", (12, 10)))
+        specs.append(TensorSpec(f"{layer}.weight_scale_inv", "float32", (1, 1)))
+    buckets = make_buckets(
+        [*specs, TensorSpec("odd", "float8_e4m3fn", (3,)), TensorSpec("norm", "bfloat16", (4,))], 10**6
+    )
+    assert [len(bucket) for bucket in buckets] == [21, 1]
+    for bucket in buckets:
+        flat = torch.arange(bucket_bytes(bucket)).to(torch.uint8)
+        parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in views(flat, bucket)]
+        assert torch.equal(torch.cat(parts), flat)
 
 
 def plan(name="group", **shapes):

@@ -30,8 +30,15 @@ class PlayedEngine:
         self.weights: dict[str, torch.Tensor] = {}
         self.joined: list[str] = []
         self.score_offset = 0.0
+        self.events: list[str] = []  # what happens to it; may be shared
         self._receiver: WeightReceiver | None = None
         self._group = ""
+
+    async def sleep(self) -> None:
+        self.events.append("sleep")
+
+    async def wake(self) -> None:
+        self.events.append("wake")
 
     async def health(self) -> None:
         if self.down:
@@ -58,6 +65,7 @@ class PlayedEngine:
         from safetensors.torch import load_file
 
         self._die_at("receive")
+        self.events.append("load")
         self.weights = {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
         self.served = version
 
@@ -94,6 +102,7 @@ class PlayedEngine:
             raise EngineUnavailable(f"engine {self.url}: died at {place}")
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        self.events.append("prove")
         return SCORES + np.float32(self.score_offset)
 
     async def close(self) -> None:

@@ -159,6 +159,48 @@ def in_fp8(**layout: Any) -> Callable[[Path, Path], dict]:
     return scenario
 
 
+def colocated(models: Path, run: Path) -> dict:
+    """Two publishes to an engine on the trainer's GPUs; at the second turn it does not go to sleep."""
+    settings = {"engine": {"placement": "colocated"}, "transport": "shared_storage", "bucket_bytes": None}
+    with trainer(models, run, "qwen3", tp=2, **settings) as t:
+        events: list[str] = []
+        at_home = {id(p): p.data for chunk in t.actor.model_chunks for p in chunk.parameters()}
+
+        @contextmanager
+        def offloaded():
+            parameters = [p for chunk in t.actor.model_chunks for p in chunk.parameters()]
+            for parameter in parameters:
+                parameter.data = torch.empty(0)
+            events.append("lent")
+            yield 0
+            for parameter in parameters:
+                parameter.data = at_home[id(parameter)]
+            events.append("taken back")
+
+        t.actor.offloaded = offloaded
+        t.actor.score = lambda tokens: events.append("score") or SCORES
+        for engine in t.engines:
+            engine.events = events
+        t.load("a")
+        t.publisher.publish(0)
+        t.publisher.rest()
+        t.load("b")
+        t.publisher.publish(1)
+
+        async def stay_awake() -> None:
+            raise EngineError("http://127.0.0.1:90: busy")
+
+        for engine in t.engines:
+            engine.sleep = stay_awake
+        try:
+            t.publisher.rest()
+            message = "nothing raised"
+        except WeightSyncError as error:
+            message = str(error)
+        differences = [t.difference("b")] if t.engines else []
+        return {"events": t.publisher._ranks.gather(events), "message": message, "differences": differences}
+
+
 def one_of_two_dies(place: str | int) -> Callable[[Path, Path], dict]:
     """The second engine dies at `place` of the second publish and is back for the third."""
 
@@ -246,6 +288,7 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     "fp8_broadcast": in_fp8(family="wide", tp=2, bucket_bytes=1 << 20),
     "fp8_broadcast_small_buckets": in_fp8(family="qwen3_moe", ep=2),
     "fp8_shared_storage": in_fp8(family="wide", pp=2, transport="shared_storage"),
+    "colocated": colocated,
     "dies_at_join": one_of_two_dies("join"),
     "dies_at_receive": one_of_two_dies("receive"),
     "dies_at_bucket": one_of_two_dies(3),

@@ -62,6 +62,17 @@ def test_what_the_fp8_trainer_published_is_a_model_that_reads_as_its_weights(sce
     assert Manifest.read(directory).fp8 == {name for name in source.tensors if fp8.is_quantized(name)}
 
 
+def test_colocated_engines_and_the_actor_take_turns(scenarios):
+    result = result_of(scenarios, "colocated")
+    turn = ["score", "lent", "wake", "load", "prove", "sleep", "taken back"]
+    awake = [event for event in turn if event != "sleep"]
+    first, second = result["events"]
+    assert first == turn + awake
+    assert second == ["score", "lent", "taken back"] * 2
+    assert "did not give its memory back" in result["message"]
+    assert result["differences"] == [0.0]
+
+
 @pytest.mark.parametrize("place", ["join", "receive", "bucket"])
 def test_an_engine_that_dies_is_left_out_and_taken_in_again(scenarios, place):
     result = result_of(scenarios, f"dies_at_{place}")
