@@ -38,7 +38,8 @@ test-slurm: install
 	$(AS_ROOT) $(BIN)/python -m pytest tests/slurm -m slurm
 
 test-engines: install sglang
-	$(BIN)/python -m pytest tests -m "engines or faults"
+	$(BIN)/python -m pytest tests -m engines
+	$(BIN)/python -m pytest tests/faults -m faults
 
 lint: install
 	$(BIN)/ruff check .

@@ -63,6 +63,7 @@ def sglang_command(
             "--disable-cuda-graph",
             "--disable-radix-cache",
             "--skip-server-warmup",
+            "--sleep-on-idle",  # else it takes half a core while the trainer computes
         ]
     return [*command, *engine.extra_args]
 
