@@ -13,6 +13,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from ..engine import GenerateRequest
 from ..samples import GroupSamples
 from .experts import RECORDED, ExpertsReader
+from .rows import columns, keep_rows
 
 
 async def sample_group(engine: EngineClient, request: GenerateRequest, experts: ExpertsReader) -> GroupSamples:
@@ -25,6 +26,8 @@ async def sample_group(engine: EngineClient, request: GenerateRequest, experts: 
                 tasks.create_task(_final(engine, prompt, _params(request, seed), name))
                 for seed, name in zip(request.seeds, names, strict=True)
             ]
+            await asyncio.sleep(0)  # they begin
+            keep_rows(engine, names)
     except BaseException as error:
         if request.routed_experts:
             await experts.forget(names)
@@ -88,8 +91,8 @@ async def _final(engine: EngineClient, prompt: list[int], params: SamplingParams
 
 def _flatten(samples: list[CompletionOutput], k: int, routed_experts: np.ndarray | None) -> GroupSamples:
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int32)
-    columns = [_column(sample, k) for sample in samples]
-    logprobs = np.concatenate([logprobs for _, logprobs in columns])
+    listed = [columns(sample.logprobs, len(sample.token_ids), k) for sample in samples]
+    logprobs = np.concatenate([logprobs for _, logprobs in listed])
     # Column 0 of each position is the sampled token, the K most likely follow.
     return GroupSamples(
         lengths=lengths,
@@ -99,18 +102,9 @@ def _flatten(samples: list[CompletionOutput], k: int, routed_experts: np.ndarray
         versions=np.concatenate(
             [_versions(s.weight_versions, n) for s, n in zip(samples, lengths.tolist(), strict=True)]
         ),
-        topk_ids=np.concatenate([ids for ids, _ in columns])[:, 1:] if k else None,
+        topk_ids=np.concatenate([ids for ids, _ in listed])[:, 1:] if k else None,
         topk_logprobs=logprobs[:, 1:] if k else None,
         routed_experts=routed_experts,
-    )
-
-
-def _column(sample: CompletionOutput, k: int) -> tuple[np.ndarray, np.ndarray]:
-    flat = sample.logprobs
-    shape = (len(sample.token_ids), k + 1)
-    return (
-        np.asarray(flat.token_ids, dtype=np.int32).reshape(shape) if k else np.empty(0, np.int32),
-        np.asarray(flat.logprobs, dtype=np.float32).reshape(shape),
     )
 
 
