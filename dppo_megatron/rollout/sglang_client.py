@@ -51,7 +51,7 @@ class SglangEngine:
         self._model_path = config.model.path
         self._max_logprobs = config.engine.max_logprobs
         self._generate_timeout_s = config.engine.request_timeout_s
-        self._running: dict[str, int] = {}  # request id -> n
+        self._running: dict[str, GenerateRequest] = {}  # request id -> as the server knows it
         self._limits: EngineInfo | None = None
         self._model: HFModelConfig | None = None
         self._end_tokens: frozenset[int] = frozenset()
@@ -64,8 +64,10 @@ class SglangEngine:
         limits = await self._static_info()
         self._admit(what, request, limits)
         room = limits.max_model_len - len(request.token_ids)
-        body = encode_group(request, min(request.max_tokens, room))
-        self._running[request.request_id] = request.n
+        # Under a name of its own: the server may still be busy ending a request of that id whose client is gone.
+        sent = dataclasses.replace(request, request_id=f"{request.request_id}~{uuid4().hex[:8]}")
+        body = encode_group(sent, min(request.max_tokens, room))
+        self._running[request.request_id] = sent
         try:
             reply = await self._calls.call(what, "/generate", self._generate_timeout_s, body=body)
         except (asyncio.CancelledError, EngineTimeout):
@@ -75,7 +77,7 @@ class SglangEngine:
         finally:
             del self._running[request.request_id]
         try:
-            samples = decode_group(reply, request, self._model)
+            samples = decode_group(reply, sent, self._model)
             samples.check(request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len)
         except (ValueError, SpoiltSample) as error:
             raise SpoiltSample(f"engine {self.url}: {what}: {error}") from None
@@ -128,7 +130,7 @@ class SglangEngine:
                 dtype=server["dtype"],
                 model=served["model_path"],
                 engine=f"sglang {server['version']}",
-                running=sum(self._running.values()),
+                running=sum(sent.n for sent in self._running.values()),
                 routed_experts=bool(server["enable_return_routed_experts"]),
                 problems=tuple(_unfit_settings(server, self._model)),
                 workers=server["tp_size"],
@@ -151,7 +153,8 @@ class SglangEngine:
         await self._calls.json("health", "/server_info", retry_busy=False)
 
     async def abort(self, request_id: str) -> None:
-        children = child_ids(request_id, self._running.get(request_id, 0))
+        sent = self._running.get(request_id)
+        children = child_ids(sent.request_id, sent.n) if sent else []
         what = f"abort of {request_id}"
         await asyncio.gather(*(self._calls.call(what, "/abort_request", body={"rid": child}) for child in children))
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import re
+from uuid import UUID
 
 import numpy as np
 import pytest
 from fake_server import against, http
 from tiny_engine import EOS, MAX_MODEL_LEN, VOCAB, engine_config, group, make_model
 
+from dppo_megatron.rollout import sglang_client
 from dppo_megatron.rollout.engine import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, SpoiltSample
 from dppo_megatron.rollout.sglang_client import SglangEngine
 from dppo_megatron.rollout.sglang_wire import child_ids
@@ -40,6 +42,12 @@ def config(model):
     return config.model_copy(update={"weight_sync": config.weight_sync.model_copy(update={"timeout_s": 1.0})})
 
 
+@pytest.fixture(autouse=True)
+def names(monkeypatch):
+    """What the client adds to the id of a request is known, so that replies can be written beforehand."""
+    monkeypatch.setattr(sglang_client, "uuid4", lambda: UUID(int=0))
+
+
 def say(value, status=200) -> bytes:
     return http(status, json.dumps(value).encode())
 
@@ -56,7 +64,7 @@ def sample(index: int, *, topk=(-1.0, -2.0), request=REQUEST, **meta) -> dict:
     return {
         "output_ids": [9, 10, 11],
         "meta_info": {
-            "id": child_ids(request.request_id, request.n)[index],
+            "id": child_ids(f"{request.request_id}~{0:08}", request.n)[index],
             "finish_reason": {"type": "length", "length": 3},
             "weight_versions": [{"version": "3", "start": 0, "end": 3}],
             "output_token_logprobs": [[-2.5, 9, None], [-2.5, 10, None], [-2.5, 11, None]],
@@ -169,7 +177,7 @@ def test_log_probs_that_ignore_the_temperature_are_found_out(config, model, seco
         replies = iter([(-1.0, -2.0), (-1.0, second)])
 
         async def answer(what, path, timeout_s, *, body):
-            request = group(re.sub("#0;$", "", body["rid"][0]), n=1, max_tokens=1, topk=2)
+            request = group(re.sub("~0+#0;$", "", body["rid"][0]), n=1, max_tokens=1, topk=2)
             one = sample(0, topk=next(replies), request=request)
             one["output_ids"], meta = one["output_ids"][:1], one["meta_info"]
             meta["output_token_logprobs"] = meta["output_token_logprobs"][:1]
