@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 import torch.multiprocessing as mp
 
 from dppo_megatron.config import Config
+from dppo_megatron.services import free_port
 from dppo_megatron.types import TokenBatch
 
 UPDATES, _UPDATE = 4, "one update"
@@ -18,11 +18,8 @@ UPDATES, _UPDATE = 4, "one update"
 
 def measure_updates(config: Config, sequences: int, micro_batches: int, directory: Path) -> list[int]:
     """Peak of tensor bytes on each rank over an update of equal micro-batches of `train.micro_batch_tokens`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     world_size = config.parallel.world_size
-    mp.spawn(_rank, args=(port, config, sequences, micro_batches, directory), nprocs=world_size)
+    mp.spawn(_rank, args=(free_port(), config, sequences, micro_batches, directory), nprocs=world_size)
     return [torch.load(directory / f"{rank}.pt") for rank in range(world_size)]
 
 
