@@ -12,6 +12,7 @@ process 0 waits for the others' receipts and publishes. So a killed conversion l
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ _NOTES, _JOB = ".conversion", "job.json"
 _START_TIMEOUT_S = 120.0
 _STALL_TIMEOUT_S = 600.0
 _POLL_S = 0.1
+_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 17  # mallopt(3)
 
 
 class Conversion(Protocol):
@@ -106,6 +108,7 @@ def run(conversion: Conversion, worker: Worker, progress: Progress, watch: Calla
     Raises what stops a shard, on worker 0 also `ModelError` with the reasons of the others, or naming the shards
     that made no progress for ten minutes. What was finished stays for `--resume`.
     """
+    _return_freed_weights()
     staging = staging_of(conversion.destination)
     mine = range(worker.rank, len(conversion.shards), worker.size)
     if worker.rank > 0 and mine:
@@ -134,6 +137,13 @@ def run(conversion: Conversion, worker: Worker, progress: Progress, watch: Calla
     conversion.finish(staging, records)
     shutil.rmtree(staging / _NOTES)
     publish(staging, conversion.destination)
+
+
+def _return_freed_weights() -> None:
+    """Keeps weights off glibc's heap: it takes them in as they come, fragments, and grows with the model."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none, and no such heap
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _refuse_other_job(staging: Path, job: dict[str, Any]) -> None:
