@@ -32,7 +32,7 @@ _NOTES, _JOB = ".conversion", "job.json"
 _START_TIMEOUT_S = 120.0
 _STALL_TIMEOUT_S = 600.0
 _POLL_S = 0.1
-_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 17  # mallopt(3)
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
 
 class Conversion(Protocol):
@@ -108,13 +108,14 @@ def run(conversion: Conversion, worker: Worker, progress: Progress, watch: Calla
     Raises what stops a shard, on worker 0 also `ModelError` with the reasons of the others, or naming the shards
     that made no progress for ten minutes. What was finished stays for `--resume`.
     """
-    _return_freed_weights()
     staging = staging_of(conversion.destination)
     mine = range(worker.rank, len(conversion.shards), worker.size)
     if worker.rank > 0 and mine:
         _wait_for_job(staging, conversion)
 
     def tick() -> None:
+        if _trim is not None:
+            _trim(0)  # its heap fragments under weights of 1 to 32 MB, and would grow with the model
         progress.show(lambda: _written(staging, conversion.shards))
 
     todo = [index for index in mine if _receipt(staging, conversion.shards[index]) is None]
@@ -137,13 +138,6 @@ def run(conversion: Conversion, worker: Worker, progress: Progress, watch: Calla
     conversion.finish(staging, records)
     shutil.rmtree(staging / _NOTES)
     publish(staging, conversion.destination)
-
-
-def _return_freed_weights() -> None:
-    """Keeps weights off glibc's heap: it takes them in as they come, fragments, and grows with the model."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none, and no such heap
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _refuse_other_job(staging: Path, job: dict[str, Any]) -> None:

@@ -24,7 +24,6 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
 _SUFFIX = "_scale_inv"
 _PROJECTION = re.compile(r"model\.layers\.\d+\..*proj(_with_mqa)?\.weight")
-_STRIP = 4 * BLOCK  # rows worked on at a time, so that the fp32 copies stay small
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,19 +35,17 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     scales = torch.empty(_blocks(rows, BLOCK), _blocks(columns, BLOCK), device=weight.device)
     out = torch.empty(rows, columns, dtype=E4M3, device=weight.device)
-    for first in range(0, rows, _STRIP):
-        strip = weight[first : first + _STRIP].float()
-        height = strip.shape[0]
-        strip = torch.nn.functional.pad(strip, (0, -columns % BLOCK, 0, -height % BLOCK))
-        blocks = strip.view(-1, BLOCK, scales.shape[1], BLOCK)
-        largest = blocks.abs().amax(dim=(1, 3))
-        if not torch.isfinite(largest).all():
-            raise ValueError("holds values that are not finite")
+    bands = zip(weight.split(BLOCK), out.split(BLOCK), scales, strict=True)  # fp32 copies of one stay small
+    for band, band_out, band_scales in bands:
+        blocks = torch.nn.functional.pad(band.float(), (0, -columns % BLOCK)).view(band.shape[0], -1, BLOCK)
+        largest = blocks.abs().amax(dim=(0, 2))
         # Below the smallest normal number a quotient would lose its digits, or become 0 and the values infinite.
-        scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny).masked_fill(largest == 0, 1.0)
-        scaled = (blocks / scale[:, None, :, None]).clamp(-LARGEST, LARGEST)
-        out[first : first + height] = scaled.view(strip.shape)[:height, :columns].to(E4M3)
-        scales[first // BLOCK : first // BLOCK + scale.shape[0]] = scale
+        scale = (largest / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny).masked_fill_(largest == 0, 1.0)
+        scaled = blocks / scale[:, None]  # at most 448 and a rounding, which the cast takes back
+        band_out.copy_(scaled.view(band.shape[0], -1)[:, :columns])
+        band_scales.copy_(scale)
+    if not torch.isfinite(scales).all():
+        raise ValueError("holds values that are not finite")
     return out, scales
 
 
