@@ -29,6 +29,7 @@ from .model import PolicyModel, build_model
 from .model_config import transformer_config, use_transformer_engine
 from .optimizer import build_optimizer, build_schedule, learning_rate, optimizer_step, wrap_data_parallel
 from .packing import Packer
+from .parameter_gather import ParameterGather
 from .reduction import reduce_reports
 from .routing import RoutingReplay
 from .scoring import Scorer, Scores
@@ -73,6 +74,7 @@ class Actor:
         self.model = wrap_data_parallel(self.model_chunks, self.transformer, config)
         # Denominators are inside loss_weight: the token count that the schedule gathers must not divide again.
         self.transformer.finalize_model_grads_func = _finalize_without_division
+        self._gather = ParameterGather(self.model)
         self.optimizer = build_optimizer(self.model, config)
         self.schedule = build_schedule(self.optimizer, config)
         self.skipped_in_a_row = 0
@@ -116,14 +118,17 @@ class Actor:
         load_into(self.model_chunks, directory, self.hf)
         self.optimizer.reload_model_params()
 
-    def train_update(self, micro_batches: Sequence[TokenBatch], objective: Objective) -> UpdateStats:
+    def train_update(
+        self, micro_batches: Sequence[TokenBatch], objective: Objective, *, another_follows: bool = False
+    ) -> UpdateStats:
         """One optimizer update on this data-parallel rank's `micro_batches`; all ranks of a replica pass the same.
 
         The loss is sum(loss_weight * objective loss) over all micro-batches of all data-parallel ranks, and
         so is the gradient: it does not depend on how the batch was split. Data-parallel ranks pass equally
         many micro-batches. An update whose gradients or logits are not finite changes nothing and is reported
-        as skipped. Raises TrainingDiverged after `optimizer.max_skipped_in_a_row` of them, ValueError without
-        micro-batches.
+        as skipped. `another_follows` promises that the next call is this one again, with no use of the weights in
+        between: they are then gathered behind its forward pass. Raises TrainingDiverged after
+        `optimizer.max_skipped_in_a_row` skipped updates, ValueError without micro-batches.
         """
         started = time.perf_counter()
         prepared = self.packer.whole_rounds(micro_batches)
@@ -132,11 +137,12 @@ class Actor:
         self.optimizer.zero_grad()
         masked = torch.zeros(self.hf.vocab_size, dtype=torch.long, device=self.layout.device)
         step = LossStep(objective, self.hf.vocab_size, self.layout, masked)
-        results = self._forward_backward(
-            forward_step_func=step,
-            data_iterator=[iter(prepared) for _ in self.model],  # every virtual stage reads all of them
-            num_microbatches=len(prepared),
-        )
+        with self._gather.behind_forward():
+            results = self._forward_backward(
+                forward_step_func=step,
+                data_iterator=[iter(prepared) for _ in self.model],  # every virtual stage reads all of them
+                num_microbatches=len(prepared),
+            )
         total = reduce_reports(results, prepared[: len(micro_batches)], masked, self.layout)
         metrics = total.metrics
         if self.routing is not None:
@@ -146,6 +152,8 @@ class Actor:
         update = optimizer_step(
             self.optimizer, self.schedule, clip=self.config.optimizer.grad_clip, refuse=total.nonfinite > 0
         )
+        if not update.skipped:
+            self._gather.updated(trains_next=another_follows)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if update.skipped else 0
         self._synchronize()
         stats = UpdateStats(
@@ -173,6 +181,7 @@ class Actor:
 
     def scores(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
         """What the current weights say of every micro-batch's tokens. Forward only; see `Scorer`."""
+        self._gather.require_whole()
         return self._scorer(micro_batches, topk=topk)
 
     def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
@@ -203,6 +212,7 @@ class Actor:
 
     def offloaded(self) -> AbstractContextManager[int]:
         """Inside, all of the actor's memory is on the host, for engines on the same GPU; see `offload.offloaded`."""
+        self._gather.require_whole()
         return offload.offloaded(self)
 
     def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any], keep: int) -> None:
@@ -211,6 +221,7 @@ class Actor:
         `state` is the caller's, JSON. With `checkpoint.asynchronous` the writing goes on behind it, and an error of
         the one before is raised here. See `checkpoint.save`.
         """
+        self._gather.require_whole()
         self.finish_checkpoint()
         self._writing = checkpoint.save(self, Path(directory), step, state, keep)
 

@@ -33,7 +33,7 @@ def use_transformer_engine(config: Config) -> bool:
     return config.model.layers == "transformer_engine"
 
 
-def overlaps_reduction(config: Config) -> bool:
+def overlaps_communication(config: Config) -> bool:
     """What `parallel.overlap` means on this machine."""
     return torch.cuda.is_available() if config.parallel.overlap is None else config.parallel.overlap
 

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from dppo_megatron.config.schema import Config
 
 from .model import PolicyModel
-from .model_config import dtype, overlaps_reduction
+from .model_config import dtype, overlaps_communication
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,15 @@ def wrap_data_parallel(
 ) -> list[DistributedDataParallel]:
     """Megatron's DDP: fp32 gradient buffers, summed (never averaged) over data and context parallel ranks.
 
-    New parameters are gathered at once, not during the next forward pass: they are published before it.
+    With `parallel.overlap` gradients are reduced during the backward pass, and new parameters of the distributed
+    optimizer are gathered when `ParameterGather` says.
     """
-    overlap = overlaps_reduction(config)
+    overlap = overlaps_communication(config)
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.parallel.distributed_optimizer,
         overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and config.parallel.distributed_optimizer,
     )
     model = [
         DistributedDataParallel(transformer, settings, chunk, disable_bucketing=index > 0)

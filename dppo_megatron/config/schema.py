@@ -70,7 +70,9 @@ class ParallelConfig(Section):
     sequence: bool = Field(False, description="sequence parallelism; needs tensor > 1")
     distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
     overlap: bool | None = Field(
-        None, description="reduce gradients over data-parallel ranks during the backward pass; default: on CUDA"
+        None,
+        description="reduce gradients over data-parallel ranks during the backward pass, and between the updates of a "
+        "step gather new parameters during the forward pass; default: on CUDA",
     )
     timeout_s: float = Field(600.0, gt=0, description="a collective that takes longer raises")
 

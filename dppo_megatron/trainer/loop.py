@@ -70,8 +70,10 @@ def train(
                 batch = source.read(step)
             metrics.add(batch.metrics)
             batch = old_policies.score(batch, metrics)
-            for update in batch.updates:
-                metrics.add_update(actor.train_update(update.micro_batches, objective), update)
+            for number, update in enumerate(batch.updates, 1):
+                another = number < len(batch.updates)
+                stats = actor.train_update(update.micro_batches, objective, another_follows=another)
+                metrics.add_update(stats, update)
             metrics.check_mismatch(config.rollout.max_mismatch_kl, step)
             step += 1
             if colocated:

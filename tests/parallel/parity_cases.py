@@ -25,6 +25,7 @@ DENSE = {
     "cp2": {"context": 2},
     "dp2": {},
     "dp2_overlap": {"overlap": True},
+    "dp2_overlap_fused": {"overlap": True, "settings": {"logits": "fused"}},
     "vpp_overlap": {"pipeline": 2, "virtual_pipeline": 2, "overlap": True},
 }
 EXPERTS = {

@@ -73,8 +73,8 @@ def train_one(config, layout) -> dict[str, Any]:
     updates, records = [], []
     train_update = actor.train_update
 
-    def observed(micro_batches, method):
-        updates.append(train_update(micro_batches, method))
+    def observed(micro_batches, method, **follows):
+        updates.append(train_update(micro_batches, method, **follows))
         return updates[-1]
 
     actor.train_update = observed
