@@ -243,10 +243,6 @@ def _holds_parameters(part: MegatronOptimizer) -> bool:
     return any(group["params"] for group in part.optimizer.param_groups)
 
 
-_MODEL_FIELDS = (
-    "architecture", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size",
-    "vocab_size", "tied_embeddings", "rope_theta", "rms_norm_eps",
-)  # fmt: skip
 # Saved with the optimizer's state, so another value in the config would be ignored without a word.
 _OPTIMIZER_FIELDS = (
     "lr", "min_lr", "warmup_updates", "decay", "weight_decay", "beta1", "beta2", "eps",
@@ -257,7 +253,7 @@ def _identity(actor: Actor) -> dict[str, Any]:
     """What must be the same for the continuation to be the same run, by the name a user knows it under."""
     config = actor.config
     return {
-        **{f"model.path config.json {name}": getattr(actor.hf, name) for name in _MODEL_FIELDS},
+        **{f"model.path config.json {name}": value for name, value in actor.hf.identity().items()},
         **{f"optimizer.{name}": getattr(config.optimizer, name) for name in _OPTIMIZER_FIELDS},
         "model.dtype": config.model.dtype,
         "parallel.distributed_optimizer": config.parallel.distributed_optimizer,
@@ -268,8 +264,9 @@ def _refuse_other_run(path: Path, run: dict[str, Any], actor: Actor) -> None:
     if run.get("format") != _FORMAT:
         raise CheckpointError(f"{path}: format {run.get('format')}, this version reads {_FORMAT}")
     saved, now = run["run"], _identity(actor)
-    differing = [f"{name} = {now[name]!r}: the checkpoint was saved with {saved.get(name)!r}" for name in now
-                 if saved.get(name) != now[name]]  # fmt: skip
+    # Checkpoints of earlier versions recorded less of the model.
+    differing = [f"{name} = {now[name]!r}: the checkpoint was saved with {saved[name]!r}" for name in now
+                 if name in saved and saved[name] != now[name]]  # fmt: skip
     if differing:
         raise CheckpointError(f"{path} does not fit this run:\n  - " + "\n  - ".join(differing))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ class MoEConfig:
     layers: tuple[bool, ...]
     norm_topk_prob: bool  # selected probabilities rescaled to sum to 1
     score_function: str  # "softmax" | "sigmoid"
-    aux_loss_coef: float = 0.0
     shared_ffn_hidden_size: int = 0  # all shared experts together; 0 = none
     expert_bias: bool = False  # correction bias added to the scores for selection only
     num_groups: int | None = None  # group-limited routing: groups of experts, and how many may be selected
@@ -95,8 +94,18 @@ class HFModelConfig:
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def identity(self) -> dict[str, Any]:
-        """The fields that must be equal for two configs to describe the same model."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_OF_THE_MODEL}
+        """What must be equal for two configs to describe the same model, in the types that JSON gives back.
+
+        Fields of experts and latent attention are named `moe.top_k`; models without have none of them.
+        """
+        found: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in ("moe", "mla"):
+                found |= {f"{f.name}.{name}": v for name, v in (asdict(value) if value else {}).items()}
+            elif f.name not in _NOT_OF_THE_MODEL:
+                found[f.name] = value
+        return json.loads(json.dumps(found))
 
     def is_moe_layer(self, layer: int) -> bool:
         """True where the global layer index `layer` holds experts."""
@@ -263,7 +272,6 @@ def _moe(fields: _Fields, family: str, num_layers: int) -> MoEConfig | None:
             layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
             norm_topk_prob=fields.value("norm_topk_prob", bool, False),
             score_function="softmax",
-            aux_loss_coef=fields.number("router_aux_loss_coef", 0.0),
         )
     if family == "deepseek_v3":
         ffn = fields.size("moe_intermediate_size")
@@ -278,7 +286,6 @@ def _moe(fields: _Fields, family: str, num_layers: int) -> MoEConfig | None:
             layers=tuple(i >= first for i in range(num_layers)),
             norm_topk_prob=fields.value("norm_topk_prob", bool, True),
             score_function="sigmoid",
-            aux_loss_coef=fields.number("aux_loss_alpha", 0.0),
             shared_ffn_hidden_size=ffn * (fields.value("n_shared_experts", int, None) or 0),
             expert_bias=True,
             num_groups=fields.value("n_group", int, None),

@@ -214,11 +214,11 @@ def recorded_differences(directory: Path, config: HFModelConfig) -> list[str]:
         found = read_hf_config(directory / MODEL).identity()
     elif (directory / _RUN).is_file():
         saved = json.loads((directory / _RUN).read_text()).get("run", {})
-        found = {name: saved[_RUN_FIELD + name] for name in wanted if _RUN_FIELD + name in saved}
+        found = {name.removeprefix(_RUN_FIELD): value for name, value in saved.items()}
     return [
         f"{name} = {found[name]!r} in the checkpoint, {wanted[name]!r} in {config.source}"
-        for name in found
-        if found[name] != wanted[name]
+        for name in wanted
+        if name in found and found[name] != wanted[name]
     ]
 
 

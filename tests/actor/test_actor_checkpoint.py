@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
+from actor_cases import DEEPSEEK, YARN, make_config
+
+from dppo_megatron import hf
 
 
 @pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
@@ -45,3 +52,39 @@ def test_an_unreadable_checkpoint_is_named(one_rank):
     error = one_rank["checkpoint_files"]["unreadable"]
     assert "damaged cannot be read" in error
     assert "JSONDecodeError" in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),
+        ({"routed_scaling_factor": 2.5}, ["moe.routed_scaling_factor = 1.5: the checkpoint was saved with 2.5"]),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+            ["rope_type = 'yarn': the checkpoint was saved with 'default'", "rope_scaling = {'factor': 4.0"],
+        ),
+        ({"qk_nope_head_dim": 4}, ["head_dim = 16", "mla.qk_nope_head_dim = 8: the checkpoint was saved with 4"]),
+    ],
+)
+def test_every_field_of_the_model_is_recorded_and_compared(tmp_path, changes, expected):
+    from dppo_megatron.actor import checkpoint
+
+    raw = {**DEEPSEEK, "rope_parameters": YARN}
+    config = make_config(tmp_path)
+    actor, other = (SimpleNamespace(hf=hf.parse_hf_config(r), config=config) for r in (raw, {**raw, **changes}))
+    saved = json.loads(json.dumps(checkpoint._identity(other)))
+    found = checkpoint_problems(actor, saved)
+    assert len(found) == len(expected)
+    assert all(part in line for part, line in zip(expected, found, strict=True))
+    # A checkpoint of an earlier version recorded fewer fields.
+    assert not checkpoint_problems(actor, {name: saved[name] for name in list(saved)[:3]})
+
+
+def checkpoint_problems(actor, saved: dict) -> list[str]:
+    from dppo_megatron.actor import checkpoint
+
+    try:
+        checkpoint._refuse_other_run(Path("step-000001"), {"format": checkpoint._FORMAT, "run": saved}, actor)
+    except checkpoint.CheckpointError as error:
+        return str(error).splitlines()[1:]
+    return []

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 from pathlib import Path
 
 import pytest
 import yaml
-from convert_helpers import same_weights
+from convert_helpers import edit_config, same_weights
 from convert_ranks import Case, run
 from hf_models import CONFIGS, EXPERT_FAMILIES
 
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.processes import convert as convert_in_process
 from dppo_megatron.convert.to_megatron import ToMegatron
+from dppo_megatron.hf import ModelError
 
 MEGATRON = [
     *(Case(family, tp=2) for family in CONFIGS),
@@ -22,6 +24,10 @@ MEGATRON = [
     *(Case(family, ep=2) for family in EXPERT_FAMILIES),
 ]
 ACTOR = [Case("qwen3", tp=2), Case("llama", pp=2), Case("qwen2"), Case("qwen3_moe", ep=2), Case("deepseek_v3", tp=2)]
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +70,20 @@ def test_trainer_starts_from_it_and_its_checkpoint_becomes_hf_again(ranks, conve
     (saved / "config.yaml").write_text(yaml.safe_dump({"model": {"path": str(ranks / "models" / case.family)}}))
     convert("megatron-to-hf", saved, tmp_path / "b")
     same_weights(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "differing"),
+    [
+        (ACTOR[1], {"rope_parameters": LLAMA3}, {"rope_type", "rope_scaling"}),
+        (ACTOR[3], {"num_experts_per_tok": 1, "norm_topk_prob": False}, {"moe.top_k", "moe.norm_topk_prob"}),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_template_that_computes_something_else_is_refused(ranks, convert, tmp_path, case, changes, differing):
+    template = Path(shutil.copytree(ranks / "models" / case.family, tmp_path / "template"))
+    edit_config(template, **changes)
+    saved = ranks / "runs" / case.name / "checkpoints" / "step-000003"
+    with pytest.raises(ModelError) as error:
+        convert("megatron-to-hf", saved, tmp_path / "a", "--template", template)
+    assert {line.split(" = ")[0] for line in error.value.problems} == differing
