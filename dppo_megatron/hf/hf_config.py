@@ -23,6 +23,16 @@ ARCHITECTURES: Mapping[str, str] = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 _ROPE_TYPES = {"llama": ("default", "llama3"), "deepseek_v3": ("default", "yarn")}  # others: default only
+_ROPE_NEEDS = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+_ROPE_MAY_HAVE = (
+    "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor",
+)  # fmt: skip
+# DeepSeek-V3's keys that readers fill in differently where they are absent. For the first, null is an answer too.
+_DEEPSEEK_NULLABLE = ("q_lora_rank", "n_shared_experts", "n_group", "topk_group")
+_DEEPSEEK_STATED = ("first_k_dense_replace", "routed_scaling_factor")
 
 # How the weights are stored or start, and what is asked of the tokenizer: no part of the function they compute.
 _NOT_OF_THE_MODEL = (
@@ -146,6 +156,8 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFMo
     num_layers = fields.size("num_hidden_layers")
     rope_theta, rope_type, rope_scaling = _rope(fields, family)
     moe = _moe(fields, family, num_layers)
+    if moe is not None and moe.top_k > moe.num_experts:
+        fields.problem(f"num_experts_per_tok = {moe.top_k}: more than the {moe.num_experts} experts")
     mla = _mla(fields) if family == "deepseek_v3" else None
     if mla is not None:
         head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
@@ -193,11 +205,13 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFMo
 class _Fields:
     """Reads typed fields and collects what is wrong; an unreadable size becomes 1 so that reading goes on."""
 
-    def __init__(self, raw: Mapping[str, Any]):
+    def __init__(self, raw: Mapping[str, Any], problems: list[str] | None = None, prefix: str = ""):
         self.raw = raw
-        self.problems: list[str] = []
+        self.problems: list[str] = [] if problems is None else problems
+        self._prefix = prefix  # of the names of nested fields
 
     def problem(self, text: str) -> None:
+        text = self._prefix + text
         if text not in self.problems:
             self.problems.append(text)
 
@@ -216,13 +230,19 @@ class _Fields:
         return float(self.value(name, (int, float), default))
 
     def size(self, name: str, default: int | None = None) -> int:
-        value = self.value(name, int, default)
+        return self._above_zero(name, int, "at least 1", default)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        return float(self._above_zero(name, (int, float), "above 0", default))
+
+    def _above_zero(self, name: str, kind: Any, wanted: str, default: Any) -> Any:
+        value = self.value(name, kind, default)
         if value is None:
             if self.raw.get(name) is None:
                 self.problem(f"{name}: missing")
             return 1
-        if value < 1:
-            self.problem(f"{name} = {value}: must be at least 1")
+        if not value > 0:
+            self.problem(f"{name} = {value}: must be {wanted}")
             return 1
         return value
 
@@ -242,23 +262,36 @@ def _architecture(raw: Mapping[str, Any], source: str) -> str:
 
 
 def _rope(fields: _Fields, family: str) -> tuple[float, str, dict[str, Any]]:
-    """Base, type and scaling from transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`)."""
-    parameters = fields.value("rope_parameters", Mapping, None)
-    if parameters is None:
-        parameters = fields.value("rope_scaling", Mapping, {})
-    scaling = dict(parameters)
-    theta = scaling.pop("rope_theta", None)
-    if theta is None:
-        theta = fields.number("rope_theta", 10000.0)
-    legacy_type = scaling.pop("type", "default")
-    rope_type = scaling.pop("rope_type", legacy_type)
-    partial = scaling.get("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        fields.problem(f"rope_parameters.partial_rotary_factor = {partial}: not supported")
+    """Base, type and scaling from transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`)."""
+    spelled = {name: fields.value(name, Mapping, None) for name in ("rope_scaling", "rope_parameters")}
+    found = [_rope_settings(fields, name, value, family) for name, value in spelled.items() if value]
+    if len(found) == 2 and found[0] != found[1]:
+        fields.problem("rope_scaling and rope_parameters: they say different things; remove the one that is not meant")
+    return found[0] if found else _rope_settings(fields, "rope_scaling", {}, family)
+
+
+def _rope_settings(
+    fields: _Fields, name: str, raw: Mapping[str, Any], family: str
+) -> tuple[float, str, dict[str, Any]]:
+    """Of one of the two spellings; `rope_theta` may stand beside either."""
+    own = _Fields(raw, fields.problems, f"{name}.")
+    theta = own.positive("rope_theta", fields.positive("rope_theta", 10000.0))
+    if nested := [key for key, value in raw.items() if isinstance(value, Mapping)]:
+        fields.problem(f"{name}: settings for kinds of layers ({', '.join(nested)}) are not supported")
+    if (partial := own.number("partial_rotary_factor", 1.0)) != 1.0:
+        own.problem(f"partial_rotary_factor = {partial}: not supported")
+    rope_type = raw.get("rope_type") or raw.get("type") or "default"
     allowed = _ROPE_TYPES.get(family, ("default",))
     if rope_type not in allowed:
         fields.problem(f"rope_type = {rope_type!r}: {family} supports {', '.join(allowed)}")
-    return float(theta), rope_type, {} if rope_type == "default" else scaling
+    if rope_type == "default" or rope_type not in allowed:
+        return theta, "default", {}
+    for key in _ROPE_NEEDS[rope_type]:
+        own.positive(key)
+    for key in _ROPE_MAY_HAVE:
+        own.number(key, 0.0)
+    named_elsewhere = ("rope_theta", "rope_type", "type")
+    return theta, rope_type, {k: v for k, v in raw.items() if v is not None and k not in named_elsewhere}
 
 
 def _moe(fields: _Fields, family: str, num_layers: int) -> MoEConfig | None:
@@ -279,6 +312,15 @@ def _moe(fields: _Fields, family: str, num_layers: int) -> MoEConfig | None:
         for name, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
             if fields.raw.get(name, wanted) != wanted:
                 fields.problem(f"{name} = {fields.raw[name]!r}: only {wanted!r} is supported")
+        for name in _DEEPSEEK_STATED:
+            if fields.raw.get(name) is None:
+                fields.problem(f"{name}: missing")
+        for name in _DEEPSEEK_NULLABLE:
+            if name not in fields.raw:
+                fields.problem(f"{name}: missing; write null where the model has none")
+        groups, topk_groups = (fields.value(name, int, None) for name in ("n_group", "topk_group"))
+        if (groups or 1) > 1 and not topk_groups:
+            fields.problem(f"topk_group = {topk_groups}: n_group = {groups} needs it")
         return MoEConfig(
             num_experts=fields.size(_spelling(fields, "n_routed_experts", "num_local_experts")),
             top_k=fields.size("num_experts_per_tok"),
@@ -288,8 +330,8 @@ def _moe(fields: _Fields, family: str, num_layers: int) -> MoEConfig | None:
             score_function="sigmoid",
             shared_ffn_hidden_size=ffn * (fields.value("n_shared_experts", int, None) or 0),
             expert_bias=True,
-            num_groups=fields.value("n_group", int, None),
-            topk_groups=fields.value("topk_group", int, None),
+            num_groups=groups,
+            topk_groups=topk_groups,
             routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
         )
     return None

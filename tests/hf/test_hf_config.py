@@ -9,6 +9,13 @@ from hf_models import CONFIGS
 
 from dppo_megatron import hf
 
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 def problems_of(raw) -> tuple[str, ...]:
     with pytest.raises(hf.ModelError) as error:
@@ -18,14 +25,41 @@ def problems_of(raw) -> tuple[str, ...]:
 
 def test_rotary_settings_of_both_transformers_generations():
     base = {k: v for k, v in CONFIGS["llama"].items() if k != "rope_theta"}
-    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    llama3 = {"rope_type": "llama3", **LLAMA3}
     old = hf.parse_hf_config({**base, "rope_theta": 5e5, "rope_scaling": llama3})
     new = hf.parse_hf_config({**base, "rope_parameters": {"rope_theta": 5e5, **llama3}})
     assert (old.rope_theta, old.rope_type) == (5e5, "llama3")
-    assert dict(old.rope_scaling) == {"factor": 8.0, "low_freq_factor": 1.0}
+    assert dict(old.rope_scaling) == LLAMA3
     for name in ("rope_theta", "rope_type", "rope_scaling"):
         assert getattr(old, name) == getattr(new, name)
     assert hf.parse_hf_config({**base, "rope_scaling": None}).rope_theta == 10000.0
+    both = hf.parse_hf_config({**base, "rope_theta": 5e5, "rope_scaling": llama3, "rope_parameters": llama3})
+    assert both.identity() == old.identity()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("llama", {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "llama3", **LLAMA3}},
+         ["rope_scaling and rope_parameters: they say different things"]),
+        ("llama", {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "default"}},
+         ["rope_scaling and rope_parameters: they say different things"]),
+        ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}},
+         ["rope_parameters: settings for kinds of layers (full_attention) are not supported"]),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 0}},
+         ["rope_scaling.low_freq_factor: missing", "rope_scaling.high_freq_factor = 0: must be above 0",
+          "rope_scaling.original_max_position_embeddings: missing"]),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "mscale": "1"}},
+         ["rope_scaling.factor: missing", "rope_scaling.mscale = '1': must be int or float"]),
+        ("llama", {"rope_parameters": {"rope_theta": "x"}},
+         ["rope_parameters.rope_theta = 'x': must be int or float"]),
+        ("llama", {"rope_theta": -1}, ["rope_theta = -1: must be above 0"]),
+    ],
+)  # fmt: skip
+def test_rotary_settings_that_cannot_be_meant(family, changes, expected):
+    found = problems_of({**CONFIGS[family], **changes})
+    assert len(found) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True))
 
 
 def test_families_differ_where_they_should():
@@ -99,3 +133,18 @@ def test_unsupported_routing_is_refused():
     found = problems_of(raw)
     assert len(found) == 2
     assert "num_experts: missing" in problems_of({**CONFIGS["qwen3_moe"], "num_experts": None})
+    assert problems_of({**CONFIGS["qwen3_moe"], "num_experts_per_tok": 5}) == (
+        "num_experts_per_tok = 5: more than the 4 experts",
+    )
+
+
+def test_what_libraries_assume_differently_must_be_stated():
+    """transformers takes DeepSeek-V3's own 8 groups, scale 2.5 and 3 dense layers where config.json says nothing."""
+    stated = ("routed_scaling_factor", "first_k_dense_replace")
+    nullable = ("n_group", "topk_group", "n_shared_experts", "q_lora_rank")
+    raw = {name: value for name, value in CONFIGS["deepseek_v3"].items() if name not in stated + nullable}
+    found = problems_of(raw)
+    assert {line.split(":")[0] for line in found} == {*stated, *nullable}
+    answered = {**raw, **dict.fromkeys(nullable), "routed_scaling_factor": 1.0, "first_k_dense_replace": 1}
+    config = hf.parse_hf_config(answered)
+    assert (config.moe.num_groups, config.moe.shared_ffn_hidden_size, config.mla.q_lora_rank) == (None, 0, None)

@@ -51,6 +51,7 @@ LATENT = {
     "first_k_dense_replace": 1,
     "n_group": 4,
     "topk_group": 2,
+    "routed_scaling_factor": 1.0,
     "q_lora_rank": 96,
     "kv_lora_rank": 64,
     "qk_nope_head_dim": 32,
