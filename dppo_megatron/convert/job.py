@@ -5,19 +5,25 @@
         .conversion/job.json      what is being made of what; written first
         .conversion/<shard>.json  one per finished shard, written when its bytes are on the disk
         .conversion/failed.<rank> why a process gave up
+        .conversion/writing.*/    a shard in the making, of one process alone; renamed when it is on the disk
 
 Processes share nothing but this directory: they take the shards whose number is their rank modulo their count, and
-process 0 waits for the others' receipts and publishes. So a killed conversion loses only the shards in the making.
+process 0 waits for the others' receipts and publishes. So a killed conversion loses only the shards in the making, and
+one that was started twice writes a shard twice, but never into a file that has its receipt.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import shutil
+import socket
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +34,7 @@ from dppo_megatron.hf.safetensors_writer import check_space, publish, refuse_exi
 
 from .progress import Progress
 
-_NOTES, _JOB = ".conversion", "job.json"
+_NOTES, _JOB, _WRITING = ".conversion", "job.json", "writing."
 _START_TIMEOUT_S = 120.0
 _STALL_TIMEOUT_S = 600.0
 _POLL_S = 0.1
@@ -92,11 +98,15 @@ def prepare(conversion: Conversion, resume: bool) -> None:
     if not resume:
         raise ModelError(
             str(conversion.destination),
-            [f"a conversion to it was interrupted; continue it with --resume, or remove {staging} to start afresh"],
+            [f"a conversion to it runs or was interrupted; continue with --resume, or remove {staging} to begin anew"],
         )
     _refuse_other_job(staging, job)
     for note in (staging / _NOTES).glob("failed.*"):
         note.unlink()
+    # Of this host: whether another's process still runs cannot be seen from here. Publishing removes the others.
+    for left in (staging / _NOTES).glob(f"{_WRITING}{socket.gethostname()}.*"):
+        if not _is_running(int(left.name.split(".")[-2])):
+            shutil.rmtree(left)
     done = sum((staging / shard).stat().st_size for shard in conversion.shards if _receipt(staging, shard))
     check_space(staging, max(conversion.nbytes - done, 0))
 
@@ -105,10 +115,15 @@ def run(conversion: Conversion, worker: Worker, progress: Progress, watch: Calla
     """Writes this worker's shards; worker 0 then waits for the others and publishes. `prepare` comes first.
 
     `watch` is called while waiting and may raise.
-    Raises what stops a shard, on worker 0 also `ModelError` with the reasons of the others, or naming the shards
-    that made no progress for ten minutes. What was finished stays for `--resume`.
+    Raises what stops a shard, on worker 0 also `ModelError` with the reasons of the others, naming the shards
+    that made no progress for ten minutes, or because another worker 0 is at it. What was finished stays for `--resume`.
     """
     staging = staging_of(conversion.destination)
+    with _sole(staging) if worker.rank == 0 else contextlib.nullcontext():
+        _run(conversion, worker, staging, progress, watch)
+
+
+def _run(conversion: Conversion, worker: Worker, staging: Path, progress: Progress, watch: Callable[[], None]) -> None:
     mine = range(worker.rank, len(conversion.shards), worker.size)
     if worker.rank > 0 and mine:
         _wait_for_job(staging, conversion)
@@ -123,10 +138,7 @@ def run(conversion: Conversion, worker: Worker, progress: Progress, watch: Calla
         return  # nothing was left for this process, and process 0 has published already
     try:
         for index in todo:
-            shard = conversion.shards[index]
-            record = conversion.write_shard(index, staging / shard, tick)
-            receipt = {"nbytes": (staging / shard).stat().st_size, "record": record}
-            write_synced(staging / _NOTES / f"{shard}.json", json.dumps(receipt))
+            _write_shard(conversion, index, staging, tick)
     except BaseException as error:
         if worker.rank > 0 and staging.exists():
             (staging / _NOTES / f"failed.{worker.rank}").write_text(f"{type(error).__name__}: {error}")
@@ -136,8 +148,44 @@ def run(conversion: Conversion, worker: Worker, progress: Progress, watch: Calla
     _wait_for_others(staging, conversion.shards, worker, lambda: (tick(), watch()))
     records = [_receipt(staging, shard)["record"] for shard in conversion.shards]
     conversion.finish(staging, records)
-    shutil.rmtree(staging / _NOTES)
     publish(staging, conversion.destination)
+    shutil.rmtree(conversion.destination / _NOTES, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _sole(staging: Path) -> Iterator[None]:
+    """Refuses a second process 0: one would publish what the other is still at."""
+    with (staging / _NOTES / _JOB).open("r+") as job:
+        try:
+            fcntl.flock(job, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ModelError(str(staging), ["another conversion is writing there; wait until it ends"]) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+def _write_shard(conversion: Conversion, index: int, staging: Path, tick: Callable[[], None]) -> None:
+    """One shard under a name of its own, then, whole and on the disk, under its final one; then the receipt."""
+    shard, notes = conversion.shards[index], staging / _NOTES
+    mine = f"{_WRITING}{socket.gethostname()}.{os.getpid()}."
+    with tempfile.TemporaryDirectory(dir=notes, prefix=mine) as own:
+        path = Path(own) / shard
+        record = conversion.write_shard(index, path, tick)
+        receipt = path.with_suffix(".json")
+        write_synced(receipt, json.dumps({"nbytes": path.stat().st_size, "record": record}))
+        path.replace(staging / shard)
+        receipt.replace(notes / f"{shard}.json")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _refuse_other_job(staging: Path, job: dict[str, Any]) -> None:
@@ -164,7 +212,15 @@ def _receipt(staging: Path, shard: str) -> dict[str, Any] | None:
 
 def _written(staging: Path, shards: list[str]) -> int:
     """Bytes of all processes so far."""
-    return sum(path.stat().st_size for shard in shards if (path := staging / shard).exists())
+    in_the_making = (staging / _NOTES).glob(f"{_WRITING}*/*")
+    return sum(_size(path) for path in (*(staging / shard for shard in shards), *in_the_making))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _wait_for_job(staging: Path, conversion: Conversion) -> None:

@@ -110,9 +110,16 @@ def sync(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
-def sync_directory(directory: Path) -> None:
-    """Makes renames inside `directory` outlive a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync_tree(directory: Path) -> None:
+    """Makes all that is in `directory`, by whomever it was written, outlive a power failure."""
+    for inside, _, files in os.walk(directory):
+        for name in ("", *files):
+            sync_path(Path(inside, name))
+
+
+def sync_path(path: Path) -> None:
+    """Makes a file, or the renames inside a directory, outlive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         sync(descriptor)
     finally:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .errors import ModelError
-from .safetensors_file import SafetensorsFile, info_of, sync_directory, write_synced
+from .safetensors_file import SafetensorsFile, info_of, sync_path, sync_tree, write_synced
 from .safetensors_reader import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES = 4 << 30
@@ -177,22 +177,22 @@ def write_config(staging: Path, config: Mapping[str, object]) -> None:
 
 
 def publish(staging: Path, directory: str | Path, overwrite: bool = False) -> None:
-    """Renames the staging directory to `directory`, once what is in it is on the disk.
+    """Renames the staging directory to `directory`, once all that is in it is on the disk.
 
     A directory that is already there is refused with `ModelError`, or with `overwrite` replaced: moved
     aside, and removed once the new one is in place.
     """
     directory = Path(directory)
     refuse_existing(directory, overwrite)
-    sync_directory(staging)
+    sync_tree(staging)
     if not directory.exists():
         os.rename(staging, directory)
-        sync_directory(directory.parent)
+        sync_path(directory.parent)
         return
     aside = directory.with_name(f".{directory.name}.replaced")
     if aside.exists():
         shutil.rmtree(aside)
     os.rename(directory, aside)
     os.rename(staging, directory)
-    sync_directory(directory.parent)
+    sync_path(directory.parent)
     shutil.rmtree(aside)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -62,16 +63,18 @@ def test_killed_conversion_resumes_without_writing_finished_shards_again(models,
     process = subprocess.Popen([sys.executable, "-c", _SLOW, *arguments], env=environment())
     staging = tmp_path / ".target.writing"
     deadline = time.monotonic() + 60
-    while not (staging / "__2_0.distcp").exists() and time.monotonic() < deadline:
+    while not list(staging.rglob("__2_0.distcp")) and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(20)
     assert not (tmp_path / "target").exists()
+    assert not (staging / "__2_0.distcp").exists()
     before = {file.name: file.stat().st_mtime_ns for file in staging.glob("__[01]_0.distcp")}
     assert len(before) == 2
     convert("hf-to-megatron", *arguments, "--resume")
     after = {name: (tmp_path / "target" / name).stat().st_mtime_ns for name in before}
     assert before == after
+    assert not (tmp_path / "target" / ".conversion").exists()
     convert("megatron-to-hf", tmp_path / "target", tmp_path / "back")
     same_weights(models / "qwen3", tmp_path / "back")
     assert {p.name for p in tmp_path.iterdir()} == {"target", "back"}
@@ -79,7 +82,7 @@ def test_killed_conversion_resumes_without_writing_finished_shards_again(models,
 
 def test_interrupted_conversion_is_not_continued_unasked(interrupted, convert):
     source, target = interrupted
-    with pytest.raises(ModelError, match="was interrupted; continue it with --resume"):
+    with pytest.raises(ModelError, match="was interrupted; continue with --resume"):
         convert("hf-to-megatron", source, target, "--pipeline", 4)
 
 
@@ -101,6 +104,79 @@ def test_shard_that_shrank_after_its_receipt_is_written_again(interrupted, conve
     convert("hf-to-megatron", source, target, "--pipeline", 4, "--resume")
     convert("megatron-to-hf", target, tmp_path / "back")
     same_weights(models / "qwen3", tmp_path / "back")
+
+
+def test_a_second_process_at_the_same_shard_cannot_spoil_it(models, tmp_path, convert, monkeypatch):
+    """As when a job was submitted twice: only the first processes know of each other."""
+    conversion = ToMegatron(models / "qwen3", tmp_path / "target", TargetLayout(pipeline=4))
+    job.prepare(conversion, resume=False)
+    write = ToMegatron.write_shard
+
+    def late(self, index, path, tick):
+        with path.open("wb") as file:
+            monkeypatch.setattr(ToMegatron, "write_shard", write)
+            job.run(conversion, job.Worker(1, 2), Progress("", 0, silent=True))
+            file.write(b"half of a shard")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ToMegatron, "write_shard", late)
+    with pytest.raises(KeyboardInterrupt):
+        job.run(conversion, job.Worker(1, 2), Progress("", 0, silent=True))
+    job.run(conversion, job.Worker(0, 2), Progress("", 0, silent=True))
+    convert("megatron-to-hf", tmp_path / "target", tmp_path / "back")
+    same_weights(models / "qwen3", tmp_path / "back")
+    assert {p.name for p in tmp_path.iterdir()} == {"target", "back"}
+
+
+def test_resuming_while_the_first_still_runs_is_refused(models, tmp_path, monkeypatch):
+    build = partial(ToMegatron, models / "qwen3", tmp_path / "target", TargetLayout(pipeline=4))
+    write, refusals = ToMegatron.write_shard, []
+
+    def meanwhile(self, index, path, tick):
+        if index == 2:
+            with pytest.raises(ModelError, match="another conversion is writing there") as refused:
+                processes.convert(build, resume=True, worker=job.Worker())
+            refusals.append(refused)
+        return write(self, index, path, tick)
+
+    monkeypatch.setattr(ToMegatron, "write_shard", meanwhile)
+    assert processes.convert(build, worker=job.Worker()) is not None
+    assert len(refusals) == 1
+
+
+def test_what_a_killed_process_left_is_removed_when_resuming(interrupted, convert, tmp_path):
+    source, target = interrupted
+    notes = tmp_path / ".target.writing" / ".conversion"
+    assert not list(notes.glob("writing.*"))  # interrupted, not killed: it cleaned up
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    kinds = {"killed": ended.pid, "running": os.getpid()}
+    left = {kind: notes / f"writing.{socket.gethostname()}.{pid}.x" for kind, pid in kinds.items()}
+    for directory in left.values():
+        directory.mkdir()
+    job.prepare(ToMegatron(source, target, TargetLayout(pipeline=4)), resume=True)
+    assert {kind for kind, directory in left.items() if directory.exists()} == {"running"}
+
+
+@pytest.mark.parametrize("direction", ["hf-to-megatron", "hf-to-hf"])
+def test_everything_is_on_the_disk_before_it_is_published(models, tmp_path, convert, monkeypatch, direction):
+    synced, fsync, rename = set(), os.fsync, os.rename
+    before = []
+
+    def record(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def publish(source, target):
+        before.append(set(synced))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(os, "rename", publish)
+    convert(direction, models / "qwen3", tmp_path / "target")
+    wanted = [tmp_path / "target", *(tmp_path / "target").rglob("*")]
+    assert len(wanted) >= 5
+    assert [path.name for path in wanted if path.stat().st_ino not in before[-1]] == []
 
 
 def test_failure_of_another_process_is_reported_by_the_first(interrupted, monkeypatch, tmp_path):
