@@ -43,6 +43,10 @@ def results(tmp_path_factory) -> dict[str, dict]:
         source = write_model(root / family, config, dtype=torch.float32)
         convert_in_process(partial(ToMegatron, source, root / f"{family}-m", TargetLayout(tensor=2, pipeline=2)))
         pairs[family] = source, root / f"{family}-m"
+    padded = {**CONFIGS["llama"], "initializer_range": 0.15, "vocab_size": 4101, "num_hidden_layers": 1}
+    source = write_model(root / "padded", padded, dtype=torch.float32)
+    convert_in_process(partial(ToMegatron, source, root / "padded-m", TargetLayout(tensor=2)))
+    pairs["padded vocabulary"] = source, root / "padded-m"
     source, checkpoint = pairs["qwen3"]
     convert_in_process(partial(ToMegatron, source, root / "narrow", TargetLayout(), torch.bfloat16))
     pairs["bf16 checkpoint of an fp32 directory"] = source, root / "narrow"
@@ -62,7 +66,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
     return dict(zip(pairs, lines, strict=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "padded vocabulary"])
 def test_logits_of_a_converted_model_are_those_of_the_source(results, family):
     assert results[family]["differs_at"] is None
     assert results[family]["logits"] <= 1e-5
