@@ -11,7 +11,8 @@ from dppo_megatron.hf import Entry, HFModelConfig
 class TargetLayout:
     """Parallel sizes of the ranks that the files are cut for.
 
-    Megatron loads the checkpoint at any other size too; at this one each rank reads one file.
+    Megatron loads the checkpoint at any other size too; at this one each rank reads one file. Where the stages do
+    not divide the layers, some hold one more than others.
     """
 
     tensor: int = 1
@@ -46,12 +47,13 @@ class TargetLayout:
                 "intermediate_size": 0 if moe and all(moe.layers) else config.ffn_hidden_size,
                 "the shared experts' size": moe.shared_ffn_hidden_size if moe else 0,
             }),
-            "--pipeline": (self.pipeline, {"num_hidden_layers": config.num_layers}),
             "--expert": (self.expert, {"the number of experts": moe.num_experts if moe else self.expert}),
             "--expert-tensor": (self.experts_over, {"moe_intermediate_size": moe.ffn_hidden_size if moe else 0}),
         }  # fmt: skip
         for option, (size, wanted) in divided.items():
             out += [f"{option} = {size}: does not divide {what} = {n}" for what, n in wanted.items() if n % size]
+        if self.pipeline > config.num_layers:
+            out.append(f"--pipeline = {self.pipeline}: more than num_hidden_layers = {config.num_layers}")
         if moe is None:
             given = (("--expert", self.expert), ("--expert-tensor", self.expert_tensor or 1))
             out += [f"{option} = {size}: the model has no experts" for option, size in given if size > 1]
@@ -84,5 +86,5 @@ class Place:
 
     def _stage_of(self, entry: Entry, config: HFModelConfig) -> int:
         if entry.layer is not None:
-            return entry.layer // (config.num_layers // self.layout.pipeline)
+            return entry.layer * self.layout.pipeline // config.num_layers
         return 0 if entry.megatron.startswith("embedding.") else self.layout.pipeline - 1

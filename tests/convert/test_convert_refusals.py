@@ -98,11 +98,11 @@ def test_full_disk_is_noticed_before_writing(source, checkpoint, convert, tmp_pa
 
 
 def test_impossible_layouts_are_listed(source, convert, tmp_path):
-    arguments = ("--tensor", 3, "--pipeline", 3, "--expert", 2)
+    arguments = ("--tensor", 3, "--pipeline", 5, "--expert", 2)
     assert problems(convert, "hf-to-megatron", source, tmp_path / "target", *arguments) == (
         "--tensor = 3: does not divide num_attention_heads = 4",
         "--tensor = 3: does not divide num_key_value_heads = 2",
-        "--pipeline = 3: does not divide num_hidden_layers = 4",
+        "--pipeline = 5: more than num_hidden_layers = 4",
         "--expert = 2: the model has no experts",
     )
     assert problems(convert, "hf-to-megatron", source, tmp_path / "target", "--pipeline", 0) == (
