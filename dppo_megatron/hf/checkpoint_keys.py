@@ -1,7 +1,9 @@
 """Where a weight lies in a Megatron torch_dist checkpoint: the key of a global tensor and an index into it.
 
 Megatron stores a global tensor per parameter, whatever the layout that saved it. Models whose layers are all
-alike stack them along a first axis; otherwise every layer has its own key. Experts are always stacked.
+alike stack them along a first axis; otherwise every layer has its own key. Megatron takes layers for unlike wherever
+`moe_layer_freq` is a list, as it is in the trainer's models, and for alike where it is 1: a checkpoint of a model whose
+layers all have experts may be either. Experts are always stacked.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ def places(entry: Entry, config: HFModelConfig, *, layers_stacked: bool) -> list
 
 
 def layers_alike(config: HFModelConfig) -> bool:
-    """Whether Megatron stacks the layers of this model."""
-    return config.moe is None or all(config.moe.layers)
+    """Whether the trainer's model of this config stacks its layers."""
+    return config.moe is None
 
 
 def _place(name: str, entry: Entry, config: HFModelConfig, layers_stacked: bool) -> StoredAt:

@@ -16,10 +16,11 @@ from hf_models import CONFIGS
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
-    """A directory with one bf16 model directory per family, none of whose weights is at its neutral value."""
+    """One bf16 model directory per family, and one of experts in every layer; no weight is at its neutral value."""
     root = tmp_path_factory.mktemp("models")
     for family in CONFIGS:
         write_model(root / family, CONFIGS[family])
+    write_model(root / "all_experts", {**CONFIGS["qwen3_moe"], "mlp_only_layers": []})
     return root
 
 

@@ -20,6 +20,7 @@ LAYOUTS = {
     "tp1": (),
     "tp2": ("--tensor", 2),
     "pp2": ("--pipeline", 2),
+    "pp3": ("--pipeline", 3),  # four layers: stages of one and of two
     "ep2": ("--expert", 2),
     "tp2-pp2-ep2-etp1": ("--tensor", 2, "--pipeline", 2, "--expert", 2, "--expert-tensor", 1),
     "tp1-etp2": ("--expert-tensor", 2),
@@ -43,6 +44,18 @@ def test_round_trip_is_bit_equal(models, tmp_path, convert, family, layout):
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
         assert (back / name).read_text() == (source / name).read_text()
     assert {p.name for p in tmp_path.iterdir()} == {"megatron", "hf"}
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_model_whose_layers_all_have_experts_is_read_stacked_or_not(models, tmp_path, convert, monkeypatch, stacked):
+    """The trainer's model does not stack them; one of Megatron-LM's with `moe_layer_freq` 1 does."""
+    if stacked:
+        monkeypatch.setattr("dppo_megatron.convert.to_megatron.layers_alike", lambda config: True)
+    convert("hf-to-megatron", models / "all_experts", tmp_path / "m", "--expert", 2)
+    keys = FileSystemReader(tmp_path / "m").read_metadata().state_dict_metadata
+    assert ("decoder.layers.mlp.experts.experts.linear_fc1.weight" in keys) == stacked
+    convert("megatron-to-hf", tmp_path / "m", tmp_path / "hf")
+    same_weights(models / "all_experts", tmp_path / "hf")
 
 
 def test_every_rank_of_the_layout_has_its_file(models, tmp_path, convert):

@@ -18,10 +18,11 @@ from dppo_megatron.convert.processes import convert as convert_in_process
 from dppo_megatron.convert.to_megatron import ToMegatron
 from dppo_megatron.hf import ModelError
 
+WITH_EXPERTS = (*EXPERT_FAMILIES, "all_experts")
 MEGATRON = [
     *(Case(family, tp=2) for family in CONFIGS),
     Case("qwen3", pp=2),
-    *(Case(family, ep=2) for family in EXPERT_FAMILIES),
+    *(Case(family, ep=2) for family in WITH_EXPERTS),
 ]
 ACTOR = [Case("qwen3", tp=2), Case("llama", pp=2), Case("qwen2"), Case("qwen3_moe", ep=2), Case("deepseek_v3", tp=2)]
 LLAMA3 = {
@@ -35,8 +36,8 @@ def ranks(models, tmp_path_factory) -> Path:
     """Where the two ranks left their notes; the checkpoints they read are cut for other layouts than theirs."""
     root = tmp_path_factory.mktemp("ranks")
     (root / "models").symlink_to(models)
-    for family in CONFIGS:
-        layout = TargetLayout(pipeline=2, tensor=2, expert=2 if family in EXPERT_FAMILIES else 1, expert_tensor=1)
+    for family in (*CONFIGS, "all_experts"):
+        layout = TargetLayout(pipeline=2, tensor=2, expert=2 if family in WITH_EXPERTS else 1, expert_tensor=1)
         target = root / "megatron" / family
         convert_in_process(lambda f=family, t=target, cut=layout: ToMegatron(models / f, t, cut))
     with contextlib.ExitStack() as held:
