@@ -138,13 +138,20 @@ def _convert(build, nproc: int, dry_run: bool, resume: bool, verified: tuple[Pat
         for line in conversion.table():
             typer.echo(line)
         typer.echo(f"{len(conversion.shards)} files, {conversion.nbytes / 1e9:.2f} GB; nothing was written")
+        _say_what_is_left_out(conversion)
         return
     conversion = convert(build, resume=resume, processes=nproc)
     if conversion is None:
         return
     typer.echo(f"{conversion.destination}: {len(conversion.shards)} files, {conversion.nbytes / 1e9:.2f} GB")
+    _say_what_is_left_out(conversion)
     if verified is not None:
         _verify(*verified)
+
+
+def _say_what_is_left_out(conversion) -> None:
+    if count := conversion.config.mtp_layers:
+        typer.echo(f"left out: {count} multi-token prediction layers; the config.json written names 0 of them")
 
 
 def _verify(hf_dir: Path, checkpoint: Path) -> None:

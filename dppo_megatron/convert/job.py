@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dppo_megatron.hf import ModelError
+from dppo_megatron.hf import HFModelConfig, ModelError
 from dppo_megatron.hf.safetensors_file import write_synced
 from dppo_megatron.hf.safetensors_writer import check_space, publish, refuse_existing, staging_of
 
@@ -46,6 +46,7 @@ class Conversion(Protocol):
 
     source: Path
     destination: Path
+    config: HFModelConfig  # of what is converted
     shards: list[str]  # file names, in the order of their numbers
 
     @property

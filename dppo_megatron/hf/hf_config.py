@@ -39,7 +39,8 @@ _NOT_OF_THE_MODEL = (
     "initializer_range", "dtype", "bos_token_id", "eos_token_ids", "pad_token_id", "quantization", "source", "raw",
     "max_position_embeddings", "mtp_layers",
 )  # fmt: skip
-_MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers")
+# Layers behind the model that no rule reads: copies of a config.json name 0 of them.
+MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFMo
         rope_scaling=rope_scaling,
         moe=moe,
         mla=mla,
-        mtp_layers=fields.value(_spelling(fields, *_MTP_NAMES), int, 0) if mla else 0,
+        mtp_layers=fields.value(_spelling(fields, *MTP_NAMES), int, 0) if mla else 0,
         initializer_range=fields.number("initializer_range", 0.02),
         dtype=fields.value(_spelling(fields, "dtype", "torch_dtype"), str, None),
         bos_token_id=fields.value("bos_token_id", int, None),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .errors import ModelError
+from .hf_config import MTP_NAMES
 from .safetensors_file import SafetensorsFile, info_of, sync_path, sync_tree, write_synced
 from .safetensors_reader import INDEX_FILE, SINGLE_FILE
 
@@ -151,7 +152,8 @@ def copy_metadata(
     """Copies every file of `template` that holds no weights: configs, tokenizer, chat template.
 
     config.json names `dtype` where given, so that readers with "auto" keep the precision written here, and has
-    `quantization` as its quantization_config: the template's own describes other weights.
+    `quantization` as its quantization_config: the template's own describes other weights. Its multi-token prediction
+    layers become 0: their weights are never written.
     """
     for source in sorted(Path(template).iterdir()):
         weights_or_hidden = source.name.endswith(_WEIGHT_SUFFIXES) or source.name.startswith(".")
@@ -159,7 +161,7 @@ def copy_metadata(
             shutil.copyfile(source, staging / source.name)
     config = json.loads((staging / "config.json").read_text())
     stored = config if dtype is None else with_dtype(config, dtype)
-    stored = {k: v for k, v in stored.items() if k != "quantization_config"}
+    stored = {k: 0 if k in MTP_NAMES and v else v for k, v in stored.items() if k != "quantization_config"}
     if quantization is not None:
         stored["quantization_config"] = quantization
     if stored != config:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from convert_helpers import environment, same_weights, write_model
+from convert_helpers import edit_weights, environment, same_weights, write_model
 from hf_models import CONFIGS, EXPERT_FAMILIES
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -84,6 +84,20 @@ def test_casts_all_but_what_must_not_be_cast(models, tmp_path, convert):
         dtype = torch.float32 if "e_score_correction_bias" in name else torch.bfloat16
         assert torch.equal(after.tensor(name), before.tensor(name).to(dtype)), name
     assert hf.read_hf_config(tmp_path / "hf").dtype == "bfloat16"
+
+
+def test_multi_token_prediction_layers_are_left_out_aloud(tmp_path, convert):
+    source = write_model(tmp_path / "source", {**CONFIGS["deepseek_v3"], "num_nextn_predict_layers": 1})
+    edit_weights(source, lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": torch.ones(32, 64)}))
+    said = "left out: 1 multi-token prediction layers"
+    assert said in convert("hf-to-hf", source, tmp_path / "hf", "--dry-run")
+    assert said in convert("hf-to-hf", source, tmp_path / "hf")
+    assert said in convert("hf-to-megatron", source, tmp_path / "m")
+    assert said in convert("megatron-to-hf", tmp_path / "m", tmp_path / "back", "--template", source)
+    for written in ("hf", "m/model", "back"):
+        assert json.loads((tmp_path / written / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert "model.layers.4.eh_proj.weight" not in hf.SafetensorsDirectory(tmp_path / "hf").tensors
+    assert said not in convert("hf-to-hf", tmp_path / "hf", tmp_path / "again", "--dry-run")
 
 
 @pytest.mark.parametrize("family", list(CONFIGS))
