@@ -93,7 +93,9 @@ def token_metrics(
 
 
 def _mismatch(name: str, engine: Tensor, trainer: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """KL(engine || trainer) from samples of the engine. Both are unbiased; only k1 can be negative."""
+    """KL(engine || trainer) from samples of the engine, two unbiased estimators of which only k1 can be negative,
+    and how far the two differ on the tokens, in probability and in nats.
+    """
     log_ratio = trainer - engine
     shift = trainer.exp() - engine.exp()
     return {
@@ -101,6 +103,7 @@ def _mismatch(name: str, engine: Tensor, trainer: Tensor, mask: Tensor) -> dict[
         f"{name}/k3": mean_metric(torch.expm1(log_ratio) - log_ratio, mask),
         f"{name}/shift_mean": mean_metric(shift.abs(), mask),
         f"{name}/shift_max": max_metric(shift.abs(), mask),
+        f"{name}/max_abs_logprob_difference": max_metric(log_ratio.abs(), mask),
     }
 
 

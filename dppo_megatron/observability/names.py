@@ -33,14 +33,14 @@ _POLICY = (
     Metric("policy/masked_share", "share", "tokens masked by the trust region, of those with advantage != 0"),
     Metric("policy/masked_share_positive", "share", "the same among tokens with advantage > 0"),
     Metric("policy/masked_share_negative", "share", "the same among tokens with advantage < 0"),
-    Metric("policy/divergence_mean", "method's", "divergence rollout to trained policy, by the method"),
+    Metric("policy/divergence_mean", "method's", "divergence of the trained policy from the anchor, by the method"),
     Metric("policy/divergence_max", "method's", "its largest value in the step"),
-    Metric("policy/ratio_min", "1", "smallest ratio of trained to rollout probability"),
-    Metric("policy/ratio_max", "1", "largest ratio of trained to rollout probability"),
+    Metric("policy/ratio_min", "1", "smallest importance ratio, as the method defines it, before cap and floor"),
+    Metric("policy/ratio_max", "1", "largest importance ratio, as the method defines it, before cap and floor"),
 )
 _MISMATCH = (
     Metric("mismatch/kl", "nats", "KL(rollout || trainer) per token, by what the engine said when sampling"),
-    Metric("mismatch/max_abs_logprob_difference", "nats", "largest engine-trainer difference in the batch"),
+    Metric("mismatch/max_abs_logprob_difference", "nats", "largest engine-trainer difference of a token"),
     Metric("moe/routing_replay_disagreement", "share", "replayed experts that the trainer would not have chosen"),
     Metric("probe/max_abs_logprob_difference", "nats", "largest difference on the probe, after a publish"),
 )

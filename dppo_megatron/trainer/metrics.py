@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ RECORD_NAMES = {
     "ratio/min": "policy/ratio_min",
     "ratio/max": "policy/ratio_max",
     "entropy": "train/entropy",
+    "mismatch/k3": "mismatch/kl",
 }
 # Engine against trainer means the same weights: only the step's first update sees those (at staleness 0).
 FIRST_UPDATE = ("mismatch/",)
@@ -55,7 +55,7 @@ class StepMetrics:
 
     def check_mismatch(self, limit: float | None, step: int) -> None:
         """Raises `MismatchLimit` where the step's mismatch/kl is above `rollout.max_mismatch_kl`, or not finite."""
-        kl = _mismatch(self._updates[0][0].metrics).get("mismatch/kl") if self._updates else None
+        kl = self._updates[0][0].metrics.get("mismatch/k3") if self._updates else None
         if limit is not None and kl is not None and not kl <= limit:
             raise MismatchLimit(
                 f"step {step}: mismatch/kl = {kl:.3g} nats per token between engine and trainer, more than "
@@ -95,18 +95,7 @@ class StepMetrics:
         for name, value in whole.items():
             recorded = RECORD_NAMES.get(name, name if "/" in name else f"train/{name}")
             values[recorded] = first[name] if name.startswith(FIRST_UPDATE) else value
-        return values | _mismatch(first)
-
-
-def _mismatch(first: Mapping[str, float]) -> dict[str, float]:
-    """Engine against trainer on the tokens the engine sampled, before any update of this step."""
-    if "mismatch/k3" not in first:
-        return {}
-    extremes = [abs(math.log(first[n])) for n in ("ratio/min", "ratio/max") if first.get(n, 0) > 0]
-    return {
-        "mismatch/kl": first["mismatch/k3"],
-        "mismatch/max_abs_logprob_difference": max(extremes, default=math.nan),
-    }
+        return values
 
 
 def _mean(values: list[float]) -> float:

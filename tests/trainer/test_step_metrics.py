@@ -1,0 +1,56 @@
+"""What a step's record says of its updates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dppo_megatron.actor import UpdateStats
+from dppo_megatron.objectives import build_objective, reduce_metrics
+from dppo_megatron.trainer.batches import UpdateBatch
+from dppo_megatron.trainer.metrics import MismatchLimit, StepMetrics
+
+ROLLOUT = torch.full((6,), -1.0)
+FAR = 3.0  # nats, of one token in each update
+
+
+def of_step(name: str, **settings) -> StepMetrics:
+    """Two updates of six tokens; engine and trainer differ on one token of the first, on two of the second."""
+    objective, collected = build_objective(name, **settings), StepMetrics()
+    for update in (1, 2):
+        policy = ROLLOUT.clone()
+        policy[2] -= FAR
+        policy[3] -= FAR * (update - 1) * 2
+        parts = objective(
+            logprob=policy,
+            rollout_logprob=ROLLOUT,
+            recomputed_logprob=policy,
+            advantage=torch.ones(6),
+            mask=torch.ones(6, dtype=torch.bool),
+            sequence_ids=torch.zeros(6, dtype=torch.long),
+        ).metrics
+        stats = UpdateStats(0.0, 0.0, 0.0, False, 0, 6, 6, 0, reduce_metrics(parts), parts, {}, 0.0, 0.0)
+        collected.add_update(stats, UpdateBatch([], 1, 6))
+    return collected
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("dppo_binary_tv", {}),
+        ("gspo", {}),  # its ratio is that of the response
+        ("pg_is", {"importance": "recomputed"}),  # this one is 1 everywhere
+        ("pg_is", {"importance": "none"}),
+    ],
+)
+def test_mismatch_is_between_engine_and_trainer_whatever_the_ratio(name, settings):
+    record = of_step(name, **settings).finish()
+    assert record["mismatch/max_abs_logprob_difference"] == pytest.approx(FAR)
+    assert record["mismatch/kl"] == pytest.approx((torch.tensor(-FAR).exp().item() - 1 + FAR) / 6)
+
+
+def test_too_much_mismatch_ends_the_run():
+    step = of_step("gspo")
+    step.check_mismatch(0.5, 7)
+    with pytest.raises(MismatchLimit, match=r"step 7: mismatch/kl = 0.342 .* rollout.max_mismatch_kl = 0.3"):
+        step.check_mismatch(0.3, 7)
