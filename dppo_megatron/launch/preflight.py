@@ -65,6 +65,8 @@ def _objective(config: Config, findings: Findings) -> None:
         setting = f"settings = {chosen.settings}" if chosen.name in PRESETS else f"name = {chosen.name}"
         findings.violations.append(f"objective.{setting}: {error}")
         return
+    if objective.settings.supervised != chosen.supervised:
+        findings.violations.append(_other_batches(chosen.name, objective.settings.supervised))
     findings.notes.append(objective.describe())
     if preset := PRESETS.get(chosen.name):
         for setting in ("advantage", "aggregation"):
@@ -76,6 +78,19 @@ def _objective(config: Config, findings: Findings) -> None:
             f"rollout.topk_logprobs = 0: objective {config.objective.name} compares listed tokens; set it to the K "
             "it should list, e.g. 20"
         )
+
+
+def _other_batches(name: str, supervised: bool) -> str:
+    """Whether answers are given or sampled goes by objective.name; the objective's settings say the opposite."""
+    if supervised:
+        return (
+            f"objective.settings.supervised = true: objective.name = {name} learns from sampled rollouts; "
+            "set objective.name to nll to learn from given answers"
+        )
+    return (
+        f"objective.settings.supervised = false: objective.name = {name} learns from given answers; remove "
+        "the setting, or choose a method that learns from rollouts"
+    )
 
 
 def _model(config: Config, findings: Findings) -> None:

@@ -141,7 +141,8 @@ class BankBatches:
     def _update(self, entries: Sequence[BankEntry], samples: StepSamples) -> UpdateBatch | None:
         """Denominators count every sample that carries loss; only those that can move the policy are computed."""
         advantages, weights = samples.advantages, samples.loss_weights(self._config)
-        moves = (advantages != 0) | learns_without_advantage(self._objective)
+        # A KL to a reference and an entropy bonus have a gradient where there is no advantage, too.
+        moves = (advantages != 0) | self._objective.needs_reference | self._objective.needs_entropy
         computed = np.argwhere((samples.carrying > 0) & moves)
         if not len(computed):
             return None
@@ -165,11 +166,6 @@ class BankBatches:
                 )
             micro_batches.append(pack(sequences, topk=self._config.rollout.topk_logprobs))
         return UpdateBatch(micro_batches, len(computed), sum(lengths))
-
-
-def learns_without_advantage(objective: Objective) -> bool:
-    """True where a token without advantage still has a gradient: a KL to a reference or an entropy bonus."""
-    return objective.settings.reference_kl != "none" or objective.settings.entropy_coefficient > 0
 
 
 class SupervisedBatches:

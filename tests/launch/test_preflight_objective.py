@@ -41,3 +41,11 @@ def test_a_topk_method_needs_listed_log_probs(tmp_path):
     assert "rollout.topk_logprobs = 0: objective dppo_topk_tv compares listed tokens" in problems(
         tmp_path, name="dppo_topk_tv"
     )
+
+
+def test_a_supervised_objective_under_another_name_is_refused_and_the_reverse(tmp_path):
+    sampled = problems(tmp_path, name="pg_is", settings={"supervised": True, "importance": "none"})
+    assert "objective.settings.supervised = true: objective.name = pg_is learns from sampled rollouts" in sampled
+    given = problems(tmp_path, name="nll", settings={"supervised": False})
+    assert "objective.settings.supervised = false: objective.name = nll learns from given answers" in given
+    assert ".supervised" not in problems(tmp_path, name="nll")

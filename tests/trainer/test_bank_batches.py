@@ -11,7 +11,7 @@ import torch
 from tiny_task import TEMPERATURE, K, make_config
 
 from dppo_megatron.config.checks import cross_field_violations
-from dppo_megatron.objectives import build_objective
+from dppo_megatron.objectives import Objective, ObjectiveSettings, build_objective
 from dppo_megatron.rollout.bank import BankReader, BankWriter
 from dppo_megatron.trainer.batches import BankBatches
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
@@ -32,11 +32,13 @@ def read(tmp_path):
         for position, group in enumerate(GROUPS):
             bank.append(_group(position, group))
 
-    def run(name: str = "dppo_binary_tv", rank: int = 0, size: int = 1, **sections):
+    def run(method: str | Objective = "dppo_binary_tv", rank: int = 0, size: int = 1, **sections):
         base = {"prompts_per_step": 2, "group_size": SAMPLES, "max_response_tokens": LONGEST}
         sections["rollout"] = {**base, **sections.get("rollout", {})}
         config = make_config(tmp_path, **{"train": {"updates_per_step": 1}, **sections})
-        objective = build_objective(name, **config.objective.settings)
+        objective = method
+        if isinstance(method, str):
+            objective = build_objective(method, **config.objective.settings)
         return BankBatches(config, BankReader(config.rollout.bank), objective, rank, size).read(0)
 
     return run
@@ -87,6 +89,24 @@ def test_by_default_every_verified_sample_of_a_group_with_signal_carries_loss(re
     assert batch.metrics["rollout/reward_failed"] == 1
     assert "rollout/overlong_filtered" not in batch.metrics
     assert "rollout/overlong_penalty_mean" not in batch.metrics
+
+
+class OwnEntropyBonus(Objective):
+    """A user's own objective says what it needs; its settings need not."""
+
+    needs_entropy = True
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective("kl", ObjectiveSettings(control="none", reference_kl="k2", reference_kl_coefficient=0.1)),
+        OwnEntropyBonus("own", ObjectiveSettings(control="none")),
+    ],
+)
+def test_samples_without_advantage_are_computed_where_they_have_a_gradient(read, objective):
+    assert read(Objective("plain", ObjectiveSettings(control="none"))).updates[0].sequences == 3
+    assert read(objective).updates[0].sequences == 7  # the group without signal too
 
 
 def test_overlong_filter_leaves_cut_responses_out_of_loss_and_denominators(read):
