@@ -127,15 +127,17 @@ class Objective:
             region = find_region(s, tokens, anchor_ratio, buckets)
             used = ratio.clamp(s.ratio_floor, s.ratio_cap) if _truncates(s) else ratio
             correction, dropped = mismatch_weight(s, tokens)
-            multiplier = region.weight * correction
+            multiplier = _product(region.weight, correction)
             if s.path == "ratio":
                 multiplier = torch.where(used == ratio, multiplier, torch.zeros_like(multiplier))
-            coefficient = used * multiplier
-            value = _policy_value(s, tokens, region, used) * correction
+            coefficient = _product(used, multiplier)
+            slope = _product(coefficient, tokens.advantage)
             if s.path == "logprob":
-                value = -tokens.advantage * coefficient * tokens.policy
+                value = -slope * tokens.policy
+            else:
+                value = _product(_policy_value(s, tokens, region, used), correction * (tokens.advantage != 0))
         # Value and gradient are set apart: d loss = -A r w d ln pi holds exactly, whatever the value's form.
-        loss = value - tokens.advantage * coefficient * (tokens.logprob - tokens.policy)
+        loss = value - slope * (tokens.logprob - tokens.policy)
         if self.needs_topk_gradient:
             penalty = topk_penalty(s, tokens, region, buckets)
             loss = loss + torch.where(dropped, torch.zeros_like(penalty), penalty)
@@ -246,6 +248,11 @@ def _ratio_to(base: Tensor | None, s: ObjectiveSettings, tokens: Tokens) -> Tens
     if s.ratio_level == "sequence":
         log_ratio = over_sequence(log_ratio, tokens, mean=True)
     return log_ratio.exp()
+
+
+def _product(value: Tensor, factor: Tensor) -> Tensor:
+    """value * factor, and 0 where factor is 0: a token that was taken out stays out, though its ratio overflows."""
+    return torch.where(factor == 0, torch.zeros_like(value), value * factor)
 
 
 def _truncates(s: ObjectiveSettings) -> bool:

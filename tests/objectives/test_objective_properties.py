@@ -345,6 +345,33 @@ def test_ratio_cap_by_gradient_path():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("dppo_binary_tv", {}),
+        ("dppo_binary_tv", {"gradient_path": "logprob"}),
+        ("dppo_binary_tv", {"ratio_cap": 5.0}),
+        ("ppo", {}),
+        ("pg_is", {"mismatch": "mask", "mismatch_high": 2.0}),
+        ("spo", {"mismatch": "mask", "mismatch_high": 2.0}),
+    ],
+)
+def test_a_token_that_is_out_stays_out_though_its_ratio_overflows(name, settings):
+    """Masked, dropped, or without advantage."""
+    logprob = torch.tensor([-0.1, -0.1, -1.0], requires_grad=True)
+    inputs = {
+        "logprob": logprob,
+        "rollout_logprob": torch.tensor([-95.0, -95.0, -1.0]),
+        "advantage": torch.tensor([1.0, 0.0, 1.0]),
+        "mask": torch.ones(3, dtype=torch.bool),
+    }
+    out = build_objective(name, **settings)(**inputs)
+    gradient = torch.autograd.grad(out.loss.sum(), logprob)[0]
+    assert out.loss.isfinite().all()
+    torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, -1.0]))
+    assert out.weight[0] == 0
+
+
 def test_dual_clip_is_the_one_mask_on_a_converging_side():
     case = random_case(12, tokens=80, drift=3.0)
     ratio = (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
