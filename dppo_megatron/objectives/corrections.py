@@ -20,18 +20,27 @@ def sequence_ids_from_cu_seqlens(cu_seqlens: Int[Tensor, " B+1"], total: int) ->
     return torch.searchsorted(cu_seqlens, places, right=True) - 1
 
 
+@torch.no_grad()
 def over_sequence(value: Float[Tensor, " T"], tokens: Tokens, *, mean: bool) -> Float[Tensor, " T"]:
     """Sum or mean of `value` over the loss-carrying tokens of each sequence, given back to every token of it.
 
-    Sequences are numbered from 0 and below T, and each lies whole in this call.
+    Sequences are numbered from 0 and below T, and each lies whole in this call. The same bits whatever the order
+    of the additions, which on a GPU varies: a threshold may not fall differently on ranks that hold the same
+    tokens.
     """
-    size = max(value.shape[0], 1)
-    kept = torch.where(tokens.mask, value, torch.zeros_like(value))
-    total = value.new_zeros(size).index_add(0, tokens.sequence_ids, kept)
+    ids = tokens.sequence_ids
+    kept = torch.where(tokens.mask, value, torch.zeros_like(value)).double()
+    zeros = kept.new_zeros(max(value.shape[0], 1))
+    count = zeros.index_add(0, ids, tokens.mask.double())
+    # Integers add exactly: each sequence in units so small that its largest value, `count` times, fills 62 bits.
+    finite = torch.where(kept.isfinite(), kept, 0.0)
+    largest = zeros.scatter_reduce(0, ids, finite.abs(), "amax")
+    units = 2.0**62 / (largest * count).clamp(min=1)
+    total = zeros.long().index_add(0, ids, (finite * units[ids]).round().long()) / units
+    total = total + zeros.index_add(0, ids, kept - finite)  # zeros, infinities and nan: exact in any order
     if mean:
-        count = value.new_zeros(size).index_add(0, tokens.sequence_ids, tokens.mask.to(value.dtype))
         total = total / count.clamp(min=1)
-    return total[tokens.sequence_ids]
+    return total[ids].to(value.dtype)
 
 
 @torch.no_grad()

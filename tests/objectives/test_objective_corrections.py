@@ -86,6 +86,50 @@ def test_rejection_drops_whole_responses(case, rejection, low, high, kept):
     assert (out.loss[~expected] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gspo", {}),
+        (
+            "pg_is",
+            {"importance": "recomputed", "mismatch": "truncate", "mismatch_level": "sequence", "mismatch_high": 1e9},
+        ),
+    ],
+)
+def test_sequence_sums_are_the_same_bits_in_any_order(name, settings):
+    """Ranks add in different orders: a threshold must not fall differently on them."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, ids = 4000, torch.arange(4000) // 1000
+    mu = -torch.rand(tokens, generator=generator)
+    logprob = mu + 0.01 + 0.2 * torch.randn(tokens, generator=generator)
+    mask = torch.rand(tokens, generator=generator) > 0.1
+    objective = build_objective(name, **settings)
+
+    def results(order):
+        leaf = logprob[order].requires_grad_()
+        out = objective(
+            logprob=leaf, rollout_logprob=mu[order], recomputed_logprob=leaf.detach(),
+            advantage=-torch.ones(tokens), mask=mask[order], sequence_ids=ids[order],
+        )  # fmt: skip
+        back = order.argsort()
+        return out.loss.detach()[back], torch.autograd.grad(out.loss.sum(), leaf)[0][back]
+
+    loss, gradient = results(torch.arange(tokens))
+    assert gradient[mask].any()
+    for _ in range(5):
+        permuted = results(torch.randperm(tokens, generator=generator))
+        assert torch.equal(permuted[0], loss)
+        assert torch.equal(permuted[1], gradient)
+
+
+def test_a_sequence_keeps_what_is_not_finite_to_itself(case):
+    """An engine that gives a sampled token no probability."""
+    case.call["rollout_logprob"][IDS == 1] = -torch.inf
+    out = call(case, rejection="sequence", rejection_low=0.5, rejection_high=2.0)
+    assert torch.equal(out.weight != 0, IDS != 1)
+    assert torch.equal(out.loss.isfinite(), IDS >= 0)
+
+
 def test_without_recomputed_log_probs_the_mismatch_is_that_of_the_current_policy(case):
     del case.call["recomputed_logprob"]
     ratio = (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
