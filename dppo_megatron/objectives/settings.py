@@ -68,7 +68,7 @@ class ObjectiveSettings:
     delta: float | None = _number(above=0.0, doc="threshold of a TV or KL divergence (a probability shift or nats)")
     penalty_delta: float | None = _number(
         above=0.0,
-        doc="scale of the penalty of control 'mask_quadratic'; None = delta",
+        doc="control 'mask_quadratic' on a TV divergence: scale of its penalty; None = delta",
     )
     epsilon_low: float | None = _number(above=0.0, doc="divergence 'ratio': the region reaches down to 1 - epsilon_low")
     epsilon_high: float | None = _number(above=0.0, doc="divergence 'ratio': the region reaches up to 1 + epsilon_high")
@@ -170,20 +170,27 @@ _CONDITIONAL = (
         lambda s: s.control != "none" and s.measures_ratio,
         "bounds the ratio; the threshold of a TV or KL divergence is delta",
     ),
-    ("penalty_delta", lambda s: s.control == "mask_quadratic", "belongs to control='mask_quadratic'"),
+    (
+        "penalty_delta",
+        lambda s: s.control == "mask_quadratic" and not s.measures_ratio,
+        "belongs to control='mask_quadratic' on a TV divergence; the ratio's penalty is scaled by its bounds",
+    ),
     (
         "dual_clip",
         lambda s: s.control == "mask" and s.measures_ratio,
         "belongs to a mask on divergence='ratio'",
     ),
+    ("anchor", lambda s: s.control != "none", "is the centre of a trust region, and control is 'none'"),
     ("direction", lambda s: s.control in ("mask", "mask_quadratic"), "belongs to a mask"),
     ("tail", lambda s: s.direction == "predictive", "belongs to direction='predictive'"),
     ("ratio_cap", lambda s: s.importance != "none", "needs an importance ratio"),
     ("ratio_floor", lambda s: s.importance != "none", "needs an importance ratio"),
     ("ratio_level", lambda s: s.importance != "none", "needs an importance ratio"),
+    ("gradient_path", lambda s: s.importance != "none", "needs an importance ratio"),
     ("mismatch_high", lambda s: s.mismatch != "none", "belongs to mismatch='truncate' or 'mask'"),
     ("mismatch_low", lambda s: s.mismatch == "mask", "belongs to mismatch='mask'"),
     ("mismatch_level", lambda s: s.mismatch != "none", "belongs to mismatch='truncate' or 'mask'"),
+    ("reference_kl_gradient", lambda s: s.reference_kl != "none", "belongs to reference_kl"),
     ("rejection_low", lambda s: s.rejection != "none", "belongs to rejection"),
     ("rejection_high", lambda s: s.rejection != "none", "belongs to rejection"),
 )

@@ -92,6 +92,8 @@ def test_thresholds_of_a_replaced_axis_fall_away():
     assert (settings.epsilon_low, settings.epsilon_high, settings.delta) == (None, None, 0.2)
     settings = build_objective("dppo_predictive", control="none").settings
     assert (settings.direction, settings.delta) == ("sampled", None)
+    assert build_objective("minirl", control="none").settings.anchor == "rollout"
+    assert build_objective("minirl", importance="none").settings.gradient_path == "auto"
 
 
 def test_unknown_names_suggest_the_nearest():
@@ -127,6 +129,13 @@ def test_clip_ratio_is_explained_not_guessed():
         ({"control": "quadratic", "direction": "symmetric"}, "direction='symmetric' has no effect"),
         ({"tail": "uniform"}, "tail='uniform' has no effect"),
         ({"penalty_delta": 2.0}, "penalty_delta=2.0 has no effect"),
+        (
+            {"divergence": "ratio", "control": "mask_quadratic", "epsilon": 0.2, "penalty_delta": 2.0},
+            "penalty_delta=2.0 has no effect",
+        ),
+        ({"control": "none", "anchor": "recomputed"}, "anchor='recomputed' has no effect"),
+        ({"importance": "none", "gradient_path": "ratio"}, "gradient_path='ratio' has no effect"),
+        ({"reference_kl_gradient": "estimator"}, "reference_kl_gradient='estimator' has no effect"),
         ({"dual_clip": 3.0}, "dual_clip=3.0 has no effect"),
         ({"ratio_cap": 1.0, "ratio_floor": 2.0}, "ratio_floor=2.0 is above ratio_cap=1.0"),
         ({"ratio_level": "sequence"}, "ratio_level='sequence'"),
