@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig
+from dppo_megatron.vocab_parallel.linear import column_blocks
 
 FP32 = 4
 INDEX = 8
@@ -165,7 +166,7 @@ def head(work: Work, rows: int, padded_vocab: int) -> dict[str, int]:
     around = _norm(work) + gathered + e * hidden  # final norm, gather, the rows picked
     weight_gradient = work.weight_gradient * columns * hf.hidden_size
     if work.config.model.logits == "fused":
-        block = -(-columns // 16)
+        block = max(cut.stop - cut.start for cut in column_blocks(columns))
         return {
             "head input": around,
             "a block of logits": e * rows * block,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -60,7 +61,7 @@ def linear_token_statistics(
         bias: [V_local] or None.
         loss_mask: [T] bool. Only the tokens where it is True are projected; the others hold 0 in every
             statistic and send no gradient. Costs one device synchronisation. None = all tokens.
-        block_columns: columns projected at once; None = a sixteenth of the shard, at least 1024.
+        block_columns: columns projected at once, give or take 63; None = a sixteenth of the shard, at least 1024.
 
     Maths and errors: as token_statistics.
     """
@@ -118,8 +119,7 @@ def linear_token_statistics(
         check=check,
         backend=choose_backend(backend, hidden.device),
     )
-    width = block_columns or max(1024, -(-shard.valid // 16))
-    outputs = _Linear.apply(hidden, weight, bias, request, width)
+    outputs = _Linear.apply(hidden, weight, bias, request, column_blocks(shard.valid, block_columns))
     if rows is not None:
         outputs = tuple(None if output is None else _spread(output, rows, tokens) for output in outputs)
     return statistics(outputs)
@@ -129,10 +129,17 @@ def _spread(output: Tensor, rows: Tensor, tokens: int) -> Tensor:
     return output.new_zeros((tokens, *output.shape[1:])).index_copy(0, rows, output)
 
 
-def _blocks(valid: int, width: int) -> list[slice]:
-    """Columns [0, valid) in blocks of at most `width`, their sizes within 1 of each other."""
-    count = -(-valid // width)
-    return [slice(i * valid // count, (i + 1) * valid // count) for i in range(count)]
+def column_blocks(valid: int, at_most: int | None = None) -> list[slice]:
+    """The columns [0, valid) of a shard in blocks of about the same width; at_most: block_columns.
+
+    Cut at multiples of 64 unless blocks are narrow: a GPU's matrix product wants aligned rows, which equal parts of
+    an odd vocabulary (50257, 32064) do not have.
+    """
+    at_most = at_most or max(1024, -(-valid // 16))
+    count = -(-valid // at_most)
+    unit = 64 if at_most >= 128 else 1
+    cuts = [i * valid // count // unit * unit for i in range(count)]
+    return [slice(*cut) for cut in pairwise([*cuts, valid])]
 
 
 def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
@@ -145,16 +152,17 @@ def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, request: Request, width: int
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, request: Request, cuts: list[slice]
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         shard = request.shard
-        large = worthwhile(hidden.shape[0], shard.valid) and min(hidden.shape[0], width) > 1
+        narrowest = min((cut.stop - cut.start for cut in cuts), default=0)
+        large = worthwhile(hidden.shape[0], shard.valid) and narrowest > 1
 
         def fill(ids: Tensor, out: Tensor) -> None:
             empty_rows(out)
             rows = torch.empty_like(out)
-            for columns in _blocks(shard.valid, width):
+            for columns in cuts:
                 request.backend.forward(
                     _project(hidden, weight, bias, columns),
                     ids,
@@ -171,7 +179,7 @@ class _Linear(torch.autograd.Function):
         outputs = request.outputs(merged)
         ctx.save_for_backward(hidden, weight, bias)
         ctx.request, ctx.ids, ctx.merged = request, ids, merged
-        ctx.width, ctx.large = width, large
+        ctx.cuts, ctx.large = cuts, large
         metrics = outputs[4:] if request.entropy == "differentiable" else outputs[3:]
         ctx.mark_non_differentiable(*(metric for metric in metrics if metric is not None))
         return outputs
@@ -189,7 +197,7 @@ class _Linear(torch.autograd.Function):
         d_hidden = hidden.new_zeros(hidden.shape, dtype=request.dtype) if need_hidden else None
         d_weight = torch.zeros_like(weight) if need_weight else None
         d_bias = torch.zeros_like(bias) if need_bias else None
-        for columns in _blocks(shard.valid, ctx.width):
+        for columns in ctx.cuts:
             block = _project(hidden, weight, bias, columns)
             request.backend.backward(
                 block,

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vp_ranks import CountCollectives, Ranks
 from vp_reference import weighted
 
-from dppo_megatron.vocab_parallel import linear_token_statistics, token_statistics
+from dppo_megatron.vocab_parallel import linear, linear_token_statistics, token_statistics
 
 TOKENS, WIDTH, COLUMNS, VOCAB, LISTED = 12, 8, 40, 37, 5
 
@@ -202,6 +202,20 @@ def test_logits_are_never_stored() -> None:
     with _Widest() as seen:
         linear_token_statistics(hidden, weight, target).logprob.sum().backward()
     assert seen.numel < 64 * 20000 / 8
+
+
+@pytest.mark.parametrize("vocab", [50257, 32064, 151936, 128256, 15361, 1000])
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_blocks_are_cut_where_a_matrix_product_is_aligned(vocab: int, world: int) -> None:
+    columns = -(-vocab // (128 * world)) * 128
+    for valid in {min(columns, vocab), max(0, vocab - columns * (world - 1))}:
+        cuts = linear.column_blocks(valid)
+        assert [i for cut in cuts for i in range(cut.start, cut.stop)] == list(range(valid))
+        assert all(cut.start % 64 == 0 for cut in cuts)
+        assert len(cuts) <= 16
+        widths = [cut.stop - cut.start for cut in cuts]
+        assert max(widths, default=0) - min(widths, default=0) < 128
+        assert max(widths, default=0) < max(1024, valid / 16) + 64
 
 
 @pytest.mark.parametrize(
