@@ -208,27 +208,28 @@ def forward(
     splits = triton.cdiv(tiles, per_split)
     sums = out[:, n:] if splits == 1 else out.new_empty((tokens, splits, 3))
     tau, tau_stride = _by_row(scale, out)
-    _forward_kernel[(tokens, splits)](
-        block,
-        block.stride(0),
-        block.stride(1),
-        ids.contiguous(),
-        first,
-        columns,
-        tau,
-        tau_stride,
-        out,
-        out.stride(0),
-        sums,
-        sums.stride(0),
-        per_split,
-        listed=n,
-        listed_padded=triton.next_power_of_2(n),
-        tile=tile,
-        entropy=entropy,
-        acc=_accumulator(out.dtype),
-        num_warps=_WARPS,
-    )
+    with torch.cuda.device_of(block):
+        _forward_kernel[(tokens, splits)](
+            block,
+            block.stride(0),
+            block.stride(1),
+            ids.contiguous(),
+            first,
+            columns,
+            tau,
+            tau_stride,
+            out,
+            out.stride(0),
+            sums,
+            sums.stride(0),
+            per_split,
+            listed=n,
+            listed_padded=triton.next_power_of_2(n),
+            tile=tile,
+            entropy=entropy,
+            acc=_accumulator(out.dtype),
+            num_warps=_WARPS,
+        )
     if splits > 1:
         out[:, n:] = join_sums(sums.transpose(0, 1), scale)
 
@@ -253,27 +254,28 @@ def backward(
     tau, tau_stride = _by_row(scale, other_max)
     mask = torch.zeros_like(other_max, dtype=torch.uint8) if dead is None else dead.to(torch.uint8)
     b = coefficients.b
-    _backward_kernel[(tokens, triton.cdiv(columns, tile))](
-        block,
-        block.stride(0),
-        block.stride(1),
-        ids.contiguous(),
-        first,
-        columns,
-        tau,
-        tau_stride,
-        other_max.contiguous(),
-        coefficients.listed.contiguous(),
-        coefficients.a.contiguous(),
-        coefficients.a if b is None else b.contiguous(),
-        mask,
-        listed=n,
-        listed_padded=triton.next_power_of_2(n),
-        tile=tile,
-        with_b=b is not None,
-        acc=_accumulator(other_max.dtype),
-        num_warps=_WARPS,
-    )
+    with torch.cuda.device_of(block):
+        _backward_kernel[(tokens, triton.cdiv(columns, tile))](
+            block,
+            block.stride(0),
+            block.stride(1),
+            ids.contiguous(),
+            first,
+            columns,
+            tau,
+            tau_stride,
+            other_max.contiguous(),
+            coefficients.listed.contiguous(),
+            coefficients.a.contiguous(),
+            coefficients.a if b is None else b.contiguous(),
+            mask,
+            listed=n,
+            listed_padded=triton.next_power_of_2(n),
+            tile=tile,
+            with_b=b is not None,
+            acc=_accumulator(other_max.dtype),
+            num_warps=_WARPS,
+        )
 
 
 def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Merged:

@@ -202,25 +202,26 @@ def merge(rows: Tensor, ids: Tensor, tau: tuple[Tensor, int], entropy: bool) -> 
     other_logprob, mass, other_max, other_sum, mean = by_row.unbind()
     nonfinite = torch.empty(tokens, dtype=torch.bool, device=rows.device)
     if tokens:
-        _merge_kernel[(tokens,)](
-            rows,
-            rows.stride(0),
-            rows.stride(1),
-            ids,
-            *tau,
-            logprob,
-            other_logprob,
-            mean,
-            nonfinite.view(torch.int8),
-            mass,
-            other_max,
-            other_sum,
-            ranks=ranks,
-            listed=listed,
-            padded=triton.next_power_of_2(listed),
-            with_entropy=entropy,
-            num_warps=1 if listed <= 32 else 4,
-        )
+        with torch.cuda.device_of(rows):
+            _merge_kernel[(tokens,)](
+                rows,
+                rows.stride(0),
+                rows.stride(1),
+                ids,
+                *tau,
+                logprob,
+                other_logprob,
+                mean,
+                nonfinite.view(torch.int8),
+                mass,
+                other_max,
+                other_sum,
+                ranks=ranks,
+                listed=listed,
+                padded=triton.next_power_of_2(listed),
+                with_entropy=entropy,
+                num_warps=1 if listed <= 32 else 4,
+            )
     return Merged(logprob, other_logprob, mean if entropy else None, nonfinite, mass, other_max, other_sum, None)
 
 
@@ -238,25 +239,26 @@ def coefficients(
     b = None if g_entropy is None else torch.empty_like(a)
     unused = merged.other_max
     if tokens:
-        _coefficients_kernel[(tokens,)](
-            g_slots,
-            unused if g_other is None else g_other.contiguous(),
-            unused if g_entropy is None else g_entropy.contiguous(),
-            ids,
-            *tau,
-            merged.logprob,
-            merged.other_logprob,
-            unused if merged.entropy is None else merged.entropy,
-            merged.nonfinite.view(torch.int8),
-            merged.listed_mass,
-            merged.other_sum,
-            at_listed,
-            a,
-            unused if b is None else b,
-            listed=listed,
-            padded=triton.next_power_of_2(listed),
-            with_other=g_other is not None,
-            with_entropy=g_entropy is not None,
-            num_warps=1 if listed <= 32 else 4,
-        )
+        with torch.cuda.device_of(g_slots):
+            _coefficients_kernel[(tokens,)](
+                g_slots,
+                unused if g_other is None else g_other.contiguous(),
+                unused if g_entropy is None else g_entropy.contiguous(),
+                ids,
+                *tau,
+                merged.logprob,
+                merged.other_logprob,
+                unused if merged.entropy is None else merged.entropy,
+                merged.nonfinite.view(torch.int8),
+                merged.listed_mass,
+                merged.other_sum,
+                at_listed,
+                a,
+                unused if b is None else b,
+                listed=listed,
+                padded=triton.next_power_of_2(listed),
+                with_other=g_other is not None,
+                with_entropy=g_entropy is not None,
+                num_warps=1 if listed <= 32 else 4,
+            )
     return Coefficients(at_listed, a, b)

@@ -5,6 +5,7 @@ The interpreter shows numerics only. It truncates fp32 to bf16 where the hardwar
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -92,6 +93,22 @@ def test_linear() -> None:
         (stats.logprob + stats.other_logprob).sum().backward()
         gradients.append(torch.cat((hidden.grad, weight.grad)))
     assert torch.allclose(*gradients, atol=1e-6)
+
+
+def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device. tests/gpu runs it with another one."""
+    guarded = []
+
+    def device_of(tensor: torch.Tensor) -> contextlib.nullcontext:
+        guarded.append(tensor)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    logits = torch.randn(3, 70, requires_grad=True)
+    stats = token_statistics(logits, torch.arange(3), backend="triton")
+    assert len(guarded) == 2  # sums, merge
+    stats.logprob.sum().backward()
+    assert len(guarded) == 4  # coefficients, gradient
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
