@@ -57,6 +57,43 @@ def test_int32_ids() -> None:
     assert torch.equal(wide.topk_logprob, narrow.topk_logprob)
 
 
+def test_the_documented_divergence_as_printed() -> None:
+    """The KL over the outcomes and its gradient, with the sampled token in the list and not, absent ids, no rest."""
+    text = (ROOT / "docs" / "vocab_parallel.md").read_text()
+    recipe = text.split("### A top-K divergence as a loss")[1].split("```python\n")[1].split("```")[0]
+    generator = torch.Generator().manual_seed(1)
+    mu, pi = (torch.randn(5, 7, generator=generator, dtype=torch.float64).log_softmax(1) for _ in range(2))
+    topk_ids = torch.tensor([[0, 1, 2], [3, 4, -1], [5, -1, 0], [-1, -1, -1], [6, 2, 1]])
+    target_ids = torch.tensor([1, 0, 6, 3, 6])
+    for policy in (mu, pi):
+        logits = policy.clone().requires_grad_()
+        names = {
+            "torch": torch,
+            "topk_ids": topk_ids,
+            "target_ids": target_ids,
+            "rollout_logprob": mu.gather(1, target_ids[:, None])[:, 0],
+            "rollout_topk_logprob": mu.gather(1, topk_ids.clamp(min=0)).masked_fill(topk_ids < 0, -torch.inf),
+            "stats": token_statistics(logits, target_ids, topk_ids),
+        }
+        exec(recipe, names)
+        plain = policy.clone().requires_grad_()
+        expected = []
+        for row, (target, ids) in enumerate(zip(target_ids.tolist(), topk_ids.tolist(), strict=True)):
+            own = sorted({target, *(i for i in ids if i >= 0)})
+            rest = [i for i in range(7) if i not in own]
+            p, q = mu[row].exp(), plain[row].softmax(0)
+            merged = [torch.cat([x[own], x[rest].sum()[None]]) for x in (p, q)]
+            expected.append((merged[0] * (merged[0].log() - merged[1].log())).sum())
+        torch.testing.assert_close(names["kl"], torch.stack(expected))
+        wanted = torch.autograd.grad(sum(expected), plain)[0]
+        torch.testing.assert_close(torch.autograd.grad(names["kl"].sum(), logits)[0], wanted)
+
+    everything = token_statistics(pi.clone().requires_grad_(), target_ids, torch.arange(7).expand(5, 7))
+    names |= {"stats": everything, "topk_ids": torch.arange(7).expand(5, 7), "rollout_topk_logprob": mu}
+    exec(recipe, names)
+    torch.testing.assert_close(names["kl"].detach(), (mu.exp() * (mu - pi)).sum(1))
+
+
 # --- numerics ---
 
 
