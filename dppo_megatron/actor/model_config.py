@@ -13,7 +13,13 @@ from dppo_megatron.config.schema import Config, ParallelConfig
 from dppo_megatron.hf import HFModelConfig, ModelError
 
 from . import megatron_version
-from .precision import installation_problems, precision_arguments, precision_problems, this_gpu
+from .precision import (
+    fuses_weight_gradient,
+    installation_problems,
+    precision_arguments,
+    precision_problems,
+    this_gpu,
+)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SHARD_UNIT = 128  # columns of the head per rank, for its GEMM
@@ -191,7 +197,7 @@ def _precision_arguments(hf: HFModelConfig, config: Config) -> dict[str, Any]:
         "bias_dropout_fusion": fused,
         # Megatron's fused rotation of latent attention knows YaRN only.
         "apply_rope_fusion": use_transformer_engine(config) and (hf.mla is None or hf.rope_type == "yarn"),
-        "gradient_accumulation_fusion": fused and megatron_version.has_fused_weight_gradient(),
+        "gradient_accumulation_fusion": fuses_weight_gradient(),
     }
 
 

@@ -111,13 +111,20 @@ def implementations(config: Config, *, transformer_engine_layers: bool) -> Imple
         engine = apex = False
     fused = "TransformerEngine" if engine else "NVIDIA apex" if apex else "torch"
     adam = f"{fused} on the GPU, torch on the host" if config.optimizer.offload else fused
-    gradient = "torch"
-    if transformer_engine_layers:
-        gradient = "TransformerEngine"
-    elif torch.cuda.is_available() and megatron_version.has_fused_weight_gradient():
-        gradient = "NVIDIA apex"
     layers = "TransformerEngine" if transformer_engine_layers else "local"
+    gradient = "torch"
+    if fuses_weight_gradient():
+        gradient = "TransformerEngine" if transformer_engine_layers else "NVIDIA apex"
     return Implementations(layers, adam, fused, gradient)
+
+
+def fuses_weight_gradient() -> bool:
+    """Whether weight gradients are added to the fp32 buffer by the matrix product that makes them.
+
+    TransformerEngine's layers need nothing for it, but the setting is one for all layers, and Megatron's head refuses
+    it without apex's kernel.
+    """
+    return torch.cuda.is_available() and megatron_version.has_fused_weight_gradient()
 
 
 def describe(config: Config) -> str:

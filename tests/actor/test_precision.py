@@ -10,7 +10,7 @@ import pytest
 import torch
 from actor_cases import make_config, pack, sequences, write_config
 
-from dppo_megatron.actor import check_model, megatron_version
+from dppo_megatron.actor import check_model, megatron_version, model_config
 from dppo_megatron.actor.packing import Packer
 from dppo_megatron.actor.precision import implementations, precision_arguments, precision_problems
 from dppo_megatron.hf import read_hf_config
@@ -68,8 +68,9 @@ def test_packed_rows_are_what_fp8_matrix_products_take(tmp_path, recipe, rows):
     assert packer.multiple == 2 * rows
 
 
-def chosen(**settings):
-    return implementations(make_config(Path("unused"), **settings), transformer_engine_layers=False)
+def chosen(transformer_engine_layers=False, **settings):
+    config = make_config(Path("unused"), **settings)
+    return implementations(config, transformer_engine_layers=transformer_engine_layers)
 
 
 def test_apex_of_the_package_index_is_not_nvidias(tmp_path, monkeypatch):
@@ -88,3 +89,15 @@ def test_apex_of_the_package_index_is_not_nvidias(tmp_path, monkeypatch):
     assert chosen().optimizer == "TransformerEngine"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert chosen().optimizer == "torch"
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_the_log_says_of_weight_gradients_what_megatron_is_told(kernel, tmp_path, monkeypatch):
+    """Without apex's kernel TransformerEngine's layers do not accumulate either: the setting is one for all layers."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(megatron_version, "has_fused_weight_gradient", lambda: kernel)
+    hf, config = read_hf_config(write_config(tmp_path)), make_config(tmp_path, dtype="bf16")
+    told = model_config._precision_arguments(hf, config)["gradient_accumulation_fusion"]
+    assert told == kernel
+    assert chosen(False).weight_gradient == ("NVIDIA apex" if kernel else "torch")
+    assert chosen(True).weight_gradient == ("TransformerEngine" if kernel else "torch")
