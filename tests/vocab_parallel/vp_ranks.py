@@ -1,4 +1,4 @@
-"""Ranks for the tests: processes over gloo, started once per world size, that run one function at a time."""
+"""Ranks for the tests: processes over gloo or NCCL, started once per world size, that run one function at a time."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def shard_case(case: Case, rank: int, backend: str = "torch", count: bool = True, **options: Any) -> dict[str, Any]:
-    """Run token_statistics on this rank's columns. Returns its results, its gradient and its collectives.
+def shard_case(
+    case: Case, rank: int, backend: str = "torch", count: bool = True, device: str = "cpu", **options: Any
+) -> dict[str, Any]:
+    """Run token_statistics on this rank's columns. Returns its results and its gradient, on the CPU, and its
+    collectives.
 
     count=False: without the dispatch modes that count them, under which torch.compile does nothing.
     """
     from dppo_megatron.vocab_parallel import token_statistics
 
-    inputs = make_inputs(case)
+    inputs = make_inputs(case).to(device)
     first = sum(case.columns[:rank])
     shard = lay_out(inputs.logits[:, first : first + case.columns[rank]], case.layout)
     logits = shard.requires_grad_()
@@ -66,9 +69,9 @@ def shard_case(case: Case, rank: int, backend: str = "torch", count: bool = True
         loss.backward()
     names = ("logprob", "entropy", "topk_logprob", "other_logprob")
     return {
-        "values": {name: None if v is None else v.detach() for name, v in zip(names, values, strict=True)},
-        "nonfinite": stats.nonfinite,
-        "gradient": logits.grad,
+        "values": {name: None if v is None else v.detach().cpu() for name, v in zip(names, values, strict=True)},
+        "nonfinite": stats.nonfinite.cpu(),
+        "gradient": None if logits.grad is None else logits.grad.cpu(),
         "forward": dict(forward.found),
         "backward": dict(backward.found),
     }
@@ -79,9 +82,11 @@ def _send(pipe: Any, answer: tuple[str, Any]) -> None:
     pipe.send_bytes(pickle.dumps(answer))
 
 
-def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
+def _serve(rank: int, world: int, store: str, backend: str, pipe: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
     _send(pipe, ("ready", None))
     while (job := pipe.recv()) is not None:
         function, arguments = job
@@ -102,7 +107,7 @@ class RankError(Exception):
 
 
 class Ranks:
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, backend: str = "gloo") -> None:
         # The fork server imports torch (and Dynamo, which dispatch modes need) once for all ranks.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
@@ -113,7 +118,7 @@ class Ranks:
         for rank in range(world):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world, f"{self._folder.name}/store", theirs), daemon=True
+                target=_serve, args=(rank, world, f"{self._folder.name}/store", backend, theirs), daemon=True
             )
             process.start()
             theirs.close()
