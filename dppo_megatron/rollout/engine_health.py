@@ -181,8 +181,8 @@ class EngineHealth:
             seen = replace(seen, proven=None, confirmed=None)
         if self.state is State.DEAD:
             return replace(seen, state=State.STALE) if now >= self.quarantined_until else seen
-        if self.state is State.VERIFYING:
-            return seen
+        if self.state is State.VERIFYING:  # of another life: whoever verifies gave up
+            return seen if instance == self.instance else replace(seen, state=State.STALE)
         claim, published = (instance, version), self.published
         # It may be ahead: the next policy reaches an engine before it is published.
         if seen.proven == (instance, published) and version >= published:

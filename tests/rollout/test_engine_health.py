@@ -70,6 +70,12 @@ def test_a_verification_of_something_else_does_not_admit(verified):
     assert health.may_verify(0.0, RULES)
 
 
+def test_one_that_was_restarted_while_it_is_verified_must_be_verified_anew():
+    health = after(Registered(), Published(4), Answered("a", 2), VerifyStarted(), Answered("b", 0))
+    assert health.state is State.STALE
+    assert health.may_verify(0.0, RULES)
+
+
 def test_a_verification_overtaken_by_the_next_policy_does_not_admit():
     health = after(Registered(), Published(4), Answered("a", 2), VerifyStarted(), Published(5), Verified("a", 4))
     assert health.state is State.STALE
