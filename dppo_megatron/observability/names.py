@@ -66,7 +66,7 @@ _ENGINE = (
     Metric("engine/serving", "count", "engines that served when the step's last group was done"),
     Metric("engine/deaths", "count", "times an engine was given up since the last record"),
     Metric("engine/restarts", "count", "times an engine came back as another process"),
-    Metric("engine/caught_up", "count", "times the orchestrator loaded and verified an engine's weights itself"),
+    Metric("engine/caught_up", "count", "times the orchestrator verified an engine's weights itself"),
     Metric("engine/retried_requests", "count", "requests sent again because an engine failed"),
     Metric("engine/unconfirmed", "count", "engines that a publish left out because they did not answer"),
 )

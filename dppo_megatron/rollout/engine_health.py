@@ -6,8 +6,9 @@
                          └──────────────answers again, after its quarantine────── dead ◄──┘
 ```
 An engine serves only while its weights are proven to be those of the published policy: the publisher confirmed this
-very life of it for that version, or the pool loaded them and compared log-probs. What an engine says of itself proves
-nothing, and every death takes the proof away.
+very life of it for that version, or the pool compared log-probs after it loaded them (of weights that were broadcast:
+after it found the confirmed life and version again). What an engine says of itself proves nothing, and every death
+takes the proof away.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class VerifyStarted:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """After the pool loaded `version`, this life of the server scored the probe as the trainer does."""
+    """Under `version`, this life of the server scored the probe as the trainer does."""
 
     instance: str
     version: int

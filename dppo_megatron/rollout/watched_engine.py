@@ -171,14 +171,21 @@ class WatchedEngine:
     async def _watch(self) -> None:
         while True:
             await self._probe()
-            # What was broadcast lies nowhere: the trainer notices that the engine is behind and sends it again.
-            known = self.policy is not None and self.policy.path is not None
-            if known and self.health.may_verify(time.monotonic(), self._rules):
+            if self._may_verify():
                 self.apply(VerifyStarted())
                 self._verification = asyncio.create_task(self._verify(self._client, self.policy))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._config.engine.health_interval_s)
             self._wake.clear()
+
+    def _may_verify(self) -> bool:
+        policy, health = self.policy, self.health
+        if policy is None or not health.may_verify(time.monotonic(), self._rules):
+            return False
+        # What was broadcast lies nowhere to be loaded from. The life that the publisher loaded it into may still have
+        # it; to any other the trainer, which notices that the engine is behind, sends it again.
+        loaded = (policy.confirmed.get(self.url), policy.version)
+        return policy.path is not None or (health.instance, health.version) == loaded
 
     async def _probe(self) -> None:
         service, policy = self._service, self.policy
@@ -197,11 +204,15 @@ class WatchedEngine:
         self.apply(event)
 
     async def _verify(self, client: Engine, policy: PublishedPolicy) -> None:
-        """Loads the published weights, whatever the engine claims to serve, and compares log-probs."""
+        """Loads the published weights, whatever the engine claims to serve, and compares log-probs.
+
+        Weights that were broadcast are not loaded: see `_may_verify`.
+        """
         try:
             await self._check(client)
             instance = (await client.info()).instance
-            await client.load_weights(Path(policy.path), policy.version)
+            if policy.path is not None:
+                await client.load_weights(Path(policy.path), policy.version)
             difference = await self._probe_difference(client, policy)
             info = await client.info()
             if info.instance != instance:
@@ -210,7 +221,7 @@ class WatchedEngine:
             # When the trainer published the next policy to it meanwhile, the scores are of that one.
             if info.version == policy.version and not difference <= tolerance:  # also when it is NaN
                 raise EngineError(
-                    f"log-probs of the probe differ by {difference:.3g} from the trainer's after loading policy "
+                    f"log-probs of the probe differ by {difference:.3g} from the trainer's under policy "
                     f"{policy.version}, more than weight_sync.probe_tolerance = {tolerance:g}"
                 )
         except EngineError as error:
@@ -219,7 +230,8 @@ class WatchedEngine:
         else:
             self._verification = None
             self._counts["engine/caught_up"] += 1
-            log.info("%s loaded policy %d and scores it as the trainer does", self.name, policy.version)
+            done = "still has" if policy.path is None else "loaded"
+            log.info("%s %s policy %d and scores it as the trainer does", self.name, done, policy.version)
             self.apply(Verified(info.instance, info.version))
 
     async def _probe_difference(self, client: Engine, policy: PublishedPolicy) -> float:

@@ -148,14 +148,17 @@ class World:
     def build(self, config: Config, url: str) -> PlayedEngine:
         return PlayedEngine(url, self.servers[url])
 
-    def publish(self, version: int, to: tuple[str, ...] | None = None) -> None:
-        """The trainer's part: loads into the servers at `to`, by default all, and names them as confirmed."""
+    def publish(self, version: int, to: tuple[str, ...] | None = None, path: str | None = "/weights") -> None:
+        """The trainer's part: loads into the servers at `to`, by default all, and names them as confirmed.
+
+        `path` None: broadcast.
+        """
         reached = self.servers if to is None else to
         for url in reached:
             self.servers[url].weights = self.servers[url].claims = version
         PublishedPolicy(
             version,
-            "/weights",
+            path,
             time.time(),
             {url: self.servers[url].instance for url in reached},
             PROBE,

@@ -262,6 +262,43 @@ def test_the_only_engine_may_come_back(world):
     w.live(use)
 
 
+def test_broadcast_weights_that_an_engine_kept_while_it_froze_are_verified_without_loading(world):
+    w = world(PlayedServer())
+    w.publish(3, path=None)
+
+    async def use(pool):
+        await pool.generate(request())
+        for kept in (True, False):
+            w.servers[A].frozen = True
+            await until(lambda: pool.take_metrics()["engine/deaths"] == 1)
+            w.servers[A].weights = 3 if kept else 2
+            w.servers[A].frozen = False
+            call = asyncio.ensure_future(pool.generate(request(f"kept {kept}")))
+            done, _ = await asyncio.wait((call,), timeout=2 if kept else 0.3)
+            assert bool(done) == kept
+        call.cancel()
+
+    w.live(use)
+    assert w.servers[A].loads == []
+
+
+def test_broadcast_weights_are_not_expected_of_a_life_that_never_had_them(world):
+    w = world(PlayedServer())
+    w.publish(3, path=None)
+
+    async def use(pool):
+        await pool.generate(request())
+        w.servers[A].restart(3, 3)
+        call = asyncio.ensure_future(pool.generate(request("after")))
+        await asyncio.sleep(0.3)
+        assert not call.done()
+        w.publish(3, path=None)  # once more, by the trainer
+        await call
+
+    w.live(use)
+    assert w.servers[A].loads == []
+
+
 def test_one_with_settings_that_do_not_suit_is_not_admitted(world):
     w = world(PlayedServer(), PlayedServer())
     w.publish(1, to=(A,))
