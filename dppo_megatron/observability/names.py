@@ -95,6 +95,7 @@ _TIME = (
 )
 _EVAL = (
     Metric("eval/accuracy", "share", "greedy accuracy on data.eval after `step` steps; 0 = start policy"),
+    Metric("eval/version_spread", "versions", "newer policies that answered too: 0 = all of the policy after `step`"),
     Metric("eval/response_tokens_mean", "tokens", "mean length of the greedy answers"),
     Metric("eval/prompts", "count", "held-out prompts"),
 )

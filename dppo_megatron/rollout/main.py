@@ -52,7 +52,7 @@ async def evaluate_once(config: Config, engines: Sequence[Engine]) -> float:
     """Greedy accuracy of what the engines serve now; the record goes to the run's rollout metrics."""
     setting = _Setting(config)
     with RewardPool(config.reward) as rewards:
-        return await setting.evaluator(rewards).evaluate(0, EnginePool(engines).generate)
+        return await setting.evaluator(rewards).start(0, EnginePool(engines).generate)
 
 
 async def _fill_bank(config: Config) -> None:

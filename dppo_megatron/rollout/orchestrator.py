@@ -20,17 +20,17 @@ from dppo_megatron.types import Prompt, RolloutGroup
 
 from .continuation import Continuation
 from .dynamic_sampling import NO_SIGNAL, SignalFilter, why_dropped
-from .engine import GenerateRequest, SpoiltSample
+from .engine import GenerateRequest
 from .engine_pool import EnginePool
 from .evaluation import Evaluator
 from .published import POLL_S, PublishedFollower
+from .redraw import draw
 from .rollout_metrics import StepRecorder
 from .staleness import StalenessBound
 from .watched_pool import WatchedPool
 
 log = logging.getLogger(__name__)
 
-SPOILT_ATTEMPTS = 3
 TOO_STALE = "too_stale"  # the reason in the bank
 
 
@@ -52,6 +52,7 @@ class Orchestrator:
     A prompt is begun only for a group that is certainly still missing. So with staleness 0 the prompts of a run are
     the shortest beginning of the prompt order that fills it, dropped ones included, whichever group ends first and
     however often the orchestrator was started again.
+    Evaluations run beside the sampling; with staleness 0 before it, so that one policy gives all answers.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Orchestrator:
         self._recorder = recorder
         self._stop_token_ids = tuple(stop_token_ids)
         self._filter = SignalFilter(config.rollout)
+        self._evaluations: set[asyncio.Task] = set()  # that run
         self._bound = StalenessBound(config.rollout.prompts_per_step, config.rollout.max_staleness)
 
     async def run(self) -> None:
@@ -93,7 +95,7 @@ class Orchestrator:
             while (stored := self._bank.num_train_groups) < wanted:
                 begun = stored + len(running) + len(finished)
                 if not running:
-                    await self._published.wait_for(self._bound.needed_version(min(begun, wanted - 1)))
+                    await self._wait_for(self._bound.needed_version(min(begun, wanted - 1)))
                 await self._evaluate_if_due()
                 while begun < wanted and len(running) < rollout.max_concurrent_groups and self._may_begin(begun):
                     last_step = self._bound.last_step(self._published.current.version)
@@ -102,21 +104,25 @@ class Orchestrator:
                     running[asyncio.create_task(self._produce(prompt))] = Running(prompt, last_step)
                     begun += 1
                 done, _ = await asyncio.wait(
-                    running,
+                    {*running, *self._evaluations},
                     timeout=POLL_S if rollout.max_staleness else None,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
-                for task in done:
+                for task in done & self._evaluations:
+                    self._evaluations.remove(task)
+                    task.result()
+                for task in done & running.keys():
                     last_step, group = running.pop(task).last_step, task.result()
                     if self._keep(group):
                         finished.append((last_step, group))
                 self._store(finished, running)
+            await self._wait_for(self._config.train.steps)
+            await asyncio.gather(*self._evaluations)
         finally:
-            for task in running:
+            tasks = (*running, *self._evaluations)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-        await self._published.wait_for(self._config.train.steps)
-        await self._evaluate_if_due()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _open_positions(self) -> Iterator[int]:
         done = self._bank.done_positions()
@@ -182,9 +188,10 @@ class Orchestrator:
 
     async def _sample(self, prompt: Prompt):
         rollout = self._config.rollout
-        for attempt in range(SPOILT_ATTEMPTS):
+
+        def request(attempt: int) -> GenerateRequest:
             seeds = np.random.SeedSequence([self._config.run.seed, prompt.position, attempt])
-            request = GenerateRequest(
+            return GenerateRequest(
                 request_id=f"group-{prompt.position}-{attempt}",
                 token_ids=prompt.token_ids,
                 n=rollout.group_size,
@@ -195,23 +202,22 @@ class Orchestrator:
                 topk=rollout.topk_logprobs,
                 routed_experts=rollout.routing_replay,
             )
-            try:
-                return await self._generate(request)
-            except SpoiltSample as error:
-                self._recorder.spoilt()
-                log.warning("prompt %d: refused a spoilt sample (%s); sampling again", prompt.position, error)
-        raise SpoiltSample(
-            f"prompt {prompt.position}: the engine spoilt the group {SPOILT_ATTEMPTS} times; see its log"
-        )
+
+        return await draw(self._generate, request, f"prompt {prompt.position}", self._recorder.spoilt)
+
+    async def _wait_for(self, version: int) -> None:
+        """Waits for a policy of at least `version`, and evaluates what is due on the way there."""
+        policy = self._published.current
+        for number in range(0 if policy is None else policy.version, version + 1):
+            await self._published.wait_for(number)
+            await self._evaluate_if_due()
 
     async def _evaluate_if_due(self) -> None:
         policy = self._published.current
         if self._evaluator is None or policy is None or not self._evaluator.due(policy.version):
             return
-        accuracy = await self._evaluator.evaluate(policy.version, self._generate)
-        log.info(
-            "policy version %d: greedy accuracy %.4f on %d held-out prompts",
-            policy.version,
-            accuracy,
-            self._evaluator.num_prompts,
-        )
+        evaluation = self._evaluator.start(policy.version, self._generate)
+        if self._config.rollout.max_staleness == 0:  # before any group: the trainer cannot publish meanwhile
+            await evaluation
+        else:
+            self._evaluations.add(evaluation)

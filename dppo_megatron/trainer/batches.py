@@ -19,6 +19,8 @@ from dppo_megatron.data.prompts import PromptSource
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.objectives import Objective, sequence_weights
 from dppo_megatron.rollout.bank import BankEntry, BankReader
+from dppo_megatron.rollout.rollout_metrics import last_progress
+from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import RolloutGroup, TokenBatch
 
 from .step_samples import StepSamples
@@ -47,7 +49,7 @@ class BatchSource(Protocol):
         """Whether the batch of `step` can be read now; asked on global rank 0 alone."""
 
     def progress(self) -> str:
-        """What has arrived so far, for the message of a wait that timed out."""
+        """What has arrived and been done so far: a wait goes on as long as it changes. For messages too."""
 
     def read(self, step: int) -> StepBatch:
         """The batch of `step` for this data-parallel rank; the same plan on every rank."""
@@ -61,6 +63,7 @@ class BankBatches:
         self._reader = reader
         self._objective = objective
         self._rank, self._size = rank, size
+        self._rollout_metrics = RunDir(config.run.dir).rollout_metrics
         self._experts = read_hf_config(config.model.path).moe if config.rollout.routing_replay else None
 
     def ready(self, step: int) -> bool:
@@ -68,7 +71,7 @@ class BankBatches:
         return self._reader.num_groups >= (step + 1) * self._config.rollout.prompts_per_step
 
     def progress(self) -> str:
-        return f"{self._reader.num_groups} groups in the bank"
+        return f"{self._reader.num_groups} groups in the bank, {last_progress(self._rollout_metrics)}"
 
     def read(self, step: int) -> StepBatch:
         groups = self._config.rollout.prompts_per_step

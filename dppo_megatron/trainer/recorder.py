@@ -10,6 +10,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.observability.masked_tokens import MaskedTokenLog
 from dppo_megatron.observability.tail import JsonlFollower, read_records
 from dppo_megatron.observability.trackers import build_trackers
+from dppo_megatron.rollout.rollout_metrics import last_progress
 from dppo_megatron.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -49,12 +50,14 @@ class RankZeroRecorder:
         """Waits until the orchestrator evaluated the last policy, if it evaluates at all."""
         if self._trackers is None or self._config.data.eval is None or not self._config.samples:
             return
-        deadline = time.monotonic() + self._config.run.stall_timeout_s
+        last, since = "", time.monotonic()
         while self._config.train.steps not in self._evaluated:
-            if time.monotonic() > deadline:
+            if (now := last_progress(self._follower.path)) != last:
+                last, since = now, time.monotonic()
+            if time.monotonic() - since > self._config.run.stall_timeout_s:
                 log.warning(
-                    "the last evaluation did not arrive within %.0f s (run.stall_timeout_s); see the "
-                    "orchestrator's log", self._config.run.stall_timeout_s,
+                    "the last evaluation did not go on for %.0f s (run.stall_timeout_s), %s; see the orchestrator's "
+                    "log", self._config.run.stall_timeout_s, last,
                 )  # fmt: skip
                 return
             self._forward()

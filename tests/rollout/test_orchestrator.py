@@ -12,6 +12,7 @@ from dppo_megatron.config.checks import cross_field_violations
 from dppo_megatron.rollout.dynamic_sampling import NoSignal
 from dppo_megatron.rollout.engine import EngineUnavailable, SpoiltSample
 from dppo_megatron.rollout.published import PolicyTimeout
+from dppo_megatron.rollout.rollout_metrics import last_progress
 
 GROUPS = 4
 
@@ -191,6 +192,69 @@ def test_first_last_and_every_second_policy_are_evaluated_once(world):
         for request_id, version in engine.versions.items():
             if request_id.startswith("eval-"):
                 assert request_id.startswith(f"eval-{version}-")
+
+
+def evaluations_of(w, engine) -> dict[int, set[int]]:
+    """Version asked for -> versions that answered."""
+    asked = {int(name.split("-")[1]): set() for name in engine.versions if name.startswith("eval-")}
+    for name, version in engine.versions.items():
+        if name.startswith("eval-"):
+            asked[int(name.split("-")[1])].add(version)
+    return asked
+
+
+def test_asynchronous_sampling_goes_on_while_a_policy_is_evaluated(world):
+    w = world(steps=8, max_staleness=2, training_s=0.08, max_concurrent_groups=8)
+    asked = {}
+    engine = w.engine(delay=lambda request: 0.0 if trains(request) else 0.2)
+    engine.fails = lambda request: asked.setdefault(request.request_id, len(engine.requests)) and None
+    w.live(engine)
+    assert [trains(request) for request in engine.requests[:3]] == [False, False, True]  # no group waits before them
+    assert asked["eval-0-0-0"] > 4 * GROUPS  # when it was answered: more than needs no later policy
+    assert evaluations_of(w, engine).keys() == {0, 2, 4, 6, 8}
+    assert [r["step"] for r in w.records() if "eval/accuracy" in r] == [0, 2, 4, 6, 8]
+
+
+def test_an_evaluation_that_several_policies_answer_says_so(world):
+    w = world(steps=6, max_staleness=1, training_s=0.03, max_concurrent_groups=1)  # one prompt after the other
+    engine = w.engine(delay=lambda request: 0.2 if request.request_id.startswith("eval-0-0") else 0.0)
+    w.live(engine)
+    first = next(r for r in w.records() if "eval/accuracy" in r)
+    versions = evaluations_of(w, engine)[0]
+    assert max(versions) > 0
+    assert (first["step"], first["eval/version_spread"]) == (min(versions), max(versions) - min(versions))
+
+
+def test_synchronous_evaluations_are_of_one_policy_however_long_they_take(world):
+    w = world(steps=3, max_concurrent_groups=1)
+    engine = w.engine(delay=lambda request: 0.0 if trains(request) else 0.1)
+    w.live(engine)
+    assert evaluations_of(w, engine) == {0: {0}, 2: {2}, 3: {3}}
+    spreads = [r["eval/version_spread"] for r in w.records() if "eval/accuracy" in r]
+    assert spreads == [0, 0, 0]
+
+
+def test_a_spoilt_answer_of_an_evaluation_is_drawn_again(world):
+    w = world(steps=1)
+    w.live(w.engine(spoils=lambda request: request.request_id in ("eval-0-1-0", "eval-0-1-1")))
+    assert [r["step"] for r in w.records() if "eval/accuracy" in r] == [0, 1]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_evaluation_that_fails_ends_the_run(world, staleness):
+    w = world(steps=3, max_staleness=staleness)
+    with pytest.raises(EngineUnavailable, match="gone"):
+        w.live(w.engine(fails=lambda request: None if trains(request) else EngineUnavailable("gone")))
+
+
+def test_every_evaluated_prompt_shows_progress(world):
+    w = world(steps=1)
+    shown = []
+    engine = w.engine()
+    engine.delay = lambda request: shown.append(last_progress(w.run.rollout_metrics)) or 0.0
+    w.live(engine)
+    assert shown[0] == "nothing recorded or evaluated yet"
+    assert shown[-1].startswith("last record or evaluated prompt at ")
 
 
 def test_a_trainer_that_stops_publishing_is_an_error(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from tiny_task import TEMPERATURE, K, make_config
 from dppo_megatron.config.checks import cross_field_violations
 from dppo_megatron.objectives import Objective, ObjectiveSettings, build_objective
 from dppo_megatron.rollout.bank import BankReader, BankWriter
+from dppo_megatron.rollout.rollout_metrics import append_record, show_progress
+from dppo_megatron.run_dir import RunDir
 from dppo_megatron.trainer.batches import BankBatches
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 
@@ -151,6 +154,18 @@ def test_ranks_share_a_step_without_overlap(read):
     assert len(parts[0].micro_batches) == len(parts[1].micro_batches)
     tokens = [sum(int(m.mask.sum()) for m in part.micro_batches) for part in parts]
     assert sum(tokens) == 6 + 2 + 6
+
+
+def test_an_evaluated_prompt_counts_as_progress(tmp_path):
+    config = make_config(tmp_path, rollout={"group_size": SAMPLES})
+    source = BankBatches(config, BankReader(config.rollout.bank), build_objective("dppo_binary_tv"), 0, 1)
+    metrics = RunDir(config.run.dir).rollout_metrics
+    metrics.parent.mkdir(parents=True, exist_ok=True)
+    append_record(metrics, {"step": 0})
+    os.utime(metrics, (0, 0))
+    before = source.progress()
+    show_progress(metrics)
+    assert source.progress() != before
 
 
 def test_a_bank_filled_under_other_settings_is_refused(read):
