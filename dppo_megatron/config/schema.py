@@ -177,7 +177,12 @@ class EngineConfig(Section):
     extra_args: tuple[str, ...] = Field((), description="appended to the server's command line")
     env: dict[str, str] = Field(default_factory=dict)
     start_timeout_s: float = Field(600.0, gt=0)
-    request_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="a group not answered for so long, waiting in the engine's queue included, is sent again; "
+        "default: 600 s and 0.5 s for each token that a response may have",
+    )
     health_interval_s: float = Field(2.0, gt=0, description="time between health probes of an engine")
     health_timeout_s: float = Field(10.0, gt=0, description="a probe without an answer for so long has failed")
     health_failures: int = Field(
@@ -347,6 +352,12 @@ class Config(Section):
     def samples(self) -> bool:
         """True when the run samples rollouts: it has engines and an orchestrator, and publishes weights to them."""
         return not self.objective.supervised and self.rollout.bank is None
+
+    @property
+    def request_timeout_s(self) -> float:
+        """Seconds that one request to an engine may take."""
+        longest = max(self.rollout.max_response_tokens, self.eval.max_response_tokens or 0)
+        return self.engine.request_timeout_s or 600.0 + 0.5 * longest
 
     @property
     def data_parallel(self) -> int:

@@ -12,6 +12,10 @@ from .engine import EngineError, EngineIncompatible, EngineRefused, EngineTimeou
 from .http_pools import HttpPools
 
 CONTROL_TIMEOUT_S = 30.0  # questions an engine answers at once, even under load
+REQUEST_TIMEOUT_REMEDY = (
+    " (engine.request_timeout_s, waiting in the engine's queue included); raise it, add engines, or lower "
+    "rollout.max_concurrent_groups"
+)
 RETRY_BUSY_S = (0.05, 1.0)  # first and longest wait after "503, try again"
 
 
@@ -32,8 +36,10 @@ class EngineCalls:
         content: bytes | None = None,
         body: dict[str, Any] | None = None,
         retry_busy: bool = True,
+        timeout_remedy: str = "",
     ) -> bytes:
-        """Body of a 200 reply; POST when there is something to send. `what` names the operation in errors."""
+        """Body of a 200 reply; POST when there is something to send. `what` names the operation in errors, of which
+        one for the time-out ends in `timeout_remedy`."""
         content = json.dumps(body).encode() if body is not None else content
         wait = RETRY_BUSY_S[0]
         try:
@@ -46,7 +52,9 @@ class EngineCalls:
                     await asyncio.sleep(wait)
                     wait = min(2 * wait, RETRY_BUSY_S[1])
         except TimeoutError:
-            raise EngineTimeout(f"engine {self.url}: no answer within {timeout_s:g} s to {what}") from None
+            raise EngineTimeout(
+                f"engine {self.url}: no answer within {timeout_s:g} s to {what}{timeout_remedy}"
+            ) from None
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
             raise EngineUnavailable(f"engine {self.url}: connection failed during {what}: {reason}") from None

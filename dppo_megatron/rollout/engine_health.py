@@ -58,7 +58,7 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request failed, timed out, or came back spoilt."""
+    """A request failed, came back spoilt, or timed out while probes went unanswered."""
 
     reason: str
 

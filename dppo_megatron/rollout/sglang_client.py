@@ -25,7 +25,7 @@ from .engine import (
     SpoiltSample,
     UpdateMode,
 )
-from .engine_calls import EngineCalls
+from .engine_calls import REQUEST_TIMEOUT_REMEDY, EngineCalls
 from .samples import check_scores
 from .sglang_weights import SglangWeights
 from .sglang_wire import child_ids, decode_group, decode_score, encode_group, encode_score, parse_version
@@ -42,7 +42,7 @@ class SglangEngine:
     and takes any weights it finds. So requests and weight directories are checked before they are sent, against
     `config` and the files of the model that engines start with.
 
-    Bound to the event loop it is first used in. `config.engine.request_timeout_s` bounds `generate` and `score`,
+    Bound to the event loop it is first used in. `config.request_timeout_s` bounds `generate` and `score`,
     `config.weight_sync.timeout_s` bounds `load_weights`, waiting for running requests included.
     """
 
@@ -50,7 +50,7 @@ class SglangEngine:
         self.url = url.rstrip("/")
         self._model_path = config.model.path
         self._max_logprobs = config.engine.max_logprobs
-        self._generate_timeout_s = config.engine.request_timeout_s
+        self._generate_timeout_s = config.request_timeout_s
         self._running: dict[str, GenerateRequest] = {}  # request id -> as the server knows it
         self._limits: EngineInfo | None = None
         self._model: HFModelConfig | None = None
@@ -69,7 +69,9 @@ class SglangEngine:
         body = encode_group(sent, min(request.max_tokens, room))
         self._running[request.request_id] = sent
         try:
-            reply = await self._calls.call(what, "/generate", self._generate_timeout_s, body=body)
+            reply = await self._calls.call(
+                what, "/generate", self._generate_timeout_s, body=body, timeout_remedy=REQUEST_TIMEOUT_REMEDY
+            )
         except (asyncio.CancelledError, EngineTimeout):
             with contextlib.suppress(EngineError):
                 await self.abort(request.request_id)  # the server does not notice at once that nobody waits

@@ -20,7 +20,7 @@ from .engine import (
     SpoiltSample,
     UpdateMode,
 )
-from .engine_calls import CONTROL_TIMEOUT_S, EngineCalls
+from .engine_calls import CONTROL_TIMEOUT_S, REQUEST_TIMEOUT_REMEDY, EngineCalls
 from .samples import GroupSamples, check_scores
 from .vllm_extension.wire import decode_frame, encode_request
 from .weight_group import WeightGroupPlan
@@ -30,13 +30,13 @@ class VllmEngine:
     """HTTP client of one server; implements `dppo_megatron.rollout.engine.Engine`.
 
     Bound to the event loop it is first used in, and to the life of the server that it first samples from: the samples
-    of a restarted one are refused. `config.engine.request_timeout_s` bounds `generate` and `score`,
+    of a restarted one are refused. `config.request_timeout_s` bounds `generate` and `score`,
     `config.weight_sync.timeout_s` bounds a weight update, waiting for running requests included.
     """
 
     def __init__(self, config: Config, url: str):
         self.url = url.rstrip("/")
-        self._generate_timeout_s = config.engine.request_timeout_s
+        self._generate_timeout_s = config.request_timeout_s
         self._update_timeout_s = config.weight_sync.timeout_s
         self._limits: EngineInfo | None = None
         self._limits_lock = asyncio.Lock()
@@ -47,7 +47,11 @@ class VllmEngine:
         what = f"generation of group {request.request_id}"
         limits = await self._static_info()
         reply = await self._calls.call(
-            what, "/dppo/generate", self._generate_timeout_s, content=encode_request(request)
+            what,
+            "/dppo/generate",
+            self._generate_timeout_s,
+            content=encode_request(request),
+            timeout_remedy=REQUEST_TIMEOUT_REMEDY,
         )
         header, arrays = self._frame(what, reply)
         if header.get("instance", limits.instance) != limits.instance:

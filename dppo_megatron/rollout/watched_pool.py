@@ -18,6 +18,7 @@ from .engine import (
     EngineError,
     EngineIncompatible,
     EngineRefused,
+    EngineTimeout,
     EngineUnavailable,
     GenerateRequest,
     SpoiltSample,
@@ -99,7 +100,9 @@ class WatchedPool:
             except EngineError as error:
                 if isinstance(error, SpoiltSample):
                     spoilt[engine.name] = error
-                if engine.life == life:
+                # Slow is not broken: whether an engine that takes too long still works, its probes tell.
+                slow = isinstance(error, EngineTimeout) and not engine.health.silent
+                if engine.life == life and not slow:
                     engine.apply(Failed(str(error)))
                 last = error
                 self._count_retry(error)

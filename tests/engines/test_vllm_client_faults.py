@@ -83,7 +83,7 @@ def test_server_that_dies_while_generating(config):
 @pytest.mark.parametrize(
     ("path", "use", "what"),
     [
-        ("/dppo/generate", generate, "generation of group g"),
+        ("/dppo/generate", generate, r"generation of group g \(engine\.request_timeout_s, .* raise it"),
         ("/dppo/score", lambda engine: engine.score(np.arange(3)), "scoring of 3 tokens"),
         ("/dppo/load_weights", lambda engine: engine.load_weights("/some/policy", 4), "policy 4 from /some/policy"),
     ],

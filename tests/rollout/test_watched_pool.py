@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 from orchestrator_parts import make_config
-from played_servers import PlayedServer, World, request, until
+from played_servers import PlayedEngine, PlayedServer, World, request, until
 
-from dppo_megatron.rollout.engine import EngineError, EngineIncompatible, SpoiltSample
+from dppo_megatron.rollout.engine import EngineError, EngineIncompatible, EngineTimeout, SpoiltSample
 from dppo_megatron.rollout.watched_pool import NoEngineServes
 
 A, B = "http://a", "http://b"
@@ -313,6 +313,29 @@ def test_one_with_settings_that_do_not_suit_is_not_admitted(world):
         assert w.servers[B].loads == w.servers[B].asked == []
 
     w.live(use, check=check)
+
+
+def test_requests_that_take_too_long_are_no_failures_while_probes_are_answered(world):
+    class Impatient(PlayedEngine):
+        async def generate(self, request):
+            try:
+                async with asyncio.timeout(0.05):
+                    return await super().generate(request)
+            except TimeoutError:
+                raise EngineTimeout(f"{request.request_id}: no answer") from None
+
+    w = world(PlayedServer(generate_s=30))
+    w.build = lambda config, url: Impatient(url, w.servers[url])
+
+    async def use(pool):
+        calls = asyncio.ensure_future(many(pool, 3))
+        await until(lambda: len(w.servers[A].asked) >= 6)
+        w.servers[A].generate_s = 0.0
+        await calls
+        metrics = pool.take_metrics()
+        assert (metrics["engine/deaths"], metrics["engine/retried_requests"] >= 3) == (0, True)
+
+    w.live(use)
 
 
 def test_a_request_that_ends_every_engine_is_given_up(world):
