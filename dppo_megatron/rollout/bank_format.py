@@ -85,6 +85,7 @@ class BankEntry:
     truncated: np.ndarray  # [n] bool, ended by the length limit
     min_version: int  # oldest policy version that sampled any token; -1 when there is none
     max_version: int
+    version_sum: int  # over all response tokens
     finish_reasons: dict[str, int]
     temperature: float
     topk: int  # listed log-probs per token, 0 = none
@@ -212,6 +213,7 @@ def group_line(group: RolloutGroup, offset: int, blob: bytes) -> bytes:
         truncated=[i for i, r in enumerate(group.rollouts) if r.finish_reason == "length"],
         min_version=min((int(v.min()) for v in versions), default=-1),
         max_version=max((int(v.max()) for v in versions), default=-1),
+        version_sum=sum(int(v.sum(dtype=np.int64)) for v in versions),
         finish=Counter(r.finish_reason for r in group.rollouts),
         temperature=float(group.temperature),
         topk=0 if topk is None else topk.shape[1],
@@ -251,6 +253,8 @@ def parse_group_line(line: bytes, number: int, segment: int, record: int) -> Ban
         truncated=samples(fields["truncated"]),
         min_version=fields["min_version"],
         max_version=fields["max_version"],
+        # Banks of earlier releases lack it; their tokens count as being of the group's oldest version.
+        version_sum=fields.get("version_sum", fields["min_version"] * sum(fields["lengths"])),
         finish_reasons=fields["finish"],
         temperature=fields["temperature"],
         topk=fields["topk"],

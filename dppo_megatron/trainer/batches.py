@@ -89,16 +89,12 @@ class BankBatches:
 
     def _staleness(self, step: int, entries: Sequence[BankEntry]) -> dict[str, float]:
         """Policy versions between sampling and training, over all response tokens."""
-        mixed = [entry for entry in entries if entry.min_version != entry.max_version]
-        tokens = {entry.number: int(entry.response_lengths.sum()) for entry in entries}
-        lag = sum((step - entry.min_version) * tokens[entry.number] for entry in entries)
-        for entry in mixed:  # their tokens need a look
-            versions = np.concatenate([rollout.versions for rollout in self._reader.read(entry).rollouts])
-            lag -= int((versions - entry.min_version).sum())
+        tokens = sum(int(entry.response_lengths.sum()) for entry in entries)
+        lag = step * tokens - sum(entry.version_sum for entry in entries)
         return {
-            "rollout/staleness_mean": lag / max(sum(tokens.values()), 1),
+            "rollout/staleness_mean": lag / max(tokens, 1),
             "rollout/staleness_max": float(step - min(entry.min_version for entry in entries)),
-            "rollout/mixed_version_groups": float(len(mixed)),
+            "rollout/mixed_version_groups": float(sum(e.min_version != e.max_version for e in entries)),
         }
 
     def _check(self, entries: Sequence[BankEntry]) -> None:

@@ -238,3 +238,16 @@ def test_index_lines_are_plain_json(tmp_path):
     group, dropped = map(json.loads, (tmp_path / "segment-000000.jsonl").read_text().splitlines())
     assert (group["kind"], group["position"], group["n"]) == ("group", 0, 4)
     assert (dropped["kind"], dropped["position"], dropped["detail"]) == ("dropped", 1, 'a "quoted"\nline')
+
+
+def test_index_lines_without_the_sum_of_versions_are_read(tmp_path):
+    with BankWriter(tmp_path, 1) as writer:
+        writer.append(make_group(0, version=3))
+    (path,) = tmp_path.glob("*.jsonl")
+    line = json.loads(path.read_text())
+    tokens = sum(line["lengths"])
+    assert line.pop("version_sum") == 3 * tokens
+    path.write_text(json.dumps(line, separators=(",", ":")) + "\n")
+    reader = BankReader(tmp_path)
+    (entry,) = reader.entries(0, reader.refresh())
+    assert entry.version_sum == 3 * tokens

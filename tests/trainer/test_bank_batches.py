@@ -168,6 +168,27 @@ def test_an_evaluated_prompt_counts_as_progress(tmp_path):
     assert source.progress() != before
 
 
+def test_staleness_is_over_tokens_and_needs_no_group_to_be_read(read, monkeypatch, tmp_path):
+    group = _group(0, GROUPS[0])
+    versions = [np.full(len(r.token_ids), 3, np.int32) for r in group.rollouts]
+    versions[0][2:] = 5
+    newer = [dataclasses.replace(r, versions=v) for r, v in zip(group.rollouts, versions, strict=True)]
+    bank = tmp_path / "mixed"
+    with BankWriter(bank, 2) as writer:
+        writer.append(dataclasses.replace(group, rollouts=tuple(newer)))
+        writer.append(_group(1, GROUPS[1]))
+    config = make_config(tmp_path, rollout={"prompts_per_step": 2, "group_size": SAMPLES})
+    source = BankBatches(config, BankReader(bank), build_objective("dppo_binary_tv"), 0, 1)
+    source._reader.refresh()
+    monkeypatch.setattr(BankReader, "read", None)
+    metrics = source._staleness(6, source._reader.entries(0, 2))
+    tokens = np.concatenate(versions)
+    lags = np.concatenate([6 - tokens, np.full(sum(length for length, *_ in GROUPS[1]), 6)])
+    assert metrics["rollout/staleness_mean"] == pytest.approx(lags.mean())
+    assert metrics["rollout/staleness_max"] == 6
+    assert metrics["rollout/mixed_version_groups"] == 1
+
+
 def test_a_bank_filled_under_other_settings_is_refused(read):
     for setting, value, says in (
         ("temperature", 0.5, r"rollout.temperature = 0.5: prompt 0 in the bank was sampled at 0.9"),
