@@ -57,7 +57,7 @@ class BankReader:
         """
         while True:
             # Asked before reading: once a successor exists, nothing is added to this segment.
-            finished = segment_paths(self._directory, self._segment + 1)[1].exists()
+            finished = self._exists(segment_paths(self._directory, self._segment + 1)[1])
             self._read_new_lines()
             if not finished:
                 return self.num_groups
@@ -130,6 +130,14 @@ class BankReader:
             return decode_group(blob)
         except ValueError as error:
             raise BankCorruption(f"{where}: {error}") from error
+
+    def _exists(self, path: Path) -> bool:
+        try:
+            # NFS may remember for a minute that there was no such file, unless the directory is opened first.
+            os.close(os.open(self._directory, os.O_RDONLY))
+        except FileNotFoundError:
+            return False
+        return path.exists()
 
     def _read_new_lines(self) -> None:
         path = segment_paths(self._directory, self._segment)[1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import os
 import time
 from dataclasses import asdict, dataclass, field
@@ -48,13 +50,17 @@ class PublishedFollower:
     @property
     def current(self) -> PublishedPolicy | None:
         try:
-            stat = os.stat(self._path)
-        except FileNotFoundError:
-            return self._current
-        stamp = (stat.st_mtime_ns, stat.st_ino)
-        if stamp != self._stamp:
-            self._current = PublishedPolicy.read(self._path)
-            self._stamp = stamp
+            # Opened anew each time: network file systems revalidate what they cached on open, not on stat.
+            with self._path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                stamp = (stat.st_mtime_ns, stat.st_ino)
+                if stamp != self._stamp:
+                    self._current = PublishedPolicy(**json.load(file))
+                    self._stamp = stamp
+        except OSError as error:
+            # Not there yet, or replaced while it was opened: the next look finds it.
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
         return self._current
 
     async def wait_for(self, version: int) -> PublishedPolicy:

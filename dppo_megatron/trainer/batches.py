@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+VISIBLE_S = 120.0  # what rank 0 has seen, a network file system shows to every node in this time
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateBatch:
     """One optimizer update: this data-parallel rank's micro-batches. Every rank has the same number of them."""
@@ -75,7 +78,7 @@ class BankBatches:
 
     def read(self, step: int) -> StepBatch:
         groups = self._config.rollout.prompts_per_step
-        self._reader.refresh()
+        self._reader.wait_for((step + 1) * groups, VISIBLE_S)
         entries = sorted(self._reader.entries(step * groups, (step + 1) * groups), key=lambda e: e.position)
         self._check(entries)
         samples = StepSamples.of(entries, self._config)

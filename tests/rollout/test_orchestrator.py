@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import random
 
 import pytest
@@ -11,7 +13,7 @@ from orchestrator_parts import World, make_config
 from dppo_megatron.config.checks import cross_field_violations
 from dppo_megatron.rollout.dynamic_sampling import NoSignal
 from dppo_megatron.rollout.engine import EngineUnavailable, SpoiltSample
-from dppo_megatron.rollout.published import PolicyTimeout
+from dppo_megatron.rollout.published import PolicyTimeout, PublishedFollower, PublishedPolicy
 from dppo_megatron.rollout.rollout_metrics import last_progress
 
 GROUPS = 4
@@ -264,6 +266,17 @@ def test_a_trainer_that_stops_publishing_is_an_error(tmp_path):
     with pytest.raises(PolicyTimeout, match="for policy version 2"):
         w.live(w.engine())
     assert len(w.steps()) == 2
+
+
+def test_a_policy_file_whose_handle_went_stale_is_looked_at_again(tmp_path, monkeypatch):
+    follower = PublishedFollower(tmp_path / "published.json", 1.0)
+    assert follower.current is None
+    for version in (1, 2):
+        PublishedPolicy(version, "w", 0.0).write(tmp_path / "published.json")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", lambda number: (_ for _ in ()).throw(OSError(errno.ESTALE, "stale")))
+            assert follower.current == (None if version == 1 else PublishedPolicy(1, "w", 0.0))
+        assert follower.current.version == version
 
 
 def test_dynamic_sampling_needs_a_run_that_samples(tmp_path):

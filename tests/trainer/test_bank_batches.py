@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -187,6 +188,22 @@ def test_staleness_is_over_tokens_and_needs_no_group_to_be_read(read, monkeypatc
     assert metrics["rollout/staleness_mean"] == pytest.approx(lags.mean())
     assert metrics["rollout/staleness_max"] == 6
     assert metrics["rollout/mixed_version_groups"] == 1
+
+
+def test_a_rank_that_does_not_see_the_batch_yet_waits_for_it(tmp_path, monkeypatch):
+    config = make_config(
+        tmp_path, rollout={"prompts_per_step": 1, "group_size": SAMPLES}, train={"updates_per_step": 1}
+    )
+    bank = tmp_path / "slow_bank"
+    source = BankBatches(config, BankReader(bank), build_objective("dppo_binary_tv"), 0, 1)
+    with BankWriter(bank, 1) as writer:
+        writer.append(_group(0, GROUPS[0]))
+        assert source.read(0).updates
+        writer.append(_group(1, GROUPS[0]))  # a segment of its own
+    hidden, exists = iter([True] * 3), Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: exists(path) and not next(hidden, False))
+    assert source.read(1).updates
+    assert next(hidden, None) is None
 
 
 def test_a_bank_filled_under_other_settings_is_refused(read):
