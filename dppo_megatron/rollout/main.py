@@ -22,6 +22,7 @@ from .clients import build_engine
 from .engine import Engine, EngineTimeout, EngineUnavailable
 from .engine_pool import EnginePool
 from .evaluation import Evaluator
+from .open_files import allow_open_files
 from .orchestrator import Orchestrator
 from .published import PublishedFollower
 from .rollout_metrics import StepRecorder
@@ -34,6 +35,7 @@ def run_orchestrator(config: Config) -> None:
     """Waits for the engines, checks that they can serve this config, and samples until the bank is full."""
     run = RunDir(config.run.dir)
     setup_logging("orchestrator", run.root)
+    allow_open_files(config)
     engine_urls(config, run)
 
     async def main() -> None:

@@ -6,13 +6,16 @@ import errno
 import itertools
 import os
 import random
+import resource
 
 import pytest
 from orchestrator_parts import World, make_config
 
+from dppo_megatron.config import ConfigError
 from dppo_megatron.config.checks import cross_field_violations
 from dppo_megatron.rollout.dynamic_sampling import NoSignal
 from dppo_megatron.rollout.engine import EngineUnavailable, SpoiltSample
+from dppo_megatron.rollout.open_files import allow_open_files
 from dppo_megatron.rollout.published import PolicyTimeout, PublishedFollower, PublishedPolicy
 from dppo_megatron.rollout.rollout_metrics import last_progress
 
@@ -277,6 +280,16 @@ def test_a_policy_file_whose_handle_went_stale_is_looked_at_again(tmp_path, monk
             patch.setattr(os, "fstat", lambda number: (_ for _ in ()).throw(OSError(errno.ESTALE, "stale")))
             assert follower.current == (None if version == 1 else PublishedPolicy(1, "w", 0.0))
         assert follower.current.version == version
+
+
+def test_the_limit_of_open_files_is_raised_or_named(tmp_path, monkeypatch):
+    limits = [(1024, 4000)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+    allow_open_files(make_config(tmp_path, max_concurrent_groups=400, group_size=8))
+    assert limits[-1] == (4000, 4000)
+    with pytest.raises(ConfigError, match=r"4000 .*\n.*max_concurrent_groups = 500 with rollout.group_size = 8"):
+        allow_open_files(make_config(tmp_path, max_concurrent_groups=500, group_size=8))
 
 
 def test_dynamic_sampling_needs_a_run_that_samples(tmp_path):

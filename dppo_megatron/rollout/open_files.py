@@ -1,0 +1,28 @@
+"""Every request to an engine is a connection, and every connection an open file, of which a process may have so many."""
+
+from __future__ import annotations
+
+import resource
+
+from dppo_megatron.config import Config, ConfigError
+
+OTHER_FILES = 256  # bank, logs, reward processes, probes
+
+
+def allow_open_files(config: Config) -> None:
+    """Raises this process's soft limit to the hard one. Raises `ConfigError` where sampling may need more than that."""
+    rollout = config.rollout
+    # When an update cuts all samples off, each is continued alone; answers of evaluations are asked for beside them.
+    needed = rollout.max_concurrent_groups * (rollout.group_size + 1) + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = needed if hard == resource.RLIM_INFINITY else hard
+    if needed > limit:
+        raise ConfigError(
+            f"limit of open files {hard} (ulimit -Hn)",
+            [
+                f"rollout.max_concurrent_groups = {rollout.max_concurrent_groups} with rollout.group_size = "
+                f"{rollout.group_size}: may need {needed} connections and files; raise the limit or lower one of them"
+            ],
+        )
+    if soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
