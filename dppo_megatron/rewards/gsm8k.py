@@ -15,9 +15,10 @@ from ..types import Prompt
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _DIGITS = r"(?:[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)"
-# Refused when it goes on as an expression: 72/2 is not 72.
+# Refused when it goes on as an expression: 72/2 is not 72. Blanks can be matched in one way only: more would take
+# cubic time over many of them.
 _MARKED = re.compile(
-    rf"####\s*(?P<number>[-+]?\s*(?:\\?\$)?\s*[-+]?{_DIGITS})(?![.,]?[0-9]|[eE][0-9]|\s*[-+*/^=]\s*[0-9$(\\])"
+    rf"####\s*(?P<number>(?:[-+]\s*)?(?:\\?\$\s*)?[-+]?{_DIGITS})(?![.,]?[0-9]|[eE][0-9]|\s*[-+*/^=]\s*[0-9$(\\])"
 )
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _BOX = re.compile(r"\\boxed\s*\{")

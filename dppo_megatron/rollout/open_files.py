@@ -1,4 +1,4 @@
-"""Every request to an engine is a connection, and every connection an open file, of which a process may have so many."""
+"""Every request to an engine is a connection, every connection an open file, and their number is limited."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,13 @@ def test_gsm8k_accepts(prompt, text):
 )
 def test_gsm8k_rejects(prompt, text):
     assert gsm8k(prompt("48 + 24\n#### 72"), text) == 0
+
+
+@pytest.mark.parametrize("text", ["#### {}x", "#### - {}x", "#### - {}$ {}x", "#### 72{}- {}5", "####{}" * 20])
+def test_many_blanks_are_read_in_no_time(prompt, text):
+    started = time.monotonic()
+    assert gsm8k(prompt("#### 72"), text.replace("{}", 20_000 * "\n")) == 0
+    assert time.monotonic() - started < 1
 
 
 @pytest.mark.parametrize("text", ["#### 1,234,567", "#### $1,234,567", r"\boxed{1{,}234{,}567}", "#### 1234567.0"])
