@@ -13,7 +13,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as SampleTimeout
+from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
+_LOOK_S = 1.0  # between looks at whether the pool still works
 _LOGGED_PER_REASON = 5
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -96,9 +99,8 @@ class RewardPool:
         arguments = (self._config.name, prompt, text)
         for _ in range(_ATTEMPTS):
             try:
-                return await asyncio.wrap_future(
-                    self._workers().schedule(_score, args=arguments, timeout=self._config.timeout_s)
-                )
+                pool = self._workers()
+                return await _result(pool, pool.schedule(_score, args=arguments, timeout=self._config.timeout_s))
             except SampleTimeout:
                 return _Failure("timeout", f"no reward within reward.timeout_s = {self._config.timeout_s:g} s")
             except ProcessExpired as error:
@@ -129,6 +131,20 @@ class RewardPool:
         self._failures[failure.reason] += 1
         if self._failures[failure.reason] <= _LOGGED_PER_REASON:
             log.warning("reward of prompt row %d failed (%s): %s", prompt.row, failure.reason, failure.detail)
+
+
+async def _result(pool: ProcessPool, future: Future) -> float | _Failure:
+    """What `future` gives. Raises `BrokenProcessPool` soon after the pool broke: it fails the tasks it has sent to its
+    workers, and leaves for ever those that still wait to be sent."""
+    result = asyncio.wrap_future(future)
+    try:
+        while not result.done():
+            await asyncio.wait((result,), timeout=_LOOK_S)
+            if not (result.done() or pool.active):
+                raise BrokenProcessPool
+        return result.result()
+    finally:
+        result.cancel()
 
 
 class _Failure(NamedTuple):

@@ -55,12 +55,14 @@ def test_hanging_verifiers_are_replaced(prompt):
         assert score(pool, prompt("1"), "ok") == ([1.0], [False])
 
 
-def test_a_worker_killed_while_idle_is_replaced(prompt):
+@pytest.mark.parametrize("size", [2, 30_000], ids=["sent at once", "more than a pipe holds"])
+def test_a_worker_killed_while_idle_is_replaced(prompt, size):
     with make_pool() as pool:
         (pid,), _ = score(pool, prompt("1"), "pid")
         assert int(pid) != os.getpid()
         os.kill(int(pid), signal.SIGKILL)
-        assert score(pool, prompt("1"), "ok", "ok") == ([1.0, 1.0], [False, False])
+        texts = ["x" * size] * 4
+        assert asyncio.run(asyncio.wait_for(pool.score(prompt("1"), texts), 20))[0].tolist() == [1.0] * 4
         assert pool.failures == {}
 
 
