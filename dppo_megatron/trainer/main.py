@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from dppo_megatron.actor import Actor, Layout, init_layout
 from dppo_megatron.config import Config
@@ -60,17 +61,19 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     log.info("starting at step %d of %d", first_step or 0, config.train.steps)
 
     tokenizer = load_tokenizer(config.model.path)
-    prompts = PromptSource(config.data.train, tokenizer, config.data, config.run.seed)
+    # Only where called: it reads and tokenizes the whole file.
+    prompts = partial(PromptSource, config.data.train, tokenizer, config.data, config.run.seed)
     rank, size = layout.data_parallel_rank, layout.data_parallel_size
     if config.objective.supervised:
-        source = SupervisedBatches(config, prompts, tokenizer, rank, size)
+        source = SupervisedBatches(config, prompts(), tokenizer, rank, size)
     else:
         source = BankBatches(config, BankReader(config.rollout.bank or run.bank), objective, rank, size)
     publisher = None
     if config.samples:
         if not colocated:
             engines = _connect(config, run, layout, control)
-        publisher = build_publisher(config, actor, engines, probe_tokens(prompts, config.engine.max_model_len))
+        probe = probe_tokens(prompts(), config.engine.max_model_len) if layout.rank == 0 else None
+        publisher = build_publisher(config, actor, engines, probe)
     with RankZeroRecorder(config, layout.rank, first_step, lambda token: tokenizer.decode([token])) as recorder:
         with control:
             done = train(

@@ -18,8 +18,8 @@ from .transport import StoredAs
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build_publisher(config: Config, actor: Actor, engines: EngineThread | None, probe: np.ndarray) -> Publisher:
-    """Collective; `engines` on rank 0 alone."""
+def build_publisher(config: Config, actor: Actor, engines: EngineThread | None, probe: np.ndarray | None) -> Publisher:
+    """Collective; `engines` and `probe` are those of rank 0, the other ranks need none."""
     stored = StoredAs(
         _DTYPES[config.engine.dtype], None if config.engine.quantization == "none" else config.engine.quantization
     )
@@ -29,4 +29,4 @@ def build_publisher(config: Config, actor: Actor, engines: EngineThread | None, 
         transport = Broadcast(config, actor, engines, ranks, stored)
     else:
         transport = SharedStorage(config, actor, stored)
-    return Publisher(config, actor, engines, ranks, transport, probe)
+    return Publisher(config, actor, engines, ranks, transport, ranks.from_first(lambda: probe))

@@ -107,7 +107,7 @@ def trainer(models: Path, run: Path, family: str, *, tp=1, pp=1, ep=1, engines=1
         by_url = {engine.url: engine for engine in t.engines}
         book = {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(by_url)}
         thread = EngineThread(lambda: LiveEngines(config, lambda: book, lambda _, url: by_url[url]))
-    t.publisher = build_publisher(config, actor, thread, SCORES)
+    t.publisher = build_publisher(config, actor, thread, None if thread is None else SCORES)
     try:
         yield t
     finally:
