@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -38,6 +40,9 @@ class VllmEngine:
         self.url = url.rstrip("/")
         self._generate_timeout_s = config.request_timeout_s
         self._update_timeout_s = config.weight_sync.timeout_s
+        # Of request ids: the server takes each once, and may still be busy ending those of a client that is gone, as
+        # of the orchestrator before it was started again.
+        self._suffix = f"~{uuid4().hex[:8]}"
         self._limits: EngineInfo | None = None
         self._limits_lock = asyncio.Lock()
         self._calls = EngineCalls(self.url, "is it a vLLM server started with VLLM_PLUGINS=dppo_megatron?")
@@ -46,17 +51,18 @@ class VllmEngine:
         """See `Engine.generate`. The arrays are read-only views of the reply."""
         what = f"generation of group {request.request_id}"
         limits = await self._static_info()
+        sent = replace(request, request_id=request.request_id + self._suffix)
         reply = await self._calls.call(
             what,
             "/dppo/generate",
             self._generate_timeout_s,
-            content=encode_request(request),
+            content=encode_request(sent),
             timeout_remedy=REQUEST_TIMEOUT_REMEDY,
         )
         header, arrays = self._frame(what, reply)
         if header.get("instance", limits.instance) != limits.instance:
             raise EngineUnavailable(f"engine {self.url}: {what}: the server was restarted; its weights are unknown")
-        if header.get("request_id") != request.request_id:
+        if header.get("request_id") != sent.request_id:
             raise SpoiltSample(f"engine {self.url}: {what}: the reply is to {header.get('request_id')!r}")
         try:
             samples = GroupSamples(
@@ -126,7 +132,7 @@ class VllmEngine:
         await self._calls.call("health", "/health", CONTROL_TIMEOUT_S, retry_busy=False)
 
     async def abort(self, request_id: str) -> None:
-        body = {"request_id": request_id}
+        body = {"request_id": request_id + self._suffix}
         await self._calls.call(f"abort of {request_id}", "/dppo/abort", CONTROL_TIMEOUT_S, body=body)
 
     async def close(self) -> None:

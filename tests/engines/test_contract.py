@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tiny_engine import EOS, MAX_LOGPROBS, MAX_MODEL_LEN, PROMPT, VOCAB, group
 
+from dppo_megatron.rollout.clients import build_engine
 from dppo_megatron.rollout.engine import EngineIncompatible, EngineRefused
 
 pytestmark = pytest.mark.timeout(300)
@@ -186,6 +187,19 @@ def test_abort_returns_what_was_sampled_and_it_can_go_on(served):
     whole = np.concatenate([partial[0].token_ids, rest.token_ids])
     expected = served.reference("a").logprobs(PROMPT, whole)[np.arange(len(whole)), whole]
     assert np.abs(np.concatenate([partial[0].logprobs, rest.logprobs]) - expected).max() < TOLERANCE
+
+
+def test_another_client_may_use_the_ids_of_one_that_is_still_being_answered(served):
+    async def two_lives(engine):
+        first = asyncio.ensure_future(engine.generate(group("again", n=2, max_tokens=480)))
+        await some_steps(engine)
+        later = build_engine(served.config, engine.url)
+        rollouts = await later.generate(group("again", n=2, max_tokens=2))
+        await engine.abort("again")
+        await later.close()
+        return rollouts, await first
+
+    assert [len(rollouts) for rollouts in served.use(two_lives)] == [2, 2]
 
 
 def test_a_client_that_hangs_up_aborts_its_request(served):

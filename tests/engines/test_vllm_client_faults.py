@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -43,7 +44,12 @@ GOOD_ARRAYS = {
     "logprobs": np.full(8, -1.0, np.float32),
     "versions": np.full(8, 3, np.int32),
 }
-GOOD_HEADER = {"request_id": "g", "finish_reasons": ["length", "length"]}
+GOOD_HEADER = {"request_id": "g~00000000", "finish_reasons": ["length", "length"]}
+
+
+@pytest.fixture(autouse=True)
+def known_request_ids(monkeypatch):
+    monkeypatch.setattr("dppo_megatron.rollout.vllm_client.uuid4", lambda: UUID(int=0))
 
 
 @pytest.fixture
@@ -120,7 +126,7 @@ def test_errors_carry_the_servers_reason(config, status, error):
         (http(200, encode_frame(GOOD_HEADER, GOOD_ARRAYS)[:-3]), "cut inside array 'versions'"),
         (http(200, encode_frame(GOOD_HEADER, GOOD_ARRAYS) + b"x"), "1 bytes too many"),
         (http(200, encode_frame(GOOD_HEADER, GOOD_ARRAYS)[:20]), "cut inside its header"),
-        (http(200, encode_frame({"request_id": "g"}, GOOD_ARRAYS)), "lacks 'finish_reasons'"),
+        (http(200, encode_frame({"request_id": "g~00000000"}, GOOD_ARRAYS)), "lacks 'finish_reasons'"),
         (http(200, encode_frame({**GOOD_HEADER, "request_id": "h"}, GOOD_ARRAYS)), "the reply is to 'h'"),
         (http(200, encode_frame(GOOD_HEADER, {"lengths": GOOD_ARRAYS["lengths"]})), "lacks 'token_ids'"),
         (good_reply(logprobs=np.full(8, np.nan, np.float32)), "sample 0, token 0: log-prob is missing or not finite"),
