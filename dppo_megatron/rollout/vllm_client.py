@@ -78,7 +78,10 @@ class VllmEngine:
         except (KeyError, TypeError) as error:
             raise SpoiltSample(f"engine {self.url}: {what}: the reply lacks {error}") from error
         try:
-            samples.check(request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len)
+            # In a thread: listed log-probs of a group of long responses take a third of a second.
+            await asyncio.to_thread(
+                samples.check, request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len
+            )
         except SpoiltSample as error:
             raise SpoiltSample(f"engine {self.url}: {error}") from None
         return samples.rollouts(len(request.token_ids))

@@ -176,7 +176,7 @@ def test_log_probs_that_ignore_the_temperature_are_found_out(config, model, seco
     async def check(engine):
         replies = iter([(-1.0, -2.0), (-1.0, second)])
 
-        async def answer(what, path, timeout_s, *, body):
+        async def answer(what, path, timeout_s, *, body, **_):
             request = group(re.sub("~0+#0;$", "", body["rid"][0]), n=1, max_tokens=1, topk=2)
             one = sample(0, topk=next(replies), request=request)
             one["output_ids"], meta = one["output_ids"][:1], one["meta_info"]
