@@ -170,12 +170,12 @@ class WatchedEngine:
 
     async def _watch(self) -> None:
         while True:
-            await self._probe()
-            if self._may_verify():
+            if await self._probe() and self._may_verify():
                 self.apply(VerifyStarted())
                 self._verification = asyncio.create_task(self._verify(self._client, self.policy))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._config.engine.health_interval_s)
+            with contextlib.suppress(TimeoutError):  # not wait_for, which in Python 3.11 may swallow a cancellation
+                async with asyncio.timeout(self._config.engine.health_interval_s):
+                    await self._wake.wait()
             self._wake.clear()
 
     def _may_verify(self) -> bool:
@@ -187,7 +187,8 @@ class WatchedEngine:
         loaded = (policy.confirmed.get(self.url), policy.version)
         return policy.path is not None or (health.instance, health.version) == loaded
 
-    async def _probe(self) -> None:
+    async def _probe(self) -> bool:
+        """False when the question changed meanwhile, so that the answer is worth nothing."""
         service, policy = self._service, self.policy
         try:
             info = await probe_health(self._client, self._config.engine.health_timeout_s)
@@ -197,11 +198,12 @@ class WatchedEngine:
             event = Answered(info.instance, info.version)
         if service != self._service or policy is not self.policy:
             self._wake.set()
-            return  # the answer of a life that is over, or to what is no longer the question
+            return False  # the answer of a life that is over, or to what is no longer the question
         if isinstance(event, Answered) and self.health.instance not in (None, event.instance):
             self._counts["engine/restarts"] += 1  # behind the same address
             self._connect()
         self.apply(event)
+        return True
 
     async def _verify(self, client: Engine, policy: PublishedPolicy) -> None:
         """Loads the published weights, whatever the engine claims to serve, and compares log-probs.

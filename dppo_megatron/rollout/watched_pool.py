@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -136,10 +137,9 @@ class WatchedPool:
                 return None
             if time.monotonic() > deadline:
                 raise NoEngineServes(self._why_none(request))
-            try:
-                await asyncio.wait_for(self._changed.wait(), RECHECK_S)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):  # not wait_for, which in Python 3.11 may swallow a cancellation
+                async with asyncio.timeout(RECHECK_S):
+                    await self._changed.wait()
 
     def _serving(self, avoid: Collection[str] = ()) -> list[WatchedEngine]:
         return [e for e in self._engines.values() if e.health.state is State.SERVING and e.name not in avoid]

@@ -299,6 +299,34 @@ def test_broadcast_weights_are_not_expected_of_a_life_that_never_had_them(world)
     assert w.servers[A].loads == []
 
 
+def test_an_engine_that_is_closed_as_it_is_told_news_ends(world):
+    w = world(PlayedServer(), health_interval_s=5.0)
+
+    async def use(pool):
+        await pool.generate(request())
+        (engine,) = pool._engines.values()
+        await asyncio.sleep(0.05)  # between two probes
+        engine._wake.set()
+        async with asyncio.timeout(1):
+            await engine.close()
+
+    w.live(use)
+
+
+def test_a_request_that_is_cancelled_as_it_is_told_news_ends(world):
+    w = world(PlayedServer(up=False))
+
+    async def use(pool):
+        call = asyncio.ensure_future(pool.generate(request()))
+        await asyncio.sleep(0.05)
+        pool._on_change()
+        call.cancel()
+        await asyncio.wait((call,), timeout=1)
+        assert call.cancelled()
+
+    w.live(use)
+
+
 def test_one_with_settings_that_do_not_suit_is_not_admitted(world):
     w = world(PlayedServer(), PlayedServer())
     w.publish(1, to=(A,))
