@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
+from typing import Literal
 
 from dppo_megatron.config import Config, ConfigError, load_config
 from dppo_megatron.run_dir import RunDir
@@ -38,14 +39,20 @@ class Findings:
     notes: list[str]
 
 
-def preflight(config: Config, source: str, *, here: bool = True) -> list[str]:
-    """Checks objective, model directory, tokenizer, prompts, reward and, for a run `here`, GPUs and ports.
+def preflight(config: Config, source: str, *, place: Literal["run", "node", "elsewhere"] = "run") -> list[str]:
+    """Checks objective, model directory, tokenizer, prompts and reward.
 
-    Starts nothing. Returns notes worth showing (the method in words, the data). Raises `ConfigError` with every
-    violation.
+    `place`: this machine is that of the whole "run", so GPUs must suffice and ports be free; it is one "node" of
+    several; or the run is "elsewhere", on GPUs that this machine need not have. Starts nothing. Returns notes worth
+    showing (the method in words, the data). Raises `ConfigError` with every violation.
     """
     findings = Findings([], [])
-    for check in (_objective, _model, _engine, _data, _reward, *((_devices, _ports) if here else ())):
+    checks = {
+        "run": (_objective, _model, _engine, _data, _reward, _devices, _ports),
+        "node": (_objective, _model, _engine, _data, _reward),
+        "elsewhere": (_objective, _model_elsewhere, _engine, _data, _reward),
+    }
+    for check in checks[place]:
         try:
             check(config, findings)
         except (ValueError, OSError, ImportError) as error:
@@ -104,6 +111,19 @@ def _model(config: Config, findings: Findings) -> None:
             open_weights(config.model.weights, read_hf_config(config.model.path))
         except ModelError as error:
             findings.violations.append(f"model.weights = {error}")
+
+
+def _model_elsewhere(config: Config, findings: Findings) -> None:
+    """Asks of the GPU what `slurm.gpu` tells; one of an unknown kind is taken for one that computes everything."""
+    from dppo_megatron.actor.precision import RECIPES, precision_problems
+    from dppo_megatron.plan import hardware
+    from dppo_megatron.plan.ranks import buildable_here
+
+    kind = config.slurm.gpu
+    capability = hardware(kind).capability if kind else max(recipe.capability for recipe in RECIPES.values())
+    asked = precision_problems(config, capability)
+    _model(buildable_here(config), findings)
+    findings.violations.extend(problem for problem in asked if problem not in findings.violations)
 
 
 def _engine(config: Config, findings: Findings) -> None:

@@ -23,7 +23,7 @@ from . import queue
 from .allocation import Allocation
 from .lives import TIME_LIMIT, Event, Lives, checkpoint_step
 from .log_errors import NewErrors
-from .placement import StepPlan, engine_plans, node_violations, single_task, trainer_plan
+from .placement import StepPlan, check_plan, engine_plans, node_violations, orchestrator_plan, trainer_plan
 from .step import KILL_S, Step
 from .submit import refuse_second_job
 
@@ -90,7 +90,7 @@ class Job:
 
     def _check(self) -> int:
         """What can be known to be wrong is said before many GPUs wait for a model to load."""
-        step = self._step(single_task("check", self._allocation))
+        step = self._step(check_plan(self._config, self._allocation))
         while (code := step.poll()) is None and self._signal is None:
             time.sleep(POLL_S)
         step.kill()
@@ -102,7 +102,7 @@ class Job:
     def _start(self) -> None:
         self._servers = [self._server(plan) for plan in engine_plans(self._config, self._allocation)]
         if self._config.samples:
-            self._orchestrator = self._step(single_task("orchestrator", self._allocation))
+            self._orchestrator = self._step(orchestrator_plan(self._allocation))
         self._trainer = self._step(trainer_plan(self._config, self._allocation, resume=self._resume))
 
     def _step(self, plan: StepPlan) -> Step:

@@ -51,9 +51,15 @@ def trainer_plan(config: Config, allocation: Allocation, *, resume: bool) -> Ste
     )
 
 
-def single_task(name: str, allocation: Allocation) -> StepPlan:
+def check_plan(config: Config, allocation: Allocation) -> StepPlan:
+    """One task on the first node, with the GPUs of the ranks there: it asks what they would find missing."""
+    gpus = config.slurm.gpus_per_node
+    return StepPlan("check", ("check",), nodes=allocation.groups[0][:1], group=0, gpus_per_node=gpus)
+
+
+def orchestrator_plan(allocation: Allocation) -> StepPlan:
     """One task without GPUs on the node of the batch script."""
-    return StepPlan(name, (name,), nodes=allocation.groups[0][:1], group=0)
+    return StepPlan("orchestrator", ("orchestrator",), nodes=allocation.groups[0][:1], group=0)
 
 
 def engine_plans(config: Config, allocation: Allocation) -> list[StepPlan]:

@@ -36,7 +36,7 @@ def prepare(config_file: Path, overrides: Sequence[str], nodes: str | None, *, r
     if violations := slurm_violations(config):
         raise ConfigError(str(config_file), violations)
     check_life(config, str(config_file), resume=resume)
-    notes = preflight(config, str(config_file), here=False)
+    notes = preflight(config, str(config_file), place="elsewhere")
     if config.slurm.gpu is not None:
         notes.append(planned(config, str(config_file)))
     return Prepared(config, batch_script(config, resume=resume, directory=Path.cwd()), notes)

@@ -87,7 +87,7 @@ def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gp
 def _check(config: Config, source: str) -> int:
     from dppo_megatron.launch.preflight import preflight
 
-    for note in preflight(config, source, here=False):
+    for note in preflight(config, source, place="node"):
         print(note)
     return 0
 

@@ -41,9 +41,9 @@ def tree(task, tmp_path) -> dict:
     }
 
 
-def found(tree: dict) -> str:
+def found(tree: dict, place: str = "run") -> str:
     with pytest.raises(ConfigError) as raised:
-        preflight(Config.model_validate(tree), "config.yaml")
+        preflight(Config.model_validate(tree), "config.yaml", place=place)
     return "\n".join(raised.value.violations)
 
 
@@ -81,6 +81,22 @@ def test_fp8_engines_are_refused_on_a_cpu(tree, monkeypatch):
     assert "engine.quantization = fp8_block: needs a GPU" in found(tree)
     monkeypatch.setattr("dppo_megatron.launch.preflight.visible_devices", lambda: ["0", "1"])
     preflight(Config.model_validate(tree), "config.yaml")
+
+
+def test_what_only_a_gpu_computes_is_asked_of_the_node_not_of_where_the_job_is_submitted(tree):
+    tree["model"] |= {"dtype": "bf16", "fp8": "blockwise", "layers": "transformer_engine"}
+    tree["optimizer"] = {"offload": 1.0}
+    for place in ("run", "node"):
+        problems = found(tree, place)
+        for setting in ("model.fp8 = blockwise", "optimizer.offload = 1.0", "model.layers = transformer_engine"):
+            assert f"{setting}: " in problems
+    preflight(Config.model_validate(tree), "config.yaml", place="elsewhere")
+    tree["slurm"] = {"gpu": "a100-80"}
+    assert "model.fp8 = blockwise: needs compute capability 9.0 or newer, the GPU has 8.0" in found(tree, "elsewhere")
+    tree |= {"slurm": {}, "model": tree["model"] | {"dtype": "fp32"}, "parallel": {"tensor": 8, "world_size": 8}}
+    problems = found(tree, "elsewhere")
+    assert "set model.dtype to bf16" in problems
+    assert "parallel.tensor = 8" in problems
 
 
 def test_a_missing_model_directory_is_named(tree, tmp_path):

@@ -11,7 +11,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.services import ServiceTimeout
 from dppo_megatron.slurm.allocation import Allocation
-from dppo_megatron.slurm.placement import engine_plans, node_violations, trainer_plan
+from dppo_megatron.slurm.placement import check_plan, engine_plans, node_violations, orchestrator_plan, trainer_plan
 from dppo_megatron.slurm.step import srun_command
 from dppo_megatron.slurm.submit import scaled
 from dppo_megatron.slurm.task import Task, engine_environment, node_address, rendezvous
@@ -30,6 +30,11 @@ def test_engines_on_nodes_of_their_own(allocation, group, node):
 def test_engines_on_shared_nodes_take_the_gpus_after_the_ranks():
     plans = engine_plans(config(world_size=8, engine_nodes=0), Allocation("7", 0, (("a", "b"),)))
     assert [(p.nodes, p.arguments[-1]) for p in plans] == [(("a",), "4"), (("b",), "4"), (("a",), "6"), (("b",), "6")]
+
+
+def test_the_config_is_checked_beside_the_gpus_it_is_for():
+    plans = check_plan(config(), ONE), orchestrator_plan(ONE)
+    assert [(plan.nodes, plan.tasks, plan.gpus_per_node) for plan in plans] == [(("a",), 1, 8), (("a",), 1, 0)]
 
 
 def test_one_task_per_rank_on_the_first_nodes():
