@@ -39,6 +39,18 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def checkpoint_step(self) -> int | None:
+        """Steps done in the newest whole checkpoint, without reading it; None before the first."""
+        try:
+            return int((self.checkpoints / "latest").read_text().rpartition("-")[2])
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def done(self, steps: int) -> bool:
+        """Whether a run of so many steps ended with its last one; a trainer that is asked to stop exits 0, too."""
+        return (self.checkpoint_step or 0) >= steps
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

@@ -44,6 +44,7 @@ class Supervisor:
         self._run = RunDir(config.run.dir)
         self._resume = resume
         self._workers: list[Child] = []  # end by themselves when their work is done
+        self._trainers: list[Child] = []  # of the workers
         self._servers: list[RestartedServer] = []  # run until ended
         self._stop_signal: int | None = None
 
@@ -82,7 +83,8 @@ class Supervisor:
         for rank in range(world_size):
             env = {**rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = ["trainer", str(self._run.config), *resume]
-            self._workers.append(self._child(f"trainer-{rank}", command, env))
+            self._trainers.append(self._child(f"trainer-{rank}", command, env))
+        self._workers += self._trainers
 
     def _child(self, name: str, arguments: Sequence[str], env: dict[str, str] | None = None) -> Child:
         return Child(name, dppo_command(*arguments), self._run.log(name), env)
@@ -106,6 +108,8 @@ class Supervisor:
                 if child.poll() not in (None, 0):
                     self._show_failure(view, child)
                     return 1
+            if self._trainers_ended() and not self._run.done(self._config.train.steps):
+                return self._asked_to_stop(view)
             if all(child.poll() == 0 for child in self._workers):
                 view.poll(self._run.metrics)
                 return 0
@@ -116,6 +120,19 @@ class Supervisor:
                     self._show_failure(view, server.child)
                     return 1
             time.sleep(POLL_S)
+
+    def _trainers_ended(self) -> bool:
+        return all(child.poll() == 0 for child in self._trainers)
+
+    def _asked_to_stop(self, view: ProgressView) -> int:
+        """By a signal from elsewhere: the ranks have not failed, nor are they done."""
+        done, steps = self._run.checkpoint_step or 0, self._config.train.steps
+        self._tell(
+            view,
+            f"the trainer was asked to stop, not by this command, at step {done} of {steps}; "
+            f"resume with `dppo-megatron train {self._run.config} --resume`",
+        )
+        return 1
 
     def _tell(self, view: ProgressView, news: str) -> None:
         """To whoever watches, and to a log that stays."""

@@ -21,7 +21,7 @@ from dppo_megatron.services import forget, forget_all
 
 from . import queue
 from .allocation import Allocation
-from .lives import TIME_LIMIT, Event, Lives, checkpoint_step
+from .lives import TIME_LIMIT, Event, Lives
 from .log_errors import NewErrors
 from .placement import StepPlan, check_plan, engine_plans, node_violations, orchestrator_plan, trainer_plan
 from .step import KILL_S, Step
@@ -131,6 +131,9 @@ class Job:
             for step in self._workers:
                 if code := step.poll():
                     return self._failed(step, code)
+            if self._trainer_ended() and not self._trained():
+                done, steps = self._run.checkpoint_step or 0, self._config.train.steps
+                return self._requeue(f"the trainer was asked to stop, not by this job, at step {done} of {steps}", 1)
             if all(step.poll() == 0 for step in self._workers):
                 return self._completed()
             for server in self._servers:
@@ -142,8 +145,10 @@ class Job:
 
     def _trained(self) -> bool:
         """Whether the trainer ended with its last step done: what remains takes no time."""
-        ended = self._trainer is not None and self._trainer.poll() == 0
-        return ended and checkpoint_step(self._run) == self._config.train.steps
+        return self._trainer_ended() and self._run.done(self._config.train.steps)
+
+    def _trainer_ended(self) -> bool:
+        return self._trainer is not None and self._trainer.poll() == 0
 
     def _completed(self) -> int:
         self._record("completed", f"{self._config.train.steps} steps done")

@@ -35,7 +35,7 @@ class Lives:
 
     def record(self, event: Event, cause: str, *, job: str, restart: int, nodes: tuple[str, ...] = ()) -> None:
         self._run.root.mkdir(parents=True, exist_ok=True)
-        entry = LifeEvent(time.time(), job, restart, event, cause, checkpoint_step(self._run), nodes)
+        entry = LifeEvent(time.time(), job, restart, event, cause, self._run.checkpoint_step, nodes)
         with self._run.restarts.open("a") as file:
             file.write(json.dumps(asdict(entry)) + "\n")
 
@@ -52,7 +52,7 @@ class Lives:
 
         Whatever ended them; counted anew where the run was submitted again.
         """
-        now, count = checkpoint_step(self._run), 0
+        now, count = self._run.checkpoint_step, 0
         for start in reversed([e for e in self.events() if e.event == "started"]):
             if start.step != now:
                 break
@@ -64,11 +64,3 @@ class Lives:
     def restarts(self) -> int:
         """How often a life followed another of the same job."""
         return sum(e.event == "started" and e.restart > 0 for e in self.events())
-
-
-def checkpoint_step(run: RunDir) -> int | None:
-    """Steps done in the newest whole checkpoint, without reading it."""
-    try:
-        return int((run.checkpoints / "latest").read_text().rpartition("-")[2])
-    except (FileNotFoundError, ValueError):
-        return None

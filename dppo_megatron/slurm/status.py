@@ -20,7 +20,7 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.services import Service, engine_services
 
 from . import queue
-from .lives import Lives, checkpoint_step
+from .lives import Lives
 from .log_errors import last_error
 
 HEALTH_TIMEOUT_S = 3.0
@@ -88,7 +88,7 @@ def read_status(directory: Path) -> Status:
         metrics={name: value for name, value in last.items() if name not in ("step", "time")},
         accuracy=evaluated[-1]["eval/accuracy"] if evaluated else None,
         updated_s=time.time() - records[-1]["time"] if records else None,
-        checkpoint=checkpoint_step(run),
+        checkpoint=run.checkpoint_step,
         policy_version=published.version if published else None,
         engines=asyncio.run(_engines(config, run)) if config else [],
         jobs=jobs,

@@ -25,9 +25,13 @@ seen = {"argv": sys.argv[2:], "node": os.environ["SLURMD_NODENAME"], "gpus": os.
 seen_file = pathlib.Path(__file__).with_name(f"{os.environ['SLURM_JOB_ID']}-{role}-{rank}.json")
 seen_file.with_suffix(".tmp").write_text(json.dumps(seen))
 seen_file.with_suffix(".tmp").rename(seen_file)
+def train():
+    latest = pathlib.Path(sys.argv[-1]).parent / "checkpoints" / "latest"
+    latest.parent.mkdir(exist_ok=True)
+    latest.write_text("step-000004")
 """
 ENDLESS = "time.sleep(600)\n"
-SERVES = "time.sleep(600 if role == 'engine' else 0)\n"
+SERVES = "train() if role == 'trainer' else time.sleep(600 if role == 'engine' else 0)\n"
 CRASHES = """
 if role == "trainer" and rank == 1:
     time.sleep(1)
@@ -49,6 +53,8 @@ if role == "engine":
     sys.exit(7)
 while role == "trainer" and not again.exists():
     time.sleep(0.1)
+if role == "trainer":
+    train()
 """
 
 

@@ -1,0 +1,83 @@
+"""A trainer that was asked to stop exits 0, as one that is done does: what the run's watchers make of it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from dppo_megatron.config import Config, save_resolved
+from dppo_megatron.launch import supervisor
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.slurm.allocation import Allocation
+from dppo_megatron.slurm.job import Job
+from dppo_megatron.slurm.lives import Lives
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    """Of a run of 9 steps that was saved after step 4."""
+    config = Config.model_validate(
+        {
+            "run": {"dir": tmp_path / "run"},
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "train": {"steps": 9},
+            "engine": {"count": 1},
+            "slurm": {"max_restarts": 0},
+        }
+    )
+    run = RunDir(config.run.dir)
+    run.checkpoints.mkdir(parents=True)
+    (run.checkpoints / "latest").write_text("step-000004")
+    save_resolved(config, run.config)
+    return config
+
+
+class Ended:
+    """A job step of which every task exited 0."""
+
+    name = "trainer"
+
+    def poll(self):
+        return 0
+
+    def wait(self, timeout_s):
+        return True
+
+    def ask_to_stop(self):
+        pass
+
+    kill = ask_to_stop
+
+
+@pytest.mark.parametrize(("saved", "event", "code"), [("step-000004", "failed", 1), ("step-000009", "completed", 0)])
+def test_a_job_is_complete_with_its_last_step_only(config, monkeypatch, saved, event, code):
+    monkeypatch.setattr(Job, "_still_running", lambda self: True)
+    run = RunDir(config.run.dir)
+    (run.checkpoints / "latest").write_text(saved)
+    job = Job(config, Allocation("7", 0, (("a",),)), resume=False)
+    job._trainer = job._orchestrator = Ended()
+    Lives(run).record("started", "submitted", job="7", restart=0)
+    assert job._watch() == code
+    last = Lives(run).events()[-1]
+    assert last.event == event
+    assert code == 0 or "the trainer was asked to stop, not by this job, at step 4 of 9" in last.cause
+
+
+@pytest.mark.parametrize(("saved", "code"), [("step-000004", 1), ("step-000009", 0)])
+def test_a_run_on_one_machine_that_is_not_done_says_so(config, monkeypatch, saved, code):
+    """The orchestrator would wait for the trainer."""
+    run = RunDir(config.run.dir)
+    (run.checkpoints / "latest").write_text(saved)
+
+    def command(role, *_):
+        seconds = 15 if role == "orchestrator" and code else 0
+        return [sys.executable, "-c", f"import time; time.sleep({seconds})"]
+
+    monkeypatch.setattr(supervisor, "dppo_command", command)
+    monkeypatch.setattr(supervisor, "engine_names", lambda config: [])
+    assert supervisor.Supervisor(config, resume=False).run() == code
+    assert run.log("train").exists() == bool(code)
+    if code:
+        assert "asked to stop, not by this command, at step 4 of 9; resume with" in run.log("train").read_text()
