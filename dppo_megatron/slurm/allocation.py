@@ -11,7 +11,7 @@ from .queue import SlurmError, node_names
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    job_id: str
+    job_id: str  # 12; 12_3 for a task of an array, of which one has the array's own number as its id
     restart: int  # how often Slurm or the job itself requeued it
     groups: tuple[tuple[str, ...], ...]  # node names of each component; one unless the job is heterogeneous
 
@@ -34,7 +34,13 @@ class Allocation:
             else [environment["SLURM_JOB_NODELIST"]]
         )
         return cls(
-            job_id=environment["SLURM_JOB_ID"],
+            job_id=_job_id(environment),
             restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
             groups=tuple(node_names(nodes) for nodes in lists),
         )
+
+
+def _job_id(environment: Mapping[str, str]) -> str:
+    if "SLURM_ARRAY_JOB_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment["SLURM_JOB_ID"]

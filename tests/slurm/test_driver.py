@@ -22,7 +22,10 @@ role, rank = sys.argv[2], int(os.environ["SLURM_PROCID"])
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda *_: sys.exit(0))
 seen = {"argv": sys.argv[2:], "node": os.environ["SLURMD_NODENAME"], "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
-seen_file = pathlib.Path(__file__).with_name(f"{os.environ['SLURM_JOB_ID']}-{role}-{rank}.json")
+job = os.environ["SLURM_JOB_ID"]
+if "SLURM_ARRAY_JOB_ID" in os.environ:
+    job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+seen_file = pathlib.Path(__file__).with_name(f"{job}-{role}-{rank}.json")
 seen_file.with_suffix(".tmp").write_text(json.dumps(seen))
 seen_file.with_suffix(".tmp").rename(seen_file)
 def train():
@@ -128,6 +131,7 @@ def test_a_job_array_sweeps_methods_and_seeds(stubbed, tmp_path):
 
     wait_until(lambda: all(map(complete, lives)), "two runs", TIMEOUT_S, run.everything)
     job = lives[0].events()[0].job
+    assert job.endswith("_1")
     engine, trainer, orchestrator = (seen(tmp_path, f"{job}-{n}-0") for n in ("engine", "trainer", "orchestrator"))
     assert engine["argv"][:5] == ["engine", "--index", "0", "--first-gpu", "1"]
     assert (engine["gpus"], trainer["gpus"], orchestrator["gpus"]) == ("0,1", "0,1", None)

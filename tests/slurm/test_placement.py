@@ -75,6 +75,15 @@ def test_an_allocation_of_another_size_is_refused():
     assert "the job has 1 nodes" in violation
 
 
+def test_a_task_of_an_array_is_one_job_of_it(monkeypatch):
+    """Slurm gives one task the array's number as its id: asked for by that, all tasks would answer."""
+    monkeypatch.setattr("dppo_megatron.slurm.allocation.node_names", lambda nodes: (nodes,))
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"}
+    assert Allocation.of_this_job(environment).job_id == "7"
+    environment |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    assert Allocation.of_this_job(environment).job_id == "7_3"
+
+
 def test_nodes_scale_ranks_and_engines():
     more = scaled(config(), "4+2")
     assert (more.slurm.trainer_nodes, more.slurm.engine_nodes) == (4, 2)
