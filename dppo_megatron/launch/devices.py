@@ -24,12 +24,20 @@ def engine_devices(config: Config, index: int, visible: list[str], *, trains: bo
     return visible[first : first + each]
 
 
-def device_problem(config: Config, visible: list[str]) -> str | None:
-    """Why trainer ranks and the engines to start do not fit on this machine's GPUs, or None."""
+def device_problem(config: Config, visible: list[str], *, trains: bool = True) -> str | None:
+    """Why trainer ranks (where it `trains`) and the engines to start do not fit on this machine's GPUs, or None."""
     if not visible:
         return None
     engines = config.engine.count if config.samples and not config.engine.urls else 0
-    trainers, serving = config.parallel.world_size, engines * config.engine.tensor_parallel
+    serving = engines * config.engine.tensor_parallel
+    if not trains:
+        if serving <= len(visible):
+            return None
+        return (
+            f"engine.count = {engines}: engines of engine.tensor_parallel = {config.engine.tensor_parallel} need "
+            f"{serving} GPUs, {len(visible)} are visible; lower one of them"
+        )
+    trainers = config.parallel.world_size
     needed = max(trainers, _first_of_engines(config) + serving)
     if needed <= len(visible):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 from pathlib import Path
 
@@ -11,34 +12,34 @@ from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.rollout.clients import build_engine
 from dppo_megatron.rollout.main import evaluate_once
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import engine_names, engine_urls, forget_all
+from dppo_megatron.services import engine_names, engine_urls
 
-from .devices import engine_devices, visible_devices
+from .devices import device_problem, engine_devices, visible_devices
 from .process import Child, exit_reason
 from .supervisor import GRACE_S, dppo_command
 
 
 def evaluate_model(config: Config, model: Path, source: str) -> float:
-    """Starts the engines on `model` in a directory of its own under `run.dir`, evaluates once, and ends them.
+    """Starts the engines on `model` in a new directory under `run.dir`, evaluates once, and ends them.
 
-    Raises `ConfigError` without `data.eval`, and `RuntimeError` with the engine's last lines when it does not start.
+    Raises `ConfigError` without `data.eval` or with too few GPUs, and `RuntimeError` with the engine's last lines
+    when it does not start.
     """
     if config.data.eval is None:
         raise ConfigError(source, ["data.eval: not set; name a JSONL file of held-out prompts"])
-    directory = config.run.dir / "eval" / model.name
     config = config.model_copy(
         update={
-            "run": config.run.model_copy(update={"dir": directory}),
             "model": config.model.model_copy(update={"path": model}),
             "engine": config.engine.model_copy(update={"urls": ()}),  # a running engine serves another policy
         }
     )
-    run = RunDir(directory)
-    run.root.mkdir(parents=True, exist_ok=True)
-    save_resolved(config, run.config)
-    forget_all(run)
-    shutil.rmtree(run.quantized_start, ignore_errors=True)  # it may be of another model of that name
     visible = visible_devices()
+    if problem := device_problem(config, visible, trains=False):
+        raise ConfigError(source, [problem])
+    directory = _new_directory(config.run.dir / "eval", model.absolute().name)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
+    run = RunDir(directory)
+    save_resolved(config, run.config)
     children = []
     for index, name in enumerate(engine_names(config)):
         devices = engine_devices(config, index, visible, trains=False)
@@ -64,3 +65,15 @@ def evaluate_model(config: Config, model: Path, source: str) -> float:
     finally:
         for child in children:
             child.end(GRACE_S)
+        shutil.rmtree(run.quantized_start, ignore_errors=True)  # as large as the model, and of no more use
+
+
+def _new_directory(parent: Path, name: str) -> Path:
+    """NAME-1, NAME-2, ...: engines announce themselves in it, and those of another evaluation serve another model."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        try:
+            (parent / f"{name}-{number}").mkdir()
+        except FileExistsError:
+            continue
+        return parent / f"{name}-{number}"

@@ -39,6 +39,11 @@ def test_too_few_gpus_are_refused_with_the_sum(engine):
     assert "8 are visible" in device_problem(config(**engine), EIGHT)
 
 
+def test_an_evaluation_needs_gpus_for_its_engines_alone():
+    assert device_problem(config(world_size=8, count=8), EIGHT, trains=False) is None
+    assert "engine.count = 9: " in device_problem(config(world_size=1, count=9), EIGHT, trains=False)
+
+
 def test_engines_elsewhere_need_no_gpu_here():
     assert device_problem(config(world_size=8, urls=["http://a:1"]), EIGHT) is None
 

@@ -1,0 +1,63 @@
+"""`eval` with children that start nothing: whose engines it asks, and which GPUs it gives them."""
+
+from __future__ import annotations
+
+import pytest
+
+from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.launch import evaluate
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.services import register
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": tmp_path / "run"},
+            "model": {"path": "m"},
+            "data": {"train": "t", "eval": "e"},
+            "train": {"steps": 1},
+            "engine": {"count": 2},
+        }
+    )
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[str]:
+    """URLs of the engines that evaluations ask."""
+    urls = []
+
+    class Child:
+        def __init__(self, name, command, log, env):
+            register(RunDir(log.parents[1]), name, f"http://{log.parents[1].name}/{env['CUDA_VISIBLE_DEVICES']}", 1)
+
+        def end(self, grace_s):
+            pass
+
+    class Engine:
+        async def close(self):
+            pass
+
+    async def evaluate_once(config, engines):
+        return 0.5
+
+    monkeypatch.setattr(evaluate, "Child", Child)
+    monkeypatch.setattr(evaluate, "build_engine", lambda config, url: urls.append(url) or Engine())
+    monkeypatch.setattr(evaluate, "evaluate_once", evaluate_once)
+    monkeypatch.setattr(evaluate, "visible_devices", lambda: ["4", "6"])
+    return urls
+
+
+def test_models_of_one_name_are_asked_of_engines_of_their_own(config, asked, tmp_path):
+    """An evaluation that still runs has announced its engines, which serve another model."""
+    for run in ("a", "b"):
+        assert evaluate.evaluate_model(config, tmp_path / run / "model", "config.yaml") == 0.5
+    assert asked == ["http://model-1/4", "http://model-1/6", "http://model-2/4", "http://model-2/6"]
+
+
+def test_engines_that_do_not_fit_the_gpus_are_refused(config, asked, tmp_path):
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"count": 3})})
+    with pytest.raises(ConfigError, match=r"engine.count = 3: .* need 3 GPUs, 2 are visible"):
+        evaluate.evaluate_model(config, tmp_path / "model", "config.yaml")
+    assert asked == []
