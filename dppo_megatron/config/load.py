@@ -64,6 +64,16 @@ def save_resolved(config: Config, path: Path) -> None:
     temporary.replace(path)
 
 
+def with_absolute_paths(config: Config) -> Config:
+    """The same for processes that start elsewhere. An engine's interpreter may be a name on PATH, so it stays."""
+    sections = {
+        name: section.model_copy(update={key: value.absolute() for key, value in section if isinstance(value, Path)})
+        for name, section in config
+        if name != "engine"
+    }
+    return config.model_copy(update=sections)
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads 1e-4 as a string; settings are full of such numbers, so read them as YAML 1.2 does."""
 

@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Literal
 
-from dppo_megatron.config import Config, ConfigError, load_config
+from dppo_megatron.config import Config, ConfigError, load_config, with_absolute_paths
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.services import port_in_use
 
@@ -209,7 +209,7 @@ def check_life(config: Config, source: str, *, resume: bool) -> None:
 
 def check_resume(config: Config, saved: Config, source: str) -> None:
     """Refuses a resume under settings that would make it another run. Raises `ConfigError` naming each."""
-    before, now = _flat(saved.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    before, now = (_flat(with_absolute_paths(c).model_dump(mode="json")) for c in (saved, config))
     violations = [
         f"{key} = {now.get(key)!r}: the run was started with {before.get(key)!r}; use that or another run.dir"
         for key in sorted({*before, *now})

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dppo_megatron.config import Config, ConfigError, load_config, save_resolved
+from dppo_megatron.config import Config, ConfigError, load_config, save_resolved, with_absolute_paths
 from dppo_megatron.config.checks import slurm_violations
 from dppo_megatron.launch.preflight import check_life
 from dppo_megatron.launch.process import exit_reason
@@ -24,6 +24,7 @@ from .allocation import Allocation
 from .lives import TIME_LIMIT, Event, Lives
 from .log_errors import NewErrors
 from .placement import StepPlan, check_plan, engine_plans, node_violations, orchestrator_plan, trainer_plan
+from .queue import SlurmError
 from .step import KILL_S, Step
 from .submit import refuse_second_job
 
@@ -41,18 +42,34 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
     A life after the first continues under the settings that the first one saved, whatever became of the file.
     """
     allocation = Allocation.of_this_job()
-    config = load_config(config_file, overrides)
+    note = Path(f"slurm-{allocation.job_id}.run")  # for a life that knows the job's number and not what CONFIG was
+    source = config_file
+    if allocation.restart and note.exists():
+        source, overrides = Path(note.read_text()), ()
+    config = with_absolute_paths(load_config(source, overrides))
     run = RunDir(config.run.dir)
-    if allocation.restart and run.config.exists():
-        config, resume = load_config(run.config), True
     resume = resume or allocation.restart > 0
     if violations := slurm_violations(config) + node_violations(config, allocation):
-        raise ConfigError(str(config_file), violations)
-    check_life(config, str(config_file), resume=resume)
+        raise ConfigError(str(source), violations)
+    check_life(config, str(source), resume=resume)
     refuse_second_job(run, allocation.job_id)
     run.root.mkdir(parents=True, exist_ok=True)
     save_resolved(config, run.config)
+    if config_file.absolute() == run.config:
+        note.unlink(missing_ok=True)  # of another cluster's job
+    else:
+        _leave(note, str(run.config))
     return Job(config, allocation, resume=resume).run()
+
+
+def _leave(note: Path, text: str) -> None:
+    try:
+        note.write_text(text)
+    except OSError as error:
+        raise SlurmError(
+            f"{note.absolute()}: cannot be written ({error}), and without it a requeued job could not find its run; "
+            "submit from a directory that the nodes can write to"
+        ) from None
 
 
 class Job:

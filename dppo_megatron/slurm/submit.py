@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dppo_megatron.config import Config, ConfigError, load_config, save_resolved
+from dppo_megatron.config import Config, ConfigError, load_config, save_resolved, with_absolute_paths
 from dppo_megatron.config.checks import slurm_violations
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.launch.preflight import check_life, preflight
@@ -30,7 +30,7 @@ class Prepared:
 
 def prepare(config_file: Path, overrides: Sequence[str], nodes: str | None, *, resume: bool) -> Prepared:
     """Everything but the writing. Raises `ConfigError` with every violation."""
-    config = load_config(config_file, overrides)
+    config = with_absolute_paths(load_config(config_file, overrides))
     if nodes is not None:
         config = scaled(config, nodes)
     if violations := slurm_violations(config):

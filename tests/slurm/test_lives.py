@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from small_config import config
+
+from dppo_megatron.config import save_resolved
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.slurm import job
+from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.slurm.lives import LOST, TIME_LIMIT, Lives
 
 
@@ -48,3 +54,36 @@ def test_a_life_that_could_not_say_why_it_ended_was_ended_by_slurm(run):
     assert Lives(run).why_restarted() == TIME_LIMIT
     life(run, 1, "", "")
     assert Lives(run).why_restarted() == LOST
+
+
+def test_a_requeued_life_goes_on_with_its_run_whatever_became_of_the_file(tmp_path, monkeypatch):
+    """The user writes the next experiment into the file that was submitted, or removes it."""
+    lives = []
+
+    class Life:
+        def __init__(self, config, allocation, *, resume):
+            lives.append((config.run.dir, config.optimizer.lr, resume))
+
+        def run(self):
+            return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(job, "Job", Life)
+    monkeypatch.setattr(job, "refuse_second_job", lambda *_: None)
+    file = tmp_path / "config.yaml"
+
+    def live(number, restart):
+        monkeypatch.setattr(Allocation, "of_this_job", lambda: Allocation(number, restart, (("a", "b", "c"),)))
+        return job.run_job(Path("config.yaml"), (), resume=False)
+
+    one = config()
+    save_resolved(one, file)
+    live("7", 0)
+    two = one.run.model_copy(update={"dir": Path("two")}), one.optimizer.model_copy(update={"lr": 1e-3})
+    save_resolved(one.model_copy(update={"run": two[0], "optimizer": two[1]}), file)
+    live("7", 1)
+    live("8", 0)
+    file.unlink()
+    live("7", 2)
+    mine = tmp_path / "run", 1e-6
+    assert lives == [(*mine, False), (*mine, True), (tmp_path / "two", 1e-3, False), (*mine, True)]
