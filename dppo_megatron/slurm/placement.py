@@ -65,7 +65,7 @@ def orchestrator_plan(allocation: Allocation) -> StepPlan:
 def engine_plans(config: Config, allocation: Allocation) -> list[StepPlan]:
     """One step per engine, so that one can end and start again alone; engines fill their nodes in turn.
 
-    On nodes they share with trainer ranks, engines take the GPUs after the ranks'.
+    On nodes they share with trainer ranks, engines take the GPUs after the ranks' or, colocated, the same.
     """
     s = config.slurm
     names = engine_names(config)
@@ -75,7 +75,8 @@ def engine_plans(config: Config, allocation: Allocation) -> list[StepPlan]:
     nodes = allocation.groups[group]
     taken, gpus = 0, s.serving_gpus_per_node
     if not s.engine_nodes:
-        taken, gpus = config.parallel.world_size // s.trainer_nodes, s.gpus_per_node
+        colocated = config.engine.placement == "colocated"
+        taken, gpus = 0 if colocated else config.parallel.world_size // s.trainer_nodes, s.gpus_per_node
     elif not allocation.heterogeneous:
         nodes = nodes[s.trainer_nodes :]
     plans = []

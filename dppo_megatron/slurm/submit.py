@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dppo_megatron.config import Config, ConfigError, load_config, save_resolved, with_absolute_paths
-from dppo_megatron.config.checks import slurm_violations
+from dppo_megatron.config.checks import cross_field_violations, slurm_violations
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.launch.preflight import check_life, preflight
 from dppo_megatron.run_dir import RunDir
@@ -33,7 +33,7 @@ def prepare(config_file: Path, overrides: Sequence[str], nodes: str | None, *, r
     config = with_absolute_paths(load_config(config_file, overrides))
     if nodes is not None:
         config = scaled(config, nodes)
-    if violations := slurm_violations(config):
+    if violations := cross_field_violations(config) + slurm_violations(config):
         raise ConfigError(str(config_file), violations)
     check_life(config, str(config_file), resume=resume)
     notes = preflight(config, str(config_file), place="elsewhere")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_config import config
 
-from dppo_megatron.config import ConfigError
+from dppo_megatron.config import ConfigError, save_resolved
 from dppo_megatron.config.checks import slurm_violations
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
@@ -13,10 +13,11 @@ from dppo_megatron.services import ServiceTimeout
 from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.slurm.placement import check_plan, engine_plans, node_violations, orchestrator_plan, trainer_plan
 from dppo_megatron.slurm.step import srun_command
-from dppo_megatron.slurm.submit import scaled
+from dppo_megatron.slurm.submit import prepare, scaled
 from dppo_megatron.slurm.task import Task, engine_environment, node_address, rendezvous
 
 ONE = Allocation("7", 0, (("a", "b", "c"),))
+COLOCATED = {"engine": {"placement": "colocated"}}
 HETEROGENEOUS = Allocation("7", 0, (("a", "b"), ("x",)))
 
 
@@ -30,6 +31,13 @@ def test_engines_on_nodes_of_their_own(allocation, group, node):
 def test_engines_on_shared_nodes_take_the_gpus_after_the_ranks():
     plans = engine_plans(config(world_size=8, engine_nodes=0), Allocation("7", 0, (("a", "b"),)))
     assert [(p.nodes, p.arguments[-1]) for p in plans] == [(("a",), "4"), (("b",), "4"), (("a",), "6"), (("b",), "6")]
+
+
+def test_colocated_engines_take_the_ranks_gpus():
+    colocated = config(engine_nodes=0, sections=COLOCATED)
+    assert slurm_violations(colocated) == []
+    plans = engine_plans(colocated, Allocation("7", 0, (("a", "b"),)))
+    assert [(p.nodes, p.arguments[-1]) for p in plans] == [(("a",), "0"), (("b",), "0"), (("a",), "2"), (("b",), "2")]
 
 
 def test_the_config_is_checked_beside_the_gpus_it_is_for():
@@ -61,6 +69,18 @@ def test_one_task_per_rank_on_the_first_nodes():
             "slurm.heterogeneous = true: needs slurm.engine_nodes",
         ),
         ({"engine_partition": "small"}, "slurm.engine_partition = small: needs slurm.heterogeneous = true"),
+        ({"engine_gpus_per_node": 0}, "slurm.engine_gpus_per_node = 0: needs slurm.heterogeneous = true"),
+        ({"sections": COLOCATED}, "slurm.engine_nodes = 1: with engine.placement = colocated"),
+        (
+            {"sections": COLOCATED, "engine_nodes": 0, "engines": 10},
+            "a trainer node runs 8 ranks and, colocated, engines on 10",
+        ),
+        ({"gpus_per_node": 0, "sections": {"model": {"fp8": "blockwise"}}}, "model.fp8 = blockwise: needs GPUs"),
+        ({"gpus_per_node": 0, "sections": {"optimizer": {"offload": 0.5}}}, "optimizer.offload = 0.5: needs GPUs"),
+        (
+            {"heterogeneous": True, "engine_gpus_per_node": 0, "sections": {"engine": {"quantization": "fp8_block"}}},
+            "engine.quantization = fp8_block: needs GPUs",
+        ),
     ],
 )
 def test_refusals(changes, said):
@@ -92,6 +112,16 @@ def test_nodes_scale_ranks_and_engines():
     for wrong in ("0", "2+x", "two"):
         with pytest.raises(ConfigError, match="TRAINERS"):
             scaled(config(), wrong)
+
+
+def test_a_scaled_run_obeys_the_rules_between_settings(tmp_path):
+    """64 ranks: more than the 32 sequences of an update."""
+    file = tmp_path / "config.yaml"
+    save_resolved(
+        config(engine_nodes=0, engines=1, sections={"rollout": {"prompts_per_step": 4}}, gpus_per_node=16), file
+    )
+    with pytest.raises(ConfigError, match="data-parallel size 64 exceeds the 32 sequences of an update"):
+        prepare(file, (), "8", resume=False)
 
 
 def test_an_engine_takes_its_gpus_of_those_slurm_shows(monkeypatch):
