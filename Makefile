@@ -4,8 +4,10 @@
 # make test-engines   the engine contract, weight transports and faults, on real vLLM and SGLang servers
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
 # make lint           ruff
+# make format         ruff, which mends what it can
 # make install        the pinned CPU environment in .venv (the others do it when needed)
 # make sglang         SGLang's own pinned CPU environment in .venv-sglang, 3.3 GB (for engine.kind: sglang)
+# make clean          removes both environments and what packaging left; runs stay
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -72,4 +74,4 @@ $(SGLANG_STAMP): requirements/sglang-cpu.lock
 	touch $(SGLANG_STAMP)
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info runs
+	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info
