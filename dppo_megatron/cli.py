@@ -53,10 +53,18 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
 
 
 @app.command()
-def trainer(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
+def trainer(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    needs_gpu: Annotated[bool, typer.Option("--needs-gpu", help="fail where no GPU is visible")] = False,
+) -> None:
     """Run one trainer rank (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torchrun or srun set them)."""
+    from dppo_megatron.launch.devices import require_gpu
     from dppo_megatron.trainer.main import run_trainer
 
+    if needs_gpu:
+        require_gpu()
     run_trainer(load_config(config_file, overrides or ()), resume=resume)
 
 

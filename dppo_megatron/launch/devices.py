@@ -4,8 +4,10 @@ colocated, the same."""
 from __future__ import annotations
 
 import os
+import socket
 
 from dppo_megatron.config import Config
+from dppo_megatron.errors import ExpectedError
 
 
 def visible_devices() -> list[str]:
@@ -15,6 +17,18 @@ def visible_devices() -> list[str]:
     count = torch.cuda.device_count()
     named = [d.strip() for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d.strip()]
     return named[:count] if named else [str(index) for index in range(count)]
+
+
+def require_gpu() -> None:
+    """Raises where torch was built for GPUs and shows none: a rank on the CPU among ranks on GPUs."""
+    import torch
+
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise ExpectedError(
+            f"no GPU is visible on {socket.gethostname()} (CUDA_VISIBLE_DEVICES: {visible}), and this rank is to train "
+            "on one; see what nvidia-smi says there"
+        )
 
 
 def engine_devices(config: Config, index: int, visible: list[str], *, trains: bool = True) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from dppo_megatron.config import Config
@@ -16,7 +17,10 @@ from .allocation import Allocation
 from .placement import StepPlan
 
 # What the batch script was given srun would take for options of its own, other than those of its command line.
-BATCH_OPTIONS = ("SLURM_GPUS", "SLURM_CPUS_PER", "SLURM_MEM_PER", "SLURM_NTASKS_PER", "SLURM_EXPORT_ENV")
+BATCH_OPTIONS = (
+    "SLURM_CPUS_PER", "SLURM_DISTRIBUTION", "SLURM_EXACT", "SLURM_EXPORT_ENV", "SLURM_GPUS", "SLURM_GPU_", "SLURM_HINT",
+    "SLURM_MEM_PER", "SLURM_NTASKS_PER", "SLURM_THREADS_PER_CORE", "SLURM_TRES",
+)  # fmt: skip
 KILL_S = 10.0  # for Slurm to kill the tasks of a step
 
 
@@ -29,7 +33,7 @@ class Step:
         self._process = subprocess.Popen(
             srun_command(config, config_file, plan, allocation),
             stdin=subprocess.DEVNULL,
-            env={name: value for name, value in os.environ.items() if not name.startswith(BATCH_OPTIONS)},
+            env=step_environment(os.environ),
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
@@ -64,8 +68,13 @@ class Step:
         return True
 
 
+def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(BATCH_OPTIONS)}
+
+
 def srun_command(config: Config, config_file: Path, plan: StepPlan, allocation: Allocation) -> list[str]:
-    """Steps overlap, so none waits for what another holds; one failed task ends its step."""
+    """Ranks are numbered node by node; steps overlap, so none waits for what another holds; one failed task ends its
+    step."""
     program = config.slurm.command or (sys.executable, "-m", "dppo_megatron")
     return [
         "srun",
@@ -76,7 +85,7 @@ def srun_command(config: Config, config_file: Path, plan: StepPlan, allocation: 
         f"--ntasks={plan.tasks}",
         f"--ntasks-per-node={plan.tasks_per_node}",
         f"--gpus-per-node={plan.gpus_per_node}" if plan.gpus_per_node else "--gres=none",
-        *("--overlap", "--kill-on-bad-exit=1", "--wait=0", "--cpu-bind=none", "--mpi=none"),
+        *("--distribution=block", "--overlap", "--kill-on-bad-exit=1", "--wait=0", "--cpu-bind=none", "--mpi=none"),
         *config.slurm.srun_args,
         *(*program, "slurm-task", *plan.arguments, str(config_file)),
     ]

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import psutil
 
 from dppo_megatron.config import Config, load_config
 from dppo_megatron.errors import ExpectedError
+from dppo_megatron.launch.devices import visible_devices
 from dppo_megatron.launch.process import Child, exit_reason
 from dppo_megatron.launch.supervisor import dppo_command
 from dppo_megatron.observability.logs import last_lines
@@ -71,9 +73,10 @@ def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gp
     if role == "check":
         return _check(config, str(config_file))
     task, run, address = Task.of_this_process(), RunDir(config.run.dir), node_address(config)
-    environment = interface_environment(config)
+    environment = interface_environment(config) | kernel_cache_environment()
     if role == "trainer":
         name, arguments = f"trainer-{task.rank}", ["trainer", *(["--resume"] if resume else [])]
+        arguments += ["--needs-gpu"] if config.slurm.gpus_per_node else []
         environment |= trainer_environment(run, task, *rendezvous(run, task, address, config.slurm.start_timeout_s))
     elif role == "engine":
         name, arguments = f"engine-{index}", ["engine", "--index", str(index), "--set", f"engine.host={address}"]
@@ -140,12 +143,13 @@ def trainer_environment(run: RunDir, task: Task, host: str, port: int) -> dict[s
 def engine_environment(config: Config, index: int, first_gpu: int, address: str) -> dict[str, str]:
     """The engine's GPUs among those that Slurm shows its step, and the address its own processes talk over."""
     environment = {"VLLM_HOST_IP": address}
-    if visible := [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]:
+    named = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    if visible := named or visible_devices():
         each = config.engine.tensor_parallel
         if first_gpu + each > len(visible):
             raise ExpectedError(
                 f"engine-{index}: its GPUs are {first_gpu} to {first_gpu + each - 1} of its node, and Slurm shows the "
-                f"step {len(visible)} (CUDA_VISIBLE_DEVICES); make slurm.gpus_per_node and the job agree"
+                f"step {len(visible)}; make slurm.gpus_per_node and the job agree"
             )
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first_gpu : first_gpu + each])
     return environment
@@ -196,6 +200,13 @@ def interface_environment(config: Config) -> dict[str, str]:
     """For NCCL and gloo; what the environment says already wins."""
     names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if config.slurm.interface else ()
     return {name: config.slurm.interface for name in names if name not in os.environ}
+
+
+def kernel_cache_environment() -> dict[str, str]:
+    """Compiled kernels on the node's own disk, for all processes and lives of the job there: nodes that compile into
+    one home directory overwrite each other's. What the environment says already wins."""
+    directory = Path(tempfile.gettempdir()) / f"triton-{os.getuid()}-{os.environ['SLURM_JOB_ID']}"
+    return {} if "TRITON_CACHE_DIR" in os.environ else {"TRITON_CACHE_DIR": str(directory)}
 
 
 def unused_port(address: str) -> int:

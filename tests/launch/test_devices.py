@@ -1,9 +1,13 @@
 """Which GPUs serve and which train, from the list of visible ones alone."""
 
+import socket
+
 import pytest
+import torch
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.launch.devices import device_problem, engine_devices
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.launch.devices import device_problem, engine_devices, require_gpu
 
 EIGHT = [str(n) for n in range(8)]
 
@@ -54,3 +58,12 @@ def test_colocated_engines_share_the_trainers_gpus():
     assert engine_devices(both, 1, EIGHT) == EIGHT[4:]
     assert device_problem(both, EIGHT) is None
     assert "12 GPUs, 8 are visible" in device_problem(config(count=3, tensor_parallel=4, placement="colocated"), EIGHT)
+
+
+def test_a_rank_that_should_have_a_gpu_does_not_train_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    require_gpu()  # where torch is for the CPU, every rank is
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    with pytest.raises(ExpectedError, match=f"no GPU is visible on {socket.gethostname()}"):
+        require_gpu()

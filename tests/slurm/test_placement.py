@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 from small_config import config
 
@@ -10,11 +12,12 @@ from dppo_megatron.config.checks import slurm_violations
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.services import ServiceTimeout
+from dppo_megatron.slurm import task
 from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.slurm.placement import check_plan, engine_plans, node_violations, orchestrator_plan, trainer_plan
-from dppo_megatron.slurm.step import srun_command
+from dppo_megatron.slurm.step import srun_command, step_environment
 from dppo_megatron.slurm.submit import prepare, scaled
-from dppo_megatron.slurm.task import Task, engine_environment, node_address, rendezvous
+from dppo_megatron.slurm.task import Task, engine_environment, kernel_cache_environment, node_address, rendezvous
 
 ONE = Allocation("7", 0, (("a", "b", "c"),))
 COLOCATED = {"engine": {"placement": "colocated"}}
@@ -49,7 +52,14 @@ def test_one_task_per_rank_on_the_first_nodes():
     plan = trainer_plan(config(), ONE, resume=True)
     assert (plan.nodes, plan.tasks, plan.tasks_per_node, plan.gpus_per_node) == (("a", "b"), 16, 8, 8)
     command = srun_command(config(srun_args=["--export=ALL"]), "run/config.yaml", plan, ONE)
-    for option in ("--ntasks=16", "--ntasks-per-node=8", "--nodelist=a,b", "--overlap", "--kill-on-bad-exit=1"):
+    for option in (
+        "--distribution=block",
+        "--ntasks=16",
+        "--ntasks-per-node=8",
+        "--nodelist=a,b",
+        "--overlap",
+        "--kill-on-bad-exit=1",
+    ):
         assert option in command
     assert command[-4:] == ["slurm-task", "trainer", "--resume", "run/config.yaml"]
     assert not any(option.startswith("--het-group") for option in command)
@@ -127,8 +137,27 @@ def test_a_scaled_run_obeys_the_rules_between_settings(tmp_path):
 def test_an_engine_takes_its_gpus_of_those_slurm_shows(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
     assert engine_environment(config(), 1, 2, "10.0.0.1")["CUDA_VISIBLE_DEVICES"] == "6,7"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # as where Slurm does not constrain devices
+    monkeypatch.setattr(task, "visible_devices", lambda: ["0", "1", "2", "3"])
+    assert engine_environment(config(), 1, 2, "10.0.0.1")["CUDA_VISIBLE_DEVICES"] == "2,3"
     with pytest.raises(ExpectedError, match="GPUs are 4 to 5 of its node, and Slurm shows the step 4"):
         engine_environment(config(), 2, 4, "10.0.0.1")
+
+
+def test_a_step_hears_nothing_of_what_the_batch_script_was_given():
+    told = {"SLURM_TRES_PER_TASK": "gres:gpu:8", "SLURM_GPU_BIND": "none", "SLURM_DISTRIBUTION": "cyclic"}
+    told |= {"SLURM_HINT": "nomultithread", "SLURM_EXACT": "1", "SLURM_THREADS_PER_CORE": "1", "SLURM_GPUS": "8"}
+    assert step_environment(told | {"SLURM_JOB_ID": "7", "PATH": "x"}) == {"SLURM_JOB_ID": "7", "PATH": "x"}
+
+
+def test_nodes_compile_kernels_apart(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    (directory,) = kernel_cache_environment().values()
+    assert directory.startswith(f"{tempfile.gettempdir()}/")
+    assert directory.endswith("-7")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/scratch/mine")
+    assert kernel_cache_environment() == {}
 
 
 def test_the_address_is_that_of_the_interface():
@@ -140,13 +169,13 @@ def test_the_address_is_that_of_the_interface():
 def test_ranks_meet_where_rank_0_says_and_nowhere_an_earlier_life_said(tmp_path):
     run = RunDir(tmp_path)
 
-    def task(rank, step):
+    def of_rank(rank, step):
         return Task(rank, size=2, local_rank=0, local_size=1, node="a", step=step)
 
-    place = rendezvous(run, task(0, "7.2-0"), "127.0.0.1", 1)
-    assert rendezvous(run, task(1, "7.2-0"), "127.0.0.1", 1) == place
+    place = rendezvous(run, of_rank(0, "7.2-0"), "127.0.0.1", 1)
+    assert rendezvous(run, of_rank(1, "7.2-0"), "127.0.0.1", 1) == place
     with pytest.raises(ServiceTimeout, match=r"waited 0 s \(slurm.start_timeout_s\) .*trainer-0.log"):
-        rendezvous(run, task(1, "7.2-1"), "127.0.0.1", 0.1)
+        rendezvous(run, of_rank(1, "7.2-1"), "127.0.0.1", 0.1)
 
 
 def test_a_task_outside_srun_says_so():
