@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dppo_megatron.errors import ExpectedError
 
 COMMAND_TIMEOUT_S = 60.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+# What slurmctld answers when it has decided. Anything else (it is restarting, busy, unreachable) may pass.
+_REFUSAL = re.compile(
+    r"invalid (job|user|partition|account)|permission denied|disabled|not supported|only batch jobs|already complet"
+    r"|pending execution",
+    re.IGNORECASE,
+)
 
 
 class SlurmError(ExpectedError, RuntimeError):
     """Slurm is absent, did not answer, or refused."""
+
+
+class SlurmRefused(SlurmError):
+    """Slurm answered, and asking again would not change its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +67,39 @@ def requeue(job_id: str) -> None:
     slurm_command("scontrol", "requeue", job_id)
 
 
+def patiently(ask: Callable[[], None], patience_s: float, give_up: Callable[[], bool] = lambda: False) -> None:
+    """Asks again, after growing pauses, while Slurm does not answer.
+
+    Raises `SlurmRefused` at once, and the last `SlurmError` after `patience_s` or when `give_up` says so.
+    """
+    deadline, pause = time.monotonic() + patience_s, FIRST_PAUSE_S
+    while True:
+        try:
+            return ask()
+        except SlurmRefused:
+            raise
+        except SlurmError:
+            if give_up() or time.monotonic() + pause > deadline:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
 def node_names(node_list: str) -> tuple[str, ...]:
     """`node[1-2]` -> node1, node2; in the order that srun numbers tasks."""
     return tuple(slurm_command("scontrol", "show", "hostnames", node_list).split())
 
 
 def slurm_command(*command: str) -> str:
-    """Standard output. Raises `SlurmError` with what the command printed."""
+    """Standard output. Raises `SlurmError` with what the command printed, `SlurmRefused` where that is an answer."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
     except FileNotFoundError:
-        raise SlurmError(f"{command[0]}: not found; this needs a machine with Slurm's commands") from None
+        raise SlurmRefused(f"{command[0]}: not found; this needs a machine with Slurm's commands") from None
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{' '.join(command)}: no answer within {COMMAND_TIMEOUT_S:.0f} s") from None
     if result.returncode:
-        raise SlurmError(f"{' '.join(command)}: {(result.stderr or result.stdout).strip()}")
+        said = (result.stderr or result.stdout).strip()
+        kind = SlurmRefused if _REFUSAL.search(said) else SlurmError
+        raise kind(f"{' '.join(command)}: {said}")
     return result.stdout.strip()

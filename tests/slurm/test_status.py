@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -14,8 +15,10 @@ from small_config import config
 from dppo_megatron.config import save_resolved
 from dppo_megatron.run_dir import RunDir, write_json_atomic
 from dppo_megatron.services import free_port, register
+from dppo_megatron.slurm import queue
 from dppo_megatron.slurm.lives import TIME_LIMIT, Lives
 from dppo_megatron.slurm.log_errors import NewErrors
+from dppo_megatron.slurm.queue import SlurmError, SlurmRefused
 from dppo_megatron.slurm.status import NotARun, read_status
 from dppo_megatron.slurm.status_view import show
 from dppo_megatron.slurm.submit import StillQueued, refuse_second_job
@@ -113,6 +116,30 @@ def test_the_rank_that_failed_first_says_why_and_earlier_lives_say_nothing(run):
         os.utime(ranks[rank], (time.time() + 5 - rank,) * 2)
     assert errors.first_of("trainer") == "trainer-1: WeightSyncError: engine-0 is deaf"
     assert errors.first_of("orchestrator") is None
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "error"),
+    [
+        ("Unable to contact slurm controller (connect failure)", 3, None),
+        ("Unable to contact slurm controller (connect failure)", 99, SlurmError),
+        ("Requested operation is presently disabled for job 7", 1, SlurmRefused),
+    ],
+)
+def test_a_requeue_is_asked_for_until_slurm_answers(tmp_path, monkeypatch, said, asked, error):
+    """`asked`: how often scontrol says it before it succeeds; more than a few would take too long."""
+    count, scontrol = tmp_path / "count", tmp_path / "scontrol"
+    scontrol.write_text(
+        f"#!/bin/sh\necho >> {count}\n[ $(wc -l < {count}) -gt {asked} ] || {{ echo '{said}' >&2; exit 1; }}\n"
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(queue, "FIRST_PAUSE_S", 0.01)
+    expected = contextlib.nullcontext() if error is None else pytest.raises(error, match=said.split("(")[0])
+    with expected:
+        queue.patiently(lambda: queue.requeue("7"), 60 if error is None else 1)
+    tries = len(count.read_text().splitlines())
+    assert tries == 4 if error is None else (tries == 1) == (error is SlurmRefused)
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING"])
