@@ -32,6 +32,8 @@ RESUMABLE_CHANGES = (
     "reward.workers",
 )
 
+Place = Literal["run", "node", "elsewhere"]
+
 
 @dataclass(frozen=True, slots=True)
 class Findings:
@@ -39,7 +41,7 @@ class Findings:
     notes: list[str]
 
 
-def preflight(config: Config, source: str, *, place: Literal["run", "node", "elsewhere"] = "run") -> list[str]:
+def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]:
     """Checks objective, model directory, tokenizer, prompts and reward.
 
     `place`: this machine is that of the whole "run", so GPUs must suffice and ports be free; it is one "node" of

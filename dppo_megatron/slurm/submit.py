@@ -9,7 +9,7 @@ from pathlib import Path
 from dppo_megatron.config import Config, ConfigError, load_config, save_resolved, with_absolute_paths
 from dppo_megatron.config.checks import cross_field_violations, slurm_violations
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.launch.preflight import check_life, preflight
+from dppo_megatron.launch.preflight import Place, check_life, preflight
 from dppo_megatron.run_dir import RunDir
 
 from . import queue
@@ -36,10 +36,19 @@ def prepare(config_file: Path, overrides: Sequence[str], nodes: str | None, *, r
     if violations := cross_field_violations(config) + slurm_violations(config):
         raise ConfigError(str(config_file), violations)
     check_life(config, str(config_file), resume=resume)
-    notes = preflight(config, str(config_file), place="elsewhere")
-    if config.slurm.gpu is not None:
-        notes.append(planned(config, str(config_file)))
+    if config.slurm.command:  # what the model, the data and the plan need is in there
+        notes = ["slurm.command is set: the job checks model, data, reward and plan when it starts, with that command"]
+    else:
+        notes = checked(config, str(config_file), place="elsewhere")
     return Prepared(config, batch_script(config, resume=resume, directory=Path.cwd()), notes)
+
+
+def checked(config: Config, source: str, *, place: Place) -> list[str]:
+    """What `preflight` notes, and the plan where `slurm.gpu` is set. Raises `ConfigError` with every violation."""
+    notes = preflight(config, source, place=place)
+    if config.slurm.gpu is not None:
+        notes.append(planned(config, source))
+    return notes
 
 
 def planned(config: Config, source: str) -> str:

@@ -88,9 +88,9 @@ def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gp
 
 
 def _check(config: Config, source: str) -> int:
-    from dppo_megatron.launch.preflight import preflight
+    from .submit import checked
 
-    for note in preflight(config, source, place="node"):
+    for note in checked(config, source, place="node"):
         print(note)
     return 0
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dppo_megatron.config import ConfigError, load_config, save_resolved
+from dppo_megatron.config import ConfigError, load_config, save_resolved, with_absolute_paths
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
 MINIMAL = {
@@ -40,6 +40,16 @@ def test_defaults_are_filled_and_saved(tmp_path):
     save_resolved(config, saved)
     assert load_config(saved) == config
     assert yaml.safe_load(saved.read_text())["rollout"]["temperature"] == 1.0
+
+
+def test_paths_are_those_of_the_working_directory_wherever_a_process_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = with_absolute_paths(
+        load_config(write(tmp_path, engine={"python": "python3"}, data={"eval": "/x/eval.jsonl"}))
+    )
+    assert (config.run.dir, config.model.path) == (tmp_path / "runs/x", tmp_path / "m")
+    assert (config.data.train, config.data.eval) == (tmp_path / "train.jsonl", Path("/x/eval.jsonl"))
+    assert (config.engine.python, config.model.weights) == (Path("python3"), None)
 
 
 def test_every_violation_is_reported_at_once(tmp_path):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from small_config import config
 
+from dppo_megatron.config import save_resolved
 from dppo_megatron.slurm.script import batch_script
 
-SCRIPTS = sorted((Path(__file__).parents[2] / "slurm").glob("*.sbatch"))
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 RELIED_ON = {"--open-mode", "--requeue", "--signal"}
 
 
@@ -31,7 +35,7 @@ def test_sbatch_reads_every_option(script):
 @pytest.mark.parametrize("heterogeneous", [False, True])
 def test_a_written_script_asks_for_what_the_repository_s_does(heterogeneous):
     name = "train_hetjob.sbatch" if heterogeneous else "train.sbatch"
-    text = (Path(__file__).parents[2] / "slurm" / name).read_text()
+    text = (ROOT / "slurm" / name).read_text()
     written = batch_script(config(heterogeneous=heterogeneous), resume=True, directory=Path("/somewhere"))
     assert set(options(written)) - {"--chdir"} == set(options(text))
     assert set(options(text)) >= RELIED_ON
@@ -53,3 +57,17 @@ def test_a_written_script_holds_the_site_s_settings():
     assert "--qos" not in engines
     assert "--exclusive" not in trainers
     assert "\nmodule load cuda\nexec " in engines
+
+
+def test_a_host_without_the_model_s_libraries_submits_what_runs_in_a_container(tmp_path):
+    """And the script names every path from the root: a container has another working directory."""
+    save_resolved(config(gpu="h100-80", command=["in-container"]), tmp_path / "c")
+    program = (
+        "import sys; sys.modules |= dict.fromkeys(('megatron', 'transformers', 'tokenizers', 'vllm', 'pebble'))\n"
+        "from dppo_megatron.cli import main; main()"
+    )
+    command = [sys.executable, "-c", program, "slurm", "c", "--dry-run"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith(f"slurm-job {tmp_path}/run/config.yaml\n")
