@@ -24,7 +24,6 @@ from .allocation import Allocation
 from .lives import TIME_LIMIT, Event, Lives
 from .log_errors import NewErrors
 from .placement import StepPlan, check_plan, engine_plans, node_violations, orchestrator_plan, trainer_plan
-from .queue import SlurmError
 from .step import KILL_S, Step
 from .submit import refuse_second_job
 
@@ -66,7 +65,7 @@ def _leave(note: Path, text: str) -> None:
     try:
         note.write_text(text)
     except OSError as error:
-        raise SlurmError(
+        raise queue.SlurmError(
             f"{note.absolute()}: cannot be written ({error}), and without it a requeued job could not find its run; "
             "submit from a directory that the nodes can write to"
         ) from None

@@ -26,7 +26,7 @@ class SlurmError(ExpectedError, RuntimeError):
 
 
 class SlurmRefused(SlurmError):
-    """Slurm answered, and asking again would not change its answer."""
+    """It refused, or is not there: asking again would not help."""
 
 
 @dataclass(frozen=True, slots=True)

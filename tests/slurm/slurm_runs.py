@@ -72,9 +72,13 @@ class Run:
         }
 
     def sbatch(self, script: str, *options: str, arguments: tuple[str, ...] = ()) -> None:
+        """From the run's parent directory; the script takes the config and `arguments`."""
+        self.submit(script, *options, arguments=(str(self.config), *arguments))
+
+    def submit(self, script: str, *options: str, arguments: tuple[str, ...]) -> None:
         self.job = self.lab.run(
-            "sbatch", "--parsable", "--time=30", f"--output={self.output}", *options, str(ROOT / "slurm" / script),
-            str(self.config), *arguments, environment=self.environment,
+            "sbatch", "--parsable", "--time=30", f"--output={self.output}", f"--chdir={self.directory.parent}",
+            *options, str(ROOT / "slurm" / script), *arguments, environment=self.environment,
         )  # fmt: skip
 
     def command(self, *arguments: str | Path) -> str:

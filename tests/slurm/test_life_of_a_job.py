@@ -144,3 +144,14 @@ def test_a_config_error_ends_the_job_with_the_reason_in_its_output(run):
     assert (job["ExitCode"], job["Restarts"]) == ("2:0", "0")
     assert "/no/such/model" in run.output.read_text()
     assert run.events()[-1].event == "failed"
+
+
+def test_a_model_is_converted_and_evaluated_by_sbatch(run, task):
+    model, checkpoint, back = task / "random_model", run.directory.parent / "megatron", run.directory.parent / "hf"
+    for direction, source, made in (("hf-to-megatron", model, checkpoint), ("megatron-to-hf", checkpoint, back)):
+        run.submit("convert.sbatch", arguments=(direction, str(source), str(made)))
+        assert run.wait_for_end() == "COMPLETED", run.everything()
+    assert (back / "model.safetensors").stat().st_size > 0
+    run.sbatch("eval.sbatch", "--gpus-per-node=1", arguments=("--model", str(back), "--set", "engine.count=1"))
+    assert run.wait_for_end() == "COMPLETED", run.everything()
+    assert f"{back}: greedy accuracy 0." in run.output.read_text()
