@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -77,6 +77,10 @@ class Actor:
         self._gather = ParameterGather(self.model)
         self.optimizer = build_optimizer(self.model, config)
         self.schedule = build_schedule(self.optimizer, config)
+        self.optimizer_on_device = nullcontext
+        if config.optimizer.offload:
+            on_host = offload.OptimizerOnHost(self.optimizer, self.model_chunks, layout.device)
+            self.optimizer_on_device = on_host.on_device
         self.skipped_in_a_row = 0
         self._writing: checkpoint.BackgroundWrite | None = None
         self.routing = RoutingReplay(self.hf, self.model_chunks) if config.rollout.routing_replay else None
@@ -92,7 +96,7 @@ class Actor:
     def describe(self) -> list[str]:
         """Lines for the head of the log: model, precision, layers, kernels, layout."""
         m, hf = self.config.model, self.hf
-        chosen = precision.implementations(self.config, transformer_engine_layers=use_transformer_engine(self.config))
+        chosen = precision.implementations(transformer_engine_layers=use_transformer_engine(self.config))
         return [
             f"{hf.architecture}: {hf.num_layers} layers, hidden {hf.hidden_size}, "
             f"vocabulary {hf.vocab_size}; {self.num_parameters():,} parameters on this rank",
@@ -116,7 +120,8 @@ class Actor:
         Raises ModelError listing every tensor that does not fit.
         """
         load_into(self.model_chunks, directory, self.hf)
-        self.optimizer.reload_model_params()
+        with self.optimizer_on_device():
+            self.optimizer.reload_model_params()
 
     def train_update(
         self, micro_batches: Sequence[TokenBatch], objective: Objective, *, another_follows: bool = False
@@ -149,9 +154,10 @@ class Actor:
             metrics = metrics | self.routing.disagreement(prepared[: len(micro_batches)])
         self._synchronize()
         computed = time.perf_counter()
-        update = optimizer_step(
-            self.optimizer, self.schedule, clip=self.config.optimizer.grad_clip, refuse=total.nonfinite > 0
-        )
+        with self.optimizer_on_device():
+            update = optimizer_step(
+                self.optimizer, self.schedule, clip=self.config.optimizer.grad_clip, refuse=total.nonfinite > 0
+            )
         if not update.skipped:
             self._gather.updated(trains_next=another_follows)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if update.skipped else 0
@@ -223,7 +229,8 @@ class Actor:
         """
         self._gather.require_whole()
         self.finish_checkpoint()
-        self._writing = checkpoint.save(self, Path(directory), step, state, keep)
+        with self.optimizer_on_device():
+            self._writing = checkpoint.save(self, Path(directory), step, state, keep)
 
     def finish_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete. Raises CheckpointError when it failed or takes too long."""
@@ -236,7 +243,8 @@ class Actor:
 
         Raises CheckpointError when it does not fit this run. See `checkpoint.load`.
         """
-        return checkpoint.load(self, Path(directory))
+        with self.optimizer_on_device():
+            return checkpoint.load(self, Path(directory))
 
     def _synchronize(self) -> None:
         if self.layout.device.type == "cuda":

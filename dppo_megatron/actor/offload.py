@@ -1,17 +1,18 @@
-"""The actor's memory given to someone else for a while: parameters, gradients and optimizer state on the host.
+"""Memory of the actor on the host: all of it while engines generate on the same GPU, or the optimizer's between steps.
 
-For engines that generate on the trainer's GPUs. Storages are emptied and refilled in place, so every tensor, view
+Storages are emptied and refilled in place, so every tensor, view
 and hook of Megatron's buffers is the same object before and after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from .actor import Actor
@@ -40,11 +41,39 @@ def offloaded(actor: Actor) -> Iterator[int]:
             torch.cuda.synchronize()
 
 
+class OptimizerOnHost:
+    """Main parameters and Adam's state, which lie on the host except inside `on_device`: `optimizer.offload`.
+
+    Between two steps the device is left to activations. No bit changes. What the model's own parameters share
+    (an fp32 model has no main parameters beside them) stays. The host needs as much memory (pinned, with CUDA).
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[nn.Module], device: torch.device):
+        self._optimizer, self._chunks, self._device = optimizer, chunks, device
+        self._away: _Storages | None = None
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Around everything that reads or writes them. No collectives. After an error they stay on the device."""
+        if self._away is not None:
+            self._away.refill()
+            self._away = None
+        yield
+        model = _Storages(parameter for chunk in self._chunks for parameter in chunk.parameters())
+        away = _Storages(_on(self._device, _optimizer_contents(self._optimizer)), but=model)
+        away.empty()
+        self._away = away
+
+
 def _contents(actor: Actor) -> Iterator[Tensor]:
     for chunk in actor.model_chunks:
         yield from chunk.parameters()
         yield from chunk.buffers()
-    for part in actor.optimizer.chained_optimizers:
+    yield from _optimizer_contents(actor.optimizer)
+
+
+def _optimizer_contents(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    for part in optimizer.chained_optimizers:
         if part.optimizer is None:  # this rank holds no parameters of the kind
             continue
         for group in part.optimizer.param_groups:

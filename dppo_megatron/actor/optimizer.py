@@ -67,8 +67,6 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
         bf16=config.model.dtype == "bf16",
         params_dtype=dtype(config),
         use_distributed_optimizer=config.parallel.distributed_optimizer,
-        optimizer_cpu_offload=o.offload > 0,
-        optimizer_offload_fraction=o.offload,
     )
     return get_megatron_optimizer(settings, model, use_gloo_process_groups=False)
 

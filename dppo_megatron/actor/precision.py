@@ -70,11 +70,6 @@ def precision_problems(config: Config, capability: Capability | None) -> list[st
             out.append(f"model.fp8 = {m.fp8}: local layers have no FP8; set model.layers to transformer_engine or auto")
     if m.fp32_head and m.logits == "fused":
         out.append("model.fp32_head = true: the fused head multiplies in model.dtype; set model.logits to stored")
-    if config.optimizer.offload and capability is None:
-        out.append(
-            f"optimizer.offload = {config.optimizer.offload}: moves states from a GPU to the host, and there is no "
-            "CUDA device; set it to 0"
-        )
     return out
 
 
@@ -101,7 +96,7 @@ class Implementations:
         )
 
 
-def implementations(config: Config, *, transformer_engine_layers: bool) -> Implementations:
+def implementations(*, transformer_engine_layers: bool) -> Implementations:
     """TransformerEngine where it is installed, else NVIDIA's apex, else torch; on the CPU always torch.
 
     apex is recognised by its own extension modules: the package index's `apex` is a web toolkit.
@@ -110,12 +105,11 @@ def implementations(config: Config, *, transformer_engine_layers: bool) -> Imple
     if not torch.cuda.is_available():
         engine = apex = False
     fused = "TransformerEngine" if engine else "NVIDIA apex" if apex else "torch"
-    adam = f"{fused} on the GPU, torch on the host" if config.optimizer.offload else fused
     layers = "TransformerEngine" if transformer_engine_layers else "local"
     gradient = "torch"
     if fuses_weight_gradient():
         gradient = "TransformerEngine" if transformer_engine_layers else "NVIDIA apex"
-    return Implementations(layers, adam, fused, gradient)
+    return Implementations(layers, fused, fused, gradient)
 
 
 def fuses_weight_gradient() -> bool:

@@ -87,8 +87,10 @@ class OptimizerConfig(Section):
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
     grad_clip: float = Field(1.0, ge=0, description="global gradient norm; 0 = off")
-    offload: float = Field(
-        0.0, ge=0, le=1, description="share of the Adam states kept and updated on the host; needs a GPU"
+    offload: bool = Field(
+        False,
+        description="keep main parameters and Adam states on the host between optimizer steps; each step moves them "
+        "to the GPU and back",
     )
     max_skipped_in_a_row: int = Field(
         5, ge=1, description="stop after so many updates skipped for non-finite gradients"

@@ -70,8 +70,8 @@ def _candidates(config: Config, hf: HFModelConfig, cluster: Cluster) -> Iterator
         yield doubled, "two collectives a layer more or larger; half the data-parallel size"
     yield {"parallel.pipeline": p.pipeline * 2}, "a larger pipeline bubble; half the data-parallel size"
     yield {"parallel.context": p.context * 2}, "keys and values travel; half the data-parallel size"
-    if config.optimizer.offload < 1 and cluster.hardware.cuda:
-        yield {"optimizer.offload": 1.0}, "Adam on the host: every update waits for it"
+    if not config.optimizer.offload and cluster.hardware.cuda:
+        yield {"optimizer.offload": True}, "every update moves the optimizer's state to the GPU and back"
 
 
 def _with(config: Config, change: Change) -> Config:

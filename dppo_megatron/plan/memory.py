@@ -78,28 +78,20 @@ def estimate(
     work = Work(hf, config, load.tokens, hardware.cuda)
     phases = {
         "forward and backward": _forward_backward(work, model, load, padded_vocab),
-        "optimizer step": _step(model, config, hardware),
+        "optimizer step": (*_streamed(model, config, hardware.cuda), *_step(model, config, hardware)),
         "publishing weights": _publishing(model, config),
     }
     return Memory(_static(model, hf, config, load, work), phases)
 
 
 def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, work: Work) -> tuple[Item, ...]:
-    e, p = work.e, config.parallel
-    sharded = p.distributed_optimizer
-    states = _shard(model, sharded)
-    moments = int(states * 2 * FP32 * (1 - config.optimizer.offload))
-    over = f" / {model.dense_replicas} ranks" if sharded and model.dense_replicas > 1 else ""
-    if over and model.expert and model.expert_replicas != model.dense_replicas:
-        over += f", experts / {model.expert_replicas}"
+    e = work.e
     items = [
         Item("parameters", model.parameters * e + model.buffers * FP32, f"{model.parameters:,} x {e} bytes"),
         Item("gradients", model.parameters * FP32, f"{model.parameters:,} x 4 bytes (fp32)"),
     ]
-    if e < FP32:
-        items.append(Item("main parameters", states * FP32, f"{model.parameters:,} x 4 bytes{over}"))
-    where = f", {config.optimizer.offload:.0%} on the host" if config.optimizer.offload else ""
-    items.append(Item("Adam moments", moments, f"{model.parameters:,} x 8 bytes{over}{where}"))
+    if not _streamed(model, config, work.cuda):
+        items += _optimizer(model, config)
     if config.model.fp8 != "none":
         items.append(Item("FP8 weights", 2 * model.parameters, "one copy and its transpose, 1 byte each"))
     if _needs_reference(config):
@@ -107,6 +99,23 @@ def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, wor
     per_token = 8 * INT64 + 2 * hf.head_dim * e + config.rollout.topk_logprobs * 8
     items.append(Item("batch", load.tokens * per_token + INT64 * hf.vocab_size, "tokens, rope tables, counters"))
     return tuple(items)
+
+
+def _streamed(model: RankModel, config: Config, cuda: bool) -> list[Item]:
+    """What `optimizer.offload` brings to the device for a step; a CPU's memory is the host's."""
+    return _optimizer(model, config) if config.optimizer.offload and cuda else []
+
+
+def _optimizer(model: RankModel, config: Config) -> list[Item]:
+    sharded = config.parallel.distributed_optimizer
+    states = _shard(model, sharded)
+    over = f" / {model.dense_replicas} ranks" if sharded and model.dense_replicas > 1 else ""
+    if over and model.expert and model.expert_replicas != model.dense_replicas:
+        over += f", experts / {model.expert_replicas}"
+    items = []
+    if config.model.dtype != "fp32":
+        items.append(Item("main parameters", states * FP32, f"{model.parameters:,} x 4 bytes{over}"))
+    return [*items, Item("Adam moments", states * 2 * FP32, f"{model.parameters:,} x 8 bytes{over}")]
 
 
 def _shard(model: RankModel, sharded: bool) -> int:

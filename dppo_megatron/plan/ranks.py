@@ -63,8 +63,7 @@ class RankBuilder:
 def buildable_here(config: Config) -> Config:
     """Without what belongs to the machine that is planned for; no parameter depends on it."""
     model = config.model.model_copy(update={"layers": "local", "fp8": "none"})
-    optimizer = config.optimizer.model_copy(update={"offload": 0.0})
-    return config.model_copy(update={"model": model, "optimizer": optimizer})
+    return config.model_copy(update={"model": model})
 
 
 def _without_gpus() -> None:

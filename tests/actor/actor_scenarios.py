@@ -46,6 +46,7 @@ def fingerprint(actor) -> dict[str, torch.Tensor]:
     for index, part in enumerate(actor.optimizer.chained_optimizers):
         for g, group in enumerate(part.optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):
+                out[f"optimizer.{index}.{g}.{p}.main"] = parameter.detach().clone()
                 for key, value in part.optimizer.state[parameter].items():
                     out[f"optimizer.{index}.{g}.{p}.{key}"] = torch.as_tensor(value).detach().clone()
     return out

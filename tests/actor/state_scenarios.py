@@ -121,6 +121,48 @@ def offloaded(rank: Rank) -> Any:
     return results
 
 
+def optimizer_on_host(rank: Rank) -> Any:
+    """Updates, saving and resuming with `optimizer.offload` and without: the bits, and what the device holds between."""
+    optimizer = {"decay": "linear", "warmup_updates": 3, "weight_decay": 0.1}
+    layouts: dict[str, dict] = {"fp32": {}, "bf16": {"settings": {"dtype": "bf16"}}}
+    layouts["plain"] = {"distributed_optimizer": False, "settings": {"dtype": "bf16"}}
+    if rank.world_size == 2:
+        layouts["experts"] = {"model": "qwen3_moe", "expert": 2, "settings": {"dtype": "bf16"}}
+    results = {}
+    for name, layout in layouts.items():
+        with rank.actor(optimizer=optimizer, **layout) as actor:
+            train(actor, sequences(), updates=3)
+            train(actor, sequences(seed=1), updates=2)
+            expected = fingerprint(actor)
+        with rank.actor(optimizer={**optimizer, "offload": True}, **layout) as actor:
+            train(actor, sequences(), updates=3)
+            with actor.offloaded():
+                pass
+            held = sum(state_bytes(actor).values())
+            with actor.optimizer_on_device():
+                size = sum(state_bytes(actor).values())
+            actor.save_checkpoint(rank.directory / name, 3, {}, keep=1)
+        with rank.actor(optimizer={**optimizer, "offload": True}, **layout) as actor:
+            actor.load_checkpoint(rank.directory / name)
+            train(actor, sequences(seed=1), updates=2)
+            with actor.optimizer_on_device():
+                results[name] = (held, size, everywhere(same(expected, fingerprint(actor))))
+    return results
+
+
+def state_bytes(actor) -> dict[int, int]:
+    """Bytes of each storage of the optimizer that is not the model's."""
+    model = {p.untyped_storage()._cdata for chunk in actor.model_chunks for p in chunk.parameters()}
+    storages = [
+        value.untyped_storage()
+        for part in actor.optimizer.chained_optimizers
+        for parameter, state in part.optimizer.state.items()
+        for value in (parameter, *state.values())
+        if isinstance(value, torch.Tensor)
+    ]
+    return {s._cdata: s.nbytes() for s in storages if s._cdata not in model}
+
+
 def dtypes(rank: Rank) -> Any:
     """What bf16 training keeps in fp32."""
     with rank.actor(settings={"dtype": "bf16"}) as actor:

@@ -15,9 +15,9 @@ from actor_ranks import run_ranks
 
 from dppo_megatron.actor.checkpoint_writer import BackgroundWrite, CheckpointError, HostFiles
 
-ONE_RANK = ["asynchronous", "offloaded", "dtypes", "fp32_head"]
+ONE_RANK = ["asynchronous", "offloaded", "optimizer_on_host", "dtypes", "fp32_head"]
 TWO_RANKS = [
-    "asynchronous", "failing_write", "offloaded", "fp32_head", "tensor_to_pipeline", "experts_elsewhere",
+    "asynchronous", "failing_write", "offloaded", "optimizer_on_host", "fp32_head", "tensor_to_pipeline", "experts_elsewhere",
 ]  # fmt: skip
 
 
@@ -56,6 +56,14 @@ def test_memory_on_the_host_and_back_changes_no_bit(results, size):
         assert held == 0, layout
         assert freed > 100_000, layout  # parameters, gradients, main parameters and moments of some 15,000 elements
         assert restored, layout
+        assert equal, layout
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_optimizer_on_the_host_changes_no_bit(results, size):
+    for layout, (held, state, equal) in of(results, size, "optimizer_on_host").items():
+        assert held == 0, layout
+        assert state > 100_000, layout
         assert equal, layout
 
 

@@ -39,11 +39,10 @@ def test_what_a_gpu_can(settings, capability, expected):
 
 
 def test_this_machine_refuses_what_it_cannot(tmp_path):
-    config = make_config(write_config(tmp_path), optimizer={"offload": 0.5}, **BF16, fp8="blockwise")
+    config = make_config(write_config(tmp_path), **BF16, fp8="blockwise")
     problems = check_model(config)
     assert any("model.fp8 = blockwise: needs a CUDA device" in problem for problem in problems)
     assert any("model.fp8 = blockwise: needs TransformerEngine" in problem for problem in problems)
-    assert any("optimizer.offload = 0.5" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
@@ -68,9 +67,8 @@ def test_packed_rows_are_what_fp8_matrix_products_take(tmp_path, recipe, rows):
     assert packer.multiple == 2 * rows
 
 
-def chosen(transformer_engine_layers=False, **settings):
-    config = make_config(Path("unused"), **settings)
-    return implementations(config, transformer_engine_layers=transformer_engine_layers)
+def chosen(transformer_engine_layers=False):
+    return implementations(transformer_engine_layers=transformer_engine_layers)
 
 
 def test_apex_of_the_package_index_is_not_nvidias(tmp_path, monkeypatch):
@@ -84,7 +82,6 @@ def test_apex_of_the_package_index_is_not_nvidias(tmp_path, monkeypatch):
     (tmp_path / "amp_C.py").touch()
     sys.path_importer_cache.clear()
     assert chosen().optimizer == chosen().norms == "NVIDIA apex"
-    assert chosen(optimizer={"offload": 0.5}).optimizer == "NVIDIA apex on the GPU, torch on the host"
     monkeypatch.setattr(megatron_version, "has_transformer_engine", lambda: True)
     assert chosen().optimizer == "TransformerEngine"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -95,7 +95,7 @@ def test_advice_is_what_the_changed_plan_says(builder):
     assert not plan.fits
     first, *others = advise(plan, builder)
     assert first.fits or not any(advice.fits for advice in others)
-    assert any(advice.change == {"optimizer.offload": 1.0} for advice in others)  # which this machine cannot do
+    assert any(advice.change == {"optimizer.offload": True} for advice in others)
     sets = [f"{name}={value}" for name, value in first.change.items()]
     changed = make_plan(config("qwen3_8b", *sets), cluster, builder)
     assert plan.memory.tensors - changed.memory.tensors == first.saves
