@@ -16,7 +16,8 @@ from .batches import BatchSource
 
 POLL_S = 0.005
 LAG_S = 2.0  # between looks at engines that may have come back
-GO, STOP, STALLED, LAG = 0, 1, 2, 3
+ROUND_S = 60.0  # the longest that other ranks wait in one broadcast
+GO, STOP, STALLED, LAG, WAIT = 0, 1, 2, 3, 4
 
 
 class StopRequested(Exception):
@@ -28,14 +29,15 @@ class BatchTimeout(ExpectedError, TimeoutError):
 
 
 class Control:
-    """Global rank 0 watches the bank and the signals and tells the others by one small gloo broadcast a step.
+    """Global rank 0 watches the bank and the signals and tells the others by a small gloo broadcast a minute.
 
-    Only one process of the job polls the file system, and a wait of any length never meets a NCCL time-out.
+    Only one process of the job polls the file system, and a wait of any length never meets a collective's time-out.
     A context manager: inside it SIGTERM and SIGINT are requests to stop, outside they end the process.
     """
 
     def __init__(self, stall_timeout_s: float):
         self._stall_timeout_s = stall_timeout_s
+        self._progress, self._since = "", 0.0  # rank 0: what was last seen of the rollouts, and since when
         self._stop = False
         self._handlers: dict[int, object] = {}
         self._group = None
@@ -58,16 +60,18 @@ class Control:
 
     def wait_until_ready(self, source: BatchSource, step: int, publisher: Publisher | None = None) -> bool:
         """True when the batch of `step` can be read, False when an engine needs the policy again before it can be
-        sampled. One broadcast of one integer.
+        sampled. Broadcasts of one integer.
 
         Raises `StopRequested` on every rank when a signal asked for it, and `BatchTimeout` on every rank when
         nothing new arrived for `run.stall_timeout_s`.
         """
-        decision = torch.zeros(1, dtype=torch.int64)
-        if dist.get_rank() == 0:
-            decision[0] = self._watch(source, step, publisher)
-        if self._group is not None:
-            dist.broadcast(decision, src=0, group=self._group)
+        decision = torch.tensor([WAIT])
+        self._progress, self._since = source.progress(), time.monotonic()
+        while decision == WAIT:
+            if dist.get_rank() == 0:
+                decision[0] = self._watch(source, step, publisher)
+            if self._group is not None:
+                dist.broadcast(decision, src=0, group=self._group)
         if decision == STOP:
             raise StopRequested
         if decision == STALLED:
@@ -79,14 +83,16 @@ class Control:
 
     def _watch(self, source: BatchSource, step: int, publisher: Publisher | None) -> int:
         look = time.monotonic() + LAG_S
-        last, since = source.progress(), time.monotonic()
+        until = time.monotonic() + ROUND_S
         while not self._stop:
             if source.ready(step):
                 return GO
-            if (now := source.progress()) != last:
-                last, since = now, time.monotonic()
-            if time.monotonic() - since > self._stall_timeout_s:
+            if (now := source.progress()) != self._progress:
+                self._progress, self._since = now, time.monotonic()
+            if time.monotonic() - self._since > self._stall_timeout_s:
                 return STALLED
+            if time.monotonic() > until:
+                return WAIT
             if publisher is not None and time.monotonic() > look:
                 if publisher.engines_lag():
                     return LAG

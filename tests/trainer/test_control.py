@@ -1,0 +1,50 @@
+"""Waiting for a batch: rounds that no collective's time-out ends, and a clock that only progress stops."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from dppo_megatron.trainer import control as module
+from dppo_megatron.trainer.control import BatchTimeout, Control
+
+
+class Source:
+    """Ready when `count` groups have arrived, one every `every` seconds."""
+
+    def __init__(self, count: int, every: float):
+        self._count, self._every, self._started = count, every, time.monotonic()
+
+    def _arrived(self) -> int:
+        return int((time.monotonic() - self._started) / self._every)
+
+    def ready(self, step: int) -> bool:
+        return self._arrived() >= self._count
+
+    def progress(self) -> str:
+        return f"{self._arrived()} groups"
+
+
+@pytest.fixture
+def decisions(monkeypatch) -> list[int]:
+    """What rank 0 of two broadcasts."""
+    sent = []
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(module.dist, "new_group", lambda **_: object())
+    monkeypatch.setattr(module.dist, "broadcast", lambda decision, **_: sent.append(int(decision)))
+    monkeypatch.setattr(module, "ROUND_S", 0.05)
+    return sent
+
+
+def test_progress_goes_on_for_longer_than_the_stall_timeout(decisions):
+    assert Control(stall_timeout_s=0.3).wait_until_ready(Source(6, 0.1), 0)
+    assert decisions[-1] == module.GO
+    assert decisions.count(module.WAIT) > 2
+
+
+def test_the_stall_clock_goes_on_over_rounds(decisions):
+    with pytest.raises(BatchTimeout, match="nothing new arrived"):
+        Control(stall_timeout_s=0.3).wait_until_ready(Source(6, 1e9), 0)
+    assert module.WAIT in decisions
