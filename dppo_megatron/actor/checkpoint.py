@@ -11,7 +11,6 @@ seeded afresh otherwise.
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from . import megatron_version
+from . import megatron_version, optimizer_shards
 from .checkpoint_writer import BackgroundWrite, CheckpointError, HostFiles
 from .layout import Layout, seed_everything
 
@@ -123,8 +122,6 @@ def load(actor: Actor, directory: Path) -> dict[str, Any] | None:
 def _sharded_state(actor: Actor, *, loading: bool) -> dict[str, Any]:
     """Sharded tensors of weights and optimizer, describing this rank's part of each."""
     metadata = {
-        # The one format that loads at another tensor- or pipeline-parallel size.
-        "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
@@ -133,13 +130,12 @@ def _sharded_state(actor: Actor, *, loading: bool) -> dict[str, Any]:
     }
     weights = model if len(model) > 1 else model[_model_key(0)]
     _materialise_state(actor.optimizer)
-    gc.freeze()  # Megatron collects garbage here, over every import's objects: most of a small save's time
-    try:
-        described = [
-            part.sharded_state_dict(weights, is_loading=loading, metadata=metadata) for part in _parts(actor.optimizer)
-        ]
-    finally:
-        gc.unfreeze()
+    described = [
+        optimizer_shards.sharded_state_dict(part, weights, loading=loading)
+        if isinstance(part, DistributedOptimizer)
+        else part.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
+        for part in _parts(actor.optimizer)
+    ]
     return {**model, "optimizer": dict(enumerate(described)) if len(described) > 1 else described[0]}
 
 
@@ -168,12 +164,12 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> Non
     for part, state in zip(parts, _states_of_parts(parts, loaded), strict=True):
         # Megatron copies every entry of the inner state, but a torch optimizer's `step` is not among the
         # tensors it saved: that one comes with the groups, before the rest.
-        tensors = state.pop("param_state", None)
+        tensors = state.pop("param_state", {})
         part.load_state_dict(state)
         inner = part.optimizer
         steps = {p: inner.state[p].pop("step") for p in inner.state if "step" in inner.state[p]}
-        if tensors is not None:
-            part.load_parameter_state_from_fully_reshardable(tensors)
+        if isinstance(part, DistributedOptimizer):
+            optimizer_shards.load_states(part, tensors)
         for parameter, step in steps.items():
             # One shared tensor would be advanced once per parameter.
             inner.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32).clone()
@@ -211,7 +207,7 @@ def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> 
         ]
         common = {name: value for name, value in saved[0].items() if name not in (0, 1, "param_state")}
         common["optimizer"] = {**common["optimizer"], "param_groups": own}
-        states.append({**common, "param_state": tensors["param_state"]})
+        states.append({**common, "param_state": tensors.get("param_state", {})})
     return states
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint
 from megatron.core import __version__ as version
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import multi_latent_attention
@@ -75,9 +76,12 @@ def drop_replay_registry() -> None:
 def save_sharded(state: dict[str, Any], directory: Path, files: FileSystemBase | None = None) -> None:
     """torch_dist save into an existing empty directory. Collective; returns with this rank's part on disk.
 
-    files: holds this rank's shards instead, which its caller then brings to the disk.
+    Data-parallel ranks share what all of them hold. files: takes this rank's shards instead, which its caller then
+    brings to the disk.
     """
-    dist_checkpointing.save(state, str(directory), sharded_strategy=_SaveInProcess(files))
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = FullyParallelSaveStrategyWrapper(_SaveInProcess(files), group)
+    dist_checkpointing.save(state, str(directory), sharded_strategy=strategy)
 
 
 class _SaveInProcess(TorchDistSaveShardedStrategy):

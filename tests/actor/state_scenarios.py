@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ def offloaded(rank: Rank) -> Any:
 
 
 def optimizer_on_host(rank: Rank) -> Any:
-    """Updates, saving and resuming with `optimizer.offload` and without: the bits, and what the device holds between."""
+    """Updates, saving and resuming with `optimizer.offload` and without: the bits, and what is held between."""
     optimizer = {"decay": "linear", "warmup_updates": 3, "weight_decay": 0.1}
     layouts: dict[str, dict] = {"fp32": {}, "bf16": {"settings": {"dtype": "bf16"}}}
     layouts["plain"] = {"distributed_optimizer": False, "settings": {"dtype": "bf16"}}
@@ -213,6 +214,42 @@ def tensor_to_pipeline(rank: Rank) -> Any:
         state = actor.load_checkpoint(directory)
         got = train(actor, sequences(seed=1), updates=2)
     return {"state": state, "expected": expected, "got": got}
+
+
+def many_buckets(rank: Rank) -> Any:
+    """Buffers cut into buckets with padding between them: saved, and continued in the same layout and in another.
+
+    And how many bytes of the checkpoint each rank wrote.
+    """
+    from dppo_megatron.actor import optimizer as module
+
+    directory = rank.directory / "checkpoints"
+    settings = module.DistributedDataParallelConfig
+    module.DistributedDataParallelConfig = partial(settings, bucket_size=5000)
+    results = {}
+    try:
+        for model, layout in (("qwen3", {"tensor": 2}), ("qwen3_moe", {"pipeline": 2})):
+            optimizer = {"weight_decay": 0.1}
+            with rank.actor(model, optimizer=optimizer, overlap=True) as actor:
+                buckets = sum(len(buffer.buckets) for chunk in actor.model for buffer in chunk.buffers)
+                train(actor, sequences())
+                actor.save_checkpoint(directory / model, 3, {"step": 3}, keep=1)
+                expected = train(actor, sequences(seed=1), updates=2)
+                bits = fingerprint(actor)
+            with rank.actor(model, optimizer=optimizer, overlap=True) as actor:
+                actor.load_checkpoint(directory / model)
+                train(actor, sequences(seed=1), updates=2)
+                equal = everywhere(same(bits, fingerprint(actor)))
+            with rank.actor(model, optimizer=optimizer, **layout) as actor:
+                actor.load_checkpoint(directory / model)
+                got = train(actor, sequences(seed=1), updates=2)
+            sizes = [0] * rank.world_size
+            for file in (directory / model / "step-000003").glob("__*.distcp"):
+                sizes[int(file.name.split("_")[2])] += file.stat().st_size
+            results[model] = {"buckets": buckets, "equal": equal, "elsewhere": (expected, got), "written": sizes}
+    finally:
+        module.DistributedDataParallelConfig = settings
+    return results
 
 
 def experts_elsewhere(rank: Rank) -> Any:

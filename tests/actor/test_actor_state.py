@@ -17,7 +17,8 @@ from dppo_megatron.actor.checkpoint_writer import BackgroundWrite, CheckpointErr
 
 ONE_RANK = ["asynchronous", "offloaded", "optimizer_on_host", "dtypes", "fp32_head"]
 TWO_RANKS = [
-    "asynchronous", "failing_write", "offloaded", "optimizer_on_host", "fp32_head", "tensor_to_pipeline", "experts_elsewhere",
+    "asynchronous", "failing_write", "offloaded", "optimizer_on_host", "fp32_head", "tensor_to_pipeline",
+    "experts_elsewhere", "many_buckets",
 ]  # fmt: skip
 
 
@@ -92,6 +93,16 @@ def test_saved_in_one_layout_and_continued_in_another(results):
     for name, (expected, got) in cases.items():
         assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6, abs=1e-7), name
         assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), name
+
+
+def test_every_rank_saves_its_share_of_buffers_with_many_buckets(results):
+    for model, value in of(results, 2, "many_buckets").items():
+        assert value["buckets"] > 5, model
+        assert value["equal"], model
+        expected, got = value["elsewhere"]
+        assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6, abs=1e-6), model
+        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), model
+        assert min(value["written"]) > 0.4 * sum(value["written"]), model
 
 
 @pytest.mark.parallel
