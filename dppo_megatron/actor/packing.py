@@ -70,7 +70,7 @@ class Packer:
 
     frequencies: inverse rope frequencies where our own attention rotates, else None.
     own_attention: whether our own attention needs a plan.
-    multiple: T is padded to a multiple of it (sequence parallelism splits T evenly).
+    multiple: T is padded to a multiple of it (sequence parallelism splits T evenly, FP8 wants whole tiles).
     round_size: a pass takes a multiple of so many micro-batches (the interleaved pipeline schedule does).
     equal_group: ranks that must hold equally many rows of each micro-batch, else None.
     held_layers: routing replay: this rank's layers with experts, counted among all of those; else None.
@@ -81,7 +81,8 @@ class Packer:
     frequencies: Float[Tensor, " d/2"] | None
     own_attention: bool = True
     multiple: int = 1
-    sequence_rank: int | None = None  # which part of the rows a sequence-parallel rank keeps
+    sequence_rank: int = 0  # sequence parallelism: which of so many parts of the rows this rank's routers see
+    sequence_size: int = 1
     context_rank: int = 0
     context_size: int = 1
     round_size: int = 1
@@ -98,7 +99,8 @@ class Packer:
             frequencies=inverse_frequencies(hf).to(layout.device) if own and hf.mla is None else None,
             own_attention=own,
             multiple=row_multiple(config) * (layout.tensor_size if layout.sequence_parallel else 1),
-            sequence_rank=layout.tensor_rank if layout.sequence_parallel else None,
+            sequence_rank=layout.tensor_rank if layout.sequence_parallel else 0,
+            sequence_size=layout.tensor_size if layout.sequence_parallel else 1,
             context_rank=layout.context_rank,
             context_size=layout.context_size,
             round_size=layout.pipeline_size if layout.virtual_pipeline_size else 1,
@@ -196,8 +198,7 @@ class Packer:
         """The routers' rows: those of the layer, of which sequence parallelism leaves each rank its part."""
         if self.held_layers is None or batch.routed_experts is None:
             return None
-        if self.sequence_rank is not None:
-            origin = origin.chunk(self.multiple)[self.sequence_rank]
+        origin = origin.chunk(self.sequence_size)[self.sequence_rank]
         experts = batch.routed_experts[:, list(self.held_layers)][origin]
         experts[origin < 0] = -1
         return ReplayedExperts(experts.to(self.device).transpose(0, 1).contiguous())

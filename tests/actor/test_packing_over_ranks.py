@@ -63,22 +63,23 @@ def test_a_rank_without_loss_tokens_still_computes_a_masked_one():
     assert not parts[1].loss.loss_weight.any()
 
 
-@pytest.mark.parametrize(("context", "tensor"), [(1, 1), (1, 2), (2, 2)])
-def test_replayed_experts_follow_their_tokens(context, tensor):
+@pytest.mark.parametrize(("context", "tensor", "tile"), [(1, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 16), (2, 2, 16)])
+def test_replayed_experts_follow_their_tokens(context, tensor, tile):
     batch = pack(sequences())
     layers, marks = 3, torch.arange(len(batch.token_ids), dtype=torch.int16)
     routed = marks[:, None, None] + 1000 * torch.arange(layers, dtype=torch.int16)[None, :, None].expand(-1, -1, 2)
     batch = replace(batch, routed_experts=routed.contiguous())
     seen = []
     for context_rank in range(context):
-        rows = {"context_size": context, "context_rank": context_rank, "multiple": tensor}
+        rows = {"context_size": context, "context_rank": context_rank, "multiple": tensor * tile}
         whole = packer(**rows)(batch)
         kept = []
         for rank in range(tensor):
-            part = packer(**rows, held_layers=(2, 0), sequence_rank=rank if tensor > 1 else None)(batch)
+            part = packer(**rows, held_layers=(2, 0), sequence_rank=rank, sequence_size=tensor)(batch)
             assert part.loss.routed_experts is None
             experts = part.packed.replay.experts  # [layers held, rows, k]
             assert torch.equal(experts[0], torch.where(experts[1] >= 0, experts[1] + 2000, -1))
+            assert experts.shape[1] * tensor == whole.token_ids.shape[1]
             kept.append(experts[1, :, 0])
         marks_here = torch.cat(kept)
         real = marks_here >= 0
