@@ -148,7 +148,8 @@ def _materialise_state(optimizer: MegatronOptimizer) -> None:
     for part in _parts(optimizer):
         inner = part.optimizer
         if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            continue  # the fused optimizers create theirs through Megatron's own init function
+            part.init_state_fn(inner, part.config)  # the fused ones: Megatron knows their state
+            continue
         for group in inner.param_groups:
             for parameter in group["params"]:
                 if not inner.state[parameter]:

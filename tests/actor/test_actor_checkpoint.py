@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from actor_cases import DEEPSEEK, YARN, make_config
 
 from dppo_megatron import hf
+from dppo_megatron.actor import checkpoint
 
 
 @pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
@@ -67,8 +69,6 @@ def test_an_unreadable_checkpoint_is_named(one_rank):
     ],
 )
 def test_every_field_of_the_model_is_recorded_and_compared(tmp_path, changes, expected):
-    from dppo_megatron.actor import checkpoint
-
     raw = {**DEEPSEEK, "rope_parameters": YARN}
     config = make_config(tmp_path)
     actor, other = (SimpleNamespace(hf=hf.parse_hf_config(r), config=config) for r in (raw, {**raw, **changes}))
@@ -81,10 +81,17 @@ def test_every_field_of_the_model_is_recorded_and_compared(tmp_path, changes, ex
 
 
 def checkpoint_problems(actor, saved: dict) -> list[str]:
-    from dppo_megatron.actor import checkpoint
-
     try:
         checkpoint._refuse_other_run(Path("step-000001"), {"format": checkpoint._FORMAT, "run": saved}, actor)
     except checkpoint.CheckpointError as error:
         return str(error).splitlines()[1:]
     return []
+
+
+def test_a_fused_optimizer_has_its_state_before_the_first_update():
+    """TransformerEngine's and apex's are not torch's Adam: Megatron creates what they would."""
+    made = []
+    inner = SimpleNamespace(param_groups=[{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+    part = SimpleNamespace(optimizer=inner, config="settings", init_state_fn=lambda *given: made.append(given))
+    checkpoint._materialise_state(SimpleNamespace(chained_optimizers=[part]))
+    assert made == [(inner, "settings")]
