@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +34,8 @@ from .parameter_gather import ParameterGather
 from .reduction import reduce_reports
 from .routing import RoutingReplay
 from .scoring import Scorer, Scores
+
+log = logging.getLogger(__name__)
 
 
 class TrainingDiverged(ExpectedError, RuntimeError):
@@ -180,8 +183,8 @@ class Actor:
         if self.skipped_in_a_row >= self.config.optimizer.max_skipped_in_a_row:
             raise TrainingDiverged(
                 f"{self.skipped_in_a_row} updates in a row skipped for non-finite gradients (grad norm "
-                f"{stats.grad_norm}, {stats.nonfinite_tokens} tokens with non-finite logits); lower "
-                "optimizer.lr or resume from an earlier checkpoint"
+                f"{stats.grad_norm}, {stats.nonfinite_tokens} tokens with non-finite logits); resume "
+                "with a lower optimizer.lr, or from an earlier checkpoint"
             )
         return stats
 
@@ -237,6 +240,15 @@ class Actor:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             checkpoint.finish(writing)
+
+    def settle_checkpoint(self) -> None:
+        """After an error in training: let the checkpoint in flight be completed. No collective, and raises nothing."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            try:
+                writing.wait()
+            except Exception as error:
+                log.error("the last checkpoint is lost: %s", error)
 
     def load_checkpoint(self, directory: Path) -> dict[str, Any] | None:
         """Restore the newest whole checkpoint under `directory`; the caller's state, or None where there is none.

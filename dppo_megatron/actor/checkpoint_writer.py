@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from dppo_megatron.errors import ExpectedError
 
-_POLL_S = 0.05
+_FIRST_POLL_S, _POLL_S = 0.02, 1.0  # the storage may be slow to list, and there may be thousands of ranks
 _ANNOUNCED, _FAILED = "written-by", "failed"
 
 
@@ -86,7 +87,7 @@ class BackgroundWrite:
 
         Raises what went wrong on any rank, or CheckpointError when it takes longer than its time-out.
         """
-        self._thread.join(max(0.0, self._deadline - time.monotonic()) + 10 * _POLL_S)
+        self._thread.join(max(0.0, self._deadline - time.monotonic()) + 2 * _POLL_S)
         if self._thread.is_alive():
             raise self._late()
         if self._error is not None:
@@ -108,23 +109,30 @@ class BackgroundWrite:
             self._tell(error)
 
     def _announced(self) -> list[Path]:
-        return list(self._partial.glob(f"{_ANNOUNCED}-*"))
+        try:
+            names = os.listdir(self._partial)  # a glob would ask twice, and may find it renamed in between
+        except FileNotFoundError:
+            return []
+        return [self._partial / name for name in names if name.startswith(_ANNOUNCED)]
 
     def _until(self, done: Callable[[], bool]) -> None:
+        pause = _FIRST_POLL_S
         while not done():
-            if failures := list(self._partial.glob(f"{_FAILED}-*")):
-                raise CheckpointError(f"{self._partial.name}: {failures[0].read_text()}")
+            if (self._partial / _FAILED).exists():
+                raise CheckpointError(f"{self._partial.name}: {(self._partial / _FAILED).read_text()}")
             if time.monotonic() > self._deadline:
                 raise self._late()
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S)
 
     def _tell(self, error: Exception) -> None:
         """The others need not wait for the time-out. Where nothing can be written, they do."""
+        note = self._partial / _FAILED
         try:
-            note = self._partial / f"{_FAILED}-{self._rank}"
-            temporary = note.with_name(f".{note.name}")
-            temporary.write_text(f"rank {self._rank}: {type(error).__name__}: {error}")
-            temporary.rename(note)
+            if not note.exists():
+                temporary = note.with_name(f".{note.name}-{self._rank}")
+                temporary.write_text(f"rank {self._rank}: {type(error).__name__}: {error}")
+                temporary.rename(note)
         except OSError:
             pass
 
@@ -135,3 +143,32 @@ class BackgroundWrite:
             f"{self._partial}: not written within {self._timeout_s:.0f} s (checkpoint.timeout_s), ranks missing: "
             f"{', '.join(missing) or 'none'}; the storage is slow or full, or a rank has ended"
         )
+
+
+def replace_directory(source: Path, target: Path) -> None:
+    """Rename `source` to `target`, where another may stand."""
+    if target.exists():  # the same step again, after a resume from an earlier one
+        aside = target.with_name(target.name + ".old.tmp")
+        target.rename(aside)
+        source.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        source.rename(target)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """`path` with `text`, or as it was: never a part of it, whatever ends the process or the machine."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """A file that was written, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -11,7 +11,7 @@ class Checkpoints:
     """Saves weights, optimizer, schedule and RNG with the number of steps done.
 
     That number is the policy version and, times the groups per step, the bank cursor: the bank holds the rollouts of
-    every later step, so nothing else is needed to go on exactly.
+    every later step, so nothing else is needed to go on exactly. A context manager around the steps.
     """
 
     def __init__(self, config: Config, actor: Actor):
@@ -36,9 +36,18 @@ class Checkpoints:
         )
         self._saved = step
 
-    def finish(self) -> None:
-        """Waits for the last checkpoint where it is written behind training."""
-        self._actor.finish_checkpoint()
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_exc: object) -> None:
+        """Waits for the last checkpoint where it is written behind training, and raises what went wrong with it.
+
+        Where training raised, the other ranks may be anywhere: each waits for itself, and that error stays the one.
+        """
+        if kind is None:
+            self._actor.finish_checkpoint()
+        else:
+            self._actor.settle_checkpoint()
 
     def load_latest(self) -> int | None:
         """Restores the newest whole checkpoint and returns its step; None when there is none."""

@@ -75,7 +75,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
         probe = probe_tokens(prompts(), config.engine.max_model_len) if layout.rank == 0 else None
         publisher = build_publisher(config, actor, engines, probe)
     with RankZeroRecorder(config, layout.rank, first_step, lambda token: tokenizer.decode([token])) as recorder:
-        with control:
+        with control, checkpoints:
             done = train(
                 config,
                 actor=actor,
@@ -88,7 +88,6 @@ def run_trainer(config: Config, *, resume: bool) -> None:
                 recorder=recorder,
                 first_step=first_step or 0,
             )
-            checkpoints.finish()
         if done == config.train.steps:
             if colocated:  # until then the actor's memory is lent
                 recorder.wait_for_last_evaluation()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -137,6 +139,44 @@ def test_a_rank_that_never_comes_is_named(tmp_path):
     write = write_of(tmp_path, 0, timeout_s=0.5)
     with pytest.raises(CheckpointError, match=r"checkpoint.timeout_s.*ranks missing: 1"):
         write.wait()
+
+
+def test_completion_may_come_while_a_rank_looks(tmp_path, monkeypatch):
+    partial = tmp_path / "partial"
+    partial.mkdir()
+
+    def complete() -> None:
+        if partial.exists():
+            partial.rename(tmp_path / "final")
+
+    def looks(look, path="."):
+        complete()
+        return look(path)
+
+    for look in ("scandir", "listdir"):
+        monkeypatch.setattr(os, look, functools.partial(looks, getattr(os, look)))
+    later = threading.Timer(0.3, complete)
+    later.start()
+    write_of(partial, 1).wait()
+    later.join()
+
+
+def test_training_that_fails_leaves_the_checkpoint_in_flight_whole(tmp_path):
+    from types import SimpleNamespace
+
+    from dppo_megatron.actor import Actor
+    from dppo_megatron.trainer.checkpoints import Checkpoints
+
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    actor = SimpleNamespace(_writing=write_of(partial, 0, complete=lambda: partial.rename(tmp_path / "final")))
+    actor.settle_checkpoint = lambda: Actor.settle_checkpoint(actor)
+    config = SimpleNamespace(run=SimpleNamespace(dir=tmp_path))
+    other = threading.Timer(0.3, write_of, (partial, 1))
+    other.start()
+    with pytest.raises(ZeroDivisionError), Checkpoints(config, actor):
+        raise ZeroDivisionError
+    assert (tmp_path / "final").exists()
 
 
 def test_kill_9_while_writing_leaves_the_last_good_checkpoint(models, tmp_path):
