@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from . import megatron_version, optimizer_shards
-from .checkpoint_writer import BackgroundWrite, CheckpointError, HostFiles
+from .checkpoint_writer import BackgroundWrite, CheckpointError, HostFiles, replace_directory, sync, write_synced
 from .layout import Layout, seed_everything
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FORMAT = 1
+_REMEDY = "remove the newest checkpoint to resume from the one before it"
 _RUN, _RNG, _LATEST, _PREFIX, _TMP = "run.json", "rng", "latest", "step-", ".tmp"
 
 
@@ -58,7 +58,7 @@ def save(actor: Actor, directory: Path, step: int, state: dict[str, Any], keep: 
         "updates": actor.schedule.num_steps,
         "skipped_in_a_row": actor.skipped_in_a_row,
         "layout": _sizes(layout),
-        "run": _identity(actor),
+        "run": _identity(actor) | _rates(actor),
     }
 
     def prepare() -> None:
@@ -71,12 +71,15 @@ def save(actor: Actor, directory: Path, step: int, state: dict[str, Any], keep: 
         if layout.data_parallel_rank == 0 and layout.context_rank == 0:
             (partial / _RNG).mkdir(exist_ok=True)
             torch.save(_rng_state(), partial / _RNG / _rng_name(layout))
+            sync(partial / _RNG / _rng_name(layout))
 
     def complete() -> None:
         if layout.rank == 0:
-            _write_synced(partial / _RUN, json.dumps(run, indent=1))
-            _replace_directory(partial, final)
-            _write_synced(directory / _LATEST, final.name)
+            for path in [*partial.glob("*.pt"), *partial.glob("*.json"), partial / _RNG]:  # Megatron's common.pt
+                sync(path)
+            write_synced(partial / _RUN, json.dumps(run, indent=1))
+            replace_directory(partial, final)
+            write_synced(directory / _LATEST, final.name)
             _prune(directory, final, keep)
 
     for act in (prepare, write) if files else (prepare, write, complete):
@@ -103,10 +106,14 @@ def load(actor: Actor, directory: Path) -> dict[str, Any] | None:
     path, run = newest
     _refuse_other_run(path, run, actor)
     _materialise_state(actor.optimizer)
-    loaded = megatron_version.load_sharded(_sharded_state(actor, loading=True), path)
+    try:
+        loaded = megatron_version.load_sharded(_sharded_state(actor, loading=True), path)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}; {_REMEDY}") from error
     for index, chunk in enumerate(actor.model_chunks):
         chunk.load_state_dict(loaded[_model_key(index)])
     _load_optimizer(actor.optimizer, loaded["optimizer"])
+    _set_rates(actor, path, run["run"])
     actor.schedule.num_steps = run["updates"]
     actor.schedule.step(0)
     actor.skipped_in_a_row = run["skipped_in_a_row"]
@@ -242,7 +249,7 @@ def _holds_parameters(part: MegatronOptimizer) -> bool:
 
 # Saved with the optimizer's state, so another value in the config would be ignored without a word.
 _OPTIMIZER_FIELDS = (
-    "lr", "min_lr", "warmup_updates", "decay", "weight_decay", "beta1", "beta2", "eps",
+    "warmup_updates", "decay", "weight_decay", "beta1", "beta2", "eps",
 )  # fmt: skip
 
 
@@ -255,6 +262,20 @@ def _identity(actor: Actor) -> dict[str, Any]:
         "model.dtype": config.model.dtype,
         "parallel.distributed_optimizer": config.parallel.distributed_optimizer,
     }
+
+
+def _rates(actor: Actor) -> dict[str, float]:
+    """What a continued run may change, to go on from where another rate diverged."""
+    return {f"optimizer.{name}": getattr(actor.config.optimizer, name) for name in ("lr", "min_lr")}
+
+
+def _set_rates(actor: Actor, path: Path, saved: dict[str, Any]) -> None:
+    """Those of the config, not those that came with the optimizer's groups."""
+    for name, now in _rates(actor).items():
+        if saved.get(name) != now:
+            log.warning("%s = %s from here on: %s was saved with %s", name, now, path, saved.get(name))
+    for group in actor.optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = _rates(actor).values()
 
 
 def _refuse_other_run(path: Path, run: dict[str, Any], actor: Actor) -> None:
@@ -325,25 +346,6 @@ def _prune(directory: Path, newest: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _replace_directory(source: Path, target: Path) -> None:
-    if target.exists():  # the same step again, after a resume from an earlier one
-        aside = target.with_name(target.name + _TMP + _TMP)
-        target.rename(aside)
-        source.rename(target)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        source.rename(target)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}{_TMP}")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def _on_rank_zero(find: Callable[[], Any], layout: Layout, what: str) -> Any:
     """What `find` returns on rank 0, on every rank; its error too."""
     box: list[Any] = [None, None]
@@ -351,7 +353,7 @@ def _on_rank_zero(find: Callable[[], Any], layout: Layout, what: str) -> Any:
         try:
             box[0] = find()
         except (OSError, ValueError) as error:
-            box[1] = f"{what} cannot be read: {type(error).__name__}: {error}"
+            box[1] = f"{what} cannot be read: {type(error).__name__}: {error}; {_REMEDY}"
     dist.broadcast_object_list(box, src=0)
     if box[1] is not None:
         raise CheckpointError(box[1])

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def save_sharded(state: dict[str, Any], directory: Path, files: FileSystemBase |
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelSaveStrategyWrapper(_SaveInProcess(files), group)
-    dist_checkpointing.save(state, str(directory), sharded_strategy=strategy)
+    with _torch_failures_as_errors():
+        dist_checkpointing.save(state, str(directory), sharded_strategy=strategy)
 
 
 class _SaveInProcess(TorchDistSaveShardedStrategy):
@@ -113,7 +115,18 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
 
 def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     """torch_dist load into the shards that `state` describes. Collective."""
-    return dist_checkpointing.load(state, str(directory))
+    with _torch_failures_as_errors():
+        return dist_checkpointing.load(state, str(directory))
+
+
+@contextmanager
+def _torch_failures_as_errors() -> Iterator[None]:
+    """torch raises what is no `Exception`, with every rank's traceback."""
+    try:
+        yield
+    except torch.distributed.checkpoint.CheckpointException as failed:
+        reasons = (f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in failed.failures.items())
+        raise OSError("; ".join(reasons)) from failed
 
 
 def _accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:

@@ -283,6 +283,9 @@ def checkpoint_files(rank: Rank) -> Any:
         without_pointer = actor.load_checkpoint(directory)
         actor.save_checkpoint(directory, 4, {"step": 4, "again": True}, keep=2)
         again = actor.load_checkpoint(directory)
+    with rank.actor(optimizer={"lr": 1e-3}) as actor:
+        actor.load_checkpoint(directory)
+        lowered = (actor.lr, actor.train_update([pack(sequences(3))], topk()).lr, actor.lr)
     damaged = rank.directory / "damaged"
     (damaged / "step-000001").mkdir(parents=True)
     (damaged / "step-000001" / "run.json").write_text("{")
@@ -293,21 +296,32 @@ def checkpoint_files(rank: Rank) -> Any:
     except CheckpointError as raised:
         unreadable = str(raised)
     try:
-        with rank.actor("wider", optimizer={"lr": 0.5}, settings={"dtype": "bf16"}) as actor:
+        with rank.actor("wider", optimizer={"beta1": 0.5}, settings={"dtype": "bf16"}) as actor:
             actor.load_checkpoint(directory)
         error = None
     except CheckpointError as raised:
         error = str(raised)
+    left = sorted(p.name for p in directory.iterdir())
+    for file in (directory / "step-000004").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:1000])
+    try:
+        with rank.actor() as actor:
+            actor.load_checkpoint(directory)
+        truncated = None
+    except CheckpointError as raised:
+        truncated = str(raised)
     return {
         "missing": missing,
         "kept": kept,
         "ignored": ignored,
         "without_pointer": without_pointer,
         "again": again,
-        "left": sorted(p.name for p in directory.iterdir()),
+        "left": left,
         "error": error,
         "unreadable": unreadable,
         "seconds": seconds,
+        "lowered": lowered,
+        "truncated": truncated,
     }
 
 

@@ -38,7 +38,7 @@ def test_retention_pointer_and_leftovers(one_rank):
 
 def test_a_checkpoint_of_another_run_is_refused_with_every_difference(one_rank):
     error = one_rank["checkpoint_files"]["error"]
-    assert "optimizer.lr = 0.5: the checkpoint was saved with 0.01" in error
+    assert "optimizer.beta1 = 0.5: the checkpoint was saved with 0.9" in error
     assert "hidden_size = 64: the checkpoint was saved with 32" in error
     assert "model.dtype = 'bf16': the checkpoint was saved with 'fp32'" in error
 
@@ -54,6 +54,14 @@ def test_an_unreadable_checkpoint_is_named(one_rank):
     error = one_rank["checkpoint_files"]["unreadable"]
     assert "damaged cannot be read" in error
     assert "JSONDecodeError" in error
+    assert "remove the newest checkpoint to resume from the one before it" in error
+    truncated = one_rank["checkpoint_files"]["truncated"]
+    assert "step-000004 cannot be read" in truncated
+    assert "remove the newest checkpoint" in truncated
+
+
+def test_a_resumed_run_may_have_another_learning_rate(one_rank):
+    assert one_rank["checkpoint_files"]["lowered"] == (1e-3, 1e-3, 1e-3)
 
 
 @pytest.mark.parametrize(

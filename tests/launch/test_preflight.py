@@ -172,6 +172,7 @@ def test_resume_allows_what_cannot_change_the_run_and_names_the_rest(tree, tmp_p
     save_resolved(before, tmp_path / "saved.yaml")
     tree["train"]["steps"] = 5
     tree["engine"]["max_num_seqs"] = 8
+    tree["optimizer"] = {**tree.get("optimizer", {}), "lr": before.optimizer.lr / 2}
     check_resume(Config.model_validate(tree), before, "config.yaml")
     tree["run"]["seed"] = 2
     with pytest.raises(ConfigError, match=r"run\.seed = 2: the run was started with 1"):
