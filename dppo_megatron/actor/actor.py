@@ -74,6 +74,7 @@ class Actor:
         self.hf = read_hf_config(config.model.path)
         self.transformer = transformer_config(self.hf, config)
         self.model_chunks: list[PolicyModel] = build_model(self.hf, config, layout, self.transformer)
+        self.frozen_chunks: list[PolicyModel] = []  # of other policies on this rank, which `offloaded` takes along
         self.model = wrap_data_parallel(self.model_chunks, self.transformer, config)
         # Denominators are inside loss_weight: the token count that the schedule gathers must not divide again.
         self.transformer.finalize_model_grads_func = _finalize_without_division
@@ -220,7 +221,10 @@ class Actor:
         return logprobs[:-1].numpy()
 
     def offloaded(self) -> AbstractContextManager[int]:
-        """Inside, all of the actor's memory is on the host, for engines on the same GPU; see `offload.offloaded`."""
+        """Inside, the actor's memory and its `Reference`'s are on the host, for engines on the same GPU.
+
+        See `offload.offloaded`.
+        """
         self._gather.require_whole()
         return offload.offloaded(self)
 

@@ -66,7 +66,7 @@ class OptimizerOnHost:
 
 
 def _contents(actor: Actor) -> Iterator[Tensor]:
-    for chunk in actor.model_chunks:
+    for chunk in [*actor.model_chunks, *actor.frozen_chunks]:
         yield from chunk.parameters()
         yield from chunk.buffers()
     yield from _optimizer_contents(actor.optimizer)

@@ -16,8 +16,9 @@ from .scoring import Scorer, Scores
 class Reference:
     """`model.start` beside `actor`, whatever the actor has become: a resumed run has the reference it began with.
 
-    Holds one more copy of the parameters on each rank, in `model.dtype`; no gradients, no optimizer. Building
-    it is collective. Raises ModelError listing every tensor that does not fit.
+    Holds one more copy of the parameters on each rank, in `model.dtype`; no gradients, no optimizer. It is
+    lent to engines on the same GPU with the actor's memory. Building it is collective. Raises ModelError listing every
+    tensor that does not fit.
     """
 
     def __init__(self, actor: Actor):
@@ -27,6 +28,7 @@ class Reference:
         for chunk in chunks:
             chunk.requires_grad_(False)
             chunk.eval()
+        actor.frozen_chunks += chunks
         self._scorer = Scorer(chunks, actor.packer, layout, actor.hf.vocab_size, config.train.micro_batch_tokens)
 
     def scores(self, micro_batches: Sequence[TokenBatch]) -> list[Scores]:

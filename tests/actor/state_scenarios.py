@@ -99,7 +99,9 @@ def full(files) -> None:
 
 
 def offloaded(rank: Rank) -> Any:
-    """On the host and back between two updates: no bit of what follows differs."""
+    """On the host and back between two updates, with a reference policy: no bit of what follows differs."""
+    from dppo_megatron.actor import Reference
+
     results = {}
     layouts: dict[str, dict] = {"plain": {"distributed_optimizer": False}, "sharded": {}}
     layouts["bf16"] = {"settings": {"dtype": "bf16"}}
@@ -109,9 +111,13 @@ def offloaded(rank: Rank) -> Any:
         with rank.actor(**parallel) as actor:
             train(actor, sequences(), updates=1)
             before = fingerprint(actor)
+            reference = Reference(actor)
+            says = reference.scores([pack(sequences())])[0].logprob
+            chunks = [*actor.model_chunks, *reference._scorer.chunks]
             with actor.offloaded() as freed:
-                held = sum(p.untyped_storage().nbytes() for chunk in actor.model_chunks for p in chunk.parameters())
+                held = sum(p.untyped_storage().nbytes() for chunk in chunks for p in chunk.parameters())
             restored = same(before, fingerprint(actor))
+            restored = restored and torch.equal(says, reference.scores([pack(sequences())])[0].logprob)
             train(actor, sequences(), updates=1)
             bits = fingerprint(actor)
         with rank.actor(**parallel) as actor:
