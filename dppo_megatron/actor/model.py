@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -98,6 +99,11 @@ def build_model(hf: HFModelConfig, config: Config, layout: Layout, transformer: 
     for chunk in chunks:
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        for layer in chunk.decoder.layers:
+            if isinstance(layer.mlp, MoELayer) and layout.expert_tensor_size != layout.tensor_size:
+                for parameter in layer.mlp.experts.parameters():
+                    # Megatron says so of expert-parallel experts alone, and would reduce these over the wrong ranks.
+                    parameter.allreduce = False
     return chunks
 
 

@@ -424,6 +424,7 @@ def resume(rank: Rank) -> Any:
             "pipeline": {"pipeline": 2},
             "context": {"context": 2},
             "experts": {"model": "qwen3_moe", "expert": 2},
+            "whole_experts": {"model": "qwen3_moe", "tensor": 2, "sequence": True, "expert_tensor": 1},
             "latent": {"model": "deepseek", "tensor": 2, "sequence": True},
             "bf16": {"tensor": 2, "settings": {"dtype": "bf16"}},
         }

@@ -18,7 +18,7 @@ from dppo_megatron.actor import checkpoint
 def test_resume_is_bit_identical(request, world):
     results = request.getfixturevalue(world)["resume"]
     assert not isinstance(results, str), results
-    assert len(results) == (3 if world == "one_rank" else 10)
+    assert len(results) == (3 if world == "one_rank" else 11)
     for layout, (state, equal_bits, equal_losses) in results.items():
         assert state == {"step": 2}, layout
         assert equal_losses, layout

@@ -35,6 +35,8 @@ EXPERTS = {
     "cp2": {"context": 2},
     "dp2": {},
     "ep2": {"expert": 2},
+    "tp2_whole_experts": {**SP, "expert_tensor": 1},
+    "experts_cut_alone": {"expert_tensor": 2},
     "ep2_overlap": {"expert": 2, "overlap": True},
     "ep2_allgather": {"expert": 2, "expert_dispatcher": "allgather"},
 }
@@ -80,6 +82,7 @@ FAST = (
     "qwen3:cp2",
     "qwen3+gspo:cp2",
     "qwen3_moe:ep2",
+    "qwen3_moe:tp2_whole_experts",
     "qwen3_moe:ep2_allgather",
     "qwen3_moe+replay:vpp_recompute",
     "deepseek:cp2",
