@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 pytest.importorskip("vllm", reason="needs vLLM")
 
 from dppo_megatron.rollout.manifest import BadWeights
+from dppo_megatron.rollout.vllm_extension.worker import WorkerExtension
 from dppo_megatron.rollout.vllm_extension.weights import WeightsTorn, WeightUpdater
 from dppo_megatron.rollout.weight_group import TensorSpec, WeightGroupPlan, bucket_bytes, make_buckets, views
 
@@ -43,18 +44,18 @@ class PlayedEngine:
     async def wake_up(self):
         self._record("wake")
 
-    async def init_weight_transfer_engine(self, request):
-        self._record("init")
+    async def collective_rpc(self, method, args):
+        """Two workers, of which the second returns what went wrong."""
+        (info,) = args
+        what = {"dppo_join_weight_group": "join", "dppo_update_weights": "update"}[method]
+        try:
+            self._record(f"{what} {info.get('step') or info.get('name') or len(info['files'])}")
+        except RuntimeError as error:
+            return [None, str(error)]
+        return [None, None]
 
-    async def start_weight_update(self):
-        self._record("start")
-
-    async def update_weights(self, request):
-        info = request.update_info
-        self._record(f"update {info['step'] if 'step' in info else len(info['files'])}")
-
-    async def finish_weight_update(self, weight_version=None):
-        self._record(f"finish {weight_version}")
+    async def update_weight_version(self, version):
+        self._record(f"version {version}")
 
     async def reset_prefix_cache(self, reset_running_requests=False):
         self._record(f"reset {reset_running_requests}")
@@ -81,8 +82,8 @@ def test_order(policy):
         return engine.calls
 
     assert asyncio.run(twice()) == [
-        *("pause keep", "init", "start", "update 1", "finish 4", "reset True", "resume"),
-        *("pause abort", "start", "update 1", "finish 5", "reset False", "resume"),
+        *("pause keep", "update 1", "version 4", "reset True", "resume"),
+        *("pause abort", "update 1", "version 5", "reset False", "resume"),
     ]
 
 
@@ -115,7 +116,7 @@ def test_order_of_a_broadcast(policy):
         await updater.receive("group", "step-1", 4, "keep", 5.0)
         return engine.calls
 
-    steps = ["init", "pause keep", "start", "update step-1", "finish 4", "reset True", "resume"]
+    steps = ["join group", "pause keep", "update step-1", "version 4", "reset True", "resume"]
     assert asyncio.run(join_and_receive()) == steps
 
 
@@ -176,7 +177,7 @@ def test_updates_do_not_overlap(policy):
     assert [call for call in calls if call in ("pause keep", "resume")] == ["pause keep", "resume"] * 2
 
 
-@pytest.mark.parametrize("step", ["start", "update", "finish", "reset"])
+@pytest.mark.parametrize("step", ["update", "version", "reset"])
 def test_a_step_that_fails_refuses_generation_until_one_succeeds(policy, step):
     async def fail_then_succeed():
         engine = PlayedEngine(fails_at=step)
@@ -213,3 +214,45 @@ def test_unknown_mode(policy, mode):
     with pytest.raises(BadWeights, match="mode"):
         asyncio.run(load(WeightUpdater(engine, policy), policy, mode))
     assert engine.calls == []
+
+
+class Worker(WorkerExtension):
+    """The part of vLLM's worker that an update goes through; fails in the step named `fails_in`."""
+
+    def __init__(self, fails_in: str = ""):
+        self.fails_in = fails_in
+        self.steps: list[str] = []
+        self._weight_update_active = False
+
+    def _step(self, name: str) -> None:
+        self.steps.append(name)
+        if name == self.fails_in:
+            raise RuntimeError(f"{name}: connection closed")
+
+    def init_weight_transfer_engine(self, info):
+        self._step("join")
+
+    def start_weight_update(self):
+        assert not self._weight_update_active, "vLLM refuses a second one"
+        self._step("start")
+        self._weight_update_active = True
+
+    def update_weights(self, info):
+        self._step("update")
+
+    def finish_weight_update(self):
+        self._step("finish")
+        self._weight_update_active = False
+
+
+@pytest.mark.parametrize("step", ["start", "update", "finish"])
+def test_a_worker_returns_what_went_wrong_and_takes_the_next_update(step):
+    worker = Worker(fails_in=step)
+    assert worker.dppo_update_weights({"files": []}) == f"{step}: connection closed"
+    worker.fails_in = ""
+    assert worker.dppo_update_weights({"files": []}) is None
+    assert worker.steps[-3:] == ["start", "update", "finish"]
+
+
+def test_a_worker_returns_why_it_could_not_join():
+    assert Worker(fails_in="join").dppo_join_weight_group({}) == "join: connection closed"

@@ -95,7 +95,7 @@ class DppoRoutes:
                 "model": str(config.model),
                 "engine": f"vllm {vllm_version}",
                 "running": len(self._running),
-                "workers": parallel.world_size * parallel.data_parallel_size,
+                "workers": parallel.world_size,
                 "weight_group": self._updater.group,
                 "routed_experts": self._experts.available,
                 "problems": _unfit_settings(self._engine.vllm_config),
@@ -202,6 +202,11 @@ def _unfit_settings(config: VllmConfig) -> list[str]:
         problems.append(
             "a seeded request whose prompt is split over two steps ends a CPU engine; start it with "
             "--no-enable-chunked-prefill and --max-num-batched-tokens of at least --max-model-len"
+        )
+    if config.parallel_config.data_parallel_size > 1:
+        problems.append(
+            "vLLM tells of its data-parallel replicas only what the first one answers, so a weight update that failed "
+            "in another would go unseen; start one server for each replica instead of --data-parallel-size"
         )
     if config.model_config.runner_type != "generate":
         problems.append(f"it runs the model as {config.model_config.runner_type}; start it with --runner generate")

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
 from ..engine import UpdateMode
@@ -29,7 +28,6 @@ class WeightUpdater:
         self._engine = engine
         self._model = model
         self._served: Manifest | None = None
-        self._initialised = False
         self._lock = asyncio.Lock()
         self._torn: str | None = None
         self._group = ""
@@ -52,10 +50,7 @@ class WeightUpdater:
         async with self._lock:
             await asyncio.to_thread(self._check, Manifest.of(plan.name, plan.tensors()))
             self._group = ""
-            await self._engine.init_weight_transfer_engine(
-                WeightTransferInitRequest(init_info={"plan": plan.to_json()})
-            )
-            self._initialised = True
+            await self._on_workers("dppo_join_weight_group", plan.to_json())
             self._group = plan.name
 
     async def receive(self, group: str, step: str, version: int, mode: UpdateMode, wait_s: float) -> float:
@@ -125,14 +120,17 @@ class WeightUpdater:
         manifest.check_replaces(self._served)
 
     async def _swap(self, info: dict[str, Any], version: int, mode: UpdateMode) -> None:
-        engine = self._engine
-        if not self._initialised:
-            await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-            self._initialised = True
-        await engine.start_weight_update()
-        await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await engine.finish_weight_update(str(version))
+        await self._on_workers("dppo_update_weights", info)
+        await self._engine.update_weight_version(str(version))
         # Kept requests hold cached keys and values of the old weights: they are preempted and prefilled anew, so each
         # further token is drawn from exactly the policy it is tagged with.
-        if not await engine.reset_prefix_cache(reset_running_requests=mode == "keep"):
+        if not await self._engine.reset_prefix_cache(reset_running_requests=mode == "keep"):
             raise RuntimeError("the prefix cache still holds keys and values of the old weights")
+
+    async def _on_workers(self, method: str, argument: dict[str, Any]) -> None:
+        """Raises RuntimeError with the problems that workers return: one that raised would leave the replies of the
+        others in vLLM's queues, to be taken for those to the next call."""
+        replies = await self._engine.collective_rpc(method, args=(argument,))
+        problems = [f"worker {number}: {reply}" for number, reply in enumerate(replies) if reply is not None]
+        if problems:
+            raise RuntimeError("; ".join(problems))

@@ -7,9 +7,11 @@ Importing this module registers it and ties the process to its parent's life. Na
 from __future__ import annotations
 
 import ctypes
+import logging
+import multiprocessing
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,13 +31,15 @@ from ..weight_group import WeightGroupError, WeightGroupPlan
 from .experts import ExpertRecorder, moe_layers
 from .receiver import WeightReceiver
 
+log = logging.getLogger(__name__)
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BACKEND = "dppo"
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    plan: dict[str, Any] = field(default_factory=dict)  # a WeightGroupPlan to join; empty = directories only
+    plan: dict[str, Any]  # a WeightGroupPlan to join
 
 
 @dataclass
@@ -58,10 +62,8 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
-        if init_info.plan:
-            parallel = self.parallel_config
-            worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self._receiver = WeightReceiver(WeightGroupPlan.from_json(init_info.plan), worker, self.device)
+        plan = WeightGroupPlan.from_json(init_info.plan)
+        self._receiver = WeightReceiver(plan, self.parallel_config.rank, self.device)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -106,14 +108,38 @@ def _repack(model: torch.nn.Module) -> None:
             kernel.fused_experts.process_weights_after_loading(experts)
 
 
+def _problem(action: Callable[[], None]) -> str | None:
+    try:
+        action()
+    except Exception as error:
+        log.exception("a weight update failed in this worker")
+        return str(error) or type(error).__name__
+    return None
+
+
 def _end_with_parent() -> None:
     """A killed server would leave its engine and worker processes behind, and their memory taken."""
-    if sys.platform == "linux":
+    if sys.platform == "linux" and multiprocessing.parent_process() is not None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class WorkerExtension:
     """Mixed into every worker. Naming it also makes every worker import this module."""
+
+    def dppo_join_weight_group(self, plan: dict[str, Any]) -> str | None:
+        """None, or why it failed. As for an update, what is raised here would cost vLLM its queues' order."""
+        return _problem(lambda: self.init_weight_transfer_engine({"plan": plan}))
+
+    def dppo_update_weights(self, info: dict[str, Any]) -> str | None:
+        """A whole update from an `UpdateInfo`; None, or why it failed."""
+
+        def update() -> None:
+            self._weight_update_active = False  # of an update that failed
+            self.start_weight_update()
+            self.update_weights(info)
+            self.finish_weight_update()
+
+        return _problem(update)
 
     def dppo_moe_layers(self) -> list[int]:
         """Numbers of the layers that have experts."""
