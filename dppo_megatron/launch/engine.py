@@ -120,7 +120,7 @@ async def _watch(config: Config, url: str, server: subprocess.Popen) -> int:
             if time.monotonic() < due:
                 continue
             try:
-                await probe_health(engine, settings.health_timeout_s)
+                await probe_health(engine, config)
                 silent = 0
             except EngineError as error:
                 silent += 1

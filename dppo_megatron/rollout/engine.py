@@ -108,6 +108,7 @@ class EngineInfo:
     instance: str = ""  # names this life of the server: another one after every restart; "" = it cannot say
     workers: int = 1  # processes that hold its weights and receive new ones
     weight_group: str = ""  # name of the group whose broadcasts they can receive; empty = none
+    updating_s: float | None = None  # since the update of its weights began that goes on now; None = none does
 
 
 class Engine(Protocol):

@@ -45,6 +45,11 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
+class Updating:
+    """A health probe was answered: somebody is replacing its weights at this moment, and it does nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
 class Silent:
     """A health probe failed."""
 
@@ -92,7 +97,17 @@ class VerifyFailed:
 
 
 Event = (
-    Registered | Vanished | Answered | Silent | Delivered | Failed | Published | VerifyStarted | Verified | VerifyFailed
+    Registered
+    | Vanished
+    | Answered
+    | Updating
+    | Silent
+    | Delivered
+    | Failed
+    | Published
+    | VerifyStarted
+    | Verified
+    | VerifyFailed
 )
 
 
@@ -120,6 +135,7 @@ class EngineHealth:
     failed: int = 0  # failed requests in a row
     quarantines: int = 0  # in a row, without a request answered between them
     quarantined_until: float = 0.0
+    updating: bool = False  # as the last probe that was answered said
 
     @property
     def alive(self) -> bool:
@@ -129,9 +145,10 @@ class EngineHealth:
     def may_verify(self, now: float, rules: HealthRules) -> bool:
         """Whether to load the published weights into it now.
 
-        Not while it is ahead of them: the trainer is publishing the next policy to it, which must not be undone.
+        Not while it is ahead of them or being updated: the trainer is publishing the next policy to it, which must not
+        be undone.
         """
-        if self.state is not State.STALE or self.published is None or now < self.quarantined_until:
+        if self.state is not State.STALE or self.updating or self.published is None or now < self.quarantined_until:
             return False
         return self.version <= self.published or now - self.since > rules.publish_s
 
@@ -148,7 +165,9 @@ class EngineHealth:
             case Published(version, confirmed):
                 return self._published(version, confirmed)
             case Answered(instance, version):
-                return self._answered(instance, version, now)
+                return replace(self, updating=False)._answered(instance, version, now)
+            case Updating():  # alive; what it serves will be known when it is done
+                return replace(self, silent=0, updating=True)
             case Silent(reason):
                 return self._silent(reason, now, rules)
             case Delivered():

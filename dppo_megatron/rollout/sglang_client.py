@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -27,7 +28,7 @@ from .engine import (
 )
 from .engine_calls import REQUEST_TIMEOUT_REMEDY, EngineCalls
 from .samples import check_scores
-from .sglang_weights import SglangWeights
+from .sglang_weights import UPDATING, SglangWeights
 from .sglang_wire import child_ids, decode_group, decode_score, encode_group, encode_score, parse_version
 from .start_model import start_model
 from .weight_group import WeightGroupPlan
@@ -53,6 +54,8 @@ class SglangEngine:
         self._generate_timeout_s = config.request_timeout_s
         self._running: dict[str, GenerateRequest] = {}  # request id -> as the server knows it
         self._limits: EngineInfo | None = None
+        self._described: EngineInfo | None = None  # when last asked
+        self._update: tuple[str, float] | None = None  # label of the update that goes on, and when it was first seen
         self._model: HFModelConfig | None = None
         self._end_tokens: frozenset[int] = frozenset()
         self._first_use = asyncio.Lock()
@@ -123,10 +126,13 @@ class SglangEngine:
     async def info(self) -> EngineInfo:
         what = "its description"
         await self._read_model()
-        server = await self._calls.json(what, "/server_info")
         served = await self._calls.json(what, "/model_info")
+        updating_s = self._updating_s(served)
+        if updating_s is not None and self._described is not None:
+            return dataclasses.replace(self._described, updating_s=updating_s, weight_group=self._weights.group)
+        server = await self._calls.json(what, "/server_info")
         try:
-            return EngineInfo(
+            self._described = EngineInfo(
                 version=parse_version(served["weight_version"]),
                 vocab_size=_vocab_size(Path(served["model_path"]), self._model_path),
                 max_model_len=server["max_req_input_len"] - 2,
@@ -140,9 +146,21 @@ class SglangEngine:
                 problems=tuple(_unfit_settings(server, self._model)),
                 workers=server["tp_size"],
                 weight_group=self._weights.group,
+                updating_s=updating_s,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise EngineIncompatible(f"engine {self.url}: its description is not SGLang's: {error}") from error
+        return self._described
+
+    def _updating_s(self, served: dict[str, Any]) -> float | None:
+        """Since this client saw the update begin that goes on now; the scheduler answers nothing meanwhile."""
+        label = served.get("weight_version", "")
+        if not label.startswith(UPDATING):
+            self._update = None
+            return None
+        if self._update is None or self._update[0] != label:
+            self._update = (label, time.monotonic())
+        return time.monotonic() - self._update[1]
 
     async def version(self) -> int:
         what = "its version"
@@ -155,6 +173,8 @@ class SglangEngine:
     async def health(self) -> None:
         # Answered by the scheduler, also between the steps of long requests and while paused; /health would sample a
         # token, take a second, and fail while paused.
+        if self._updating_s(await self._calls.json("health", "/model_info", retry_busy=False)) is not None:
+            return
         await self._calls.json("health", "/server_info", retry_busy=False)
 
     async def abort(self, request_id: str) -> None:

@@ -9,15 +9,17 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import get_args
+from uuid import uuid4
 
 from .engine import EngineError, EngineRefused, EngineTimeout, UpdateMode
-from .engine_calls import EngineCalls
+from .engine_calls import CONTROL_TIMEOUT_S, EngineCalls
 from .manifest import BadWeights, Manifest
 from .weight_group import Meeting, WeightGroupError, WeightGroupPlan
 
 IDLE_POLL_S = 0.05
 CLEAN_UP_TIMEOUT_S = 5.0  # after a failure; the server may not answer at all
 TORN = "torn"  # label of weights that are neither the old nor the new ones
+UPDATING = "updating-"  # their label while an update goes on; followed by its name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class SglangWeights:
 
     async def _receive(self, what: str, group: _Group, step: str, version: int, deadline: float) -> None:
         plan = group.plan
+        await self._label(what, f"{UPDATING}{uuid4().hex[:8]}", _left(deadline))
         await self._calls.call(what, "/begin_weight_update", _left(deadline), body={})
         try:
             group.meeting.ready(step, group.workers)
@@ -128,8 +131,7 @@ class SglangWeights:
         finally:
             await self._calls.call(what, "/end_weight_update", body={})
         await self._calls.call(what, "/flush_cache", _left(deadline), body={})
-        label = {"new_version": str(int(version)), "abort_all_requests": False}
-        await self._calls.call(what, "/update_weight_version", body=label)
+        await self._label(what, str(int(version)))
 
     async def _leave_group(self) -> None:
         group, self._group = self._group, None
@@ -143,8 +145,11 @@ class SglangWeights:
     async def _call_torn(self, what: str) -> None:
         """What was loaded so far stays. Under this label every token is refused until an update succeeds."""
         with contextlib.suppress(EngineError):
-            label = {"new_version": TORN, "abort_all_requests": False}
-            await self._calls.call(what, "/update_weight_version", CLEAN_UP_TIMEOUT_S, body=label)
+            await self._label(what, TORN, CLEAN_UP_TIMEOUT_S)
+
+    async def _label(self, what: str, label: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._calls.call(what, "/update_weight_version", timeout_s, body=body)
 
     async def sleep(self) -> None:
         await self._call_torn("going to sleep")
@@ -194,6 +199,7 @@ class SglangWeights:
     async def _swap(self, what: str, path: Path, version: int, deadline: float) -> None:
         body = {"model_path": str(path), "weight_version": str(int(version)), "flush_cache": True}
         try:
+            await self._label(what, f"{UPDATING}{uuid4().hex[:8]}", _left(deadline))
             await self._calls.call(what, "/update_weights_from_disk", _left(deadline), body=body)
         except BaseException as error:
             await self._call_torn(what)

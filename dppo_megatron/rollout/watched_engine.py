@@ -26,6 +26,7 @@ from .engine_health import (
     Registered,
     Silent,
     State,
+    Updating,
     Vanished,
     Verified,
     VerifyFailed,
@@ -191,11 +192,11 @@ class WatchedEngine:
         """False when the question changed meanwhile, so that the answer is worth nothing."""
         service, policy = self._service, self.policy
         try:
-            info = await probe_health(self._client, self._config.engine.health_timeout_s)
+            info = await probe_health(self._client, self._config)
         except EngineError as error:
             event = Silent(str(error))
         else:
-            event = Answered(info.instance, info.version)
+            event = Answered(info.instance, info.version) if info.updating_s is None else Updating()
         if service != self._service or policy is not self.policy:
             self._wake.set()
             return False  # the answer of a life that is over, or to what is no longer the question

@@ -57,7 +57,7 @@ class LiveEngines:
         async def ask(service: Service, client: Engine) -> EngineInfo | EngineError:
             patience = min(PATIENCE_S, engine.health_timeout_s) if service in self._silent else engine.health_timeout_s
             try:
-                return await probe_health(client, patience)
+                return await probe_health(client, self._config, patience)
             except EngineError as error:
                 return error
 
@@ -78,7 +78,7 @@ class LiveEngines:
 
         async def guarded(url: str) -> Result | EngineError:
             try:
-                return await while_healthy(by_url[url], self._config.engine, call(by_url[url]))
+                return await while_healthy(by_url[url], self._config, call(by_url[url]))
             except EngineError as error:
                 return error
 

@@ -14,6 +14,7 @@ from tiny_engine import EOS, MAX_MODEL_LEN, VOCAB, engine_config, group, make_mo
 
 from dppo_megatron.rollout import sglang_client
 from dppo_megatron.rollout.engine import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, SpoiltSample
+from dppo_megatron.rollout.engine_watch import probe_health
 from dppo_megatron.rollout.sglang_client import SglangEngine
 from dppo_megatron.rollout.sglang_wire import child_ids
 
@@ -150,7 +151,7 @@ def test_the_last_token_of_the_vocabulary_is_scored(config, model):
 
 
 UPDATE = "/update_weights_from_disk"
-DONE = {"/pause_generation": [say({})], "/continue_generation": [say({})], "/update_weight_version": [say({})]}
+DONE = {"/pause_generation": [say({})], "/continue_generation": [say({})], "/update_weight_version": [say({})] * 2}
 
 
 @pytest.mark.parametrize("reply", [say({"success": False, "message": "out of memory"}, 400), b"", None])
@@ -161,6 +162,19 @@ def test_an_update_that_fails_leaves_weights_that_nobody_may_use(config, model, 
         against(config, left, lambda engine: engine.load_weights(model, 4), unused := [])
     assert not isinstance(error.value, EngineRefused)
     assert unused == []
+
+
+def test_a_server_that_updates_its_weights_is_alive_though_its_scheduler_is_silent(config, model):
+    async def probe_twice(engine):
+        await engine.info()
+        first = await probe_health(engine, config)
+        return first, await probe_health(engine, config)
+
+    labels = [say({"weight_version": label, "model_path": str(model)}) for label in ["3"] + ["updating-1"] * 4]
+    replies = {"/server_info": [say(SERVER), None], "/model_info": labels}
+    first, second = against(config, replies, probe_twice)
+    assert 0 <= first.updating_s < second.updating_s < 1
+    assert second.version == 3
 
 
 def test_running_requests_that_do_not_end(config, model):

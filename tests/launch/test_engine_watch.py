@@ -17,11 +17,16 @@ from dppo_megatron.launch import engine as launched
 from dppo_megatron.rollout.engine import EngineTimeout
 from dppo_megatron.services import free_port
 
-SETTINGS = SimpleNamespace(health_interval_s=0.05, health_timeout_s=0.3, health_failures=2)
+SETTINGS = SimpleNamespace(
+    engine=SimpleNamespace(health_interval_s=0.05, health_timeout_s=0.3, health_failures=2),
+    weight_sync=SimpleNamespace(timeout_s=20),
+)
 
 
 class HttpEngine:
     """As much of a client as the watch needs."""
+
+    updating_s = None
 
     def __init__(self, url):
         self.url = url
@@ -34,7 +39,7 @@ class HttpEngine:
             raise EngineTimeout(str(error)) from None
 
     async def info(self):
-        return None
+        return SimpleNamespace(updating_s=self.updating_s)
 
     async def close(self):
         await self._http.aclose()
@@ -68,7 +73,7 @@ def watch(url, process, act):
 
     async def main():
         asyncio.get_running_loop().call_later(0.5, act)
-        return await launched._watch(SimpleNamespace(engine=SETTINGS), url, process)
+        return await launched._watch(SETTINGS, url, process)
 
     return asyncio.run(main())
 
@@ -90,6 +95,21 @@ def test_a_pause_is_survived(server):
         loop.call_later(2.0, process.terminate)
 
     assert watch(url, process, pause) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("seconds", [19.0, 21.0])
+def test_one_that_updates_its_weights_is_killed_only_when_that_takes_too_long(server, monkeypatch, seconds):
+    url, process = server
+    monkeypatch.setattr(HttpEngine, "updating_s", seconds)
+
+    def end_later():
+        asyncio.get_running_loop().call_later(1.0, process.terminate)
+
+    if seconds < 20:
+        assert watch(url, process, end_later) == -signal.SIGTERM
+    else:
+        with pytest.raises(launched.EngineFrozen, match=r"21 s, longer than weight_sync\.timeout_s = 20"):
+            watch(url, process, end_later)
 
 
 def test_the_exit_code_of_one_that_ended(server):

@@ -45,6 +45,7 @@ class PlayedServer:
     asked: list[GenerateRequest] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
     running: int = 0
+    began: float | None = None  # the load that goes on
 
     def restart(self, weights: int, claims: int) -> None:
         self.instance = f"life-{next(_LIVES)}"
@@ -88,11 +89,16 @@ class PlayedEngine:
             engine="played",
             running=0,
             instance=server.instance,
+            updating_s=None if server.began is None else time.monotonic() - server.began,
         )
 
     async def load_weights(self, path: Path, version: int, mode: str = "keep") -> None:
         self._server.loads.append(version)
-        await self._reach(self._server.load_s)
+        self._server.began = time.monotonic()
+        try:
+            await self._reach(self._server.load_s)
+        finally:
+            self._server.began = None
         if self._server.refuses:
             raise EngineRefused(f"engine {self.url}: other shapes")
         self._server.claims = version

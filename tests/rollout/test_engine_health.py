@@ -16,6 +16,7 @@ from dppo_megatron.rollout.engine_health import (
     Registered,
     Silent,
     State,
+    Updating,
     Vanished,
     Verified,
     VerifyFailed,
@@ -74,6 +75,14 @@ def test_one_that_was_restarted_while_it_is_verified_must_be_verified_anew():
     health = after(Registered(), Published(4), Answered("a", 2), VerifyStarted(), Answered("b", 0))
     assert health.state is State.STALE
     assert health.may_verify(0.0, RULES)
+
+
+def test_one_that_is_being_updated_is_alive_and_left_alone():
+    """The publisher is loading the next policy into it: the published one must not be loaded over that."""
+    stale = after(Registered(), Published(4), Answered("a", 2), Silent("busy"), Silent("busy"), Updating())
+    assert (stale.state, stale.silent, stale.may_verify(0.0, RULES)) == (State.STALE, 0, False)
+    assert after(Answered("a", 2), start=stale).may_verify(0.0, RULES)
+    assert after(Updating(), start=serving()).state is State.SERVING
 
 
 def test_a_verification_overtaken_by_the_next_policy_does_not_admit():
@@ -178,6 +187,7 @@ EVENTS = st.one_of(
     st.just(Failed("failed")),
     st.builds(Published, VERSIONS, st.none() | INSTANCES),
     st.just(VerifyStarted()),
+    st.just(Updating()),
     st.builds(Verified, INSTANCES, VERSIONS),
     st.just(VerifyFailed("differs")),
 )

@@ -21,8 +21,11 @@ A, B = "http://a", "http://b"
 
 @pytest.fixture
 def world(tmp_path):
-    def make(*servers: PlayedServer, **engine) -> World:
+    def make(*servers: PlayedServer, update_s: float = 600, **engine) -> World:
         config = make_config(tmp_path / "run")
+        config = config.model_copy(
+            update={"weight_sync": config.weight_sync.model_copy(update={"timeout_s": update_s})}
+        )
         settings = {"health_interval_s": 0.02, "health_timeout_s": 0.1, "health_failures": 2}
         settings |= {"unavailable_timeout_s": 5.0} | engine
         config = config.model_copy(update={"engine": config.engine.model_copy(update=settings)})
@@ -92,6 +95,15 @@ def test_one_that_is_lost_while_it_loads_is_left_out(world, end):
     assert time.monotonic() - started < 2
     assert [c.url for c in confirmed] == [B]
     assert len(left_out) == 1
+
+
+def test_a_load_may_take_long_but_not_longer_than_an_update(world):
+    w = world(PlayedServer(load_s=0.8), PlayedServer(load_s=30), update_s=1.2)
+    started = time.monotonic()
+    confirmed, left_out = publish(w, 3)
+    assert time.monotonic() - started < 4
+    assert [c.url for c in confirmed] == [A], "0.8 s are many times two failed probes"
+    assert "longer than weight_sync.timeout_s = 1.2" in str(left_out[B])
 
 
 def test_one_that_was_announced_elsewhere_is_found(world):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from safetensors.numpy import save_file
 pytest.importorskip("vllm", reason="needs vLLM")
 
 from dppo_megatron.rollout.manifest import BadWeights
-from dppo_megatron.rollout.vllm_extension.worker import WorkerExtension
+from dppo_megatron.rollout.vllm_extension.routes import DppoRoutes
 from dppo_megatron.rollout.vllm_extension.weights import WeightsTorn, WeightUpdater
+from dppo_megatron.rollout.vllm_extension.worker import WorkerExtension
 from dppo_megatron.rollout.weight_group import TensorSpec, WeightGroupPlan, bucket_bytes, make_buckets, views
 
 
@@ -256,3 +259,41 @@ def test_a_worker_returns_what_went_wrong_and_takes_the_next_update(step):
 
 def test_a_worker_returns_why_it_could_not_join():
     assert Worker(fails_in="join").dppo_join_weight_group({}) == "join: connection closed"
+
+
+def test_the_description_does_not_wait_for_an_engine_core_that_loads(policy):
+    """It would make a load of a minute look like a frozen server."""
+    ended = asyncio.Event()
+
+    class Loading(PlayedEngine):
+        model_config = Mock(get_vocab_size=lambda: 5, max_model_len=8, max_logprobs=2, model="m")
+        vllm_config = Mock(parallel_config=Mock(world_size=1, data_parallel_size=1))
+
+        async def get_weight_version(self):
+            await ended.wait()  # behind the load
+            return "5"
+
+        async def collective_rpc(self, method, args):
+            await ended.wait()
+            return [None]
+
+    async def describe(routes):
+        reply = json.loads((await asyncio.wait_for(routes._info(None), 1)).body)
+        return reply["version"], reply["updating_s"]
+
+    async def while_it_loads():
+        routes, engine = DppoRoutes(), Loading()
+        routes._engine, routes._experts = engine, Mock(available=False)
+        routes._updater = WeightUpdater(engine, policy, version=4)
+        loading = asyncio.create_task(load(routes._updater, policy, version=5))
+        while "pause keep" not in engine.calls:
+            await asyncio.sleep(0.001)
+        during = await describe(routes)
+        ended.set()
+        await loading
+        return during, await describe(routes)
+
+    (version, updating_s), after = asyncio.run(while_it_loads())
+    assert version == 4
+    assert 0 <= updating_s < 1
+    assert after == (5, None)

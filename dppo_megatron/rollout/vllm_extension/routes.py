@@ -75,18 +75,23 @@ class DppoRoutes:
         if engine_client is None:
             return
         self._engine = engine_client
-        self._updater = WeightUpdater(engine_client, Path(engine_client.model_config.model))
+        version = int(os.environ.get(VERSION_VARIABLE) or -1)
+        self._updater = WeightUpdater(engine_client, Path(engine_client.model_config.model), version)
         self._experts = ExpertsReader(engine_client, engine_client.vllm_config)
         if self._experts.available:
             await self._experts.start()
-        if version := os.environ.get(VERSION_VARIABLE):
-            await engine_client.update_weight_version(str(int(version)))
+        if version >= 0:
+            await engine_client.update_weight_version(str(version))
 
     async def _info(self, request: Request) -> Response:
         config, parallel = self._engine.model_config, self._engine.vllm_config.parallel_config
+        updating_s, version = self._updater.updating_s, self._updater.version
+        if updating_s is None:  # only then does the engine core answer, and a frozen one shows
+            version = parse_version(await self._engine.get_weight_version())
         return JSONResponse(
             {
-                "version": parse_version(await self._engine.get_weight_version()),
+                "version": version,
+                "updating_s": updating_s,
                 "vocab_size": config.get_vocab_size(),
                 "max_model_len": config.max_model_len,
                 "max_logprobs": config.max_logprobs,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,11 +26,13 @@ class WeightsTorn(RuntimeError):
 class WeightUpdater:
     """Swaps the served weights, one update at a time."""
 
-    def __init__(self, engine: EngineClient, model: Path):
+    def __init__(self, engine: EngineClient, model: Path, version: int = -1):
         self._engine = engine
         self._model = model
         self._served: Manifest | None = None
         self._lock = asyncio.Lock()
+        self._began: float | None = None  # what holds the lock
+        self._version = version
         self._torn: str | None = None
         self._group = ""
 
@@ -36,6 +40,25 @@ class WeightUpdater:
         """Raises WeightsTorn after a failed update."""
         if self._torn:
             raise WeightsTorn(f"the weights are incomplete, load them again: {self._torn}")
+
+    @property
+    def version(self) -> int:
+        """That the engine serves, or served before the update that goes on now."""
+        return self._version
+
+    @property
+    def updating_s(self) -> float | None:
+        """Since an update, a join or a nap began that goes on now, in which the engine core answers nothing else."""
+        return None if self._began is None else time.monotonic() - self._began
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        async with self._lock:
+            self._began = time.monotonic()
+            try:
+                yield
+            finally:
+                self._began = None
 
     @property
     def group(self) -> str:
@@ -47,7 +70,7 @@ class WeightUpdater:
 
         Raises BadWeights, before anybody waits, when the group's tensors are not those of the served model.
         """
-        async with self._lock:
+        async with self._alone():
             await asyncio.to_thread(self._check, Manifest.of(plan.name, plan.tensors()))
             self._group = ""
             await self._on_workers("dppo_join_weight_group", plan.to_json())
@@ -55,7 +78,7 @@ class WeightUpdater:
 
     async def receive(self, group: str, step: str, version: int, mode: UpdateMode, wait_s: float) -> float:
         """Serve what the trainer broadcasts in `step` of `group` as policy `version`; otherwise as `load`."""
-        async with self._lock:
+        async with self._alone():
             if group != self._group:
                 raise BadWeights(f"weight group {group}: the workers are in {self._group or 'none'}; join it first")
             try:
@@ -66,12 +89,12 @@ class WeightUpdater:
 
     async def sleep(self) -> None:
         """Waits for running requests and discards weights and cache; an update must follow the waking."""
-        async with self._lock:
+        async with self._alone():
             self._torn = "the engine was put to sleep, which discards them"
             await self._engine.sleep(level=2, mode="wait")
 
     async def wake(self) -> None:
-        async with self._lock:
+        async with self._alone():
             await self._engine.wake_up()
 
     async def load(self, path: Path, version: int, mode: UpdateMode, wait_s: float) -> float:
@@ -80,7 +103,7 @@ class WeightUpdater:
         Raises BadWeights before anything is touched, TimeoutError when running requests do not end within `wait_s`
         (mode wait; the old weights go on), and WeightsTorn when loading itself fails.
         """
-        async with self._lock:
+        async with self._alone():
             manifest = await asyncio.to_thread(self._read_and_check, path)
             return await self._update(str(path), {"files": list(map(str, manifest.files))}, version, mode, wait_s)
 
@@ -122,6 +145,7 @@ class WeightUpdater:
     async def _swap(self, info: dict[str, Any], version: int, mode: UpdateMode) -> None:
         await self._on_workers("dppo_update_weights", info)
         await self._engine.update_weight_version(str(version))
+        self._version = version
         # Kept requests hold cached keys and values of the old weights: they are preempted and prefilled anew, so each
         # further token is drawn from exactly the policy it is tagged with.
         if not await self._engine.reset_prefix_cache(reset_running_requests=mode == "keep"):
