@@ -116,18 +116,17 @@ class SglangWeights:
         await self._calls.call(what, "/begin_weight_update", _left(deadline), body={})
         try:
             group.meeting.ready(step, group.workers)
-            for sender, buckets in enumerate(plan.streams):
-                for number, bucket in enumerate(buckets):
-                    body = {
-                        "names": [spec.name for spec in bucket],
-                        "dtypes": [spec.dtype for spec in bucket],
-                        "shapes": [spec.shape for spec in bucket],
-                        "group_name": plan.group(sender),
-                        "load_format": "flattened_bucket",
-                        "flush_cache": False,
-                    }
-                    where = f"{what}: bucket {number + 1} of {len(buckets)} from sender {sender}"
-                    await self._calls.call(where, "/update_weights_from_distributed", _left(deadline), body=body)
+            for sender, number, bucket in plan.order():
+                body = {
+                    "names": [spec.name for spec in bucket],
+                    "dtypes": [spec.dtype for spec in bucket],
+                    "shapes": [spec.shape for spec in bucket],
+                    "group_name": plan.group(sender),
+                    "load_format": "flattened_bucket",
+                    "flush_cache": False,
+                }
+                where = f"{what}: bucket {number + 1} of {len(plan.streams[sender])} from sender {sender}"
+                await self._calls.call(where, "/update_weights_from_distributed", _left(deadline), body=body)
         finally:
             await self._calls.call(what, "/end_weight_update", body={})
         await self._calls.call(what, "/flush_cache", _left(deadline), body={})

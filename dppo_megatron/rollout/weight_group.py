@@ -7,6 +7,7 @@ else over one TCP store that the trainer hosts.
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
 import socket
@@ -20,6 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 Backend = Literal["gloo", "nccl"]
+
+
+_EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.\d")
 
 
 class WeightGroupError(RuntimeError):
@@ -47,7 +51,10 @@ Bucket = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True, slots=True)
 class WeightGroupPlan:
-    """Everything a worker must know to join. `streams[s]` lists, in order, what sender `s` sends in every update."""
+    """Everything a worker must know to join.
+
+    `streams[s]` lists, in order, what sender `s` sends in every update; workers take the buckets in `order`.
+    """
 
     name: str  # unique to this group
     host: str  # of the store, as the engine reaches it
@@ -76,19 +83,42 @@ class WeightGroupPlan:
         """Name of the group of that sender."""
         return f"{self.name}-{sender}"
 
+    def order(self) -> Iterator[tuple[int, int, Bucket]]:
+        """(sender, number in its stream, bucket) of every bucket, as all workers take them.
+
+        Dense weights sender by sender, then experts layer by layer across senders: a worker may hold what it got of a
+        layer until the layer is complete, and one sender has a few experts of every layer.
+        """
+
+        def keyed(sender: int, stream: tuple[Bucket, ...]) -> Iterator[tuple[tuple[int, int, int], int, Bucket]]:
+            for number, bucket in enumerate(stream):
+                yield (expert_layer(bucket[0].name), sender, number), sender, bucket
+
+        parts = (keyed(sender, stream) for sender, stream in enumerate(self.streams))
+        for (_, _, number), sender, bucket in heapq.merge(*parts, key=lambda part: part[0]):
+            yield sender, number, bucket
+
     def tensors(self) -> Iterator[TensorSpec]:
         return (spec for stream in self.streams for bucket in stream for spec in bucket)
+
+
+def expert_layer(name: str) -> int:
+    """Number of the layer whose expert the tensor belongs to; -1 for all other tensors."""
+    found = _EXPERT.search(name)
+    return int(found[1]) if found else -1
 
 
 def make_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
     """In the order of `specs`, as many to a bucket as fit; one larger than `bucket_bytes` is alone.
 
-    Tensors lie end to end, so one that would not be aligned there begins a bucket.
+    Experts of another layer begin a bucket. So does a tensor that would not be aligned: they lie end to end.
     """
     buckets: list[list[TensorSpec]] = []
-    filled = 0
+    filled, layer = 0, -1
     for spec in specs:
-        if not buckets or filled + spec.nbytes > bucket_bytes or filled % getattr(torch, spec.dtype).itemsize:
+        full = filled + spec.nbytes > bucket_bytes or filled % getattr(torch, spec.dtype).itemsize
+        before, layer = layer, expert_layer(spec.name)
+        if not buckets or full or layer != before:
             buckets.append([])
             filled = 0
         buckets[-1].append(spec)

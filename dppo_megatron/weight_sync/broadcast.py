@@ -41,7 +41,7 @@ class Broadcast:
     """Groups are made once, and anew when the engines are others or a transfer failed.
 
     Senders are the ranks that `export_weights` yields on: tensor-parallel rank 0 of every pipeline stage, and the
-    ranks that lead experts. The engines take the senders' streams one after the other.
+    ranks that lead experts. The engines take the senders' buckets in `WeightGroupPlan.order`.
     """
 
     def __init__(self, config: Config, actor: Actor, engines: EngineThread | None, ranks: Ranks, stored: StoredAs):
@@ -69,7 +69,8 @@ class Broadcast:
             owned = [TensorSpec.of(name, tensor) for name, tensor in self._export()]
             mine = (not ParallelRanks.current().first_replica, make_buckets(owned, self._bucket_bytes))
             everyone = self._ranks.gather(mine)
-            # A rank that leads experts may wait for one that still sends dense weights, never the other way round.
+            # Every rank sends its dense weights first, then its experts layer by layer, and so do all together: a rank
+            # that waits for its turn never waits for one that waits for it in a gather.
             senders = sorted((late, rank) for rank, (late, buckets) in enumerate(everyone) if buckets)
             self._streams = tuple(everyone[rank][1] for _, rank in senders)
             order = [rank for _, rank in senders]

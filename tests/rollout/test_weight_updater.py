@@ -110,6 +110,29 @@ def plan(name="group", **shapes):
     return WeightGroupPlan(name, "127.0.0.1", 1, "gloo", 5.0, 1, ((specs,),))
 
 
+def test_experts_of_a_layer_come_together_from_all_senders():
+    """A vLLM worker holds what it got of a layer's experts until it has all: that must be one layer's, not the model's.
+
+    Four senders, as expert-parallel ranks are: the first sends the dense weights as well.
+    """
+
+    def stream(sender: int):
+        dense = [f"model.layers.{layer}.mlp.shared_experts.up_proj.weight" for layer in range(3 if sender == 0 else 0)]
+        parts = [f"{sender}.{part}_proj.weight" for part in ("up", "down")]
+        experts = [f"model.layers.{layer}.mlp.experts.{part}" for layer in range(3) for part in parts]
+        return make_buckets([TensorSpec(name, "float32", (2,)) for name in dense + experts], 10**6)
+
+    streams = tuple(map(stream, range(4)))
+    whole = WeightGroupPlan("group", "127.0.0.1", 1, "gloo", 5.0, 1, streams)
+    order = list(WeightGroupPlan.from_json(json.loads(json.dumps(whole.to_json()))).order())
+    assert [(sender, number) for sender, number, _ in order] == [
+        *((0, 0), (0, 1), (1, 0), (2, 0), (3, 0)),  # dense; then layer 0
+        *((0, 2), (1, 1), (2, 1), (3, 1)),
+        *((0, 3), (1, 2), (2, 2), (3, 2)),
+    ]
+    assert all(bucket == streams[sender][number] for sender, number, bucket in order)
+
+
 def test_order_of_a_broadcast(policy):
     async def join_and_receive():
         engine = PlayedEngine()

@@ -49,30 +49,26 @@ class WeightReceiver:
         try:
             self._meeting.ready(step)
             self._meeting.wait(step)
-            for sender, (channel, buckets) in enumerate(zip(self._channels, self._plan.streams, strict=True)):
-                yield from self._stream(sender, channel, buckets)
+            yield from self._buckets()
         except BaseException:
             self.close()  # the sender and the other workers then fail at once instead of waiting
             raise
 
-    def _stream(
-        self, sender: int, channel: Channel, buckets: tuple[Bucket, ...]
-    ) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        coming = self._start(channel, buckets[0]) if buckets else None
-        for number, bucket in enumerate(buckets):
-            flat, ticket = coming
-            if number + 1 < len(buckets):
-                coming = self._start(channel, buckets[number + 1])
+    def _buckets(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        coming = (self._start(*place) for place in self._plan.order())
+        arriving = next(coming, None)
+        while arriving is not None:
+            (sender, number, bucket, flat, ticket), arriving = arriving, next(coming, None)
             try:
-                channel.finish(ticket)
+                self._channels[sender].finish(ticket)
             except WeightGroupError as error:
-                where = f"bucket {number + 1} of {len(buckets)} from sender {sender}"
+                where = f"bucket {number + 1} of {len(self._plan.streams[sender])} from sender {sender}"
                 raise WeightGroupError(f"{where} (from {bucket[0].name}): {error}") from None
             yield views(flat, bucket)
 
-    def _start(self, channel: Channel, bucket: Bucket) -> tuple[Tensor, int]:
+    def _start(self, sender: int, number: int, bucket: Bucket) -> tuple[int, int, Bucket, Tensor, int]:
         flat = torch.empty(bucket_bytes(bucket), dtype=torch.uint8, device=self._device)
-        return flat, channel.broadcast(flat)
+        return sender, number, bucket, flat, self._channels[sender].broadcast(flat)
 
     def close(self) -> None:
         for channel in self._channels:
