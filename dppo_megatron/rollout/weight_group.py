@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import heapq
 import math
+import os
 import re
 import socket
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -24,6 +27,10 @@ Backend = Literal["gloo", "nccl"]
 
 
 _EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.\d")
+
+
+POLL_S = 0.0005  # of a bucket under way
+CALLED_OFF_POLL_S = 0.25  # of the store, by those whose bucket is late
 
 
 class WeightGroupError(RuntimeError):
@@ -141,8 +148,8 @@ def views(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 class Meeting:
     """The store at which senders and workers find each other and agree on every step before bytes flow.
 
-    A step begins when all workers said they are ready, and is called off for everybody by one `call_off`. So nobody
-    starts a collective that another side will not join.
+    A step begins when all workers said they are ready, and is called off for everybody by one `call_off`: those that
+    wait for it to begin never start a collective, and those within one give it up.
     """
 
     def __init__(self, store: dist.TCPStore, plan_name: str, workers: int, timeout_s: float):
@@ -187,7 +194,17 @@ class Meeting:
             self._store.set(f"{step}/begin", "")
 
     def call_off(self, step: str, reason: str) -> None:
+        self._store.set(f"{step}/off", reason)
         self._store.set(f"{step}/begin", reason)
+
+    def check(self, step: str) -> None:
+        """Raises `WeightGroupError` when `step` was called off, also after it began."""
+        try:
+            reason = self._store.get(f"{step}/off").decode() if self._store.check([f"{step}/off"]) else ""
+        except Exception as error:
+            raise WeightGroupError(f"{step}: the trainer's store is gone: {_brief(error)}") from error
+        if reason:
+            raise WeightGroupError(f"{step}: called off: {reason}")
 
     def wait(self, step: str) -> None:
         """Returns when `step` begins. Raises `WeightGroupError` when it was called off or did not begin in time."""
@@ -198,20 +215,25 @@ class Meeting:
         if reason:
             raise WeightGroupError(f"{step}: called off: {reason}")
 
-    def channel(self, name: str, rank: int, backend: Backend, address: str) -> Channel:
+    def channel(
+        self, name: str, rank: int, backend: Backend, address: str, device: torch.device | None = None
+    ) -> Channel:
         """The group `name` of one sender, as its `rank`; `address` is this process's own. Blocks for all others.
 
-        Raises `WeightGroupError`.
+        With a `device` its first byte is sent there and then, for NCCL connects no sooner; an SGLang server would not
+        take it. Raises `WeightGroupError`.
         """
         # As torch.distributed prefixes a named group's keys, for SGLang makes its end by torch.
         store = dist.PrefixStore(name, self._server)
         store = dist.PrefixStore("cpu/" if backend == "gloo" else "cuda/", dist.PrefixStore(f"{name}/", store))
         try:
-            return Channel(
-                _new_group(store, rank, 1 + self._workers, backend, address, self._timeout_s), self._timeout_s
-            )
+            group = _new_group(store, rank, 1 + self._workers, backend, address, self._timeout_s)
+            channel = Channel(group, self, self._timeout_s)
+            if device is not None:
+                channel.finish(channel.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)), "join")
         except Exception as error:
             raise WeightGroupError(f"group {name} did not form: {_brief(error)}") from None
+        return channel
 
 
 class Channel:
@@ -221,8 +243,9 @@ class Channel:
     does, so that `close` really closes them and whoever still waits for this process fails at once.
     """
 
-    def __init__(self, group: Any, timeout_s: float):
+    def __init__(self, group: Any, meeting: Meeting, timeout_s: float):
         self._group = group
+        self._meeting = meeting
         self._works: dict[int, Any] = {}
         self._started = 0
         self._timeout = timedelta(seconds=timeout_s)
@@ -239,10 +262,22 @@ class Channel:
             raise WeightGroupError(_brief(error)) from None
         return ticket
 
-    def finish(self, ticket: int) -> None:
-        """Waits for a broadcast, on the GPU too. Raises `WeightGroupError` after the time-out or a lost connection."""
+    def finish(self, ticket: int, step: str) -> None:
+        """Waits for a broadcast, on the GPU too.
+
+        Raises `WeightGroupError` after the time-out, a lost connection, or when `step` is called off: a peer that
+        froze neither answers nor closes its connection.
+        """
+        work, started, asked = self._works[ticket], time.monotonic(), time.monotonic()
         try:
-            self._works[ticket].wait(self._timeout)
+            while not work.is_completed() and time.monotonic() < started + self._timeout.total_seconds():
+                time.sleep(POLL_S)
+                if time.monotonic() > asked + CALLED_OFF_POLL_S:
+                    self._meeting.check(step)
+                    asked = time.monotonic()
+            work.wait(timedelta(milliseconds=1))  # raises unless it has completed
+        except WeightGroupError:
+            raise
         except Exception as error:
             raise WeightGroupError(_brief(error)) from None
         del self._works[ticket]
@@ -272,7 +307,23 @@ def _new_group(store: dist.Store, rank: int, size: int, backend: Backend, addres
         return dist.ProcessGroupGloo(store, rank, size, options)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    # Read by the constructor: no watchdog then, which would end this whole process when a peer is lost.
+    with _environment(TORCH_NCCL_BLOCKING_WAIT="1"):
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _environment(**changes: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _brief(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -51,6 +51,7 @@ class Broadcast:
         self._stored = stored
         self._timeout_s = config.weight_sync.timeout_s
         self._on_update = config.rollout.on_update
+        self._first_byte = actor.layout.device if config.engine.kind == "vllm" else None  # see `Meeting.channel`
         self._backend = "nccl" if actor.layout.device.type == "cuda" else "gloo"
         self._bucket_bytes = config.weight_sync.bucket_bytes or BUCKET_BYTES[self._backend]
         self._streams: tuple[tuple[Bucket, ...], ...] = ()  # of all senders
@@ -86,12 +87,14 @@ class Broadcast:
             self._join(engines)
 
     async def receive(self, engine: Engine, version: int) -> None:
-        await engine.receive_weights(self._plan.name, f"update-{self._step}", version, self._on_update)
+        await engine.receive_weights(self._plan.name, self._step_name, version, self._on_update)
 
     def send(self) -> str | None:
         stream = None
         if self._sender is not None:
-            stream = _Stream(self._channel, self._streams[self._sender], self._actor.layout.device, self._begin)
+            stream = _Stream(
+                self._channel, self._streams[self._sender], self._actor.layout.device, self._meeting, self._step_name
+            )
         failure = None
         for name, tensor in self._export():  # to the end in any case: other ranks wait in its gathers
             if stream is None or failure is not None:
@@ -110,13 +113,14 @@ class Broadcast:
         self.close()
         return f"trainer rank {self._ranks.rank}: {failure}"
 
-    def _begin(self) -> None:
-        self._meeting.wait(f"update-{self._step}")
+    @property
+    def _step_name(self) -> str:
+        return f"update-{self._step}"
 
     def give_up(self, reason: str) -> None:
         caller = self._caller  # a failed sender closes it in the meantime
         if caller is not None:
-            caller.call_off(f"update-{self._step}", reason)
+            caller.call_off(self._step_name, reason)
 
     def directory(self, version: int) -> Path | None:
         return None
@@ -157,7 +161,7 @@ class Broadcast:
                 self._meeting = self._meeting or Meeting.visit(first, port, name, workers, self._timeout_s)
                 self._meeting.wait("join")
                 self._channel = self._meeting.channel(
-                    self._plan.group(self._sender), 0, self._backend, local_address(hosts[0])
+                    self._plan.group(self._sender), 0, self._backend, local_address(hosts[0]), self._first_byte
                 )
             except WeightGroupError as error:
                 problem = f"trainer rank {self._ranks.rank}: {error}"
@@ -199,10 +203,13 @@ class Broadcast:
 class _Stream:
     """Packs tensors into the announced buckets; one is on its way while the next fills."""
 
-    def __init__(self, channel: Channel, buckets: tuple[Bucket, ...], device: torch.device, begin: Callable[[], None]):
+    def __init__(
+        self, channel: Channel, buckets: tuple[Bucket, ...], device: torch.device, meeting: Meeting, step: str
+    ):
         self._channel = channel
         self._buckets = buckets
-        self._begin = begin
+        self._meeting = meeting
+        self._step = step
         size = max(map(bucket_bytes, buckets))
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(buckets)))]
         self._tickets: list[int] = []  # of the buckets sent, in order
@@ -221,7 +228,7 @@ class _Stream:
         place.copy_(tensor)
         if not self._open:
             if not self._tickets:
-                self._begin()
+                self._meeting.wait(self._step)
             self._tickets.append(self._channel.broadcast(self._flat))
 
     def finish(self) -> None:
@@ -242,7 +249,7 @@ class _Stream:
 
     def _wait(self, number: int) -> None:
         try:
-            self._channel.finish(self._tickets[number])
+            self._channel.finish(self._tickets[number], self._step)
         except WeightGroupError as error:
             bucket = self._buckets[number]
             where = f"bucket {number + 1} of {len(self._buckets)} (from {bucket[0].name})"

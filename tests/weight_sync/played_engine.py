@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ SCORES = np.linspace(-3, -1, 7, dtype=np.float32)
 class PlayedEngine:
     """Keeps what it receives in `weights`. `dies_at` names what kills it: "join", "receive", or a bucket's number.
 
-    `down` engines do not answer.
+    `down` engines do not answer. One that freezes at the bucket `freezes_at` keeps its connections too.
     """
 
     def __init__(self, url: str):
@@ -26,6 +27,8 @@ class PlayedEngine:
         self.down = False
         self.instance = "first"
         self.dies_at: str | int | None = None
+        self.freezes_at: int | None = None
+        self._thawed = threading.Event()
         self.served = -1
         self.weights: dict[str, torch.Tensor] = {}
         self.joined: list[str] = []
@@ -90,6 +93,10 @@ class PlayedEngine:
         received = {}
         for number, bucket in enumerate(self._receiver.receive(step)):
             self._die_at(number)
+            if number == self.freezes_at:
+                self.freezes_at, self.down = None, True
+                self._thawed.wait()
+                raise WeightGroupError("it was given up long ago")
             received |= dict(bucket)
         return received
 
@@ -106,5 +113,6 @@ class PlayedEngine:
         return SCORES + np.float32(self.score_offset)
 
     async def close(self) -> None:
+        self._thawed.set()
         if self._receiver is not None:
             self._receiver.close()

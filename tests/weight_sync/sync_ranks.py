@@ -29,6 +29,7 @@ from dppo_megatron.weight_sync.engine_thread import EngineThread
 from dppo_megatron.weight_sync.live_engines import LiveEngines
 
 TIMEOUT_S = 2.0
+LONG_TIMEOUT_S = 30.0
 FP8 = {"dtype": "bf16", "quantization": "fp8_block"}
 
 
@@ -201,6 +202,24 @@ def colocated(models: Path, run: Path) -> dict:
         return {"events": t.publisher._ranks.gather(events), "message": message, "differences": differences}
 
 
+def one_of_two_freezes(models: Path, run: Path) -> dict:
+    """The second engine freezes within a bucket of the second publish, whose steps may take very long."""
+    probes = {"health_interval_s": 0.1, "health_timeout_s": 0.2, "health_failures": 2}
+    with trainer(models, run, "qwen3", tp=2, engines=2, engine=probes, timeout_s=LONG_TIMEOUT_S) as t:
+        t.load("a")
+        t.publisher.publish(0)
+        if t.engines:
+            t.engines[1].freezes_at = 3
+        t.load("b")
+        started = time.monotonic()
+        second = t.publisher.publish(1)
+        return {
+            "unconfirmed": second.unconfirmed,
+            "seconds": time.monotonic() - started,
+            "differences": [t.difference("b")] if t.engines else [],
+        }
+
+
 def one_of_two_dies(place: str | int) -> Callable[[Path, Path], dict]:
     """The second engine dies at `place` of the second publish and is back for the third."""
 
@@ -292,6 +311,7 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     "dies_at_join": one_of_two_dies("join"),
     "dies_at_receive": one_of_two_dies("receive"),
     "dies_at_bucket": one_of_two_dies(3),
+    "freezes": one_of_two_freezes,
     "dead": fails(lambda engine: setattr(engine, "down", True)),
     "dies_for_good": fails(lambda engine: setattr(engine, "dies_at", 2)),
     "frozen": fails(_frozen),

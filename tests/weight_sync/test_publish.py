@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sync_ranks import TIMEOUT_S
+from sync_ranks import LONG_TIMEOUT_S, TIMEOUT_S
 
 from dppo_megatron.hf import SafetensorsDirectory, fp8, open_weights, read_hf_config
 from dppo_megatron.rollout.manifest import Manifest
@@ -81,6 +81,13 @@ def test_an_engine_that_dies_is_left_out_and_taken_in_again(scenarios, place):
     assert result["served"] == [1, 1]
     assert result["lags"] == [True, False, False], "each life of an engine is noticed once"
     assert result["seconds"] < 2 * TIMEOUT_S
+
+
+def test_one_that_freezes_within_a_bucket_is_not_waited_for(scenarios):
+    result = result_of(scenarios, "freezes")
+    assert result["unconfirmed"] == 1
+    assert result["differences"] == [0.0]
+    assert result["seconds"] < LONG_TIMEOUT_S / 5
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ class WeightReceiver:
         rank, address = 1 + plan.first_worker + worker, local_address(plan.host, plan.port)
         try:
             for sender in range(len(plan.streams)):
-                self._channels.append(self._meeting.channel(plan.group(sender), rank, plan.backend, address))
+                self._channels.append(self._meeting.channel(plan.group(sender), rank, plan.backend, address, device))
         except BaseException:
             self.close()
             raise
@@ -49,18 +49,18 @@ class WeightReceiver:
         try:
             self._meeting.ready(step)
             self._meeting.wait(step)
-            yield from self._buckets()
+            yield from self._buckets(step)
         except BaseException:
             self.close()  # the sender and the other workers then fail at once instead of waiting
             raise
 
-    def _buckets(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    def _buckets(self, step: str) -> Iterator[Iterator[tuple[str, Tensor]]]:
         coming = (self._start(*place) for place in self._plan.order())
         arriving = next(coming, None)
         while arriving is not None:
             (sender, number, bucket, flat, ticket), arriving = arriving, next(coming, None)
             try:
-                self._channels[sender].finish(ticket)
+                self._channels[sender].finish(ticket, step)
             except WeightGroupError as error:
                 where = f"bucket {number + 1} of {len(self._plan.streams[sender])} from sender {sender}"
                 raise WeightGroupError(f"{where} (from {bucket[0].name}): {error}") from None
