@@ -169,7 +169,7 @@ class EngineConfig(Section):
     quantization: Literal["none", "fp8_block"] = Field(
         "none",
         description="fp8_block: every publish quantises the layers' projections to FP8 (e4m3, a scale for 128 x 128 "
-        "values) and engines multiply in FP8; needs GPUs and a larger weight_sync.probe_tolerance",
+        "values) and engines multiply in FP8; needs GPUs",
     )
     max_model_len: int = Field(4096, ge=2)
     max_num_seqs: int = Field(256, ge=1)
@@ -252,10 +252,11 @@ class WeightSyncConfig(Section):
         None, ge=1, description="broadcast: weights that travel at once; default: 256 MiB on GPUs, else 16 MiB"
     )
     keep_versions: int = Field(2, ge=1, description="shared_storage: published weight directories kept on disk")
-    probe_tolerance: float = Field(
-        1e-4,
+    probe_tolerance: float | None = Field(
+        None,
         gt=0,
-        description="largest engine-trainer log-prob difference after a publish; 1e-4 suits fp32, ~0.3 bf16, more FP8",
+        description="largest engine-trainer log-prob difference after a publish, in the mean over the probe's tokens; "
+        "default: 1e-4 where both compute in fp32, 0.3 where either does in 16 bits, 1.0 where either does in FP8",
     )
     timeout_s: float = Field(600.0, gt=0, description="of every single step of an update; longer raises")
 
@@ -349,6 +350,15 @@ class Config(Section):
     @property
     def horizon(self) -> int:
         return self.objective.horizon or self.rollout.max_response_tokens
+
+    @property
+    def probe_tolerance(self) -> float:
+        """Largest mean difference between log-probs of engine and trainer, in nats, that their precisions explain."""
+        if self.weight_sync.probe_tolerance is not None:
+            return self.weight_sync.probe_tolerance
+        if self.engine.quantization != "none" or self.model.fp8 != "none":
+            return 1.0
+        return 1e-4 if self.model.dtype == self.engine.dtype == "fp32" else 0.3
 
     @property
     def samples(self) -> bool:

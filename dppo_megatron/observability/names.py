@@ -42,6 +42,7 @@ _MISMATCH = (
     Metric("mismatch/kl", "nats", "KL(rollout || trainer) per token, by what the engine said when sampling"),
     Metric("mismatch/max_abs_logprob_difference", "nats", "largest engine-trainer difference of a token"),
     Metric("moe/routing_replay_disagreement", "share", "replayed experts that the trainer would not have chosen"),
+    Metric("probe/mean_abs_logprob_difference", "nats", "mean difference on the probe, after a publish"),
     Metric("probe/max_abs_logprob_difference", "nats", "largest difference on the probe, after a publish"),
 )
 _PUBLISH = (Metric("publish/bytes_per_s", "bytes/s", "size of the weights / seconds of exporting and loading them"),)

@@ -33,6 +33,7 @@ from .engine_health import (
     VerifyStarted,
 )
 from .engine_watch import probe_health
+from .probe import ProbeDifference
 from .published import PublishedPolicy
 
 log = logging.getLogger(__name__)
@@ -220,11 +221,11 @@ class WatchedEngine:
             info = await client.info()
             if info.instance != instance:
                 raise EngineUnavailable("the server was restarted meanwhile")
-            tolerance = self._config.weight_sync.probe_tolerance
+            tolerance = self._config.probe_tolerance
             # When the trainer published the next policy to it meanwhile, the scores are of that one.
-            if info.version == policy.version and not difference <= tolerance:  # also when it is NaN
+            if info.version == policy.version and not difference.within(tolerance):
                 raise EngineError(
-                    f"log-probs of the probe differ by {difference:.3g} from the trainer's under policy "
+                    f"log-probs of the probe differ by {difference} from the trainer's under policy "
                     f"{policy.version}, more than weight_sync.probe_tolerance = {tolerance:g}"
                 )
         except EngineError as error:
@@ -237,11 +238,11 @@ class WatchedEngine:
             log.info("%s %s policy %d and scores it as the trainer does", self.name, done, policy.version)
             self.apply(Verified(info.instance, info.version))
 
-    async def _probe_difference(self, client: Engine, policy: PublishedPolicy) -> float:
+    async def _probe_difference(self, client: Engine, policy: PublishedPolicy) -> ProbeDifference:
         if not policy.probe_tokens:
-            return 0.0
+            return ProbeDifference(0.0, 0.0)
         scores = await client.score(np.array(policy.probe_tokens, np.int32))
-        return float(np.abs(scores - np.array(policy.probe_logprobs, np.float32)).max())
+        return ProbeDifference.between(scores, np.array(policy.probe_logprobs, np.float32))
 
 
 def _report_failure(watcher: asyncio.Task) -> None:

@@ -21,6 +21,7 @@ from dppo_megatron.rollout.engine import (
     EngineTimeout,
     EngineUnavailable,
 )
+from dppo_megatron.rollout.probe import ProbeDifference
 from dppo_megatron.rollout.published import PublishedPolicy
 from dppo_megatron.run_dir import RunDir
 
@@ -46,12 +47,13 @@ class Published:
     export_s: float  # before the engines are told
     load_s: float  # of the slowest engine
     probe_s: float
-    probe_difference: float  # largest absolute log-prob difference over the probe's tokens and engines
+    probe_difference: ProbeDifference  # of the engine that differs most, among those that agree
     unconfirmed: int = 0  # engines that were left out
 
     def metrics(self) -> dict[str, float]:
         return {
-            "probe/max_abs_logprob_difference": self.probe_difference,
+            "probe/mean_abs_logprob_difference": self.probe_difference.mean,
+            "probe/max_abs_logprob_difference": self.probe_difference.largest,
             "publish/bytes_per_s": self.nbytes / max(self.export_s + self.load_s, 1e-9),
             "time/publish_export_s": self.export_s,
             "time/publish_load_s": self.load_s,
@@ -99,10 +101,11 @@ class Publisher:
     def publish(self, version: int) -> Published:
         """Delivers the weights to every engine that answers, compares log-probs, and only then names `version`.
 
-        An engine that is dead, freezes or fails is left out and not waited for: it does not serve before the policy
-        is proven to it. With none left, waits for one to come back. Raises `WeightSyncError` on every rank when an
-        engine refuses the weights or scores the probe differently by more than `weight_sync.probe_tolerance`, when
-        none is there for `engine.unavailable_timeout_s`, and when those that are fail `ATTEMPTS` times.
+        An engine that is dead, freezes, fails, or scores the probe differently by more than
+        `weight_sync.probe_tolerance` in the mean is left out: it does not serve before the policy is proven to it. With
+        none left, waits for one to come back. Raises `WeightSyncError` on every rank when an engine refuses the
+        weights, when all that loaded them score the probe differently, when none is there for
+        `engine.unavailable_timeout_s`, and when those that are fail `ATTEMPTS` times.
 
         Colocated engines get the actor's memory before they wake: until `rest` the actor must not be used.
         """
@@ -177,10 +180,19 @@ class Publisher:
                 failures |= {f"sender {number}": problem for number, problem in enumerate(problems)}
                 counts = any(not isinstance(e, EngineUnavailable | EngineTimeout) for e in failed.values())
                 return Outcome(failures=failures, counts=counts)
-            difference = self._compare(version, expected, confirmed)
+            differences = {reply.url: ProbeDifference.between(reply.scores, expected) for reply in confirmed}
+            agreeing = [reply for reply in confirmed if differences[reply.url].within(self._config.probe_tolerance)]
+            failures |= {
+                reply.url: self._disagreement(differences[reply.url]) for reply in confirmed if reply not in agreeing
+            }
+            if not agreeing:
+                reasons = "\n".join(f"  {url}: {reason}" for url, reason in failures.items())
+                raise WeightSyncError(f"policy version {version}: no engine agrees with the trainer:\n{reasons}")
+            agreed = [differences[reply.url] for reply in agreeing]
+            difference = ProbeDifference(max(d.mean for d in agreed), max(d.largest for d in agreed))
             load_s = max(confirmation.load_s for confirmation in confirmed)
             probe_s = time.perf_counter() - started - load_s
-            self._name(version, expected, confirmed)
+            self._name(version, expected, agreeing)
             published = Published(version, self._transport.nbytes, export_s, load_s, probe_s, difference)
             return Outcome(published, failures)
 
@@ -206,25 +218,19 @@ class Publisher:
             self._transport.give_up(str(error) or f"engine {engine.url} was given up")
             raise
 
-    def _compare(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> float:
-        differences = {reply.url: float(np.abs(reply.scores - expected).max()) for reply in confirmed}
-        tolerance = self._config.weight_sync.probe_tolerance
+    def _disagreement(self, difference: ProbeDifference) -> str:
         engine, quantised = self._config.engine, ""
         if engine.quantization != "none":
             quantised = (
                 f". With engine.quantization = {engine.quantization} a difference of bf16's size and more is to be "
                 "expected: raise the tolerance if this one is, and limit the mismatch by rollout.max_mismatch_kl"
             )
-        for url, difference in differences.items():
-            if not difference <= tolerance:  # also when it is NaN
-                raise WeightSyncError(
-                    f"policy version {version}, engine {url}: log-probs of the probe differ from the trainer's by "
-                    f"{difference:.3g}, more than weight_sync.probe_tolerance = {tolerance:g}. The engine does not "
-                    "serve the trainer's weights or computes in another precision (engine.dtype = "
-                    f"{engine.dtype}, model.dtype = {self._config.model.dtype}); do not train on its rollouts"
-                    f"{quantised}"
-                )
-        return max(differences.values())
+        return (
+            f"log-probs of the probe differ from the trainer's by {difference}, more than weight_sync.probe_tolerance "
+            f"= {self._config.probe_tolerance:g}. The engine does not serve the trainer's weights or computes in "
+            f"another precision (engine.dtype = {engine.dtype}, model.dtype = {self._config.model.dtype}); do not "
+            f"train on its rollouts{quantised}"
+        )
 
     def _name(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> None:
         directory = self._transport.directory(version)

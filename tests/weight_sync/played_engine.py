@@ -32,7 +32,7 @@ class PlayedEngine:
         self.served = -1
         self.weights: dict[str, torch.Tensor] = {}
         self.joined: list[str] = []
-        self.score_offset = 0.0
+        self.score_offset: float | np.ndarray = 0.0
         self.events: list[str] = []  # what happens to it; may be shared
         self._receiver: WeightReceiver | None = None
         self._group = ""
@@ -110,7 +110,7 @@ class PlayedEngine:
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         self.events.append("prove")
-        return SCORES + np.float32(self.score_offset)
+        return SCORES + np.asarray(self.score_offset, np.float32)
 
     async def close(self) -> None:
         self._thawed.set()

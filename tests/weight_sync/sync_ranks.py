@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing as mp
 from played_engine import SCORES, PlayedEngine
@@ -148,7 +149,7 @@ def in_fp8(**layout: Any) -> Callable[[Path, Path], dict]:
                     unlike += t.unlike_fp8(policy)
                     names = sorted(t.engines[0].weights)
             for engine in t.engines:
-                engine.score_offset = 0.5
+                engine.score_offset = 1.5
             try:
                 t.publisher.publish(2)
                 message = "nothing raised"
@@ -200,6 +201,22 @@ def colocated(models: Path, run: Path) -> dict:
             message = str(error)
         differences = [t.difference("b")] if t.engines else []
         return {"events": t.publisher._ranks.gather(events), "message": message, "differences": differences}
+
+
+def one_of_two_disagrees(models: Path, run: Path) -> dict:
+    with trainer(models, run, "qwen3", tp=2, engines=2) as t:
+        if t.engines:
+            t.engines[1].score_offset = 0.5
+        published = t.publisher.publish(0)
+        confirmed = PublishedPolicy.read(RunDir(run).published).confirmed if t.engines else {}
+        return {"unconfirmed": published.unconfirmed, "confirmed": confirmed}
+
+
+def one_token_differs(models: Path, run: Path) -> dict:
+    with trainer(models, run, "qwen3", tp=2, probe_tolerance=0.1) as t:
+        for engine in t.engines:
+            engine.score_offset = np.float32([0, 0, 0.5, 0, 0, 0, 0])
+        return {"difference": t.publisher.publish(0).probe_difference}
 
 
 def one_of_two_freezes(models: Path, run: Path) -> dict:
@@ -311,6 +328,8 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     "dies_at_join": one_of_two_dies("join"),
     "dies_at_receive": one_of_two_dies("receive"),
     "dies_at_bucket": one_of_two_dies(3),
+    "disagrees": one_of_two_disagrees,
+    "one_token": one_token_differs,
     "freezes": one_of_two_freezes,
     "dead": fails(lambda engine: setattr(engine, "down", True)),
     "dies_for_good": fails(lambda engine: setattr(engine, "dies_at", 2)),

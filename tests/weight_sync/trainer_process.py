@@ -48,7 +48,7 @@ def main(config_path: str, out: str, *policies: str) -> None:
             published = publisher.publish(version)
             record = {
                 "engines": len(config.engine.urls) - published.unconfirmed,
-                "difference": published.probe_difference,
+                "difference": published.probe_difference.largest,
             }
         except WeightSyncError as error:
             record = {"error": str(error)}
