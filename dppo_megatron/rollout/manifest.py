@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+
+from dppo_megatron.hf import ModelError, WeightMap, read_hf_config
 
 from .weight_group import TensorSpec
 
@@ -18,6 +19,10 @@ SHOWN = 5  # names listed in an error
 
 class BadWeights(ValueError):
     """These weights cannot replace the served ones; nothing was touched."""
+
+
+class UnreadableWeights(RuntimeError):
+    """A directory cannot be read, or not as a whole, here and now; another engine, or a later look, may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +41,27 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Raises BadWeights when the directory is missing, empty, damaged, or lists a tensor twice.
+        """Without the tensors that the model does not need, such as those of a layer that predicts further tokens.
 
-        A safetensors header is checked against the file's size, so a file still being copied is refused too.
+        Raises UnreadableWeights when the directory is missing, empty, or damaged, and BadWeights when it lists a tensor
+        twice or in a dtype of no use. A safetensors header is checked against the file's size, so a file still being
+        copied is found too.
         """
-        if not directory.is_dir():
-            raise BadWeights(f"{directory}: no such directory")
-        if not (directory / "config.json").is_file():
-            raise BadWeights(f"{directory}: holds no config.json")
-        files = tuple(sorted(directory.glob("*.safetensors")))
+        try:
+            ties_head, is_ignored = _model(directory)
+            files = tuple(sorted(directory.glob("*.safetensors")))
+        except (OSError, ModelError) as error:
+            raise UnreadableWeights(f"{directory}: not readable ({error})") from error
         if not files:
-            raise BadWeights(f"{directory}: holds no .safetensors file")
+            raise UnreadableWeights(f"{directory}: holds no .safetensors file")
         shapes: dict[str, tuple[int, ...]] = {}
         fp8 = set()
         for file in files:
             try:
                 with safe_open(file, framework="numpy") as shard:
                     for name in shard.keys():  # noqa: SIM118 (not a dict)
+                        if is_ignored(name):
+                            continue
                         if name in shapes:
                             raise BadWeights(f"{file}: tensor {name} is in another file as well")
                         tensor = shard.get_slice(name)
@@ -62,8 +71,8 @@ class Manifest:
                         if tensor.get_dtype() in FP8:
                             fp8.add(name)
             except (OSError, SafetensorError) as error:
-                raise BadWeights(f"{file}: not a readable safetensors file ({error})") from error
-        if _ties_head(directory):
+                raise UnreadableWeights(f"{file}: not a readable safetensors file ({error})") from error
+        if ties_head:
             shapes.pop("lm_head.weight", None)  # may be stored or left out
         return cls(str(directory), files, shapes, frozenset(fp8))
 
@@ -90,12 +99,10 @@ class Manifest:
             raise BadWeights(f"{self.source}: not the served model: {'; '.join(problems)}")
 
 
-def _ties_head(directory: Path) -> bool:
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise BadWeights(f"{directory / 'config.json'}: not readable ({error})") from error
-    return bool(config.get("tie_word_embeddings", False))
+def _model(directory: Path) -> tuple[bool, Callable[[str], bool]]:
+    """Whether the model ties its head to its embedding, and whether it can do without a tensor."""
+    model = read_hf_config(directory)
+    return model.tied_embeddings, WeightMap(model).is_ignored
 
 
 def _some(names) -> str:

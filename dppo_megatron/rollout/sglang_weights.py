@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import get_args
 from uuid import uuid4
 
 from .engine import EngineError, EngineRefused, EngineTimeout, UpdateMode
 from .engine_calls import CONTROL_TIMEOUT_S, EngineCalls
-from .manifest import BadWeights, Manifest
+from .manifest import BadWeights, Manifest, UnreadableWeights
 from .weight_group import Meeting, WeightGroupError, WeightGroupPlan
 
 IDLE_POLL_S = 0.05
@@ -65,7 +65,7 @@ class SglangWeights:
     async def join(self, plan: WeightGroupPlan, workers: int) -> None:
         what = f"joining weight group {plan.name}"
         async with self._updates:
-            self._check_manifest(what, Manifest.of(plan.name, plan.tensors()))
+            self._check_manifest(what, lambda: Manifest.of(plan.name, plan.tensors()))
             await self._leave_group()
             visit = (plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
             try:
@@ -160,18 +160,17 @@ class SglangWeights:
     def _check_weights(self, what: str, path: Path) -> None:
         """Raises `EngineRefused` unless `path` holds exactly the tensors of the run's model; SGLang would load the
         ones it knows, keep the old ones of those it misses, and report success."""
-        try:
-            self._check_manifest(what, Manifest.read(path))
-        except BadWeights as error:
-            raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
+        self._check_manifest(what, lambda: Manifest.read(path))
 
-    def _check_manifest(self, what: str, manifest: Manifest) -> None:
+    def _check_manifest(self, what: str, make: Callable[[], Manifest]) -> None:
         try:
             if self._manifest is None:
                 self._manifest = Manifest.read(self._model_path)
-            manifest.check_replaces(self._manifest)
+            make().check_replaces(self._manifest)
         except BadWeights as error:
             raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
+        except UnreadableWeights as error:
+            raise EngineError(f"engine {self.url}: {what}: {error}") from None
 
     async def _idle(self, what: str, deadline: float) -> None:
         while time.monotonic() < deadline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors.numpy import save_file
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from dppo_megatron.rollout.manifest import BadWeights
+from dppo_megatron.rollout.manifest import BadWeights, UnreadableWeights
 from dppo_megatron.rollout.vllm_extension.routes import DppoRoutes
 from dppo_megatron.rollout.vllm_extension.weights import WeightsTorn, WeightUpdater
 from dppo_megatron.rollout.vllm_extension.worker import WorkerExtension
@@ -65,11 +66,28 @@ class PlayedEngine:
         return True
 
 
+CONFIG = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    **{"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8},
+    **{"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1},
+    **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 1},
+    **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 1.5},
+    **{"rms_norm_eps": 1e-6, "max_position_embeddings": 64, "hidden_act": "silu", "tie_word_embeddings": False},
+}
+
+
+def make_policy(directory, *more):
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    tensors = {name: np.zeros((2, 3), np.float32) for name in ("w", *more)}
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
 @pytest.fixture
 def policy(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    save_file({"w": np.zeros((2, 3), np.float32)}, tmp_path / "model.safetensors")
-    return tmp_path
+    return make_policy(tmp_path)
 
 
 def load(updater, policy, mode="keep", wait_s=5.0, version=4):
@@ -144,6 +162,29 @@ def test_order_of_a_broadcast(policy):
 
     steps = ["join group", "pause keep", "update step-1", "version 4", "reset True", "resume"]
     assert asyncio.run(join_and_receive()) == steps
+
+
+def test_what_the_model_does_not_need_may_be_left_out_of_a_policy(tmp_path):
+    """The trainer publishes neither further-token layers nor rotary tables, which start models may have."""
+    start = make_policy(
+        tmp_path / "start", "model.layers.2.eh_proj.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    )
+    asyncio.run(load(WeightUpdater(PlayedEngine(), start), make_policy(tmp_path / "published")))
+
+
+@pytest.mark.parametrize("spoil", [shutil.rmtree, lambda d: (d / "config.json").unlink(), lambda d: cut(d)])
+def test_what_cannot_be_read_here_and_now_is_no_refusal(tmp_path, policy, spoil):
+    published = make_policy(tmp_path / "published")
+    spoil(published)
+    engine = PlayedEngine()
+    with pytest.raises(UnreadableWeights, match="published"):
+        asyncio.run(load(WeightUpdater(engine, policy), published))
+    assert engine.calls == []
+
+
+def cut(directory):
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
 
 
 def test_a_group_of_another_model_is_refused_before_anybody_waits(policy):

@@ -100,8 +100,8 @@ class WeightUpdater:
     async def load(self, path: Path, version: int, mode: UpdateMode, wait_s: float) -> float:
         """Serve `path` as policy `version`; returns the seconds generation stood still.
 
-        Raises BadWeights before anything is touched, TimeoutError when running requests do not end within `wait_s`
-        (mode wait; the old weights go on), and WeightsTorn when loading itself fails.
+        Raises BadWeights or UnreadableWeights before anything is touched, TimeoutError when running requests do not end
+        within `wait_s` (mode wait; the old weights go on), and WeightsTorn when loading itself fails.
         """
         async with self._alone():
             manifest = await asyncio.to_thread(self._read_and_check, path)
