@@ -28,5 +28,5 @@ def build_publisher(config: Config, actor: Actor, engines: EngineThread | None, 
     if config.weight_sync.transport == "broadcast":
         transport = Broadcast(config, actor, engines, ranks, stored)
     else:
-        transport = SharedStorage(config, actor, stored)
+        transport = SharedStorage(config, actor, ranks, stored)
     return Publisher(config, actor, engines, ranks, transport, ranks.from_first(lambda: probe))

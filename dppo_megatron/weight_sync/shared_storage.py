@@ -12,20 +12,27 @@ from dppo_megatron.hf import save_hf
 from dppo_megatron.rollout.engine import Engine, EngineInfo
 from dppo_megatron.run_dir import RunDir
 
+from .ranks import Ranks
 from .transport import StoredAs
 
 
 class SharedStorage:
     """Every version is one model directory, written by the ranks that own the weights, read by every engine."""
 
-    def __init__(self, config: Config, actor: Actor, stored: StoredAs):
+    def __init__(self, config: Config, actor: Actor, ranks: Ranks, stored: StoredAs):
         self._config = config
         self._run = RunDir(config.run.dir)
         self._actor = actor
         self._stored = stored
-        self._kept: list[int] = []
+        self._kept = self._take_over() if ranks.rank == 0 else []
         self._prepared: Path | None = None
         self.nbytes = 0
+
+    def _take_over(self) -> list[int]:
+        """Versions that earlier lives of the run left, oldest first; what they had not finished is removed."""
+        for unfinished in self._run.weights.glob(".v*.writing"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return sorted(int(found.name[1:]) for found in self._run.weights.glob("v*") if found.name[1:].isdecimal())
 
     def prepare(self, version: int) -> None:
         self._prepared = self.directory(version)
@@ -55,7 +62,7 @@ class SharedStorage:
         return self._run.weights_of(version).resolve()
 
     def confirmed(self, version: int) -> None:
-        """Keeps the newest versions; an engine that restarts loads the published one, which is always among them."""
+        """Keeps those published last, the published one always: an engine that restarts loads it."""
         if version in self._kept:
             self._kept.remove(version)
         self._kept.append(version)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from sync_ranks import LONG_TIMEOUT_S, TIMEOUT_S
@@ -9,6 +11,7 @@ from sync_ranks import LONG_TIMEOUT_S, TIMEOUT_S
 from dppo_megatron.hf import SafetensorsDirectory, fp8, open_weights, read_hf_config
 from dppo_megatron.rollout.manifest import Manifest
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weight_sync.shared_storage import SharedStorage
 
 LAYOUTS = {"tensor": 1, "pipeline": 2, "data": 1, "expert": 2, "expert_in_tensor": 2, "shared_storage": 0}
 
@@ -81,6 +84,23 @@ def test_an_engine_that_dies_is_left_out_and_taken_in_again(scenarios, place):
     assert result["served"] == [1, 1]
     assert result["lags"] == [True, False, False], "each life of an engine is noticed once"
     assert result["seconds"] < 2 * TIMEOUT_S
+
+
+def test_a_trainer_that_starts_again_takes_over_what_earlier_lives_left(tmp_path):
+    run = RunDir(tmp_path)
+    for version in (3, 11, 12):
+        run.weights_of(version).mkdir(parents=True)
+    (run.weights / ".v000013.writing").mkdir()
+    (run.weights / "start").mkdir()
+    config = SimpleNamespace(run=SimpleNamespace(dir=tmp_path), weight_sync=SimpleNamespace(keep_versions=2))
+    storage = SharedStorage(config, None, SimpleNamespace(rank=0), None)
+
+    def left() -> list[str]:
+        return sorted(path.name for path in run.weights.iterdir())
+
+    assert left() == ["start", "v000003", "v000011", "v000012"]
+    storage.confirmed(11)  # resumed from before version 12
+    assert left() == ["start", "v000011", "v000012"]
 
 
 def test_one_that_disagrees_while_another_agrees_is_left_out(scenarios):
