@@ -173,7 +173,7 @@ class EngineConfig(Section):
     )
     max_model_len: int = Field(4096, ge=2)
     max_num_seqs: int = Field(256, ge=1)
-    kv_cache_bytes: int | None = Field(None, ge=1, description="KV cache size; default: the engine's own choice")
+    kv_cache_bytes: int | None = Field(None, ge=1, description="KV cache on each GPU; default: the engine's own choice")
     max_logprobs: int = Field(64, ge=1, description="the engine's cap on listed log-probs per token")
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     extra_args: tuple[str, ...] = Field((), description="appended to the server's command line")

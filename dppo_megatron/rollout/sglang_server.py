@@ -93,9 +93,11 @@ def sglang_environment(config: Config, *, threads: int | None = None, device: De
 
 
 def _kv_bytes_per_token(config: Config, model_path: Path) -> int:
+    """On one GPU of the engine."""
     model = read_hf_config(model_path)
     if model.mla is not None:
         per_layer = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
     else:
-        per_layer = 2 * model.num_kv_heads * model.head_dim
+        # Each GPU has its share of the heads, one at least.
+        per_layer = 2 * max(1, model.num_kv_heads // config.engine.tensor_parallel) * model.head_dim
     return model.num_layers * per_layer * (4 if config.engine.dtype == "fp32" else 2)

@@ -12,10 +12,12 @@ import pytest
 from fake_server import against, http
 from tiny_engine import EOS, MAX_MODEL_LEN, VOCAB, engine_config, group, make_model
 
+from dppo_megatron.hf import read_hf_config
 from dppo_megatron.rollout import sglang_client
 from dppo_megatron.rollout.engine import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, SpoiltSample
 from dppo_megatron.rollout.engine_watch import probe_health
 from dppo_megatron.rollout.sglang_client import SglangEngine
+from dppo_megatron.rollout.sglang_server import sglang_command
 from dppo_megatron.rollout.sglang_wire import child_ids
 
 REQUEST = group("g", n=2, max_tokens=3, topk=2, prompt=np.array([4, 5, 6]))
@@ -215,3 +217,14 @@ def test_servers_that_do_not_suit(config, model):
     unfit = {"enable_deterministic_inference": False, "skip_tokenizer_init": False, "speculative_algorithm": "EAGLE"}
     info = against(config, description(model, **unfit), SglangEngine.info)
     assert len(info.problems) == 3
+
+
+@pytest.mark.parametrize(("gpus", "tokens"), [(1, 1), (2, 2), (8, 2)])
+def test_the_cache_of_a_gpu_holds_its_share_of_the_heads(config, model, gpus, tokens):
+    """The model has two key-value heads; a GPU has one at least."""
+    shape = read_hf_config(model)
+    one = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
+    engine = config.engine.model_copy(update={"kv_cache_bytes": 10 * one, "tensor_parallel": gpus})
+    command = sglang_command(config.model_copy(update={"engine": engine}), 1, model, 0, device="cuda")
+    assert shape.num_kv_heads == 2
+    assert command[command.index("--max-total-tokens") + 1] == str(10 * tokens)
