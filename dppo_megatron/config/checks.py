@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .schema import Config
 
+MOST_SENDERS = 32  # of broadcast weights: a communicator for each, with buffers of its own in every engine worker
+
 
 def cross_field_violations(config: Config) -> list[str]:
     """Every broken rule in one list, each line `setting = value: why; remedy`."""
@@ -78,6 +80,18 @@ def _sampling(config: Config) -> list[str]:
         )
     if e.placement == "colocated" and e.urls:
         out.append("engine.urls: colocated engines are started by the run, on the trainer's GPUs; remove one of them")
+    if e.placement == "colocated" and e.kind == "sglang":
+        out.append(
+            "engine.placement = colocated: only vLLM engines give the memory of weights and cache back when they "
+            "sleep; set engine.kind to vllm or give the engines GPUs of their own"
+        )
+    senders = config.parallel.pipeline * config.parallel.expert
+    if config.samples and config.weight_sync.transport == "broadcast" and senders > MOST_SENDERS:
+        out.append(
+            f"weight_sync.transport = broadcast: parallel.pipeline x parallel.expert = {senders} ranks own weights, "
+            f"and every engine worker would be in a group with each of them (at most {MOST_SENDERS}); set it to "
+            "shared_storage"
+        )
     if e.quantization != "none" and e.dtype == "fp32":
         out.append(
             f"engine.dtype = fp32: what engine.quantization = {e.quantization} leaves as it is must be bf16 or fp16; "

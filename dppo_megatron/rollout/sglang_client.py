@@ -35,6 +35,8 @@ from .weight_group import WeightGroupPlan
 
 CONTEXT_MARGIN = 8  # positions of --context-length that SGLang keeps back from prompt and response
 
+NO_SLEEP = "an SGLang server keeps its memory; engine.placement = colocated needs engine.kind = vllm"
+
 
 class SglangEngine:
     """HTTP client of one server; implements `dppo_megatron.rollout.engine.Engine`.
@@ -118,10 +120,10 @@ class SglangEngine:
         await self._weights.receive(group, step, version, mode)
 
     async def sleep(self) -> None:
-        await self._weights.sleep()
+        raise EngineRefused(f"engine {self.url}: {NO_SLEEP}")
 
     async def wake(self) -> None:
-        await self._weights.wake()
+        raise EngineRefused(f"engine {self.url}: {NO_SLEEP}")
 
     async def info(self) -> EngineInfo:
         what = "its description"

@@ -150,13 +150,6 @@ class SglangWeights:
         body = {"new_version": label, "abort_all_requests": False}
         await self._calls.call(what, "/update_weight_version", timeout_s, body=body)
 
-    async def sleep(self) -> None:
-        await self._call_torn("going to sleep")
-        await self._calls.call("going to sleep", "/release_memory_occupation", self._update_timeout_s, body={})
-
-    async def wake(self) -> None:
-        await self._calls.call("waking up", "/resume_memory_occupation", self._update_timeout_s, body={})
-
     def _check_weights(self, what: str, path: Path) -> None:
         """Raises `EngineRefused` unless `path` holds exactly the tensors of the run's model; SGLang would load the
         ones it knows, keep the old ones of those it misses, and report success."""

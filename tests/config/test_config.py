@@ -117,6 +117,17 @@ def test_missing_file_and_broken_yaml(tmp_path):
             {"engine": {"quantization": "fp8_block", "kind": "sglang", "urls": ["http://a:1"]}},
             "engine.quantization = fp8_block: not with engine.urls of SGLang",
         ),
+        (
+            {"engine": {"placement": "colocated", "kind": "sglang"}, "rollout": {"max_staleness": 0}},
+            "engine.placement = colocated: only vLLM engines",
+        ),
+        (
+            {
+                "weight_sync": {"transport": "broadcast"},
+                "parallel": {"world_size": 256, "tensor": 8, "pipeline": 16, "expert": 16, "expert_tensor": 1},
+            },
+            "parallel.pipeline x parallel.expert = 256 ranks own weights",
+        ),
         ({"optimizer": {"min_lr": 1.0}}, "above optimizer.lr"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature = 0"),
     ],
