@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +12,8 @@ import numpy as np
 class ProbeDifference:
     """Between an engine's and the trainer's log-probs of the probe's tokens, nats.
 
-    The mean tells other weights from other rounding: of 16-bit arithmetic a single token can be off by some nats
-    where the router of a mixture of experts decides otherwise, while stale experts are off by several in the mean.
+    The mean tells other weights from other rounding: in 16 bits a single token may be off by several nats, where the
+    router of a mixture of experts decides otherwise; with stale experts the mean is.
     """
 
     mean: float  # NaN where a score is
@@ -23,6 +24,10 @@ class ProbeDifference:
         """Both fp32 [P - 1]."""
         difference = np.abs(scores - expected)
         return cls(float(difference.mean()), float(difference.max()))
+
+    @classmethod
+    def worst(cls, differences: Collection[ProbeDifference]) -> ProbeDifference:
+        return cls(max(d.mean for d in differences), max(d.largest for d in differences))
 
     def within(self, tolerance: float) -> bool:
         return self.mean <= tolerance  # False for NaN

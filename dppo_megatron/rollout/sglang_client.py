@@ -34,7 +34,6 @@ from .start_model import start_model
 from .weight_group import WeightGroupPlan
 
 CONTEXT_MARGIN = 8  # positions of --context-length that SGLang keeps back from prompt and response
-
 NO_SLEEP = "an SGLang server keeps its memory; engine.placement = colocated needs engine.kind = vllm"
 
 

@@ -112,7 +112,7 @@ class SglangWeights:
 
     async def _receive(self, what: str, group: _Group, step: str, version: int, deadline: float) -> None:
         plan = group.plan
-        await self._label(what, f"{UPDATING}{uuid4().hex[:8]}", _left(deadline))
+        await self._mark_updating(what, deadline)
         await self._calls.call(what, "/begin_weight_update", _left(deadline), body={})
         try:
             group.meeting.ready(step, group.workers)
@@ -145,6 +145,10 @@ class SglangWeights:
         """What was loaded so far stays. Under this label every token is refused until an update succeeds."""
         with contextlib.suppress(EngineError):
             await self._label(what, TORN, CLEAN_UP_TIMEOUT_S)
+
+    async def _mark_updating(self, what: str, deadline: float) -> None:
+        """Before the scheduler is busy: its HTTP process tells the label meanwhile."""
+        await self._label(what, f"{UPDATING}{uuid4().hex[:8]}", _left(deadline))
 
     async def _label(self, what: str, label: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         body = {"new_version": label, "abort_all_requests": False}
@@ -190,7 +194,7 @@ class SglangWeights:
     async def _swap(self, what: str, path: Path, version: int, deadline: float) -> None:
         body = {"model_path": str(path), "weight_version": str(int(version)), "flush_cache": True}
         try:
-            await self._label(what, f"{UPDATING}{uuid4().hex[:8]}", _left(deadline))
+            await self._mark_updating(what, deadline)
             await self._calls.call(what, "/update_weights_from_disk", _left(deadline), body=body)
         except BaseException as error:
             await self._call_torn(what)

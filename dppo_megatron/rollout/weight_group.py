@@ -12,6 +12,7 @@ import math
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,12 +26,9 @@ from torch import Tensor
 
 Backend = Literal["gloo", "nccl"]
 
-
-_EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.\d")
-
-
 POLL_S = 0.0005  # of a bucket under way
 CALLED_OFF_POLL_S = 0.25  # of the store, by those whose bucket is late
+_EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.\d")
 
 
 class WeightGroupError(RuntimeError):
@@ -240,7 +238,8 @@ class Channel:
     """One sender and all workers.
 
     Gloo's connections live as long as anything refers to the group or to an operation on it. Nothing but this object
-    does, so that `close` really closes them and whoever still waits for this process fails at once.
+    does, so that `close` really closes them and whoever still waits for this process fails at once; unless a broadcast
+    is under way, which gloo cannot end before its time-out.
     """
 
     def __init__(self, group: Any, meeting: Meeting, timeout_s: float):
@@ -283,10 +282,23 @@ class Channel:
         del self._works[ticket]
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-        self._group = None
-        self._works.clear()
+        if self._group is None:
+            return
+        self._group.abort()
+        group, works = self._group, list(self._works.values())
+        self._group, self._works = None, {}
+        if not _completed(works):
+            threading.Thread(target=_outlive, args=(group, works), daemon=True).start()
+
+
+def _completed(works: Iterable[Any]) -> bool:
+    return all(work.is_completed() for work in works)
+
+
+def _outlive(_group: Any, works: list[Any]) -> None:
+    """Holds a group until nothing is under way: its destructor would wait for that, and the caller with it."""
+    while not _completed(works):
+        time.sleep(CALLED_OFF_POLL_S)
 
 
 def local_address(peer: str, port: int = 9) -> str:

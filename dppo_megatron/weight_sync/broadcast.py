@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dppo_megatron.actor import Actor
 from dppo_megatron.config import Config
-from dppo_megatron.hf import ParallelRanks, export_weights
+from dppo_megatron.hf import export_weights
 from dppo_megatron.rollout.engine import Engine, EngineInfo
 from dppo_megatron.rollout.weight_group import (
     Bucket,
@@ -68,14 +68,12 @@ class Broadcast:
         """Finds out who sends what; shapes do not change, so once is enough."""
         if not self._streams:
             owned = [TensorSpec.of(name, tensor) for name, tensor in self._export()]
-            mine = (not ParallelRanks.current().first_replica, make_buckets(owned, self._bucket_bytes))
-            everyone = self._ranks.gather(mine)
-            # Every rank sends its dense weights first, then its experts layer by layer, and so do all together: a rank
-            # that waits for its turn never waits for one that waits for it in a gather.
-            senders = sorted((late, rank) for rank, (late, buckets) in enumerate(everyone) if buckets)
-            self._streams = tuple(everyone[rank][1] for _, rank in senders)
-            order = [rank for _, rank in senders]
-            self._sender = order.index(self._ranks.rank) if self._ranks.rank in order else None
+            everyone = self._ranks.gather(make_buckets(owned, self._bucket_bytes))
+            # Each rank exports its dense weights first, then its experts layer by layer, and the engines take those of
+            # all in that order: who waits for its turn waits for nobody who waits for it in a gather.
+            senders = [rank for rank, buckets in enumerate(everyone) if buckets]
+            self._streams = tuple(everyone[rank] for rank in senders)
+            self._sender = senders.index(self._ranks.rank) if self._ranks.rank in senders else None
             self.nbytes = sum(bucket_bytes(bucket) for stream in self._streams for bucket in stream)
 
     def meet(self, engines: Mapping[str, EngineInfo]) -> None:

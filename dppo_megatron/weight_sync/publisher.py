@@ -181,20 +181,17 @@ class Publisher:
                 counts = any(not isinstance(e, EngineUnavailable | EngineTimeout) for e in failed.values())
                 return Outcome(failures=failures, counts=counts)
             differences = {reply.url: ProbeDifference.between(reply.scores, expected) for reply in confirmed}
-            agreeing = [reply for reply in confirmed if differences[reply.url].within(self._config.probe_tolerance)]
-            failures |= {
-                reply.url: self._disagreement(differences[reply.url]) for reply in confirmed if reply not in agreeing
-            }
-            if not agreeing:
+            tolerance = self._config.probe_tolerance
+            agreed = {url: difference for url, difference in differences.items() if difference.within(tolerance)}
+            failures |= {url: self._disagreement(differences[url]) for url in differences.keys() - agreed.keys()}
+            if not agreed:
                 reasons = "\n".join(f"  {url}: {reason}" for url, reason in failures.items())
                 raise WeightSyncError(f"policy version {version}: no engine agrees with the trainer:\n{reasons}")
-            agreed = [differences[reply.url] for reply in agreeing]
-            difference = ProbeDifference(max(d.mean for d in agreed), max(d.largest for d in agreed))
             load_s = max(confirmation.load_s for confirmation in confirmed)
             probe_s = time.perf_counter() - started - load_s
-            self._name(version, expected, agreeing)
-            published = Published(version, self._transport.nbytes, export_s, load_s, probe_s, difference)
-            return Outcome(published, failures)
+            self._name(version, expected, [reply for reply in confirmed if reply.url in agreed])
+            worst = ProbeDifference.worst(agreed.values())
+            return Outcome(Published(version, self._transport.nbytes, export_s, load_s, probe_s, worst), failures)
 
         return self._ranks.from_first(judge)
 

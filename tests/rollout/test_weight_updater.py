@@ -9,7 +9,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import save_file
 
 pytest.importorskip("vllm", reason="needs vLLM")
@@ -18,7 +17,7 @@ from dppo_megatron.rollout.manifest import BadWeights, UnreadableWeights
 from dppo_megatron.rollout.vllm_extension.routes import DppoRoutes
 from dppo_megatron.rollout.vllm_extension.weights import WeightsTorn, WeightUpdater
 from dppo_megatron.rollout.vllm_extension.worker import WorkerExtension
-from dppo_megatron.rollout.weight_group import TensorSpec, WeightGroupPlan, bucket_bytes, make_buckets, views
+from dppo_megatron.rollout.weight_group import TensorSpec, WeightGroupPlan
 
 
 class PlayedEngine:
@@ -108,47 +107,9 @@ def test_order(policy):
     ]
 
 
-def test_scales_travel_with_their_weights_in_few_aligned_buckets():
-    specs = []
-    for layer in range(10):
-        specs.append(TensorSpec(f"{layer}.weight", "float8_e4m3fn", (12, 10)))
-        specs.append(TensorSpec(f"{layer}.weight_scale_inv", "float32", (1, 1)))
-    buckets = make_buckets(
-        [*specs, TensorSpec("odd", "float8_e4m3fn", (3,)), TensorSpec("norm", "bfloat16", (4,))], 10**6
-    )
-    assert [len(bucket) for bucket in buckets] == [21, 1]
-    for bucket in buckets:
-        flat = torch.arange(bucket_bytes(bucket)).to(torch.uint8)
-        parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in views(flat, bucket)]
-        assert torch.equal(torch.cat(parts), flat)
-
-
 def plan(name="group", **shapes):
     specs = tuple(TensorSpec(n, "float32", shape) for n, shape in ({"w": (2, 3)} | shapes).items())
     return WeightGroupPlan(name, "127.0.0.1", 1, "gloo", 5.0, 1, ((specs,),))
-
-
-def test_experts_of_a_layer_come_together_from_all_senders():
-    """A vLLM worker holds what it got of a layer's experts until it has all: that must be one layer's, not the model's.
-
-    Four senders, as expert-parallel ranks are: the first sends the dense weights as well.
-    """
-
-    def stream(sender: int):
-        dense = [f"model.layers.{layer}.mlp.shared_experts.up_proj.weight" for layer in range(3 if sender == 0 else 0)]
-        parts = [f"{sender}.{part}_proj.weight" for part in ("up", "down")]
-        experts = [f"model.layers.{layer}.mlp.experts.{part}" for layer in range(3) for part in parts]
-        return make_buckets([TensorSpec(name, "float32", (2,)) for name in dense + experts], 10**6)
-
-    streams = tuple(map(stream, range(4)))
-    whole = WeightGroupPlan("group", "127.0.0.1", 1, "gloo", 5.0, 1, streams)
-    order = list(WeightGroupPlan.from_json(json.loads(json.dumps(whole.to_json()))).order())
-    assert [(sender, number) for sender, number, _ in order] == [
-        *((0, 0), (0, 1), (1, 0), (2, 0), (3, 0)),  # dense; then layer 0
-        *((0, 2), (1, 1), (2, 1), (3, 1)),
-        *((0, 3), (1, 2), (2, 2), (3, 2)),
-    ]
-    assert all(bucket == streams[sender][number] for sender, number, bucket in order)
 
 
 def test_order_of_a_broadcast(policy):
