@@ -85,10 +85,9 @@ def test_fp8_engines_are_refused_on_a_cpu(tree, monkeypatch):
 
 def test_what_only_a_gpu_computes_is_asked_of_the_node_not_of_where_the_job_is_submitted(tree):
     tree["model"] |= {"dtype": "bf16", "fp8": "blockwise", "layers": "transformer_engine"}
-    tree["optimizer"] = {"offload": 1.0}
     for place in ("run", "node"):
         problems = found(tree, place)
-        for setting in ("model.fp8 = blockwise", "optimizer.offload = 1.0", "model.layers = transformer_engine"):
+        for setting in ("model.fp8 = blockwise", "model.layers = transformer_engine"):
             assert f"{setting}: " in problems
     preflight(Config.model_validate(tree), "config.yaml", place="elsewhere")
     tree["slurm"] = {"gpu": "a100-80"}

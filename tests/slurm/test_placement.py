@@ -86,7 +86,6 @@ def test_one_task_per_rank_on_the_first_nodes():
             "a trainer node runs 8 ranks and, colocated, engines on 10",
         ),
         ({"gpus_per_node": 0, "sections": {"model": {"fp8": "blockwise"}}}, "model.fp8 = blockwise: needs GPUs"),
-        ({"gpus_per_node": 0, "sections": {"optimizer": {"offload": 0.5}}}, "optimizer.offload = 0.5: needs GPUs"),
         (
             {"heterogeneous": True, "engine_gpus_per_node": 0, "sections": {"engine": {"quantization": "fp8_block"}}},
             "engine.quantization = fp8_block: needs GPUs",
