@@ -44,8 +44,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """The same without the rules between settings. Raises `ConfigError` naming every violation of types and names."""
     source = str(path)
-    tree = _read_yaml(Path(path))
-    violations = _apply_overrides(tree, overrides)
+    tree, violations = _read_file(Path(path))
+    violations += _apply_overrides(tree, overrides)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -75,7 +75,24 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-4 as a string; settings are full of such numbers, so read them as YAML 1.2 does."""
+    """Reads 1e-4 as the number it is in YAML 1.2, not as YAML 1.1's text, and notes keys that a mapping repeats, of
+    which YAML would keep the last and drop the others without a word.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.repeated: list[str] = []
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, list[int]] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                lines.setdefault(key.value, []).append(key.start_mark.line + 1)
+        for name, places in lines.items():
+            if len(places) > 1:
+                self.repeated.append(f"{name}: given in lines {', '.join(map(str, places))}; merge them into one")
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -83,18 +100,34 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _parse(text: str) -> tuple[Any, list[str]]:
+    """The value that YAML `text` stands for, and a violation for each key it repeats. Raises ValueError."""
+    loader = _Loader(text)
     try:
-        tree = yaml.load(path.read_text(), _Loader)
+        return loader.get_single_data(), loader.repeated
+    except yaml.MarkedYAMLError as error:
+        at = error.problem_mark
+        raise ValueError(f"not valid YAML: line {at.line + 1}, column {at.column + 1}: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. a date with 13 months
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from None
+    finally:
+        loader.dispose()
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Raises `ConfigError` where there is no tree to look at."""
+    try:
+        tree, repeated = _parse(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(
-            str(path), ["no such file; pass the path of a YAML config, e.g. examples/quickstart/config.yaml"]
-        ) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(str(path), [f"not valid YAML: {str(error).replace(chr(10), ' ')}"]) from None
+        problem = "no such file; pass the path of a YAML config, e.g. examples/quickstart/config.yaml"
+        raise ConfigError(str(path), [problem]) from None
+    except OSError as error:
+        raise ConfigError(str(path), [f"cannot be read: {error.strerror}"]) from None
+    except ValueError as error:
+        raise ConfigError(str(path), [str(error)]) from None
     if not isinstance(tree, dict):
         raise ConfigError(str(path), [f"the top level must be a mapping of sections, found {type(tree).__name__}"])
-    return tree
+    return tree, repeated
 
 
 def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str]:
@@ -113,7 +146,12 @@ def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str
         if not isinstance(node, dict):
             violations.append(f"--set {item}: {dotted} does not name a setting")
             continue
-        node[leaf] = yaml.load(text, _Loader) if text else ""
+        try:
+            node[leaf], repeated = _parse(text) if text else ("", [])
+        except ValueError as error:
+            violations.append(f"--set {item}: {error}; quote text for YAML, e.g. --set '{dotted}=\"...\"'")
+            continue
+        violations += [f"--set {item}: {problem}" for problem in repeated]
     return violations
 
 

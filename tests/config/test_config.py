@@ -90,6 +90,27 @@ def test_malformed_overrides_are_named(tmp_path, override):
     assert override in violations(write(tmp_path), [override])
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["engine.extra_args=[--foo", "data.prompt_template={prompt}: solve", "run.dir=2026-13-45"],
+)
+def test_overrides_that_are_not_yaml_are_named_with_everything_else(tmp_path, override):
+    found = violations(write(tmp_path), [override, "train.steps=many"])
+    assert f"--set {override}: not valid YAML" in found
+    assert "train.steps = 'many'" in found
+
+
+def test_repeated_keys_are_refused_with_their_lines(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "run: {dir: x}\nmodel: {path: m}\ndata: {train: t}\ntrain:\n  steps: 1\n  steps: 2\nrun: {seed: 3}\n"
+    )
+    found = violations(path, ["objective.settings={delta: 0.1, delta: 0.2}"])
+    assert "run: given in lines 1, 7" in found
+    assert "steps: given in lines 5, 6" in found
+    assert "--set objective.settings={delta: 0.1, delta: 0.2}: delta: given in lines 1, 1" in found
+
+
 def test_missing_file_and_broken_yaml(tmp_path):
     assert "no such file" in violations(tmp_path / "absent.yaml")
     broken = tmp_path / "broken.yaml"
