@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dppo_megatron.config import ConfigError, load_config, save_resolved
+from dppo_megatron.config.load import read_config
 from dppo_megatron.convert.commands import app as convert_app
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
@@ -39,7 +40,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     from dppo_megatron.launch.supervisor import Supervisor
     from dppo_megatron.observability.report import write_report
 
-    config = load_config(config_file, overrides or ())
+    config = read_config(config_file, overrides or ())
     run = RunDir(config.run.dir)
     check_life(config, str(config_file), resume=resume)
     for note in preflight(config, str(config_file)):
@@ -107,7 +108,7 @@ def validate(config_file: ConfigFile, overrides: Overrides = None) -> None:
     """Check a config, its model directory, its data, its objective and its ports, and start nothing."""
     from dppo_megatron.launch.preflight import preflight
 
-    config = load_config(config_file, overrides or ())
+    config = read_config(config_file, overrides or ())
     for note in preflight(config, str(config_file)):
         typer.echo(note)
     typer.echo(f"{config_file}: valid")
@@ -126,7 +127,6 @@ def plan(
 
     Needs config.json at model.path (no weights) and neither GPUs nor a network. Exit 1 when it does not fit.
     """
-    from dppo_megatron.config.load import read_config
     from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
 
     config = read_config(config_file, overrides or ())

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from dppo_megatron.config import Config, ConfigError, load_config, with_absolute_paths
+from dppo_megatron.config import Config, ConfigError, with_absolute_paths
+from dppo_megatron.config.checks import cross_field_violations
+from dppo_megatron.config.load import read_config
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.services import port_in_use
 
 from .devices import device_problem, visible_devices
+
+if TYPE_CHECKING:  # a Slurm driver's environment, which imports this module, may have no torch
+    from dppo_megatron.hf import HFModelConfig
 
 # Changing these between lives of a run is safe; anything else would make the second life another run.
 RESUMABLE_CHANGES = (
@@ -40,18 +45,21 @@ Place = Literal["run", "node", "elsewhere"]
 
 @dataclass(frozen=True, slots=True)
 class Findings:
+    """`hf`: None when model.path is no model, which is then among the violations."""
+
+    hf: HFModelConfig | None
     violations: list[str]
     notes: list[str]
 
 
 def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]:
-    """Checks objective, model directory, tokenizer, prompts and reward.
+    """Checks the rules between settings, objective, model directory, tokenizer, prompts and reward.
 
     `place`: this machine is that of the whole "run", so GPUs must suffice and ports be free; it is one "node" of
     several; or the run is "elsewhere", on GPUs that this machine need not have. Starts nothing. Returns notes worth
     showing (the method in words, the data). Raises `ConfigError` with every violation.
     """
-    findings = Findings([], [])
+    findings = Findings(_hf_config(config), cross_field_violations(config), [])
     checks = {
         "run": (_objective, _model, _engine, _data, _reward, _devices, _ports),
         "node": (_objective, _model, _engine, _data, _reward),
@@ -63,8 +71,17 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         except (ValueError, OSError, ImportError) as error:
             findings.violations.append(str(error))
     if findings.violations:
-        raise ConfigError(source, findings.violations)
+        raise ConfigError(source, list(dict.fromkeys(findings.violations)))
     return findings.notes
+
+
+def _hf_config(config: Config) -> HFModelConfig | None:
+    from dppo_megatron.hf import ModelError, read_hf_config
+
+    try:
+        return read_hf_config(config.model.path)
+    except ModelError:
+        return None
 
 
 def _objective(config: Config, findings: Findings) -> None:
@@ -107,13 +124,13 @@ def _other_batches(name: str, supervised: bool) -> str:
 
 def _model(config: Config, findings: Findings) -> None:
     from dppo_megatron.actor import check_model
-    from dppo_megatron.hf import ModelError, open_weights, read_hf_config
+    from dppo_megatron.hf import ModelError, open_weights
 
-    problems = check_model(config)
+    problems = check_model(config)  # also why `findings.hf` is None
     findings.violations.extend(problems)
     if config.model.weights is not None and not problems:
         try:
-            open_weights(config.model.weights, read_hf_config(config.model.path))
+            open_weights(config.model.weights, findings.hf)
         except ModelError as error:
             findings.violations.append(f"model.weights = {error}")
 
@@ -132,17 +149,14 @@ def _model_elsewhere(config: Config, findings: Findings) -> None:
 
 
 def _engine(config: Config, findings: Findings) -> None:
-    from dppo_megatron.hf import read_hf_config
+    from dppo_megatron.rollout.serving import serving_problems
 
-    if config.samples and not config.engine.urls and (problem := _missing_engine(config)):
+    if not config.samples:
+        return
+    if not config.engine.urls and (problem := _missing_engine(config)):
         findings.violations.append(problem)
-
-    longest = read_hf_config(config.model.path).max_position_embeddings
-    if config.samples and config.engine.max_model_len > longest:
-        findings.violations.append(
-            f"engine.max_model_len = {config.engine.max_model_len}: the model was made for {longest} positions "
-            f"(max_position_embeddings); set it to at most {longest}"
-        )
+    if findings.hf is not None:
+        findings.violations.extend(serving_problems(findings.hf, config))
 
 
 def _missing_engine(config: Config) -> str | None:
@@ -163,14 +177,27 @@ def _missing_engine(config: Config) -> str | None:
 
 def _data(config: Config, findings: Findings) -> None:
     from dppo_megatron.data.prompts import PromptSource
-    from dppo_megatron.data.tokenizer import load_tokenizer
+    from dppo_megatron.data.tokenizer import TokenizerError, load_tokenizer
 
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = None
+    try:
+        tokenizer = load_tokenizer(config.model.path)
+    except TokenizerError as error:
+        if findings.hf is not None:
+            findings.violations.append(str(error))
     for name in ("train", "eval"):
         path = getattr(config.data, name)
-        if path is not None:
-            source = PromptSource(path, tokenizer, config.data, config.run.seed)
-            findings.notes.append(f"data.{name}: {len(source)} prompts from {path}")
+        if path is None:
+            continue
+        if not path.is_file():
+            findings.violations.append(f"data.{name} = {path}: no such file; it must hold one JSON object a line")
+        elif tokenizer is not None:
+            try:
+                prompts = len(PromptSource(path, tokenizer, config.data, config.run.seed))
+            except ValueError as error:
+                findings.violations.append(str(error))
+            else:
+                findings.notes.append(f"data.{name}: {prompts} prompts from {path}")
 
 
 def _reward(config: Config, findings: Findings) -> None:
@@ -207,7 +234,7 @@ def check_life(config: Config, source: str, *, resume: bool) -> None:
     """Refuses a fresh run in the directory of an old one, and a resume that would be another run."""
     saved = RunDir(config.run.dir).config
     if resume and saved.exists():
-        check_resume(config, load_config(saved), source)
+        check_resume(config, read_config(saved), source)  # rules may be newer than the run
     else:
         check_fresh(config, source)
 

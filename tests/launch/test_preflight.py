@@ -34,7 +34,7 @@ def tree(task, tmp_path) -> dict:
     return {
         "run": {"dir": str(tmp_path / "run")},
         "model": {"path": str(task / "random_model"), "dtype": "fp32"},
-        "data": {"train": str(task / "train.jsonl"), "eval": str(task / "heldout.jsonl")},
+        "data": {"train": str(task / "train.jsonl"), "eval": str(task / "heldout.jsonl"), "max_prompt_tokens": 16},
         "train": {"steps": 1},
         "rollout": {"max_response_tokens": 4},
         "engine": {"max_model_len": 64},
@@ -98,9 +98,25 @@ def test_what_only_a_gpu_computes_is_asked_of_the_node_not_of_where_the_job_is_s
     assert "parallel.tensor = 8" in problems
 
 
-def test_a_missing_model_directory_is_named(tree, tmp_path):
+def test_an_engine_that_cannot_split_the_heads_is_refused(tree):
+    tree["engine"]["tensor_parallel"] = 3
+    assert "engine.tensor_parallel = 3: does not divide" in found(tree)
+
+
+def test_a_missing_model_directory_is_one_violation_beside_all_others(tree, tmp_path):
     tree["model"]["path"] = str(tmp_path / "absent")
-    assert "absent" in found(tree)
+    tree["data"] = {"train": "absent.jsonl", "eval": "missing.jsonl", "max_prompt_tokens": 16}
+    tree["rollout"]["top_p"] = 0.5
+    problems = found(tree).splitlines()
+    assert [line.split(" = ")[0] for line in problems] == ["rollout.top_p", "model.path", "data.train", "data.eval"]
+
+
+def test_a_model_without_a_tokenizer_is_one_violation(tree, task, tmp_path):
+    (tmp_path / "bare").mkdir()
+    shutil.copy(task / "random_model" / "config.json", tmp_path / "bare")
+    tree["model"]["path"] = str(tmp_path / "bare")
+    assert found(tree).count("\n") == 0
+    assert "holds no tokenizer" in found(tree)
 
 
 def test_start_weights_that_are_not_there_or_of_another_model_are_named(tree, task, tmp_path):
