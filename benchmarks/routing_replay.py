@@ -64,7 +64,7 @@ def make_config(directory: Path, dtype: str) -> Config:
         "run": {"dir": str(directory / "run")},
         "model": {"path": str(directory / "model"), "dtype": dtype},
         "train": {"steps": 1},
-        "data": {"train": "unused.jsonl"},
+        "data": {"train": "unused.jsonl", "max_prompt_tokens": 128},
         "rollout": {"routing_replay": True, "max_response_tokens": RESPONSE},
         "engine": {"dtype": "bf16", "max_model_len": 256, "max_num_seqs": 64, "kv_cache_bytes": 2**27},
     }

@@ -107,12 +107,21 @@ def _sampling(config: Config) -> list[str]:
             f"rollout.beyond_bound = {r.beyond_bound}: with rollout.max_staleness = 0 every step waits for its own "
             "groups; raise the latter or remove it"
         )
-    if r.max_response_tokens >= e.max_model_len:
-        out.append(
-            f"rollout.max_response_tokens = {r.max_response_tokens}: leaves no room for a prompt in "
-            f"engine.max_model_len = {e.max_model_len}; raise the latter"
-        )
-    return out
+    return out + _lengths(config)
+
+
+def _lengths(config: Config) -> list[str]:
+    prompt, room = config.data.max_prompt_tokens, config.engine.max_model_len
+    responses = {"rollout.max_response_tokens": config.rollout.max_response_tokens}
+    if config.data.eval is not None and config.eval.max_response_tokens is not None:
+        responses["eval.max_response_tokens"] = config.eval.max_response_tokens
+    name, response = max(responses.items(), key=lambda item: item[1])
+    if not config.samples or prompt + response <= room:
+        return []
+    return [
+        f"engine.max_model_len = {room}: less than data.max_prompt_tokens = {prompt} + {name} = {response}, so responses "
+        f"to long prompts would be cut short; set it to {prompt + response}, or lower one of those"
+    ]
 
 
 def _batch(config: Config) -> list[str]:

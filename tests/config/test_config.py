@@ -127,7 +127,11 @@ def test_missing_file_and_broken_yaml(tmp_path):
         ({"rollout": {"top_k": 50}}, "rollout.top_k = 50"),
         ({"engine": {"logprobs_mode": "raw_logprobs"}}, "engine.logprobs_mode = raw_logprobs"),
         ({"rollout": {"topk_logprobs": 100}}, "rollout.topk_logprobs = 100: above the engine's cap"),
-        ({"rollout": {"max_response_tokens": 4096}}, "leaves no room for a prompt"),
+        ({"rollout": {"max_response_tokens": 3073}}, "engine.max_model_len = 4096: less than data.max_prompt_tokens"),
+        (
+            {"data": {"train": "t", "eval": "e"}, "eval": {"max_response_tokens": 3073}},
+            "= 1024 + eval.max_response_tokens = 3073",
+        ),
         ({"rollout": {"group_size": 1}}, "every advantage is 0"),
         ({"train": {"updates_per_step": 3}}, "does not divide rollout.prompts_per_step"),
         ({"parallel": {"world_size": 3, "tensor": 2}}, "not a multiple of tensor x pipeline x context"),
@@ -155,6 +159,13 @@ def test_missing_file_and_broken_yaml(tmp_path):
 )
 def test_what_would_be_silently_wrong_is_refused(tmp_path, sections, expected):
     assert expected in violations(write(tmp_path, **sections))
+
+
+def test_only_what_is_sampled_must_fit_the_engine(tmp_path):
+    load_config(write(tmp_path, rollout={"max_response_tokens": 3072}))
+    load_config(write(tmp_path, rollout={"max_response_tokens": 8192}, objective={"name": "nll"}))
+    load_config(write(tmp_path, rollout={"max_response_tokens": 8192, "bank": "b"}))
+    load_config(write(tmp_path, eval={"max_response_tokens": 8192}))
 
 
 def test_cross_field_rules_are_reported_together(tmp_path):

@@ -38,7 +38,7 @@ def config_tree(task: Path, run_dir: Path, *, urls: tuple[str, ...] = ()) -> dic
         "objective": {"name": "dppo_binary_tv", "settings": {"delta": 0.2}},
         # A random policy is never right: its reward must come from something it sometimes does.
         "reward": {"name": "e2e_rewards:even_digits"},
-        "data": {"train": str(task / "train.jsonl"), "eval": str(task / "heldout.jsonl")},
+        "data": {"train": str(task / "train.jsonl"), "eval": str(task / "heldout.jsonl"), "max_prompt_tokens": 16},
         "rollout": {"prompts_per_step": GROUPS, "group_size": SAMPLES, "max_response_tokens": 4},
         "train": {"steps": STEPS, "updates_per_step": 2},
         "optimizer": {"lr": 1e-3},

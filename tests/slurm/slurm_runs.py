@@ -24,7 +24,7 @@ def quickstart(task: Path, run_dir: Path, **changes: dict) -> dict:
     tree = yaml.safe_load((ROOT / "examples" / "quickstart" / "config.yaml").read_text())
     tree["run"]["dir"] = str(run_dir)
     tree["model"]["path"] = str(task / "random_model")
-    tree["data"] = {"train": str(task / "train.jsonl"), "eval": str(task / "heldout.jsonl")}
+    tree["data"] |= {"train": str(task / "train.jsonl"), "eval": str(task / "heldout.jsonl")}
     tree["reward"] = {"name": "gated_rewards:even_digits", "timeout_s": TIMEOUT_S}
     tree["rollout"] |= {"prompts_per_step": GROUPS, "group_size": 4}
     tree["train"]["steps"] = STEPS
