@@ -119,8 +119,8 @@ def _lengths(config: Config) -> list[str]:
     if not config.samples or prompt + response <= room:
         return []
     return [
-        f"engine.max_model_len = {room}: less than data.max_prompt_tokens = {prompt} + {name} = {response}, so responses "
-        f"to long prompts would be cut short; set it to {prompt + response}, or lower one of those"
+        f"engine.max_model_len = {room}: less than data.max_prompt_tokens = {prompt} + {name} = {response}, so "
+        f"responses to long prompts would be cut short; set it to {prompt + response}, or lower one of those"
     ]
 
 

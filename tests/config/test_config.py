@@ -161,6 +161,21 @@ def test_what_would_be_silently_wrong_is_refused(tmp_path, sections, expected):
     assert expected in violations(write(tmp_path, **sections))
 
 
+@pytest.mark.parametrize(
+    ("sections", "tolerance"),
+    [
+        ({}, 0.3),
+        ({"model": {"path": "m", "dtype": "fp32"}}, 0.3),
+        ({"model": {"path": "m", "dtype": "fp32"}, "engine": {"dtype": "fp32"}}, 1e-4),
+        ({"engine": {"quantization": "fp8_block"}}, 1.0),
+        ({"model": {"path": "m", "fp8": "blockwise"}}, 1.0),
+        ({"weight_sync": {"probe_tolerance": 1e-2}}, 1e-2),
+    ],
+)
+def test_the_probes_tolerance_follows_from_the_precisions(tmp_path, sections, tolerance):
+    assert load_config(write(tmp_path, **sections)).probe_tolerance == tolerance
+
+
 def test_only_what_is_sampled_must_fit_the_engine(tmp_path):
     load_config(write(tmp_path, rollout={"max_response_tokens": 3072}))
     load_config(write(tmp_path, rollout={"max_response_tokens": 8192}, objective={"name": "nll"}))
