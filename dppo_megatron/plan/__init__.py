@@ -1,9 +1,9 @@
 """What a run needs before it is started: the model of every kind of rank, its memory, and what to change."""
 
 from .advice import Advice, advise
-from .hardware import Hardware, UnknownHardware, hardware
+from .hardware import Cluster, Hardware, UnknownHardware, hardware
 from .memory import Item, Load, Memory, estimate, largest_load
-from .planning import Cluster, Plan, make_plan
+from .planning import Plan, make_plan
 from .ranks import RankBuilder, RankModel
 from .report import report
 

@@ -9,7 +9,8 @@ from typing import Any
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.hf import HFModelConfig
 
-from .planning import Cluster, Plan, make_plan
+from .hardware import Cluster
+from .planning import Plan, make_plan
 from .ranks import RankBuilder
 
 Change = dict[str, Any]  # dotted setting -> value
@@ -25,14 +26,16 @@ class Advice:
     price: str
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={_yaml(value)}" for name, value in self.change.items())
+        return " ".join(f"--set {name}={_yaml(value)}" for name, value in self.change.items())
 
 
 def advise(plan: Plan, builder: RankBuilder) -> list[Advice]:
-    """The changes that save anything: first the one to make, then the others, cheapest first.
+    """The changes that save trainer ranks anything: first the one to make, then the others, cheapest first.
 
-    The one to make is the cheapest that makes the plan fit, else the one that saves most.
+    None where the ranks fit. The one to make is the cheapest that makes the plan fit, else the one that saves most.
     """
+    if plan.ranks_fit:
+        return []
     before = max(memory.tensors for _, memory in plan.stages)
     found = []
     for change, price in _candidates(plan.config, plan.hf, plan.cluster):
@@ -42,7 +45,7 @@ def advise(plan: Plan, builder: RankBuilder) -> list[Advice]:
             continue
         saves = before - max(memory.tensors for _, memory in changed.stages)
         if saves > before // 200:
-            found.append(Advice(change, saves, changed.fits, price))
+            found.append(Advice(change, saves, changed.ranks_fit, price))
     first = next((advice for advice in found if advice.fits), max(found, key=lambda a: a.saves, default=None))
     return [] if first is None else [first, *(advice for advice in found if advice is not first)]
 

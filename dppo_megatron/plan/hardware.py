@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dppo_megatron.errors import ExpectedError
+
+if TYPE_CHECKING:
+    from .memory import Memory
 
 GIB = 1 << 30
 
@@ -49,6 +53,26 @@ class Hardware:
     @property
     def margin_bytes(self) -> int:
         return int(self.memory_bytes * MARGIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What there is to run on."""
+
+    nodes: int
+    gpus_per_node: int
+    hardware: Hardware
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def need(self, memory: Memory) -> int:
+        """Bytes of a device that `memory` asks for, with what libraries take and the margin."""
+        return memory.tensors + self.hardware.reserved_bytes + self.hardware.margin_bytes
+
+    def fits(self, memory: Memory) -> bool:
+        return self.need(memory) <= self.hardware.memory_bytes
 
 
 def hardware(name: str) -> Hardware:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.export import DEFAULT_BUCKET_BYTES
+from dppo_megatron.rollout.weight_group import BUCKET_BYTES
 
 from .activations import FP32, Layer, Work, head, layer, recomputed
 from .hardware import Hardware
@@ -79,7 +80,7 @@ def estimate(
     phases = {
         "forward and backward": _forward_backward(work, model, load, padded_vocab),
         "optimizer step": (*_streamed(model, config, hardware.cuda), *_step(model, config, hardware)),
-        "publishing weights": _publishing(model, config),
+        "publishing weights": _publishing(model, config, hardware),
     }
     return Memory(_static(model, hf, config, load, work), phases)
 
@@ -96,8 +97,9 @@ def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, wor
         items.append(Item("FP8 weights", 2 * model.parameters, "one copy and its transpose, 1 byte each"))
     if _needs_reference(config):
         items.append(Item("reference policy", model.parameters * e, "a frozen copy of the start model"))
-    per_token = 8 * INT64 + 2 * hf.head_dim * e + config.rollout.topk_logprobs * 8
-    items.append(Item("batch", load.tokens * per_token + INT64 * hf.vocab_size, "tokens, rope tables, counters"))
+    batch = load.micro_batches * load.tokens * _per_token(model, hf, config, work)
+    why = f"tokens of {load.micro_batches} micro-batches, all of an update; counters"
+    items.append(Item("batch", batch + INT64 * hf.vocab_size, why))
     return tuple(items)
 
 
@@ -116,6 +118,17 @@ def _optimizer(model: RankModel, config: Config) -> list[Item]:
     if config.model.dtype != "fp32":
         items.append(Item("main parameters", states * FP32, f"{model.parameters:,} x 4 bytes{over}"))
     return [*items, Item("Adam moments", states * 2 * FP32, f"{model.parameters:,} x 8 bytes{over}")]
+
+
+def _per_token(model: RankModel, hf: HFModelConfig, config: Config, work: Work) -> int:
+    """Bytes of a token on the device: what the model and the loss read of it."""
+    out = 10 * INT64 + config.rollout.topk_logprobs * 8
+    if not work.cuda and hf.mla is None:
+        out += 2 * hf.head_dim * work.e  # tables of our own rotation
+    if config.rollout.routing_replay and hf.moe is not None:
+        routed = sum(hf.is_moe_layer(index) for chunk in model.chunks for index in chunk)
+        out += 2 * routed * hf.moe.top_k * work.kept // work.tokens
+    return out
 
 
 def _shard(model: RankModel, sharded: bool) -> int:
@@ -187,13 +200,22 @@ def _step(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item, .
     return (max(adam, gloo, key=lambda item: item.bytes) if sharded else adam,)
 
 
-def _publishing(model: RankModel, config: Config) -> tuple[Item, ...]:
+def _publishing(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item, ...]:
     if not config.samples:
         return (Item("export buckets", 0, "nothing is published"),)
-    tensor = config.parallel.tensor
-    bucket = min(DEFAULT_BUCKET_BYTES, model.parameters * _BYTES[config.engine.dtype])
+    e, tensor = _BYTES[config.engine.dtype], config.parallel.tensor
+    broadcast = config.weight_sync.transport == "broadcast"
+    size = DEFAULT_BUCKET_BYTES
+    if broadcast:
+        size = config.weight_sync.bucket_bytes or BUCKET_BYTES["nccl" if hardware.cuda else "gloo"]
+    # A tensor larger than a bucket is one by itself.
+    bucket = min(max(size, model.largest * e), model.parameters * e)
     copies = 1 + (2 * tensor if tensor > 1 else 1)  # own shards, those gathered, the whole tensors
-    return (Item("export buckets", copies * bucket, f"{copies} x {bucket >> 20} MiB: shards, gathered, whole"),)
+    items = [Item("export buckets", copies * bucket, f"{copies} x {bucket >> 20} MiB: shards, gathered, whole")]
+    if broadcast:
+        sent = min(max(size, model.largest * e * tensor), model.parameters * e * tensor)
+        items.append(Item("send buffers", 2 * sent, f"2 x {sent >> 20} MiB: one travels while the next fills"))
+    return tuple(items)
 
 
 def _needs_reference(config: Config) -> bool:

@@ -8,36 +8,19 @@ from dataclasses import dataclass
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.config.checks import cross_field_violations
 from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
+from dppo_megatron.rollout.serving import serving_problems
 
-from .hardware import Hardware
+from .engines import EngineMemory, devices_needed, engine_devices, engine_memory, placement_problems
+from .hardware import Cluster
 from .memory import Load, Memory, estimate, largest_load
 from .ranks import RankBuilder, RankModel, buildable_here
 from .totals import Totals, totals
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
-    """What there is to run on."""
-
-    nodes: int
-    gpus_per_node: int
-    hardware: Hardware
-
-    @property
-    def devices(self) -> int:
-        return self.nodes * self.gpus_per_node
-
-    def need(self, memory: Memory) -> int:
-        """Bytes of a device that `memory` asks for, with what libraries take and the margin."""
-        return memory.tensors + self.hardware.reserved_bytes + self.hardware.margin_bytes
-
-    def fits(self, memory: Memory) -> bool:
-        return self.need(memory) <= self.hardware.memory_bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """`stages`: one rank of each pipeline stage with its memory. `busiest`: an index into them."""
+    """`stages`: one rank of each pipeline stage with its memory. `busiest`: an index into them. `engine`: what a GPU
+    that serves holds; None on a CPU and where the run starts no engine."""
 
     config: Config
     hf: HFModelConfig
@@ -46,6 +29,7 @@ class Plan:
     totals: Totals
     stages: tuple[tuple[RankModel, Memory], ...]
     busiest: int
+    engine: EngineMemory | None
     notes: tuple[str, ...]
 
     @property
@@ -54,7 +38,15 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        return self.ranks_fit and self.engines_fit
+
+    @property
+    def ranks_fit(self) -> bool:
         return all(self.cluster.fits(memory) for _, memory in self.stages)
+
+    @property
+    def engines_fit(self) -> bool:
+        return self.engine is None or self.engine.sequences > 0
 
 
 def make_plan(
@@ -78,14 +70,15 @@ def make_plan(
     else:
         busiest = max(range(len(stages)), key=lambda index: stages[index][1].tensors)
     notes = tuple(_notes(config, cluster))
-    return Plan(config, hf, cluster, load, totals(hf, config, ranks), stages, busiest, notes)
+    engine = engine_memory(hf, config, cluster.hardware)
+    return Plan(config, hf, cluster, load, totals(hf, config, ranks), stages, busiest, engine, notes)
 
 
 def _problems(config: Config, cluster: Cluster, rank: int | None) -> tuple[HFModelConfig | None, list[str]]:
     from dppo_megatron.actor.model_config import model_problems
     from dppo_megatron.actor.precision import precision_problems
 
-    out = cross_field_violations(config) + _placement(config, cluster)
+    out = [*cross_field_violations(config), *placement_problems(config, cluster)]
     if rank is not None and not 0 <= rank < config.parallel.world_size:
         out.append(f"--rank {rank}: parallel.world_size = {config.parallel.world_size}")
     out += precision_problems(config, cluster.hardware.capability)
@@ -94,30 +87,14 @@ def _problems(config: Config, cluster: Cluster, rank: int | None) -> tuple[HFMod
     except ModelError as error:
         return None, out + [f"model.path = {error.source}: {problem}" for problem in error.problems]
     out += model_problems(hf, buildable_here(config))
+    if engine_devices(config):
+        out += serving_problems(hf, config)
     return hf, list(dict.fromkeys(out))
-
-
-def _placement(config: Config, cluster: Cluster) -> list[str]:
-    serving = engine_devices(config)
-    needed = config.parallel.world_size + serving
-    if needed <= cluster.devices:
-        return []
-    engines = f" and {config.engine.count} engines of {config.engine.tensor_parallel}" if serving else ""
-    return [
-        f"parallel.world_size = {config.parallel.world_size}: trainer ranks{engines} need {needed} devices, "
-        f"{cluster.nodes} x {cluster.gpus_per_node} are {cluster.devices}; lower one of them or add nodes"
-    ]
-
-
-def engine_devices(config: Config) -> int:
-    """Devices of the engines that the run starts."""
-    starts = config.samples and not config.engine.urls
-    return config.engine.count * config.engine.tensor_parallel if starts else 0
 
 
 def _notes(config: Config, cluster: Cluster) -> Sequence[str]:
     p, per_node = config.parallel, cluster.gpus_per_node
-    idle = cluster.devices - p.world_size - engine_devices(config)
+    idle = cluster.devices - devices_needed(config)
     if idle:
         yield f"{idle} of {cluster.devices} devices have nothing to do"
     for name, size in (("tensor", p.tensor), ("expert_tensor", p.expert_tensor or 1)):

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from .activations import EXPERT_IMBALANCE
 from .advice import Advice
+from .engines import engine_devices
 from .hardware import CONTEXT_BYTES, GIB, MARGIN, NCCL_BYTES
-from .planning import Plan, engine_devices
+from .planning import Plan
 from .ranks import RankModel
 
 
@@ -35,12 +36,35 @@ def _model(plan: Plan) -> Iterator[str]:
         f"an update: {total.sequences_per_update:,} sequences, at most {total.tokens_per_update:,} tokens, "
         f"{total.micro_batches_per_update} micro-batches of {config.train.micro_batch_tokens:,} on each rank"
     )
-    disk = [f"checkpoint {_size(total.checkpoint_bytes)}"]
-    if total.published_bytes:
-        disk += [f"a published version {_size(total.published_bytes)}"]
-        disk += [f"the bank grows by at most {_size(total.bank_bytes_per_step)} a step"]
-    yield "disk: " + ", ".join(disk)
+    yield from _engine(plan)
+    yield f"disk: {', '.join(_disk(plan))}"
     yield from (f"note: {note}" for note in plan.notes)
+
+
+def _engine(plan: Plan) -> Iterator[str]:
+    engine = plan.engine
+    if engine is not None:
+        yield (
+            f"a GPU of an engine: weights {_size(engine.weights)} of {_size(plan.cluster.hardware.memory_bytes)}, "
+            f"keys and values {_size(max(0, engine.cache))}: {engine.sequences:,} sequences of "
+            f"{plan.config.engine.max_model_len:,} tokens at once"
+        )
+    if plan.totals.published_bytes:
+        size, transport = _size(plan.totals.published_bytes), plan.config.weight_sync.transport
+        way = "sent to every engine" if transport == "broadcast" else "written to the disk and read by every engine"
+        yield f"a publish: {size} in every step, {way} (weight_sync.transport = {transport})"
+
+
+def _disk(plan: Plan) -> Iterator[str]:
+    config, total = plan.config, plan.totals
+    # One more than is kept, while the newest is written.
+    yield f"checkpoints {config.checkpoint.keep + 1} x {_size(total.checkpoint_bytes)}"
+    if total.published_bytes:
+        if config.engine.quantization != "none":
+            yield f"quantised start model {_size(total.published_bytes)}"
+        if config.weight_sync.transport == "shared_storage":
+            yield f"published versions {config.weight_sync.keep_versions + 1} x {_size(total.published_bytes)}"
+        yield f"the bank grows by at most {_size(total.bank_bytes_per_step)} a step"
 
 
 def _rank(plan: Plan) -> Iterator[str]:
@@ -82,16 +106,26 @@ def _stages(plan: Plan) -> Iterator[str]:
 def _verdict(plan: Plan, advice: Sequence[Advice]) -> Iterator[str]:
     worst = max(plan.cluster.need(memory) for _, memory in plan.stages)
     total = plan.cluster.hardware.memory_bytes
-    if plan.fits:
-        yield f"fits: {(total - worst) / GIB:.1f} GiB of {total / GIB:.1f} GiB to spare"
+    if not plan.engines_fit:
+        engine, config = plan.engine, plan.config.engine
+        quantize = "" if config.quantization != "none" else "engine.quantization = fp8_block, "
+        yield (
+            f"engines do not fit: weights take {_size(engine.weights)} of each of their GPUs and leave no room for one "
+            f"sequence of engine.max_model_len = {config.max_model_len} tokens ({_size(engine.per_sequence)}); use "
+            f"{quantize}a larger engine.tensor_parallel, which a node's {plan.cluster.gpus_per_node} GPUs limit, or "
+            "GPUs with more memory"
+        )
+    if plan.ranks_fit:
+        spare = f"{(total - worst) / GIB:.1f} GiB of {total / GIB:.1f} GiB to spare"
+        yield f"fits: {spare}" if plan.fits else f"trainer ranks fit: {spare}"
         return
     yield f"does not fit: {(worst - total) / GIB:.1f} GiB more than the {total / GIB:.1f} GiB there are"
     if not advice:
         yield "no single change of the layout helps: use more devices"
         return
     first, *others = advice
-    yield f"change first: --set {first}   saves {_size(first.saves)}{_enough(first)}; costs: {first.price}"
-    yield from (f"        else: --set {other}   saves {_size(other.saves)}{_enough(other)}" for other in others)
+    yield f"change first: {first}   saves {_size(first.saves)}{_enough(first)}; costs: {first.price}"
+    yield from (f"        else: {other}   saves {_size(other.saves)}{_enough(other)}" for other in others)
 
 
 def _enough(advice: Advice) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig, ModelError, WeightMap
 
+from .engines import published_bytes
 from .ranks import RankModel
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -46,7 +47,7 @@ def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Tot
         tokens_per_update=tokens,
         micro_batches_per_update=max(1, math.ceil(tokens / (config.data_parallel * t.micro_batch_tokens))),
         checkpoint_bytes=checkpoint,
-        published_bytes=parameters * _BYTES[config.engine.dtype] if config.samples else 0,
+        published_bytes=published_bytes(hf, config) if config.samples else 0,
         bank_bytes_per_step=_bank(hf, config) if config.samples else 0,
     )
 

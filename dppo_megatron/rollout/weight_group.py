@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 Backend = Literal["gloo", "nccl"]
+# Small buckets stay in memory the allocator already holds; on a GPU, large ones fill the network.
+BUCKET_BYTES: dict[Backend, int] = {"gloo": 16 << 20, "nccl": 256 << 20}
 
 POLL_S = 0.0005  # of a bucket under way
 CALLED_OFF_POLL_S = 0.25  # of the store, by those whose bucket is late

@@ -16,6 +16,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.hf import export_weights
 from dppo_megatron.rollout.engine import Engine, EngineInfo
 from dppo_megatron.rollout.weight_group import (
+    BUCKET_BYTES,
     Bucket,
     Channel,
     Meeting,
@@ -32,9 +33,6 @@ from .engine_thread import EngineThread
 from .errors import WeightSyncError
 from .ranks import Ranks
 from .transport import StoredAs
-
-# Small buckets stay in memory the allocator already holds; on a GPU, large ones fill the network.
-BUCKET_BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}
 
 
 class Broadcast:

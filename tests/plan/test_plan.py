@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from dppo_megatron.cli import app
 from dppo_megatron.config import ConfigError
 from dppo_megatron.config.load import read_config
-from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
+from dppo_megatron.plan import Advice, Cluster, RankBuilder, advise, hardware, make_plan, report
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -89,6 +90,40 @@ def test_an_impossible_layout_is_rejected_with_every_reason(builder):
         assert reason in text
 
 
+@pytest.mark.parametrize(
+    ("gpus", "sets", "reason"),
+    [
+        (8, ["engine.tensor_parallel=16", "engine.count=1"], "engine.tensor_parallel = 16: an engine is on one node"),
+        (8, ["engine.tensor_parallel=3", "engine.count=2"], "does not divide 32 attention heads"),
+        (8, ["engine.tensor_parallel=8", "engine.count=2", "parallel.world_size=10"], None),
+        (6, ["engine.tensor_parallel=4", "engine.count=3", "parallel.world_size=6"], None),
+        (6, ["engine.tensor_parallel=4", "engine.count=4", "parallel.world_size=6"], "4 x 6 devices hold 3 engines"),
+    ],
+)
+def test_engines_are_placed_on_one_node_each(builder, gpus, sets, reason):
+    made, cluster = config("qwen3_8b", *sets), Cluster(4, gpus, hardware("h100-80"))
+    if reason is None:
+        assert make_plan(made, cluster, builder).engines_fit
+        return
+    with pytest.raises(ConfigError, match=reason):
+        make_plan(made, cluster, builder)
+
+
+def test_engines_too_small_for_the_model_do_not_fit(builder):
+    """The trainer's figures are told all the same."""
+    cluster = Cluster(2, 8, hardware("h100-80"))
+    small = Cluster(4, 8, hardware("a100-40"))
+    cramped = make_plan(config("qwen3_30b_a3b", "engine.tensor_parallel=1"), small, builder)
+    assert not cramped.fits
+    assert "engines do not fit: weights take 56.9 GiB" in report(cramped, [])
+    roomy = make_plan(config("qwen3_8b"), cluster, builder)
+    halved = make_plan(config("qwen3_8b", "engine.quantization=fp8_block"), cluster, builder)
+    assert roomy.engine.weights == 2 * roomy.totals.parameters
+    assert 0.5 < halved.engine.weights / roomy.engine.weights < 0.6  # embedding and head stay in bf16
+    # Keys and values of 36 layers with 8 heads of 128, in bf16.
+    assert roomy.engine.per_sequence == 9216 * 36 * 2 * 8 * 128 * 2
+
+
 def test_advice_is_what_the_changed_plan_says(builder):
     cluster = Cluster(2, 8, hardware("a100-40"))
     plan = make_plan(config("qwen3_8b"), cluster, builder)
@@ -101,7 +136,7 @@ def test_advice_is_what_the_changed_plan_says(builder):
     assert plan.memory.tensors - changed.memory.tensors == first.saves
     text = report(plan, [first, *others])
     assert "does not fit" in text
-    assert f"change first: --set {first}" in text
+    assert f"change first: {first}" in text
 
 
 def test_the_command_needs_config_json_alone(tmp_path):
@@ -116,3 +151,41 @@ def test_the_command_needs_config_json_alone(tmp_path):
     assert "fits:" in shown.output
     with pytest.raises(ValueError, match="known are"):
         CliRunner().invoke(app, [*arguments, "--gpu", "h1000"], catch_exceptions=False)
+
+
+def test_colocated_engines_need_no_devices_of_their_own(builder):
+    shared = ["engine.placement=colocated", "rollout.max_staleness=0", "weight_sync.transport=shared_storage"]
+    plan = make_plan(config("qwen3_8b", *shared), Cluster(1, 8, hardware("h100-80")), builder)
+    assert plan.notes == ()
+    with pytest.raises(ConfigError, match="which share devices, need 16 devices"):
+        make_plan(config("qwen3_8b", *shared, "engine.count=16"), Cluster(1, 8, hardware("h100-80")), builder)
+
+
+def test_advice_of_several_settings_can_be_pasted():
+    """Doubling the tensor-parallel size needs sequence parallelism: both are options of their own."""
+    change = Advice({"parallel.tensor": 4, "parallel.sequence": True}, 1, True, "nothing")
+    arguments = ["plan", str(EXAMPLES / "qwen3_8b" / "config.yaml"), "--nodes", "2", "--gpus-per-node", "1"]
+    shown = CliRunner().invoke(app, [*arguments, "--gpu", "h100-80", *shlex.split(str(change))])
+    assert isinstance(shown.exception, ConfigError)  # of the plan, not of the options: exit code 2 without an exception
+
+
+def test_publishing_counts_the_buckets_of_its_transport(builder):
+    def publishing(*sets: str) -> int:
+        made = config("qwen3_8b", "weight_sync.transport=broadcast", *sets)
+        return make_plan(made, Cluster(2, 8, hardware("h100-80")), builder).memory.of_phase("publishing weights")
+
+    # Tensor 2: own shards, two gathered, two whole; and two buffers to send from, of the embedding as it is sent.
+    embedding = 2 * 152_064 * 4096  # padded
+    assert publishing() == 5 * embedding // 2 + 2 * embedding
+    assert publishing("weight_sync.bucket_bytes=4294967296") == 5 * (4 << 30) + 2 * (4 << 30)
+
+
+def test_disk_is_what_is_kept(builder):
+    def disk(*sets: str) -> str:
+        plan = make_plan(config("qwen3_8b", *sets), Cluster(2, 8, hardware("h100-80")), builder)
+        return next(line for line in report(plan, []).splitlines() if line.startswith("disk: "))
+
+    stored = ["weight_sync.transport=shared_storage", "weight_sync.keep_versions=1"]
+    assert "checkpoints 4 x 106.8 GiB, published versions 2 x 15.3 GiB" in disk("checkpoint.keep=3", *stored)
+    assert "published versions 2 x 8." in disk("engine.quantization=fp8_block", *stored)
+    assert "published" not in disk("weight_sync.transport=broadcast")
