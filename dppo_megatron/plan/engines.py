@@ -79,7 +79,7 @@ def placement_problems(config: Config, cluster: Cluster) -> Iterator[str]:
     if serving and engine.tensor_parallel > cluster.gpus_per_node:
         yield (
             f"engine.tensor_parallel = {engine.tensor_parallel}: an engine is on one node, of {cluster.gpus_per_node} "
-            f"devices here; set it to at most that"
+            "devices here; set it to at most that"
         )
     elif needed > cluster.devices:
         engines = f" and {engine.count} engines of {engine.tensor_parallel}" if serving else ""
@@ -90,9 +90,9 @@ def placement_problems(config: Config, cluster: Cluster) -> Iterator[str]:
         )
     elif serving and (slots := _slots(config, cluster)) < engine.count:
         yield (
-            f"engine.count = {engine.count}: beside {config.parallel.world_size} trainer ranks, {cluster.nodes} x "
-            f"{cluster.gpus_per_node} devices hold {slots} engines of {engine.tensor_parallel} that are each on one "
-            "node; lower it or engine.tensor_parallel"
+            f"engine.count = {engine.count}: {cluster.nodes} x {cluster.gpus_per_node} devices, with trainer ranks on "
+            f"{config.parallel.world_size}, hold {slots} engines of {engine.tensor_parallel} devices of one node each; "
+            "lower it or engine.tensor_parallel"
         )
 
 

@@ -18,6 +18,7 @@ def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | Non
     rollout, engine = config.rollout, config.engine
     cap = info.max_logprobs if info.max_logprobs >= 0 else info.vocab_size
     dtype = DTYPES[engine.dtype]
+    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     problems = [
         (
             info.logprobs_mode != "processed_logprobs",
@@ -34,10 +35,10 @@ def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | Non
             f"vocabulary of {info.vocab_size}, rollout.topk_logprobs = {rollout.topk_logprobs}; lower K",
         ),
         (
-            info.max_model_len <= rollout.max_response_tokens,
-            f"sequences of at most {info.max_model_len} tokens leave no room for a prompt beside "
-            f"rollout.max_response_tokens = {rollout.max_response_tokens}; raise --max-model-len or "
-            "--context-length (engine.max_model_len)",
+            info.max_model_len < longest,
+            f"sequences of at most {info.max_model_len} tokens, data.max_prompt_tokens = "
+            f"{config.data.max_prompt_tokens} + rollout.max_response_tokens = {rollout.max_response_tokens}: responses "
+            "would be cut short; raise --max-model-len or --context-length (engine.max_model_len)",
         ),
         (
             info.dtype != dtype,

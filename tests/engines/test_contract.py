@@ -44,12 +44,12 @@ def test_check_compatible_lists_every_disagreement(served):
     other = config.model_copy(
         update={
             "engine": config.engine.model_copy(update={"dtype": "bf16"}),
-            "rollout": config.rollout.model_copy(update={"topk_logprobs": 20, "max_response_tokens": 600}),
+            "rollout": config.rollout.model_copy(update={"topk_logprobs": 20, "max_response_tokens": 257}),
         }
     )
     with pytest.raises(EngineIncompatible) as error:
         served.use(lambda engine: engine.check_compatible(other, vocab_size=128))
-    for part in ("topk_logprobs = 20", "max_response_tokens = 600", "runs in float32", "has 128"):
+    for part in ("topk_logprobs = 20", "max_response_tokens = 257", "runs in float32", "has 128"):
         assert part in str(error.value)
 
 

@@ -97,7 +97,7 @@ def test_an_impossible_layout_is_rejected_with_every_reason(builder):
         (8, ["engine.tensor_parallel=3", "engine.count=2"], "does not divide 32 attention heads"),
         (8, ["engine.tensor_parallel=8", "engine.count=2", "parallel.world_size=10"], None),
         (6, ["engine.tensor_parallel=4", "engine.count=3", "parallel.world_size=6"], None),
-        (6, ["engine.tensor_parallel=4", "engine.count=4", "parallel.world_size=6"], "4 x 6 devices hold 3 engines"),
+        (6, ["engine.tensor_parallel=4", "engine.count=4", "parallel.world_size=6"], "hold 3 engines of 4"),
     ],
 )
 def test_engines_are_placed_on_one_node_each(builder, gpus, sets, reason):
