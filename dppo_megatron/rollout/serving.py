@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dppo_megatron.config import Config
-
-if TYPE_CHECKING:
-    from dppo_megatron.hf import HFModelConfig
+from dppo_megatron.hf import HFModelConfig, fp8
 
 
 def serving_problems(hf: HFModelConfig, config: Config) -> list[str]:
-    """Each `setting = value: why; remedy`. Both servers split attention by whole heads."""
+    """Each `setting = value: why; remedy`. Both servers split attention by whole heads, and FP8 by whole blocks."""
     engine, out = config.engine, []
     if engine.max_model_len > hf.max_position_embeddings:
         out.append(
@@ -26,4 +22,21 @@ def serving_problems(hf: HFModelConfig, config: Config) -> list[str]:
             f"engine.tensor_parallel = {tensor}: {kv_heads} key-value heads are neither a multiple nor a divisor of "
             "it; change it"
         )
+    if engine.quantization == "fp8_block":
+        out += [
+            f"engine.tensor_parallel = {tensor}: cuts {name} = {width} into parts that are no multiple of the "
+            f"{fp8.BLOCK} values of an FP8 block; lower it, or set engine.quantization to none"
+            for name, width in _feed_forwards(hf).items()
+            if width % (tensor * fp8.BLOCK)
+        ]
     return out
+
+
+def _feed_forwards(hf: HFModelConfig) -> dict[str, int]:
+    """Widths of those that the model has, by their names in config.json."""
+    if hf.moe is None:
+        return {"intermediate_size": hf.ffn_hidden_size}
+    widths = {"moe_intermediate_size": hf.moe.ffn_hidden_size}
+    if not all(hf.moe.layers):
+        widths["intermediate_size"] = hf.ffn_hidden_size
+    return widths

@@ -75,7 +75,11 @@ def test_an_engine_longer_than_the_model_is_refused(tree):
     assert "engine.max_model_len = 65: the model was made for 64 positions" in found(tree)
 
 
-def test_fp8_engines_are_refused_on_a_cpu(tree, monkeypatch):
+def test_fp8_engines_are_refused_on_a_cpu(tree, task, tmp_path, monkeypatch):
+    model = shutil.copytree(task / "random_model", tmp_path / "whole_blocks")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 512}))
+    tree["model"]["path"] = str(model)
     tree["engine"] |= {"quantization": "fp8_block", "dtype": "bf16"}
     monkeypatch.setattr("dppo_megatron.launch.preflight.visible_devices", list)
     assert "engine.quantization = fp8_block: needs a GPU" in found(tree)
