@@ -133,7 +133,12 @@ class DataConfig(Section):
     chat_template: bool = Field(False, description="wrap the prompt as a user turn with the tokenizer's chat template")
     prompt_template: str = Field("{prompt}", description="text around the prompt; {prompt} is replaced")
     shuffle: bool = True
-    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are an error before work starts")
+    max_prompt_tokens: int = Field(
+        1024,
+        ge=1,
+        description="longer prompts are an error before work starts; with the longest response at most "
+        "engine.max_model_len",
+    )
 
 
 class RewardConfig(Section):
