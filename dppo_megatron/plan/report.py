@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .activations import EXPERT_IMBALANCE
 from .advice import Advice
-from .engines import engine_devices
+from .engines import UNUSED, engine_devices
 from .hardware import CONTEXT_BYTES, GIB, MARGIN, NCCL_BYTES
 from .planning import Plan
 from .ranks import RankModel
@@ -47,7 +47,7 @@ def _engine(plan: Plan) -> Iterator[str]:
         yield (
             f"a GPU of an engine: weights {_size(engine.weights)} of {_size(plan.cluster.hardware.memory_bytes)}, "
             f"keys and values {_size(max(0, engine.cache))}: {engine.sequences:,} sequences of "
-            f"{plan.config.engine.max_model_len:,} tokens at once"
+            f"{plan.config.engine.max_model_len:,} tokens at once (assumed: {UNUSED:.0%} stay free)"
         )
     if plan.totals.published_bytes:
         size, transport = _size(plan.totals.published_bytes), plan.config.weight_sync.transport

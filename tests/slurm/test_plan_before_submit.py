@@ -13,7 +13,7 @@ from dppo_megatron.slurm.submit import planned
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b"])
+@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b", "deepseek_v3"])
 def test_the_multi_node_examples_ask_for_the_nodes_they_use(name):
     config = load_config(EXAMPLES / name / "config.yaml")
     assert slurm_violations(config) == []
