@@ -1,7 +1,7 @@
 """Memory of the actor on the host: all of it while engines generate on the same GPU, or the optimizer's between steps.
 
-Storages are emptied and refilled in place, so every tensor, view
-and hook of Megatron's buffers is the same object before and after.
+Storages are emptied and refilled in place, so every tensor, view and hook of Megatron's buffers is the same object
+before and after.
 """
 
 from __future__ import annotations
