@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from dppo_megatron.config import Config, ConfigError, save_resolved
+from dppo_megatron.config.schema import ObjectiveConfig
 from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.rollout.clients import build_engine
 from dppo_megatron.rollout.main import evaluate_once
@@ -31,6 +32,9 @@ def evaluate_model(config: Config, model: Path, source: str) -> float:
         update={
             "model": config.model.model_copy(update={"path": model}),
             "engine": config.engine.model_copy(update={"urls": ()}),  # a running engine serves another policy
+            # A run on given answers or given rollouts has no engines; its evaluation samples all the same.
+            "objective": ObjectiveConfig(),
+            "rollout": config.rollout.model_copy(update={"bank": None}),
         }
     )
     visible = visible_devices()

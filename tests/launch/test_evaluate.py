@@ -56,6 +56,14 @@ def test_models_of_one_name_are_asked_of_engines_of_their_own(config, asked, tmp
     assert asked == ["http://model-1/4", "http://model-1/6", "http://model-2/4", "http://model-2/6"]
 
 
+@pytest.mark.parametrize("change", [{"objective": {"name": "nll"}}, {"rollout": {"bank": "bank"}}])
+def test_runs_without_engines_of_their_own_are_evaluated(config, asked, tmp_path, change):
+    config = Config.model_validate(config.model_dump() | change)
+    assert not config.samples
+    evaluate.evaluate_model(config, tmp_path / "model", "config.yaml")
+    assert asked == ["http://model-1/4", "http://model-1/6"]
+
+
 def test_engines_that_do_not_fit_the_gpus_are_refused(config, asked, tmp_path):
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"count": 3})})
     with pytest.raises(ConfigError, match=r"engine.count = 3: .* need 3 GPUs, 2 are visible"):
