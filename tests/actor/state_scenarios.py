@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from actor_cases import micro_batches, pack, sequences
 from actor_ranks import Rank
-from actor_scenarios import fingerprint, same, topk, train
+from scenario_parts import fingerprint, same, topk, train
 
 ASYNCHRONOUS = {"checkpoint": {"asynchronous": True, "timeout_s": 30}}
 

@@ -206,7 +206,7 @@ def _actor(models: Path, directory: Path):
 
 
 def _stuck_while_writing(models: Path, directory: Path) -> None:
-    from actor_scenarios import train
+    from scenario_parts import train
 
     actor = _actor(models, directory)
     actor.save_checkpoint(directory / "checkpoints", 1, {"step": 1}, keep=1)

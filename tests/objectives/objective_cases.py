@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dppo_megatron.objectives import TopKLogprobs
+from dppo_megatron.objectives import TopKLogprobs, build_objective
 
 
 @dataclass(frozen=True)
@@ -86,3 +86,12 @@ def random_case(
     advantage = normal(tokens)
     advantage[::5] = 0.0
     return make_case(mu, logits, sampled, advantage, k, dtype=dtype)
+
+
+def run(name: str, case: Case, **overrides):
+    return build_objective(name, **overrides)(**case.call)
+
+
+def gradient(name: str, case: Case, **overrides) -> torch.Tensor:
+    loss = run(name, case, **overrides).loss.sum()
+    return torch.autograd.grad(loss, case.logits, retain_graph=True)[0]
