@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.multiprocessing as mp
@@ -13,7 +14,10 @@ from dppo_megatron.config import Config
 from dppo_megatron.services import free_port
 from dppo_megatron.types import TokenBatch
 
-UPDATES, _UPDATE = 4, "one update"
+if TYPE_CHECKING:
+    from dppo_megatron.actor import Actor
+
+UPDATES, _UPDATE = 8, "one update"
 
 
 def measure_updates(config: Config, sequences: int, micro_batches: int, directory: Path) -> list[int]:
@@ -41,7 +45,7 @@ def _rank(rank: int, port: int, config: Config, sequences: int, micro_batches: i
             for _ in range(UPDATES):
                 with torch.profiler.record_function(_UPDATE):
                     actor.train_update([batch] * micro_batches, objective)
-        torch.save(_peak(profile), directory / f"{rank}.pt")
+        torch.save(_peak(profile, _state_bytes(actor)), directory / f"{rank}.pt")
     finally:
         layout.close()
 
@@ -63,17 +67,27 @@ def _batch(tokens: int, sequences: int, vocab: int, seed: int) -> TokenBatch:
     )
 
 
-def _peak(profile: torch.profiler.profile) -> int:
+def _state_bytes(actor: Actor) -> int:
+    """Of the optimizer's state, which the first update creates."""
+    states = (state for part in actor.optimizer.chained_optimizers for state in part.optimizer.state.values())
+    return sum(value.nbytes for state in states for value in state.values() if torch.is_tensor(value))
+
+
+def _peak(profile: torch.profiler.profile, created: int) -> int:
     """Most bytes of CPU tensors alive at once during an update, in the one where they were fewest.
 
-    gloo's threads release what they copied when they come to it, sooner or later; the first update does not count,
-    for it creates the optimizer's state.
+    What gloo's threads copied they release when they come to it, and the profiler does not see that: what seems alive
+    grows from update to update. So each counts from its own beginning, where in truth there is what the actor was
+    built with and what the first update `created`.
     """
     events = profile.profiler.kineto_results.events()
-    updates = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == _UPDATE)[1:]
-    assert len(updates) == UPDATES - 1
+    updates = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == _UPDATE)
+    assert len(updates) == UPDATES
     now, alive = 0, []
     for at, change in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
         now += change
         alive.append((at, now))
-    return min(max(size for at, size in alive if start <= at <= end) for start, end in updates)
+    before = [[size for at, size in alive if at < start][-1] for start, _ in updates]
+    peaks = [max(size for at, size in alive if start <= at <= end) for start, end in updates]
+    grown = [peak - first for peak, first in zip(peaks[1:], before[1:], strict=True)]
+    return before[0] + created + min(grown)
