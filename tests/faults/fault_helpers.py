@@ -125,7 +125,8 @@ def info(url: str) -> dict:
 
 
 def wait_while_generating(run: Run, url: str) -> None:
-    """Returns while the engine at `url` samples at least one group."""
+    """Returns when the engine at `url` has just begun to sample: later it may be done before it is hurt."""
+    run.wait_until(lambda: info(url)["running"] == 0, "an idle engine", 60)
     run.wait_until(lambda: info(url)["running"] > 0, "a running request", 60)
 
 

@@ -29,8 +29,9 @@ def test_killed_while_it_generates(start_run, undisturbed):
     """Its requests go to the other engine; the launcher restarts it, and it is verified before it serves again."""
     run = start_run(count=2)
     run.wait_for_step(1)
+    pid = run.engine_pid("engine-1")
     wait_while_generating(run, run.engine_url("engine-1"))
-    kill(run.engine_pid("engine-1"))
+    kill(pid)
     with run.held():
         run.wait_for_log("orchestrator", "engine-1 loaded policy", RESTART_S)
         run.wait_for_log("train", "engine-1 serves again", 5)
@@ -55,9 +56,9 @@ def test_the_only_engine_is_killed_before_an_update(start_run, undisturbed):
 def test_frozen_while_it_generates(start_run, engines, undisturbed):
     run = start_run(urls=[engine.url for engine in engines])
     run.wait_for_step(1)
+    pid = json.loads((engines[1].directory / "services" / "engine-0.json").read_text())["pid"]
     wait_while_generating(run, engines[1].url)
-    service = engines[1].directory / "services" / "engine-0.json"
-    with frozen(json.loads(service.read_text())["pid"]):
+    with frozen(pid):
         started = time.monotonic()
         run.wait_for_log("orchestrator", "-> dead", NOTICED_S + 10)
         run.wait_for_step(4)
