@@ -26,8 +26,10 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from dppo_megatron.hf.safetensors_file import sync_path, write_synced
+
 from . import megatron_version, optimizer_shards
-from .checkpoint_writer import BackgroundWrite, CheckpointError, HostFiles, replace_directory, sync, write_synced
+from .checkpoint_writer import BackgroundWrite, CheckpointError, HostFiles, replace_directory
 from .layout import Layout, seed_everything
 
 if TYPE_CHECKING:
@@ -71,12 +73,12 @@ def save(actor: Actor, directory: Path, step: int, state: dict[str, Any], keep: 
         if layout.data_parallel_rank == 0 and layout.context_rank == 0:
             (partial / _RNG).mkdir(exist_ok=True)
             torch.save(_rng_state(), partial / _RNG / _rng_name(layout))
-            sync(partial / _RNG / _rng_name(layout))
+            sync_path(partial / _RNG / _rng_name(layout))
 
     def complete() -> None:
         if layout.rank == 0:
             for path in [*partial.glob("*.pt"), *partial.glob("*.json"), partial / _RNG]:  # Megatron's common.pt
-                sync(path)
+                sync_path(path)
             write_synced(partial / _RUN, json.dumps(run, indent=1))
             replace_directory(partial, final)
             write_synced(directory / _LATEST, final.name)

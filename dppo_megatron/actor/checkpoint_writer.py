@@ -154,21 +154,3 @@ def replace_directory(source: Path, target: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
     else:
         source.rename(target)
-
-
-def write_synced(path: Path, text: str) -> None:
-    """`path` with `text`, or as it was: never a part of it, whatever ends the process or the machine."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    sync(temporary)
-    temporary.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """A file that was written, or the names in a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

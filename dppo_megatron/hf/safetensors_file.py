@@ -127,10 +127,11 @@ def sync_path(path: Path) -> None:
 
 
 def write_synced(path: Path, content: str | bytes) -> None:
-    """Writes a small file so that it exists whole or not at all."""
+    """Writes a small file so that it exists whole or not at all, whatever ends the process or the machine."""
     aside = path.with_name(f".{path.name}.tmp")
     with aside.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         sync(file.fileno())
     aside.replace(path)
+    sync_path(path.parent)

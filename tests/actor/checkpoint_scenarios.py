@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +12,20 @@ from actor_ranks import Rank
 from scenario_parts import fingerprint, same, topk, train
 
 
-def checkpoint_files(rank: Rank) -> Any:
-    """Retention, the pointer, leftovers of a crash, and a checkpoint of another run."""
+def refused(rank: Rank, directory: Path, *model: str, **changes: Any) -> str | None:
+    """Why a run of these settings does not load the checkpoint; None when it does."""
     from dppo_megatron.actor import CheckpointError
 
+    try:
+        with rank.actor(*model, **changes) as actor:
+            actor.load_checkpoint(directory)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def checkpoint_files(rank: Rank) -> Any:
+    """Retention, the pointer, leftovers of a crash, and a checkpoint of another run."""
     directory = rank.directory / "checkpoints"
     with rank.actor() as actor:
         missing = actor.load_checkpoint(directory)
@@ -36,27 +47,12 @@ def checkpoint_files(rank: Rank) -> Any:
     damaged = rank.directory / "damaged"
     (damaged / "step-000001").mkdir(parents=True)
     (damaged / "step-000001" / "run.json").write_text("{")
-    try:
-        with rank.actor() as actor:
-            actor.load_checkpoint(damaged)
-        unreadable = None
-    except CheckpointError as raised:
-        unreadable = str(raised)
-    try:
-        with rank.actor("wider", optimizer={"beta1": 0.5}, settings={"dtype": "bf16"}) as actor:
-            actor.load_checkpoint(directory)
-        error = None
-    except CheckpointError as raised:
-        error = str(raised)
+    unreadable = refused(rank, damaged)
+    error = refused(rank, directory, "wider", optimizer={"beta1": 0.5}, settings={"dtype": "bf16"})
     left = sorted(p.name for p in directory.iterdir())
     for file in (directory / "step-000004").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:1000])
-    try:
-        with rank.actor() as actor:
-            actor.load_checkpoint(directory)
-        truncated = None
-    except CheckpointError as raised:
-        truncated = str(raised)
+    truncated = refused(rank, directory)
     return {
         "missing": missing,
         "kept": kept,
