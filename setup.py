@@ -48,6 +48,6 @@ setup(
     entry_points={
         "console_scripts": ["dppo-megatron = dppo_megatron.cli:main"],
         # Loaded by a vLLM server only when VLLM_PLUGINS names it.
-        "vllm.endpoint_plugins": ["dppo_megatron = dppo_megatron.rollout.vllm_extension.routes:DppoRoutes"],
+        "vllm.endpoint_plugins": ["dppo_megatron = dppo_megatron.engines.vllm.extension.routes:DppoRoutes"],
     },
 )

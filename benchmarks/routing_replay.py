@@ -28,12 +28,12 @@ import yaml
 from dppo_megatron.actor import Actor, init_layout
 from dppo_megatron.config import Config, load_config
 from dppo_megatron.data.packing import Sequence, pack
+from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.engines.registry import build_engine
+from dppo_megatron.fleet.registry import engine_urls
 from dppo_megatron.hf import make_random_hf_model
 from dppo_megatron.objectives import build_objective
-from dppo_megatron.rollout.clients import build_engine
-from dppo_megatron.rollout.engine import GenerateRequest
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import engine_urls
 from dppo_megatron.types import Prompt, Rollout, TokenBatch
 
 VOCAB, PROMPT, RESPONSE = 512, 16, 64

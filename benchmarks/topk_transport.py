@@ -35,9 +35,9 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines"))
 from tiny_engine import engine_config, running_server
 
-from dppo_megatron.rollout.clients import build_engine
-from dppo_megatron.rollout.engine import Engine, GenerateRequest
-from dppo_megatron.rollout.http_pools import HttpPools
+from dppo_megatron.engines.http_pools import HttpPools
+from dppo_megatron.engines.protocol import Engine, GenerateRequest
+from dppo_megatron.engines.registry import build_engine
 
 KS = (0, 1, 20, 64)
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, TOKENS = 32, 8, 16, 64

@@ -32,13 +32,13 @@ from dppo_megatron.actor import init_layout
 from dppo_megatron.actor.model import build_model
 from dppo_megatron.actor.model_config import transformer_config
 from dppo_megatron.config import Config
+from dppo_megatron.engines.registry import build_engine, server_command, server_environment
+from dppo_megatron.fleet.live_engines import LiveEngines
+from dppo_megatron.fleet.registry import engine_services, free_port
 from dppo_megatron.hf import load_into, make_random_hf_model, read_hf_config
-from dppo_megatron.rollout.clients import build_engine, server_command, server_environment
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import engine_services, free_port
 from dppo_megatron.weight_sync import build_publisher
 from dppo_megatron.weight_sync.engine_thread import EngineThread
-from dppo_megatron.weight_sync.live_engines import LiveEngines
 
 PROBE = np.arange(3, 67, dtype=np.int32)
 START_TIMEOUT_S = 300

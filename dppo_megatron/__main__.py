@@ -1,6 +1,6 @@
 """`python -m dppo_megatron` is `dppo-megatron`."""
 
-from dppo_megatron.cli import main
+from .cli import main
 
 if __name__ == "__main__":
     main()

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from dppo_megatron.config import ConfigError, load_config, save_resolved
-from dppo_megatron.config.load import read_config
-from dppo_megatron.convert.commands import app as convert_app
-from dppo_megatron.errors import ExpectedError
-from dppo_megatron.run_dir import RunDir
+from .config import ConfigError, load_config, save_resolved
+from .config.load import read_config
+from .convert.commands import app as convert_app
+from .errors import ExpectedError
+from .run_dir import RunDir
 
 app = typer.Typer(
     help="RL for language models on Megatron-core with divergence trust regions (DPPO, DRPO).",
@@ -36,9 +36,9 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
 
     Ctrl-C or SIGTERM ends all of them and leaves a run that --resume continues.
     """
-    from dppo_megatron.launch.preflight import check_life, preflight
-    from dppo_megatron.launch.supervisor import Supervisor
-    from dppo_megatron.observability.report import write_report
+    from .checks.preflight import check_life, preflight
+    from .launch.supervisor import Supervisor
+    from .observability.report import write_report
 
     config = read_config(config_file, overrides or ())
     run = RunDir(config.run.dir)
@@ -61,8 +61,8 @@ def trainer(
     needs_gpu: Annotated[bool, typer.Option("--needs-gpu", help="fail where no GPU is visible")] = False,
 ) -> None:
     """Run one trainer rank (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torchrun or srun set them)."""
-    from dppo_megatron.launch.devices import require_gpu
-    from dppo_megatron.trainer.main import run_trainer
+    from .checks.devices import require_gpu
+    from .trainer.main import run_trainer
 
     if needs_gpu:
         require_gpu()
@@ -72,7 +72,7 @@ def trainer(
 @app.command()
 def orchestrator(config_file: ConfigFile, overrides: Overrides = None) -> None:
     """Sample, score and store rollouts for a trainer that follows the same run directory."""
-    from dppo_megatron.rollout.main import run_orchestrator
+    from .orchestrator.main import run_orchestrator
 
     run_orchestrator(load_config(config_file, overrides or ()))
 
@@ -84,7 +84,7 @@ def engine(
     index: Annotated[int, typer.Option(help="which of engine.count engines this is")] = 0,
 ) -> None:
     """Run one inference server of the run in the foreground and announce it once it answers."""
-    from dppo_megatron.launch.engine import run_engine
+    from .launch.engine import run_engine
 
     raise typer.Exit(run_engine(load_config(config_file, overrides or ()), index))
 
@@ -96,7 +96,7 @@ def evaluate(
     overrides: Overrides = None,
 ) -> None:
     """Print the greedy accuracy of a model on the config's held-out prompts, with an engine of its own."""
-    from dppo_megatron.launch.evaluate import evaluate_model
+    from .launch.evaluate import evaluate_model
 
     config = load_config(config_file, overrides or ())
     model = model or RunDir(config.run.dir).final_model
@@ -106,7 +106,7 @@ def evaluate(
 @app.command()
 def validate(config_file: ConfigFile, overrides: Overrides = None) -> None:
     """Check a config, its model directory, its data, its objective and its ports, and start nothing."""
-    from dppo_megatron.launch.preflight import preflight
+    from .checks.preflight import preflight
 
     config = read_config(config_file, overrides or ())
     for note in preflight(config, str(config_file)):
@@ -127,7 +127,7 @@ def plan(
 
     Needs config.json at model.path (no weights) and neither GPUs nor a network. Exit 1 when it does not fit.
     """
-    from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
+    from .plan import Cluster, RankBuilder, advise, hardware, make_plan, report
 
     config = read_config(config_file, overrides or ())
     cluster = Cluster(nodes, gpus_per_node, hardware(gpu))
@@ -144,7 +144,7 @@ def objectives(
     ] = None,
 ) -> None:
     """List the training objectives with their axes, or say of one what it does."""
-    from dppo_megatron.objectives.listing import in_words, table
+    from .objectives.listing import in_words, table
 
     typer.echo(table() if name is None else in_words(name))
 
@@ -155,7 +155,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="where to write; default: RUN/report")] = None,
 ) -> None:
     """Print the table of a run and draw its curves; several runs are laid over each other."""
-    from dppo_megatron.observability.report import write_report
+    from .observability.report import write_report
 
     typer.echo(write_report(runs if len(runs) > 1 else runs[0], out))
 
@@ -180,7 +180,7 @@ def slurm(
 
     The config's slurm section says how many nodes train and serve, and what the site needs (docs/slurm.md).
     """
-    from dppo_megatron.slurm.submit import prepare, submit
+    from .slurm.submit import prepare, submit
 
     prepared = prepare(config_file, overrides or (), nodes, resume=resume)
     if dry_run:
@@ -209,8 +209,8 @@ def status(
     """
     import json
 
-    from dppo_megatron.slurm.status import read_status
-    from dppo_megatron.slurm.status_view import show
+    from .slurm.status import read_status
+    from .slurm.status_view import show
 
     found = read_status(run_dir)
     if as_json:
@@ -222,7 +222,7 @@ def status(
 @app.command(name="slurm-job", hidden=True)
 def slurm_job(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
     """Drive a run inside a Slurm allocation; the last line of slurm/train.sbatch."""
-    from dppo_megatron.slurm.job import run_job
+    from .slurm.job import run_job
 
     raise typer.Exit(run_job(config_file, overrides or (), resume=resume))
 
@@ -236,7 +236,7 @@ def slurm_task(
     first_gpu: Annotated[int, typer.Option(help="its first GPU among those of its node")] = 0,
 ) -> None:
     """Run one task of a job step; srun starts it."""
-    from dppo_megatron.slurm.task import run_task
+    from .slurm.task import run_task
 
     raise typer.Exit(run_task(role, config_file, resume=resume, index=index, first_gpu=first_gpu))
 

@@ -12,12 +12,12 @@ warnings.filterwarnings("ignore", module=r"megatron\.core\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
-from . import cpu
+from .cpu import without_cuda
 
-cpu.import_without_compiled_fusions()
+without_cuda.import_without_compiled_fusions()
 
 from .actor import Actor, TrainingDiverged, UpdateStats
-from .checkpoint import CheckpointError
+from .checkpoint.checkpoint import CheckpointError
 from .layout import Layout, LayoutError, init_layout
 from .model import check_model
 from .model_config import padded_vocab_size

@@ -23,16 +23,17 @@ from dppo_megatron.hf import load_into, read_hf_config
 from dppo_megatron.objectives import Metric, Objective, reduce_metrics
 from dppo_megatron.types import TokenBatch
 
-from . import checkpoint, megatron_version, offload, precision
+from . import megatron_version, offload, precision
+from .batch.packing import Packer
+from .batch.routing import RoutingReplay
+from .checkpoint import checkpoint
 from .forward import LossStep
 from .layout import Layout
 from .model import PolicyModel, build_model
 from .model_config import transformer_config, use_transformer_engine
 from .optimizer import build_optimizer, build_schedule, learning_rate, optimizer_step, wrap_data_parallel
-from .packing import Packer
 from .parameter_gather import ParameterGather
 from .reduction import reduce_reports
-from .routing import RoutingReplay
 from .scoring import Scorer, Scores
 
 log = logging.getLogger(__name__)

@@ -14,20 +14,14 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from dppo_megatron.objectives import (
-    Metric,
-    Objective,
-    TopKLogprobs,
-    mean_metric,
-    sequence_ids_from_cu_seqlens,
-)
+from dppo_megatron.objectives import Metric, Objective, TopKLogprobs, mean_metric, sequence_ids_from_cu_seqlens
 from dppo_megatron.types import TokenBatch
 from dppo_megatron.vocab_parallel import TokenStatistics, linear_token_statistics, token_statistics
 
-from .context import gather_unequal_rows
+from .batch.context import gather_unequal_rows
+from .batch.packing import MicroBatch, loss_fields, to_device
 from .layout import Layout
 from .model import PolicyModel
-from .packing import MicroBatch, loss_fields, to_device
 
 if TYPE_CHECKING:
     from jaxtyping import Int

@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
 
-from . import cpu
+from .cpu import without_cuda
 
 
 class LayoutError(ExpectedError, ValueError):
@@ -96,7 +96,7 @@ def init_layout(config: Config) -> Layout:
             raise LayoutError(
                 f"parallel.world_size = {world_size}: not a multiple of {names} = {ranks}; change one of them"
             )
-    cpu.install()
+    without_cuda.install()
     cuda = torch.cuda.is_available()
     backend = "nccl" if cuda else "gloo"
     device = torch.device("cpu")

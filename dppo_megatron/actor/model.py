@@ -16,11 +16,11 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
 
 from . import megatron_version
-from .attention import PackedAttention
+from .batch.packing import PackedSequences
+from .cpu.attention import PackedAttention
+from .cpu.norm import RMSNorm
 from .layout import Layout
 from .model_config import machine_problems, model_problems, padded_vocab_size, use_transformer_engine
-from .norm import RMSNorm
-from .packing import PackedSequences
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -13,13 +13,7 @@ from dppo_megatron.config.schema import Config, ParallelConfig
 from dppo_megatron.hf import HFModelConfig, ModelError
 
 from . import megatron_version
-from .precision import (
-    fuses_weight_gradient,
-    installation_problems,
-    precision_arguments,
-    precision_problems,
-    this_gpu,
-)
+from .precision import fuses_weight_gradient, installation_problems, precision_arguments, precision_problems, this_gpu
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SHARD_UNIT = 128  # columns of the head per rank, for its GEMM

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dppo_megatron.objectives import Metric, flatten_metrics, merge_metrics, unflatten_metrics
 
+from .batch.packing import MicroBatch
 from .forward import MicroBatchResult
 from .layout import Layout
-from .packing import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dppo_megatron.types import TokenBatch
 
+from .batch.packing import MicroBatch, Packer
 from .forward import LogprobStep
 from .layout import Layout
-from .packing import MicroBatch, Packer
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..types import Prompt, Rollout, TokenBatch
+from dppo_megatron.types import Prompt, Rollout, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dppo_megatron.errors import ExpectedError
-
-from ..types import Prompt
+from dppo_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..config.schema import DataConfig
+    from dppo_megatron.config.schema import DataConfig
 
 _SHOWN = 50  # violations described in the message; of the rest it gives the line numbers
 

@@ -10,17 +10,17 @@ import subprocess
 import time
 from pathlib import Path
 
+from dppo_megatron.common.process import end_with_parent, exit_reason
 from dppo_megatron.config import Config
+from dppo_megatron.engines.protocol import EngineError
+from dppo_megatron.engines.registry import build_engine, server_command, server_environment
 from dppo_megatron.errors import ExpectedError
+from dppo_megatron.fleet.registry import forget, free_port, port_in_use, register
+from dppo_megatron.fleet.watch import probe_health
 from dppo_megatron.observability.logs import setup_logging
-from dppo_megatron.rollout.clients import build_engine, server_command, server_environment
-from dppo_megatron.rollout.engine import EngineError
-from dppo_megatron.rollout.engine_watch import probe_health
-from dppo_megatron.rollout.published import PublishedPolicy
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import forget, free_port, port_in_use, register
+from dppo_megatron.weights.published import PublishedPolicy
 
-from .process import end_with_parent, exit_reason
 from .quantized import made_start_model
 
 log = logging.getLogger(__name__)

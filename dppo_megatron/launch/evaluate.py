@@ -7,16 +7,16 @@ import itertools
 import shutil
 from pathlib import Path
 
+from dppo_megatron.checks.devices import device_problem, engine_devices, visible_devices
+from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config, ConfigError, save_resolved
 from dppo_megatron.config.schema import ObjectiveConfig
+from dppo_megatron.engines.registry import build_engine
+from dppo_megatron.fleet.registry import engine_names, engine_urls
 from dppo_megatron.observability.logs import last_lines
-from dppo_megatron.rollout.clients import build_engine
-from dppo_megatron.rollout.main import evaluate_once
+from dppo_megatron.orchestrator.main import evaluate_once
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import engine_names, engine_urls
 
-from .devices import device_problem, engine_devices, visible_devices
-from .process import Child, exit_reason
 from .supervisor import GRACE_S, dppo_command
 
 

@@ -11,8 +11,8 @@ from dppo_megatron.config import Config
 from dppo_megatron.convert.job import Worker
 from dppo_megatron.convert.processes import convert
 from dppo_megatron.convert.to_hf import ToHF
+from dppo_megatron.engines.start_model import start_model
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.rollout.start_model import start_model
 
 log = logging.getLogger(__name__)
 

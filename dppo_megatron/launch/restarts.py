@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .process import Child, exit_reason
+from dppo_megatron.common.process import Child, exit_reason
 
 ORPHANS_S = 1.0  # for what a dead server left of its session to end by itself
 

@@ -9,14 +9,14 @@ import sys
 import time
 from collections.abc import Sequence
 
+from dppo_megatron.checks.devices import engine_devices, visible_devices
+from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config
+from dppo_megatron.fleet.registry import engine_names, forget, forget_all, free_port
 from dppo_megatron.observability.console import ProgressView
 from dppo_megatron.observability.logs import append_line, last_lines
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import engine_names, forget, forget_all, free_port
 
-from .devices import engine_devices, visible_devices
-from .process import Child, exit_reason
 from .restarts import RestartedServer, RestartPolicy
 
 log = logging.getLogger(__name__)

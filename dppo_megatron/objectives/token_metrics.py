@@ -9,15 +9,7 @@ from torch import Tensor
 
 from . import divergence as measure
 from .inputs import Buckets, Tokens
-from .metrics import (
-    Metric,
-    effective_size_metric,
-    max_metric,
-    mean_metric,
-    min_metric,
-    quantiles_metric,
-    sum_metric,
-)
+from .metrics import Metric, effective_size_metric, max_metric, mean_metric, min_metric, quantiles_metric, sum_metric
 from .settings import ObjectiveSettings
 from .trust_region import Region, anchor_logprob
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.export import DEFAULT_BUCKET_BYTES
-from dppo_megatron.rollout.weight_group import BUCKET_BYTES
+from dppo_megatron.weights.process_group import BUCKET_BYTES
 
 from .activations import FP32, Layer, Work, head, layer, recomputed
 from .hardware import Hardware

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.config.checks import cross_field_violations
+from dppo_megatron.engines.serving import serving_problems
 from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
-from dppo_megatron.rollout.serving import serving_problems
 
 from .engines import EngineMemory, devices_needed, engine_devices, engine_memory, placement_problems
 from .hardware import Cluster

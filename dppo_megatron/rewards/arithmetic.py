@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..types import Prompt
+from dppo_megatron.types import Prompt
 
 _INTEGER = re.compile(r"-?[0-9]+")
 

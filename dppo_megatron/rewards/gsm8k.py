@@ -9,7 +9,7 @@ from decimal import Decimal
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Float, Integer
 
-from ..types import Prompt
+from dppo_megatron.types import Prompt
 
 # It warns once that its timeouts are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from ..types import Prompt
+from dppo_megatron.types import Prompt
 
 
 @runtime_checkable

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
-from ..types import Prompt
+from dppo_megatron.types import Prompt
+
 from .interface import Reward
 from .registry import RewardError, build_reward, load_reward
 
 if TYPE_CHECKING:
-    from ..config.schema import RewardConfig
+    from dppo_megatron.config.schema import RewardConfig
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dppo_megatron.errors import ExpectedError
 from .interface import Reward
 
 if TYPE_CHECKING:
-    from ..config.schema import RewardConfig
+    from dppo_megatron.config.schema import RewardConfig
 
 BUILTIN = {
     "arithmetic": "dppo_megatron.rewards.arithmetic:arithmetic",

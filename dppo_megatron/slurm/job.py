@@ -11,13 +11,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dppo_megatron.checks.preflight import check_life
+from dppo_megatron.common.process import exit_reason
 from dppo_megatron.config import Config, ConfigError, load_config, save_resolved, with_absolute_paths
 from dppo_megatron.config.checks import slurm_violations
-from dppo_megatron.launch.preflight import check_life
-from dppo_megatron.launch.process import exit_reason
+from dppo_megatron.fleet.registry import forget, forget_all
 from dppo_megatron.launch.restarts import RestartedServer, RestartPolicy
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import forget, forget_all
 
 from . import queue
 from .allocation import Allocation

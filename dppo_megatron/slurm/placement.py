@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dppo_megatron.config import Config
-from dppo_megatron.services import engine_names
+from dppo_megatron.fleet.registry import engine_names
 
 from .allocation import Allocation
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.config import Config, ConfigError, load_config
+from dppo_megatron.engines.protocol import EngineError
+from dppo_megatron.engines.registry import build_engine
 from dppo_megatron.errors import ExpectedError
+from dppo_megatron.fleet.registry import Service, engine_services
 from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.observability.names import is_step_record
 from dppo_megatron.observability.tail import read_records
-from dppo_megatron.rollout.clients import build_engine
-from dppo_megatron.rollout.engine import EngineError
-from dppo_megatron.rollout.published import PublishedPolicy
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import Service, engine_services
+from dppo_megatron.weights.published import PublishedPolicy
 
 from . import queue
 from .lives import Lives

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from dppo_megatron.common.process import end_with_parent
 from dppo_megatron.config import Config
-from dppo_megatron.launch.process import end_with_parent
 from dppo_megatron.run_dir import RunDir
 
 from .allocation import Allocation

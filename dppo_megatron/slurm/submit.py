@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dppo_megatron.checks.preflight import Place, check_life, preflight
 from dppo_megatron.config import Config, ConfigError, load_config, save_resolved, with_absolute_paths
 from dppo_megatron.config.checks import cross_field_violations, slurm_violations
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.launch.preflight import Place, check_life, preflight
 from dppo_megatron.run_dir import RunDir
 
 from . import queue

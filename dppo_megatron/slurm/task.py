@@ -14,14 +14,14 @@ from pathlib import Path
 
 import psutil
 
+from dppo_megatron.checks.devices import visible_devices
+from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config, load_config
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.launch.devices import visible_devices
-from dppo_megatron.launch.process import Child, exit_reason
+from dppo_megatron.fleet.registry import ServiceTimeout, port_in_use
 from dppo_megatron.launch.supervisor import dppo_command
 from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.run_dir import RunDir, read_json, write_json_atomic
-from dppo_megatron.services import ServiceTimeout, port_in_use
 
 POLL_S = 0.1
 GRACE_S = 5.0

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from dppo_megatron.bank import BankEntry, BankReader
 from dppo_megatron.config import Config
 from dppo_megatron.data.packing import Sequence as PackedSequence
 from dppo_megatron.data.packing import pack, plan_micro_batches
 from dppo_megatron.data.prompts import PromptSource
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.objectives import Objective, sequence_weights
-from dppo_megatron.rollout.bank import BankEntry, BankReader
-from dppo_megatron.rollout.rollout_metrics import last_progress
+from dppo_megatron.orchestrator.metrics import last_progress
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import RolloutGroup, TokenBatch
 

@@ -6,20 +6,20 @@ import logging
 from functools import partial
 
 from dppo_megatron.actor import Actor, Layout, init_layout
+from dppo_megatron.bank import BankReader
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import PromptSource
 from dppo_megatron.data.tokenizer import load_tokenizer
+from dppo_megatron.engines.registry import build_engine
+from dppo_megatron.fleet.live_engines import LiveEngines
+from dppo_megatron.fleet.registry import engine_services, engine_urls
 from dppo_megatron.hf import save_hf
 from dppo_megatron.objectives import Objective, build_objective
 from dppo_megatron.observability.logs import setup_logging
-from dppo_megatron.rollout.bank import BankReader
-from dppo_megatron.rollout.clients import build_engine
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import engine_services, engine_urls
 from dppo_megatron.weight_sync import build_publisher, probe_tokens
 from dppo_megatron.weight_sync.colocated import put_to_sleep
 from dppo_megatron.weight_sync.engine_thread import EngineThread
-from dppo_megatron.weight_sync.live_engines import LiveEngines
 
 from .batches import BankBatches, SupervisedBatches
 from .checkpoints import Checkpoints

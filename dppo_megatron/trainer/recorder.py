@@ -10,7 +10,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.observability.masked_tokens import MaskedTokenLog
 from dppo_megatron.observability.tail import JsonlFollower, read_records
 from dppo_megatron.observability.trackers import build_trackers
-from dppo_megatron.rollout.rollout_metrics import last_progress
+from dppo_megatron.orchestrator.metrics import last_progress
 from dppo_megatron.run_dir import RunDir
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dppo_megatron.bank import BankEntry
 from dppo_megatron.config import Config
 from dppo_megatron.objectives import group_advantages, keep_finished, sequence_weights, soft_overlong_penalty
-from dppo_megatron.rollout.bank import BankEntry
 
 
 @dataclass(frozen=True, slots=True)

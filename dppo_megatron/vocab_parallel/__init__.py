@@ -3,8 +3,8 @@
 Importable with torch alone. `docs/vocab_parallel.md` shows its use from another framework.
 """
 
-from dppo_megatron.vocab_parallel.linear import linear_token_statistics
-from dppo_megatron.vocab_parallel.statistics import TokenStatistics
-from dppo_megatron.vocab_parallel.stored import token_statistics
+from .linear import linear_token_statistics
+from .statistics import TokenStatistics
+from .stored import token_statistics
 
 __all__ = ["TokenStatistics", "linear_token_statistics", "token_statistics"]

@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dppo_megatron.vocab_parallel.compiled import CompiledOrEager
-from dppo_megatron.vocab_parallel.merge import FLOOR, join_sums
+from .compiled import CompiledOrEager
+from .merge import FLOOR, join_sums
 
 # Elements at once. Eager: 512 KB of fp32 scratch stays in a CPU core's cache; a GPU wants fewer, larger
 # launches. Compiled: the two sweeps of a CPU kernel find their rows in cache; a GPU takes the whole block.

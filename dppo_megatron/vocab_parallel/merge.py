@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dppo_megatron.vocab_parallel.listed import Listed
+from .listed import Listed
 
 # exp of it is 0 even in float64, and 0 times it is 0: stands for -inf where that would give NaN.
 FLOOR = -1.0e4

@@ -10,11 +10,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from dppo_megatron.vocab_parallel import checks, torch_backend
-from dppo_megatron.vocab_parallel.listed import join_ids
-from dppo_megatron.vocab_parallel.merge import Coefficients, Merged
-from dppo_megatron.vocab_parallel.shard import HEADER, Shard, gather_rows, total_columns, write_header
-from dppo_megatron.vocab_parallel.statistics import TokenStatistics
+from . import checks, torch_backend
+from .listed import join_ids
+from .merge import Coefficients, Merged
+from .shard import HEADER, Shard, gather_rows, total_columns, write_header
+from .statistics import TokenStatistics
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def choose_backend(backend: str, device: torch.device) -> ModuleType:
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return torch_backend
     try:
-        from dppo_megatron.vocab_parallel import triton_backend
+        from . import triton_backend
     except ImportError as error:
         if backend == "auto":
             return torch_backend

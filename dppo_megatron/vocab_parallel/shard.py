@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dppo_megatron.vocab_parallel.collectives import all_gather
+from .collectives import all_gather
 
 HEADER = 4  # first id, columns, vocab_size (-1: all), checksum of the ids
 

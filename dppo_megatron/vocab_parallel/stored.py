@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dppo_megatron.vocab_parallel import blocks, checks
-from dppo_megatron.vocab_parallel.compiled import worthwhile
-from dppo_megatron.vocab_parallel.merge import empty_rows
-from dppo_megatron.vocab_parallel.request import Request, choose_backend, statistics
-from dppo_megatron.vocab_parallel.shard import make_shard
-from dppo_megatron.vocab_parallel.statistics import TokenStatistics
+from . import blocks, checks
+from .compiled import worthwhile
+from .merge import empty_rows
+from .request import Request, choose_backend, statistics
+from .shard import make_shard
+from .statistics import TokenStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

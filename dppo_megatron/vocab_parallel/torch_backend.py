@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dppo_megatron.vocab_parallel import blocks
-from dppo_megatron.vocab_parallel import merge as arithmetic
-from dppo_megatron.vocab_parallel.listed import list_ids, owned_slots
-from dppo_megatron.vocab_parallel.merge import Coefficients, Merged
+from . import blocks
+from . import merge as arithmetic
+from .listed import list_ids, owned_slots
+from .merge import Coefficients, Merged
 
 
 def forward(

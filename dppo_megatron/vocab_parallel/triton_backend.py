@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dppo_megatron.vocab_parallel import torch_backend, triton_rows
-from dppo_megatron.vocab_parallel.merge import Coefficients, Merged, join_sums
+from . import torch_backend, triton_rows
+from .merge import Coefficients, Merged, join_sums
 
 # Columns of a tile: wide enough that a row is few iterations, small enough to stay in registers with 8 warps.
 _TILE = 4096

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dppo_megatron.vocab_parallel.merge import Coefficients, Merged
+from .merge import Coefficients, Merged
 
 # Ids are compared pairwise in registers.
 LONGEST_LIST = 64

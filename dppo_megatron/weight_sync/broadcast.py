@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dppo_megatron.actor import Actor
 from dppo_megatron.config import Config
+from dppo_megatron.engines.protocol import Engine, EngineInfo
 from dppo_megatron.hf import export_weights
-from dppo_megatron.rollout.engine import Engine, EngineInfo
-from dppo_megatron.rollout.weight_group import (
+from dppo_megatron.weights.process_group import (
     BUCKET_BYTES,
     Bucket,
     Channel,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from .live_engines import LiveEngines
+from dppo_megatron.fleet.live_engines import LiveEngines
 
 Result = TypeVar("Result")
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from dppo_megatron.actor import Actor
 from dppo_megatron.config import Config
-from dppo_megatron.rollout.engine import (
+from dppo_megatron.engines.protocol import (
     Engine,
     EngineIncompatible,
     EngineInfo,
@@ -21,14 +21,14 @@ from dppo_megatron.rollout.engine import (
     EngineTimeout,
     EngineUnavailable,
 )
-from dppo_megatron.rollout.probe import ProbeDifference
-from dppo_megatron.rollout.published import PublishedPolicy
+from dppo_megatron.fleet.live_engines import Confirmation
+from dppo_megatron.fleet.weight_check import ProbeDifference
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weights.published import PublishedPolicy
 
 from .colocated import ActorMemory, put_to_sleep
 from .engine_thread import EngineThread
 from .errors import WeightSyncError
-from .live_engines import Confirmation
 from .ranks import Ranks
 from .transport import Transport
 

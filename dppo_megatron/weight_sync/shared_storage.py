@@ -8,8 +8,8 @@ from pathlib import Path
 
 from dppo_megatron.actor import Actor
 from dppo_megatron.config import Config
+from dppo_megatron.engines.protocol import Engine, EngineInfo
 from dppo_megatron.hf import save_hf
-from dppo_megatron.rollout.engine import Engine, EngineInfo
 from dppo_megatron.run_dir import RunDir
 
 from .ranks import Ranks

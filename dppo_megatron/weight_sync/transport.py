@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
+from dppo_megatron.engines.protocol import Engine, EngineInfo
 from dppo_megatron.hf.export import Quantization
-from dppo_megatron.rollout.engine import Engine, EngineInfo
 
 
 @dataclass(frozen=True, slots=True)

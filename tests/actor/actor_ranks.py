@@ -22,7 +22,7 @@ import torch
 import torch.multiprocessing as mp
 from actor_cases import make_config
 
-from dppo_megatron.services import free_port
+from dppo_megatron.fleet.registry import free_port
 
 
 @dataclass(frozen=True)

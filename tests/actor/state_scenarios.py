@@ -29,7 +29,7 @@ class Gate:
     """Holds back every write of a checkpoint until it is opened."""
 
     def __enter__(self) -> threading.Event:
-        from dppo_megatron.actor.checkpoint_writer import HostFiles
+        from dppo_megatron.actor.checkpoint.writer import HostFiles
 
         opened, self._write = threading.Event(), HostFiles.write
 
@@ -41,7 +41,7 @@ class Gate:
         return opened
 
     def __exit__(self, *error: object) -> None:
-        from dppo_megatron.actor.checkpoint_writer import HostFiles
+        from dppo_megatron.actor.checkpoint.writer import HostFiles
 
         HostFiles.write = self._write
 
@@ -73,7 +73,7 @@ def asynchronous(rank: Rank) -> Any:
 def failing_write(rank: Rank) -> Any:
     """A rank that cannot write: the next save raises on every rank, and the last good checkpoint stays."""
     from dppo_megatron.actor import CheckpointError
-    from dppo_megatron.actor.checkpoint_writer import HostFiles
+    from dppo_megatron.actor.checkpoint.writer import HostFiles
 
     directory = rank.directory / "checkpoints"
     original = HostFiles.write

@@ -11,7 +11,7 @@ import torch
 from actor_cases import DEEPSEEK, YARN, make_config
 
 from dppo_megatron import hf
-from dppo_megatron.actor import checkpoint
+from dppo_megatron.actor.checkpoint import checkpoint
 
 
 @pytest.mark.parametrize("world", ["one_rank", "two_ranks"])

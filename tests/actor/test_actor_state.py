@@ -15,7 +15,7 @@ import torch
 from actor_cases import make_config, sequences
 from actor_ranks import run_ranks
 
-from dppo_megatron.actor.checkpoint_writer import BackgroundWrite, CheckpointError, HostFiles
+from dppo_megatron.actor.checkpoint.writer import BackgroundWrite, CheckpointError, HostFiles
 
 ONE_RANK = ["asynchronous", "offloaded", "optimizer_on_host", "dtypes", "fp32_head"]
 TWO_RANKS = [

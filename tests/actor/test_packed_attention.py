@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from dppo_megatron.actor.attention import PackedAttention, plan_segments
-from dppo_megatron.actor.packing import PackedSequences
-from dppo_megatron.actor.rope import rope_tables, rotate
+from dppo_megatron.actor.batch.packing import PackedSequences
+from dppo_megatron.actor.cpu.attention import PackedAttention, plan_segments
+from dppo_megatron.actor.cpu.rope import rope_tables, rotate
 
 LENGTHS = {
     "short": [3, 1, 16, 2, 9, 9, 16, 32],

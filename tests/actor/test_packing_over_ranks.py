@@ -8,9 +8,9 @@ import pytest
 import torch
 from actor_cases import pack, sequences
 
-from dppo_megatron.actor.attention import PackedAttention, plan_segments
-from dppo_megatron.actor.context import gathered_places, owned_rows
-from dppo_megatron.actor.packing import Packer
+from dppo_megatron.actor.batch.context import gathered_places, owned_rows
+from dppo_megatron.actor.batch.packing import Packer
+from dppo_megatron.actor.cpu.attention import PackedAttention, plan_segments
 
 
 def packer(**settings) -> Packer:
@@ -93,7 +93,7 @@ def test_a_gathered_plan_sees_what_each_query_may(monkeypatch):
     """PackedAttention of every context-parallel rank, the gather played by the test, against one rank's."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from dppo_megatron.actor import attention
+    from dppo_megatron.actor.cpu import attention
 
     size, lengths = 2, torch.tensor([40, 4, 36, 8, 100])
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -103,7 +103,7 @@ def test_a_gathered_plan_sees_what_each_query_may(monkeypatch):
     module = PackedAttention(TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2), layer_number=1)
 
     def attend(*tensors, plan):
-        from dppo_megatron.actor.packing import PackedSequences
+        from dppo_megatron.actor.batch.packing import PackedSequences
 
         return module(*tensors, None, packed_seq_params=PackedSequences(qkv_format="thd", plan=plan))
 

@@ -34,9 +34,9 @@ def run(megatron: list[Case], actor: list[Case], root: Path) -> None:
 def _rank(rank: int, megatron: list[Case], actor: list[Case], root: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    from dppo_megatron.actor import cpu
+    from dppo_megatron.actor.cpu import without_cuda
 
-    cpu.install()
+    without_cuda.install()
     from megatron.core import parallel_state
 
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")

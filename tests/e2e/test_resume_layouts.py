@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from run_helpers import descendants, records, run, start, steps_done, wait_until, weights_digest, write_config
 
-from dppo_megatron.rollout.bank import BankWriter
+from dppo_megatron.bank import BankWriter
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 
 STEPS, GROUPS, SAMPLES, LONGEST = 7, 8, 8, 24

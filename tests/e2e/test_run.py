@@ -22,7 +22,7 @@ from run_helpers import (
     write_config,
 )
 
-from dppo_megatron.rollout.bank import BankReader
+from dppo_megatron.bank import BankReader
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from run_helpers import GROUPS, STEPS, config_tree, records, run, steps_done, write_config
 
+from dppo_megatron.bank import BankReader
 from dppo_megatron.hf import make_random_hf_model
-from dppo_megatron.rollout.bank import BankReader
 
 pytestmark = pytest.mark.engines
 EXPERTS = {

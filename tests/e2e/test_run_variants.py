@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from run_helpers import GROUPS, STEPS, config_tree, records, run, steps_done, write_config
 
-from dppo_megatron.rollout.bank import BankReader
+from dppo_megatron.bank import BankReader
 
 pytestmark = pytest.mark.engines
 VARIANTS = {

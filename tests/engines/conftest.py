@@ -15,8 +15,8 @@ import pytest
 from tiny_engine import EXPERTS, Reference, engine_config, make_model, running_server, with_engine
 
 from dppo_megatron.config import Config
-from dppo_megatron.rollout.clients import server_python
-from dppo_megatron.rollout.engine import Engine
+from dppo_megatron.engines.protocol import Engine
+from dppo_megatron.engines.registry import server_python
 
 MAX_NUM_SEQS = 32
 TRANSPORTS = ("shared_storage",)

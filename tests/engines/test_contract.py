@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny_engine import EOS, MAX_LOGPROBS, MAX_MODEL_LEN, PROMPT, VOCAB, group
 
-from dppo_megatron.rollout.clients import build_engine
-from dppo_megatron.rollout.engine import EngineIncompatible, EngineRefused
+from dppo_megatron.engines.protocol import EngineIncompatible, EngineRefused
+from dppo_megatron.engines.registry import build_engine
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -10,7 +10,7 @@ import pytest
 from test_contract import TOLERANCE, some_steps
 from tiny_engine import PROMPT, group
 
-from dppo_megatron.rollout.engine import EngineError, EngineRefused, EngineTimeout
+from dppo_megatron.engines.protocol import EngineError, EngineRefused, EngineTimeout
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dppo_megatron.rollout.sglang_cpu.seeded_sampling import murmur_hash32
+from dppo_megatron.engines.sglang.cpu.seeded_sampling import murmur_hash32
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ import pytest
 from fake_server import against, http
 from tiny_engine import EOS, MAX_MODEL_LEN, VOCAB, engine_config, group, make_model
 
+from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, SpoiltSample
+from dppo_megatron.engines.sglang import client as sglang_client
+from dppo_megatron.engines.sglang.client import SglangEngine
+from dppo_megatron.engines.sglang.server import sglang_command
+from dppo_megatron.engines.sglang.wire import child_ids
+from dppo_megatron.fleet.watch import probe_health
 from dppo_megatron.hf import read_hf_config
-from dppo_megatron.rollout import sglang_client
-from dppo_megatron.rollout.engine import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, SpoiltSample
-from dppo_megatron.rollout.engine_watch import probe_health
-from dppo_megatron.rollout.sglang_client import SglangEngine
-from dppo_megatron.rollout.sglang_server import sglang_command
-from dppo_megatron.rollout.sglang_wire import child_ids
 
 REQUEST = group("g", n=2, max_tokens=3, topk=2, prompt=np.array([4, 5, 6]))
 SERVER = {

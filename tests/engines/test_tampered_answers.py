@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tiny_engine import VOCAB, group
 
-from dppo_megatron.rollout.clients import build_engine
-from dppo_megatron.rollout.engine import SpoiltSample
-from dppo_megatron.rollout.vllm_extension.wire import decode_frame, encode_frame
+from dppo_megatron.engines.protocol import SpoiltSample
+from dppo_megatron.engines.registry import build_engine
+from dppo_megatron.engines.vllm.extension.wire import decode_frame, encode_frame
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -12,7 +12,7 @@ import pytest
 from fake_server import against, http
 from tiny_engine import engine_config, with_engine
 
-from dppo_megatron.rollout.engine import (
+from dppo_megatron.engines.protocol import (
     EngineError,
     EngineIncompatible,
     EngineRefused,
@@ -21,8 +21,8 @@ from dppo_megatron.rollout.engine import (
     GenerateRequest,
     SpoiltSample,
 )
-from dppo_megatron.rollout.vllm_client import VllmEngine
-from dppo_megatron.rollout.vllm_extension.wire import encode_frame
+from dppo_megatron.engines.vllm.client import VllmEngine
+from dppo_megatron.engines.vllm.extension.wire import encode_frame
 
 REQUEST = GenerateRequest("g", np.array([1, 2, 3]), 2, (5, 6), 1.0, 4)
 INFO = {
@@ -49,7 +49,7 @@ GOOD_HEADER = {"request_id": "g~00000000", "finish_reasons": ["length", "length"
 
 @pytest.fixture(autouse=True)
 def known_request_ids(monkeypatch):
-    monkeypatch.setattr("dppo_megatron.rollout.vllm_client.uuid4", lambda: UUID(int=0))
+    monkeypatch.setattr("dppo_megatron.engines.vllm.client.uuid4", lambda: UUID(int=0))
 
 
 @pytest.fixture

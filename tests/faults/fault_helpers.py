@@ -29,7 +29,7 @@ from run_helpers import (
     write_config,
 )
 
-from dppo_megatron.rollout.bank import BankReader
+from dppo_megatron.bank import BankReader
 
 STEPS = 6
 PROBES = {"health_interval_s": 0.5, "health_timeout_s": 2.0, "health_failures": 3}

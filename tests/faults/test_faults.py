@@ -14,10 +14,10 @@ import pytest
 from fault_helpers import NOTICED_S, Proxy, frozen, info, kill, wait_while_generating
 from run_helpers import config_tree, end_session, start, wait_until, write_config
 
-from dppo_megatron.rollout.published import PublishedPolicy
-from dppo_megatron.rollout.vllm_extension.wire import decode_frame, encode_frame
+from dppo_megatron.engines.vllm.extension.wire import decode_frame, encode_frame
+from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import free_port
+from dppo_megatron.weights.published import PublishedPolicy
 
 pytestmark = pytest.mark.faults
 

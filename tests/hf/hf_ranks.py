@@ -43,9 +43,9 @@ def _rank(rank: int, world: int, cases: list[Case], root: Path, token_ids: torch
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
-    from dppo_megatron.actor import cpu
+    from dppo_megatron.actor.cpu import without_cuda
 
-    cpu.install()
+    without_cuda.install()
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     for case in cases:
         out = root / case.name

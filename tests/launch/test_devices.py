@@ -5,9 +5,9 @@ import socket
 import pytest
 import torch
 
+from dppo_megatron.checks.devices import device_problem, engine_devices, require_gpu
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.launch.devices import device_problem, engine_devices, require_gpu
 
 EIGHT = [str(n) for n in range(8)]
 

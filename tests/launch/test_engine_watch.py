@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from dppo_megatron.engines.protocol import EngineTimeout
+from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.launch import engine as launched
-from dppo_megatron.rollout.engine import EngineTimeout
-from dppo_megatron.services import free_port
 
 SETTINGS = SimpleNamespace(
     engine=SimpleNamespace(health_interval_s=0.05, health_timeout_s=0.3, health_failures=2),

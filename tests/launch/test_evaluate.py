@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.fleet.registry import register
 from dppo_megatron.launch import evaluate
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import register
 
 
 @pytest.fixture

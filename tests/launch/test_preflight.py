@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from dppo_megatron.checks.preflight import check_fresh, check_resume, preflight
 from dppo_megatron.config import Config, ConfigError, save_resolved
 from dppo_megatron.convert.job import Worker
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.processes import convert
 from dppo_megatron.convert.to_megatron import ToMegatron
-from dppo_megatron.launch.preflight import check_fresh, check_resume, preflight
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
 
@@ -81,9 +81,9 @@ def test_fp8_engines_are_refused_on_a_cpu(tree, task, tmp_path, monkeypatch):
     (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 512}))
     tree["model"]["path"] = str(model)
     tree["engine"] |= {"quantization": "fp8_block", "dtype": "bf16"}
-    monkeypatch.setattr("dppo_megatron.launch.preflight.visible_devices", list)
+    monkeypatch.setattr("dppo_megatron.checks.preflight.visible_devices", list)
     assert "engine.quantization = fp8_block: needs a GPU" in found(tree)
-    monkeypatch.setattr("dppo_megatron.launch.preflight.visible_devices", lambda: ["0", "1"])
+    monkeypatch.setattr("dppo_megatron.checks.preflight.visible_devices", lambda: ["0", "1"])
     preflight(Config.model_validate(tree), "config.yaml")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dppo_megatron.checks.preflight import preflight
 from dppo_megatron.config import Config, ConfigError
-from dppo_megatron.launch.preflight import preflight
 
 
 def problems(tmp_path, **objective) -> str:

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from dppo_megatron.launch.process import Child, exit_reason
+from dppo_megatron.common.process import Child, exit_reason
 
 
 def wait_until(condition, timeout_s=10.0):
@@ -56,7 +56,7 @@ def test_a_child_does_not_outlive_a_killed_supervisor(tmp_path):
     source = f"""
         import sys, time
         from pathlib import Path
-        from dppo_megatron.launch.process import Child
+        from dppo_megatron.common.process import Child
         child = Child("x", [sys.executable, "-c", "import time; time.sleep(600)"], Path({str(tmp_path / "x.out")!r}))
         Path({str(pid_file)!r} + ".tmp").write_text(str(child.pid))
         Path({str(pid_file)!r} + ".tmp").rename({str(pid_file)!r})

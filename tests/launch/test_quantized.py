@@ -12,7 +12,7 @@ import torch
 from dppo_megatron.config import Config
 from dppo_megatron.hf import SafetensorsDirectory, fp8, make_random_hf_model, read_hf_config
 from dppo_megatron.launch.quantized import StartModelTimeout, made_start_model
-from dppo_megatron.rollout.manifest import BadWeights, Manifest
+from dppo_megatron.weights.manifest import BadWeights, Manifest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dppo_megatron.rollout.bank import BankWriter
+from dppo_megatron.bank import BankWriter
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 
 K = 8

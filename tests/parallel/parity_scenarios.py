@@ -10,8 +10,8 @@ from actor_ranks import Rank
 from parity_cases import CASES, STEPS, sections
 
 from dppo_megatron.actor import forward, optimizer
+from dppo_megatron.bank import BankReader
 from dppo_megatron.objectives import build_objective
-from dppo_megatron.rollout.bank import BankReader
 from dppo_megatron.trainer.batches import BankBatches
 
 

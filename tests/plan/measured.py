@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 
 from dppo_megatron.config import Config
-from dppo_megatron.services import free_port
+from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.types import TokenBatch
 
 if TYPE_CHECKING:

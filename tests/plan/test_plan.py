@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from dppo_megatron.cli import app
 from dppo_megatron.config import ConfigError
 from dppo_megatron.config.load import read_config
+from dppo_megatron.engines.serving import serving_problems
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.plan import Advice, Cluster, RankBuilder, advise, hardware, make_plan, report
-from dppo_megatron.rollout.serving import serving_problems
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

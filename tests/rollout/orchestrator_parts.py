@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
+from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.config import Config
 from dppo_megatron.config.checks import cross_field_violations
-from dppo_megatron.rollout.bank import BankReader, BankWriter
-from dppo_megatron.rollout.engine import GenerateRequest, SpoiltSample
-from dppo_megatron.rollout.engine_pool import EnginePool
-from dppo_megatron.rollout.evaluation import Evaluator
-from dppo_megatron.rollout.orchestrator import Orchestrator
-from dppo_megatron.rollout.published import PublishedFollower, PublishedPolicy
-from dppo_megatron.rollout.rollout_metrics import StepRecorder
+from dppo_megatron.engines.protocol import GenerateRequest, SpoiltSample
+from dppo_megatron.fleet.fixed_pool import EnginePool
+from dppo_megatron.fleet.registry import forget_all
+from dppo_megatron.orchestrator.evaluation import Evaluator
+from dppo_megatron.orchestrator.metrics import StepRecorder
+from dppo_megatron.orchestrator.orchestrator import Orchestrator
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import forget_all
 from dppo_megatron.types import Prompt, Rollout
+from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
 
 STOP = 99
 

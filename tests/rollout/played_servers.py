@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from dppo_megatron.config import Config
-from dppo_megatron.rollout.engine import EngineInfo, EngineRefused, EngineUnavailable, GenerateRequest, SpoiltSample
-from dppo_megatron.rollout.published import PublishedFollower, PublishedPolicy
-from dppo_megatron.rollout.watched_pool import WatchedPool
+from dppo_megatron.engines.protocol import EngineInfo, EngineRefused, EngineUnavailable, GenerateRequest, SpoiltSample
+from dppo_megatron.fleet.pool import WatchedPool
+from dppo_megatron.fleet.registry import Service
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import Service
 from dppo_megatron.types import Rollout
+from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
 
 PROBE = [1, 2, 3]
 _LIVES = itertools.count()

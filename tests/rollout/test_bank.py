@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 from bank_helpers import assert_same_group, make_group
 
-from dppo_megatron.rollout.bank import (
-    BankError,
-    BankReader,
-    BankTimeout,
-    BankWriter,
-    describe,
-)
+from dppo_megatron.bank import BankError, BankReader, BankTimeout, BankWriter, describe
 
 
 def replace_rollout(group, **fields):

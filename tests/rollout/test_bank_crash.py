@@ -17,14 +17,7 @@ from pathlib import Path
 import pytest
 from bank_helpers import assert_same_group, make_group
 
-from dppo_megatron.rollout.bank import (
-    BankCorruption,
-    BankLocked,
-    BankReader,
-    BankWriteError,
-    BankWriter,
-    describe,
-)
+from dppo_megatron.bank import BankCorruption, BankLocked, BankReader, BankWriteError, BankWriter, describe
 
 HERE = Path(__file__).parent
 
@@ -50,7 +43,7 @@ def start_writer(directory: Path, *, fsync: bool) -> subprocess.Popen:
         import sys
         sys.path.insert(0, {str(HERE)!r})
         from bank_helpers import make_group
-        from dppo_megatron.rollout.bank import BankWriter
+        from dppo_megatron.bank import BankWriter
         writer = BankWriter({str(directory)!r}, 5, fsync={fsync})
         while True:
             position = writer.num_train_groups
@@ -86,7 +79,7 @@ def test_a_writer_killed_in_the_middle_of_a_record(tmp_path, write, share):
         import os, signal, sys
         sys.path.insert(0, {str(HERE)!r})
         from bank_helpers import make_group
-        from dppo_megatron.rollout.bank import BankWriter
+        from dppo_megatron.bank import BankWriter
         writer = BankWriter({str(tmp_path)!r}, 4)
         for p in range(4):
             writer.append(make_group(p))

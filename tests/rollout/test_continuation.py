@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from dppo_megatron.rollout.continuation import Continuation
-from dppo_megatron.rollout.engine import GenerateRequest
+from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.orchestrator.continuation import Continuation
 from dppo_megatron.types import Rollout
 
 PROMPT = np.array([7, 8, 9], np.int32)

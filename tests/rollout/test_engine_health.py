@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dppo_megatron.rollout.engine_health import (
+from dppo_megatron.fleet.health import (
     Answered,
     Delivered,
     EngineHealth,

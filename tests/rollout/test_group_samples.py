@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dppo_megatron.rollout.engine import GenerateRequest, SpoiltSample
-from dppo_megatron.rollout.samples import GroupSamples
+from dppo_megatron.engines.protocol import GenerateRequest, SpoiltSample
+from dppo_megatron.engines.samples import GroupSamples
 
 VOCAB, MAX_MODEL_LEN = 20, 16
 REQUEST = GenerateRequest("g7", np.array([3, 4]), 3, (1, 2, 3), 1.0, 5, stop_token_ids=(9,), topk=2)

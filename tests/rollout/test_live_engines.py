@@ -13,8 +13,8 @@ import pytest
 from orchestrator_parts import make_config
 from played_servers import PROBE, PlayedServer, World, policy_scores
 
-from dppo_megatron.rollout.engine import EngineError, EngineRefused
-from dppo_megatron.weight_sync.live_engines import Confirmation, LiveEngines
+from dppo_megatron.engines.protocol import EngineError, EngineRefused
+from dppo_megatron.fleet.live_engines import Confirmation, LiveEngines
 
 A, B = "http://a", "http://b"
 

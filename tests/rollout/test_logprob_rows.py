@@ -10,7 +10,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from dppo_megatron.rollout.vllm_extension.rows import LogprobRows, columns, keep_rows
+from dppo_megatron.engines.vllm.extension.rows import LogprobRows, columns, keep_rows
 
 STEPS, K = 3, 2
 

@@ -13,11 +13,11 @@ from orchestrator_parts import World, make_config
 
 from dppo_megatron.config import ConfigError
 from dppo_megatron.config.checks import cross_field_violations
-from dppo_megatron.rollout.dynamic_sampling import NoSignal
-from dppo_megatron.rollout.engine import EngineUnavailable, SpoiltSample
-from dppo_megatron.rollout.open_files import allow_open_files
-from dppo_megatron.rollout.published import PolicyTimeout, PublishedFollower, PublishedPolicy
-from dppo_megatron.rollout.rollout_metrics import last_progress
+from dppo_megatron.engines.protocol import EngineUnavailable, SpoiltSample
+from dppo_megatron.orchestrator.dynamic_sampling import NoSignal
+from dppo_megatron.orchestrator.metrics import last_progress
+from dppo_megatron.orchestrator.open_files import allow_open_files
+from dppo_megatron.weights.published import PolicyTimeout, PublishedFollower, PublishedPolicy
 
 GROUPS = 4
 

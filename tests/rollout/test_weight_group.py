@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from dppo_megatron.rollout.weight_group import (
+from dppo_megatron.weights.process_group import (
     Meeting,
     TensorSpec,
     WeightGroupError,

@@ -13,11 +13,11 @@ from safetensors.numpy import save_file
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from dppo_megatron.rollout.manifest import BadWeights, UnreadableWeights
-from dppo_megatron.rollout.vllm_extension.routes import DppoRoutes
-from dppo_megatron.rollout.vllm_extension.weights import WeightsTorn, WeightUpdater
-from dppo_megatron.rollout.vllm_extension.worker import WorkerExtension
-from dppo_megatron.rollout.weight_group import TensorSpec, WeightGroupPlan
+from dppo_megatron.engines.vllm.extension.routes import DppoRoutes
+from dppo_megatron.engines.vllm.extension.weights import WeightsTorn, WeightUpdater
+from dppo_megatron.engines.vllm.extension.worker import WorkerExtension
+from dppo_megatron.weights.manifest import BadWeights, UnreadableWeights
+from dppo_megatron.weights.process_group import TensorSpec, WeightGroupPlan
 
 
 class PlayedEngine:

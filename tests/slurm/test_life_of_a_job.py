@@ -11,7 +11,7 @@ from lab import NODES, wait_until
 from run_helpers import steps_done, weights_digest
 from slurm_runs import STEPS, Run
 
-from dppo_megatron.rollout.bank import BankReader
+from dppo_megatron.bank import BankReader
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(540)]
 

@@ -10,8 +10,8 @@ from small_config import config
 from dppo_megatron.config import ConfigError, save_resolved
 from dppo_megatron.config.checks import slurm_violations
 from dppo_megatron.errors import ExpectedError
+from dppo_megatron.fleet.registry import ServiceTimeout
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import ServiceTimeout
 from dppo_megatron.slurm import task
 from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.slurm.placement import check_plan, engine_plans, node_violations, orchestrator_plan, trainer_plan

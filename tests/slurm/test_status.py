@@ -13,8 +13,8 @@ from rich.console import Console
 from small_config import config
 
 from dppo_megatron.config import save_resolved
+from dppo_megatron.fleet.registry import free_port, register
 from dppo_megatron.run_dir import RunDir, write_json_atomic
-from dppo_megatron.services import free_port, register
 from dppo_megatron.slurm import queue
 from dppo_megatron.slurm.lives import TIME_LIMIT, Lives
 from dppo_megatron.slurm.log_errors import NewErrors

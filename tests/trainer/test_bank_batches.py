@@ -12,10 +12,10 @@ import pytest
 import torch
 from tiny_task import TEMPERATURE, K, make_config
 
+from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.config.checks import cross_field_violations
 from dppo_megatron.objectives import Objective, ObjectiveSettings, build_objective
-from dppo_megatron.rollout.bank import BankReader, BankWriter
-from dppo_megatron.rollout.rollout_metrics import append_record, show_progress
+from dppo_megatron.orchestrator.metrics import append_record, show_progress
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.trainer.batches import BankBatches
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dppo_megatron.bank import BankWriter
 from dppo_megatron.config import Config
 from dppo_megatron.config.checks import cross_field_violations
-from dppo_megatron.rollout.bank import BankWriter
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 
 VOCAB, EOS, K, TEMPERATURE = 23, 0, 4, 0.9  # not a multiple of the ranks: the head is padded

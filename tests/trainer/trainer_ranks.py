@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 from tiny_task import EOS, make_config
 
-from dppo_megatron.services import free_port
+from dppo_megatron.fleet.registry import free_port
 
 Method = tuple[str, dict[str, Any]]  # preset, settings
 
@@ -56,8 +56,8 @@ def _chosen(name: str, settings: dict[str, Any]) -> dict[str, Any]:
 def train_one(config, layout) -> dict[str, Any]:
     """Trains from the task's model to the end; the log's head, every update's stats and every step's record."""
     from dppo_megatron.actor import Actor
+    from dppo_megatron.bank import BankReader
     from dppo_megatron.objectives import build_objective
-    from dppo_megatron.rollout.bank import BankReader
     from dppo_megatron.trainer.batches import BankBatches, SupervisedBatches
     from dppo_megatron.trainer.loop import train
     from dppo_megatron.trainer.main import head
@@ -102,7 +102,7 @@ class BankPrompts:
     """The bank's prompts with their answers, as `PromptSource` gives them."""
 
     def __init__(self, config):
-        from dppo_megatron.rollout.bank import BankReader
+        from dppo_megatron.bank import BankReader
 
         reader = BankReader(config.rollout.bank)
         self._prompts = [reader.read(entry).prompt for entry in reader.entries(0, reader.refresh())]

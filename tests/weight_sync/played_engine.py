@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dppo_megatron.rollout.engine import EngineError, EngineInfo, EngineUnavailable
-from dppo_megatron.rollout.vllm_extension.receiver import WeightReceiver
-from dppo_megatron.rollout.weight_group import WeightGroupError, WeightGroupPlan
+from dppo_megatron.engines.protocol import EngineError, EngineInfo, EngineUnavailable
+from dppo_megatron.engines.vllm.extension.receiver import WeightReceiver
+from dppo_megatron.weights.process_group import WeightGroupError, WeightGroupPlan
 
 SCORES = np.linspace(-3, -1, 7, dtype=np.float32)
 

@@ -21,13 +21,13 @@ from played_engine import SCORES, PlayedEngine
 
 from dppo_megatron import hf
 from dppo_megatron.config import Config
-from dppo_megatron.rollout.engine import EngineError, EngineRefused, EngineTimeout
-from dppo_megatron.rollout.published import PublishedPolicy
+from dppo_megatron.engines.protocol import EngineError, EngineRefused, EngineTimeout
+from dppo_megatron.fleet.live_engines import LiveEngines
+from dppo_megatron.fleet.registry import Service
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.services import Service
 from dppo_megatron.weight_sync import WeightSyncError, build_publisher
 from dppo_megatron.weight_sync.engine_thread import EngineThread
-from dppo_megatron.weight_sync.live_engines import LiveEngines
+from dppo_megatron.weights.published import PublishedPolicy
 
 TIMEOUT_S = 2.0
 LONG_TIMEOUT_S = 30.0
@@ -355,9 +355,9 @@ def _rank(rank: int, world: int, models: Path, root: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-    from dppo_megatron.actor import cpu
+    from dppo_megatron.actor.cpu import without_cuda
 
-    cpu.install()
+    without_cuda.install()
     torch.distributed.init_process_group("gloo", init_method=f"file://{root / 'store'}", rank=rank, world_size=world)
     for name, scenario in SCENARIOS.items():
         try:

@@ -15,8 +15,8 @@ import pytest
 from tiny_engine import EXPERTS, Reference, engine_config, make_model, running_server
 from trainer_process import PROBE
 
-from dppo_megatron.rollout.sglang_server import sglang_python
-from dppo_megatron.services import free_port
+from dppo_megatron.engines.sglang.server import sglang_python
+from dppo_megatron.fleet.registry import free_port
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 HERE = Path(__file__).parent

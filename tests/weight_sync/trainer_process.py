@@ -21,12 +21,12 @@ def main(config_path: str, out: str, *policies: str) -> None:
     warnings.simplefilter("ignore")
     from dppo_megatron.actor import Actor, init_layout
     from dppo_megatron.config import Config
-    from dppo_megatron.rollout.clients import build_engine
+    from dppo_megatron.engines.registry import build_engine
+    from dppo_megatron.fleet.live_engines import LiveEngines
+    from dppo_megatron.fleet.registry import engine_services
     from dppo_megatron.run_dir import RunDir
-    from dppo_megatron.services import engine_services
     from dppo_megatron.weight_sync import WeightSyncError, build_publisher
     from dppo_megatron.weight_sync.engine_thread import EngineThread
-    from dppo_megatron.weight_sync.live_engines import LiveEngines
 
     config = Config.model_validate(json.loads(Path(config_path).read_text()))
     layout = init_layout(config)

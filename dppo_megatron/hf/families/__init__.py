@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..hf_config import HFModelConfig
-from ..rules import Family, MegatronLayout
+from dppo_megatron.hf.hf_config import HFModelConfig
+from dppo_megatron.hf.rules import Family, MegatronLayout
+
 from . import deepseek_v3, llama, qwen2, qwen3, qwen3_moe
 
 FAMILIES: Mapping[str, Callable[[HFModelConfig, MegatronLayout], Family]] = {

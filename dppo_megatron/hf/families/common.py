@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..hf_config import HFModelConfig
-from ..operations import QKV, GateUp, Operation, Replicated, Sharded, Vocabulary
-from ..rules import HFTensor, MegatronLayout, Rule
+from dppo_megatron.hf.hf_config import HFModelConfig
+from dppo_megatron.hf.operations import QKV, GateUp, Operation, Replicated, Sharded, Vocabulary
+from dppo_megatron.hf.rules import HFTensor, MegatronLayout, Rule
 
 ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # written by old transformers
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ..hf_config import HFModelConfig
-from ..operations import Operation, Replicated, Sharded
-from ..rules import Family, MegatronLayout, Rule
+from dppo_megatron.hf.hf_config import HFModelConfig
+from dppo_megatron.hf.operations import Operation, Replicated, Sharded
+from dppo_megatron.hf.rules import Family, MegatronLayout, Rule
+
 from .common import ROTARY_BUFFERS, all_layers, dense_mlp, ends, layer_rule, norm, routed_experts, swiglu
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..hf_config import HFModelConfig
-from ..rules import Family, MegatronLayout
+from dppo_megatron.hf.hf_config import HFModelConfig
+from dppo_megatron.hf.rules import Family, MegatronLayout
+
 from .common import ROTARY_BUFFERS, all_layers, dense_mlp, ends, grouped_query_attention
 
 

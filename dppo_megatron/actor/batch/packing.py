@@ -1,0 +1,255 @@
+"""A micro-batch as the model reads it: packed sequences, their attention plan, the rows that carry loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from dppo_megatron.actor.cpu.attention import SegmentPlan, plan_segments
+from dppo_megatron.actor.cpu.rope import inverse_frequencies, rope_tables
+from dppo_megatron.actor.layout import Layout
+from dppo_megatron.actor.model_config import dtype, use_transformer_engine
+from dppo_megatron.actor.precision import row_multiple
+from dppo_megatron.config.schema import Config
+from dppo_megatron.hf import HFModelConfig
+from dppo_megatron.types import TokenBatch
+
+from .context import owned_rows
+from .routing import ReplayedExperts
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of packed sequences, with what our own layers read from it.
+
+    rows: [n] rows of this rank's hidden states that the head is given, at least one.
+    plan, rope: for `PackedAttention`; None where TransformerEngine attends and where Megatron rotates.
+    replay: for `RoutingReplay`; None where every router chooses itself.
+    """
+
+    rows: Int[Tensor, " n"] | None = None
+    plan: SegmentPlan | None = None
+    rope: tuple[Float[Tensor, "T 1 d"], Float[Tensor, "T 1 d"]] | None = None
+    replay: ReplayedExperts | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """This rank's part of a `TokenBatch` on its device: all of it for the model, the loss rows for the objective.
+
+    Without context parallelism the part is everything. `loss` holds the per-token fields of the n rows in
+    `packed.rows`; its token_ids and position_ids are theirs too, its cu_seqlens those of the whole batch.
+    """
+
+    token_ids: Int[Tensor, "1 T"]
+    position_ids: Int[Tensor, "1 T"]
+    packed: PackedSequences
+    loss: TokenBatch
+    loss_rows: Int[Tensor, " n"]  # where `loss` lies in the batch as given
+    context_rows: tuple[Int[Tensor, " m"], ...]  # the same of every context-parallel rank, empty where it has none
+    given: TokenBatch  # the batch as given, on the CPU
+    batch_tokens: int  # tokens of the batch as given, all context-parallel ranks together
+    num_tokens: int  # of those, this rank's
+    num_loss_tokens: int
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Turns token batches into micro-batches for one model.
+
+    frequencies: inverse rope frequencies where our own attention rotates, else None.
+    own_attention: whether our own attention needs a plan.
+    multiple: T is padded to a multiple of it (sequence parallelism splits T evenly, FP8 wants whole tiles).
+    round_size: a pass takes a multiple of so many micro-batches (the interleaved pipeline schedule does).
+    equal_group: ranks that must hold equally many rows of each micro-batch, else None.
+    held_layers: routing replay: this rank's layers with experts, counted among all of those; else None.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    frequencies: Float[Tensor, " d/2"] | None
+    own_attention: bool = True
+    multiple: int = 1
+    sequence_rank: int = 0  # sequence parallelism: which of so many parts of the rows this rank's routers see
+    sequence_size: int = 1
+    context_rank: int = 0
+    context_size: int = 1
+    round_size: int = 1
+    equal_group: dist.ProcessGroup | None = None
+    held_layers: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, hf: HFModelConfig, config: Config, layout: Layout, held_layers: tuple[int, ...] | None) -> Packer:
+        own = not use_transformer_engine(config)
+        gathers = hf.moe is not None and config.parallel.expert_dispatcher == "allgather"
+        return cls(
+            device=layout.device,
+            dtype=dtype(config),
+            frequencies=inverse_frequencies(hf).to(layout.device) if own and hf.mla is None else None,
+            own_attention=own,
+            multiple=row_multiple(config) * (layout.tensor_size if layout.sequence_parallel else 1),
+            sequence_rank=layout.tensor_rank if layout.sequence_parallel else 0,
+            sequence_size=layout.tensor_size if layout.sequence_parallel else 1,
+            context_rank=layout.context_rank,
+            context_size=layout.context_size,
+            round_size=layout.pipeline_size if layout.virtual_pipeline_size else 1,
+            equal_group=layout.expert_group if gathers and layout.expert_group.size() > 1 else None,
+            held_layers=held_layers,
+        )
+
+    def whole_rounds(self, batches: Sequence[TokenBatch]) -> list[MicroBatch]:
+        """The micro-batches of one pass, then fillers up to whole rounds. Raises ValueError without any.
+
+        Collective over `equal_group`: one all-reduce.
+        """
+        if not batches:
+            raise ValueError("an update needs at least one micro-batch")
+        missing = -len(batches) % self.round_size
+        batches = [*batches, *[filler(batches[0])] * missing]
+        bounds = [self._bounds(batch.cu_seqlens.cpu()) for batch in batches]
+        ends = torch.tensor([int(b[-1]) for b in bounds])
+        if self.equal_group is not None:
+            longest = ends.to(self.device)
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.equal_group)
+            ends = longest.cpu()
+        return [self._micro_batch(*part) for part in zip(batches, bounds, ends.tolist(), strict=True)]
+
+    def __call__(self, batch: TokenBatch) -> MicroBatch:
+        """Copies to the device. Raises ValueError for a batch without tokens or with an empty sequence."""
+        return self.whole_rounds([batch])[0]
+
+    def _bounds(self, cu_seqlens: Tensor) -> Tensor:
+        """[B + 1] of the sequences, each padded to what context parallelism cuts evenly, and of the padding."""
+        if int(cu_seqlens[-1]) == 0:
+            raise ValueError("a micro-batch must hold at least one token")
+        unit = 2 * self.context_size if self.context_size > 1 else 1
+        lengths = cu_seqlens.long().diff()
+        if bool((lengths <= 0).any()):
+            raise ValueError("packed sequences must not be empty")
+        bounds = F.pad((-(-lengths // unit) * unit).cumsum(0), (1, 0))
+        whole = self.context_size * math.lcm(self.multiple, 2 if self.context_size > 1 else 1)
+        return _extended(bounds, -(-int(bounds[-1]) // whole) * whole)
+
+    def _micro_batch(self, batch: TokenBatch, bounds: Tensor, end: int) -> MicroBatch:
+        bounds = _extended(bounds, end)
+        origin, position_ids = _padded_rows(batch.cu_seqlens.cpu().long(), bounds, batch.position_ids)
+        carries = (origin >= 0) & batch.mask[origin]
+        context_rows = (origin[carries],)
+        if self.context_size > 1:
+            owned = [owned_rows(bounds, rank, self.context_size) for rank in range(self.context_size)]
+            context_rows = tuple(origin[part][carries[part]] for part in owned)
+            own = owned[self.context_rank]
+            origin, position_ids, carries = origin[own], position_ids[own], carries[own]
+        real = origin >= 0
+        rows = carries.nonzero().flatten()
+        num_loss_tokens = len(rows)
+        if num_loss_tokens == 0:  # the head and its collectives still run, on a row that the mask leaves out
+            rows = torch.zeros(1, dtype=torch.long)
+        loss_rows = origin[rows].clamp(min=0)  # that one may be padding
+        loss = loss_fields(batch, loss_rows, num_loss_tokens > 0)
+        position_ids = position_ids.to(self.device)
+        return MicroBatch(
+            token_ids=torch.where(real, batch.token_ids[origin], 0).to(self.device)[None],
+            position_ids=position_ids[None],
+            packed=self._packed(bounds, position_ids, rows.to(self.device), self._replayed(batch, origin)),
+            loss=to_device(loss, self.device),
+            loss_rows=loss_rows.to(self.device),
+            context_rows=context_rows,
+            given=batch,
+            batch_tokens=batch.token_ids.shape[0],
+            num_tokens=int(real.sum()),
+            num_loss_tokens=num_loss_tokens,
+        )
+
+    def _packed(
+        self, cu_seqlens: Tensor, position_ids: Tensor, rows: Tensor, replay: ReplayedExperts | None
+    ) -> PackedSequences:
+        longest = int(cu_seqlens.diff().max())
+        on_device = cu_seqlens.to(self.device, torch.int32)
+        plan = rope = None
+        if self.own_attention:
+            plan = plan_segments(cu_seqlens, self.context_rank, self.context_size).to(self.device)
+        if self.frequencies is not None:
+            rope = rope_tables(self.frequencies, position_ids, self.dtype)
+        return PackedSequences(
+            qkv_format="thd",
+            cu_seqlens_q=on_device,
+            cu_seqlens_kv=on_device,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            rows=rows,
+            plan=plan,
+            rope=rope,
+            replay=replay,
+        )
+
+    def _replayed(self, batch: TokenBatch, origin: Tensor) -> ReplayedExperts | None:
+        """The routers' rows: those of the layer, of which sequence parallelism leaves each rank its part."""
+        if self.held_layers is None or batch.routed_experts is None:
+            return None
+        origin = origin.chunk(self.sequence_size)[self.sequence_rank]
+        experts = batch.routed_experts[:, list(self.held_layers)][origin]
+        experts[origin < 0] = -1
+        return ReplayedExperts(experts.to(self.device).transpose(0, 1).contiguous())
+
+
+def filler(batch: TokenBatch) -> TokenBatch:
+    """The first token of `batch` as a micro-batch of its own that carries no loss."""
+    first = at_rows(batch, torch.zeros(1, dtype=torch.long, device=batch.mask.device))
+    return replace(
+        first,
+        cu_seqlens=batch.cu_seqlens.new_tensor([0, 1]),
+        mask=torch.zeros_like(first.mask),
+        loss_weight=torch.zeros_like(first.loss_weight),
+    )
+
+
+def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
+    """Every per-token field at `rows`; cu_seqlens stays that of the whole batch."""
+    picked = {
+        f.name: value if f.name == "cu_seqlens" or value is None else value.index_select(0, rows)
+        for f in fields(TokenBatch)
+        for value in (getattr(batch, f.name),)
+    }
+    return TokenBatch(**picked)
+
+
+def loss_fields(batch: TokenBatch, rows: Tensor, carry: bool = True) -> TokenBatch:
+    """What the objective reads at `rows`; not `carry`: the rows stand in for none at all and are masked."""
+    loss = at_rows(replace(batch, routed_experts=None), rows)
+    if carry:
+        return loss
+    return replace(loss, mask=torch.zeros_like(loss.mask), loss_weight=torch.zeros_like(loss.loss_weight))
+
+
+def _extended(bounds: Tensor, end: int) -> Tensor:
+    """`bounds` with one more sequence of padding up to `end`, where there is something to fill."""
+    return bounds if int(bounds[-1]) == end else torch.cat((bounds, bounds.new_tensor([end])))
+
+
+def _padded_rows(cu_seqlens: Tensor, bounds: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """For every row between `bounds`: the row of the batch it comes from (-1 = padding), and its position."""
+    lengths = cu_seqlens.diff()
+    padded = bounds.diff()
+    sequence = torch.arange(len(padded)).repeat_interleave(padded)
+    column = torch.arange(int(bounds[-1])) - bounds[:-1][sequence]
+    starts, lengths = (F.pad(x, (0, len(padded) - len(x))) for x in (cu_seqlens[:-1], lengths))
+    real = column < lengths[sequence]
+    origin = torch.where(real, starts[sequence] + column, -1)
+    return origin, torch.where(real, position_ids[origin], column)
+
+
+def to_device(batch: TokenBatch, device: torch.device) -> TokenBatch:
+    moved = {f.name: getattr(batch, f.name) for f in fields(TokenBatch)}
+    return TokenBatch(**{name: None if v is None else v.to(device) for name, v in moved.items()})

@@ -1,0 +1,1 @@
+"""What stands in for CUDA and TransformerEngine where they are absent: plain torch layers, names Megatron expects."""

@@ -1,0 +1,23 @@
+"""The rollout bank: the append-only, crash-safe directory through which every rollout reaches the trainer.
+
+The orchestrator holds the one `BankWriter`; trainer ranks and tools use `BankReader`. Training order is the
+order of
+appending: step s trains on groups [s G, (s + 1) G). See `bank_format` for the files.
+"""
+
+from .format import BankCorruption, BankEntry, BankError, BankLocked, BankTimeout, BankWriteError
+from .reader import BankReader, SegmentSummary, describe
+from .writer import BankWriter
+
+__all__ = [
+    "BankCorruption",
+    "BankEntry",
+    "BankError",
+    "BankLocked",
+    "BankReader",
+    "BankTimeout",
+    "BankWriteError",
+    "BankWriter",
+    "SegmentSummary",
+    "describe",
+]

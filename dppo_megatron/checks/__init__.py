@@ -1,0 +1,1 @@
+"""Every rule about a config, before a process starts."""

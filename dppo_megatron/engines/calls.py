@@ -1,0 +1,97 @@
+"""Calls to one engine server: bounded in time, repeated while it is busy, every failure an `EngineError`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+
+from .http_pools import HttpPools
+from .protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, EngineUnavailable
+
+CONTROL_TIMEOUT_S = 30.0  # questions an engine answers at once, even under load
+REQUEST_TIMEOUT_REMEDY = (
+    " (engine.request_timeout_s, waiting in the engine's queue included); raise it, add engines, or lower "
+    "rollout.max_concurrent_groups"
+)
+RETRY_BUSY_S = (0.05, 1.0)  # first and longest wait after "503, try again"
+
+
+class EngineCalls:
+    """HTTP to the server at `url`. `unknown_route` is the remedy when it lacks a route."""
+
+    def __init__(self, url: str, unknown_route: str):
+        self.url = url.rstrip("/")
+        self._unknown_route = unknown_route
+        self._http = HttpPools(self.url)
+
+    async def call(
+        self,
+        what: str,
+        path: str,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+        *,
+        content: bytes | None = None,
+        body: dict[str, Any] | None = None,
+        retry_busy: bool = True,
+        timeout_remedy: str = "",
+    ) -> bytes:
+        """Body of a 200 reply; POST when there is something to send. `what` names the operation in errors, of which
+        one for the time-out ends in `timeout_remedy`."""
+        content = json.dumps(body).encode() if body is not None else content
+        wait = RETRY_BUSY_S[0]
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    reply = await self._http.request("GET" if content is None else "POST", path, content)
+                    # Servers refuse new requests for a moment while they are paused or their queue is full.
+                    if reply.status_code != 503 or not retry_busy:
+                        break
+                    await asyncio.sleep(wait)
+                    wait = min(2 * wait, RETRY_BUSY_S[1])
+        except TimeoutError:
+            raise EngineTimeout(
+                f"engine {self.url}: no answer within {timeout_s:g} s to {what}{timeout_remedy}"
+            ) from None
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+            raise EngineUnavailable(f"engine {self.url}: connection failed during {what}: {reason}") from None
+        if reply.status_code == 200:
+            return reply.content
+        raise self._failure(what, reply)
+
+    async def json(self, what: str, path: str, timeout_s: float = CONTROL_TIMEOUT_S, **call: Any) -> dict[str, Any]:
+        """The JSON object of a 200 reply. Raises `EngineError` for anything else."""
+        reply = await self.call(what, path, timeout_s, **call)
+        try:
+            parsed = json.loads(reply)
+        except ValueError as error:
+            raise EngineError(f"engine {self.url}: {what}: garbled reply: {reply[:200]!r}") from error
+        if not isinstance(parsed, dict):
+            raise EngineError(f"engine {self.url}: {what}: garbled reply: {reply[:200]!r}")
+        return parsed
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    def _failure(self, what: str, reply: httpx.Response) -> EngineError:
+        message = f"engine {self.url}: {what} failed with status {reply.status_code}: {_reason(reply)}"
+        if reply.status_code == 404:
+            return EngineIncompatible(f"{message} ({self._unknown_route})")
+        if reply.status_code == 504:
+            return EngineTimeout(message)
+        if reply.status_code == 503:
+            return EngineUnavailable(message)
+        return EngineRefused(message) if reply.status_code in (400, 413, 422) else EngineError(message)
+
+
+def _reason(reply: httpx.Response) -> str:
+    """What the server says: `{"error": text}` (vLLM with our routes), `{"error": {"message"}}` or `{"message"}`."""
+    try:
+        said = reply.json()
+        said = said.get("error", said)
+        return said if isinstance(said, str) else str(said["message"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return reply.text[:300]

@@ -1,0 +1,289 @@
+"""A stock SGLang server as an `Engine`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.engines.calls import REQUEST_TIMEOUT_REMEDY, EngineCalls
+from dppo_megatron.engines.compatibility import check_info
+from dppo_megatron.engines.protocol import (
+    EngineError,
+    EngineIncompatible,
+    EngineInfo,
+    EngineRefused,
+    EngineTimeout,
+    GenerateRequest,
+    SpoiltSample,
+    UpdateMode,
+)
+from dppo_megatron.engines.samples import check_scores
+from dppo_megatron.engines.start_model import start_model
+from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
+from dppo_megatron.types import Rollout
+from dppo_megatron.weights.process_group import WeightGroupPlan
+
+from .weights import UPDATING, SglangWeights
+from .wire import child_ids, decode_group, decode_score, encode_group, encode_score, parse_version
+
+CONTEXT_MARGIN = 8  # positions of --context-length that SGLang keeps back from prompt and response
+NO_SLEEP = "an SGLang server keeps its memory; engine.placement = colocated needs engine.kind = vllm"
+
+
+class SglangEngine:
+    """HTTP client of one server; implements `dppo_megatron.engines.protocol.Engine`.
+
+    What the server lacks is made up for here: it has no cap on K, ends when a token id is outside its vocabulary,
+    and takes any weights it finds. So requests and weight directories are checked before they are sent, against
+    `config` and the files of the model that engines start with.
+
+    Bound to the event loop it is first used in. `config.request_timeout_s` bounds `generate` and `score`,
+    `config.weight_sync.timeout_s` bounds `load_weights`, waiting for running requests included.
+    """
+
+    def __init__(self, config: Config, url: str):
+        self.url = url.rstrip("/")
+        self._model_path = config.model.path
+        self._max_logprobs = config.engine.max_logprobs
+        self._generate_timeout_s = config.request_timeout_s
+        self._running: dict[str, GenerateRequest] = {}  # request id -> as the server knows it
+        self._limits: EngineInfo | None = None
+        self._described: EngineInfo | None = None  # when last asked
+        self._update: tuple[str, float] | None = None  # label of the update that goes on, and when it was first seen
+        self._model: HFModelConfig | None = None
+        self._end_tokens: frozenset[int] = frozenset()
+        self._first_use = asyncio.Lock()
+        self._calls = EngineCalls(self.url, "is it an SGLang server of at least 0.5.23?")
+        self._weights = SglangWeights(self._calls, start_model(config), config.weight_sync.timeout_s)
+
+    async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
+        what = f"generation of group {request.request_id}"
+        limits = await self._static_info()
+        self._admit(what, request, limits)
+        room = limits.max_model_len - len(request.token_ids)
+        # Under a name of its own: the server may still be busy ending a request of that id whose client is gone.
+        sent = dataclasses.replace(request, request_id=f"{request.request_id}~{uuid4().hex[:8]}")
+        body = encode_group(sent, min(request.max_tokens, room))
+        self._running[request.request_id] = sent
+        try:
+            reply = await self._calls.call(
+                what, "/generate", self._generate_timeout_s, body=body, timeout_remedy=REQUEST_TIMEOUT_REMEDY
+            )
+        except (asyncio.CancelledError, EngineTimeout):
+            with contextlib.suppress(EngineError):
+                await self.abort(request.request_id)  # the server does not notice at once that nobody waits
+            raise
+        finally:
+            del self._running[request.request_id]
+        try:
+            # In threads: listed log-probs of a group of long responses take a third of a second and more.
+            samples = await asyncio.to_thread(decode_group, reply, sent, self._model)
+            await asyncio.to_thread(
+                samples.check, request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len
+            )
+        except (ValueError, SpoiltSample) as error:
+            raise SpoiltSample(f"engine {self.url}: {what}: {error}") from None
+        return samples.rollouts(len(request.token_ids))
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        what = f"scoring of {len(token_ids)} tokens"
+        limits = await self._static_info()
+        token_ids = np.asarray(token_ids)
+        if token_ids.ndim != 1 or len(token_ids) < 2:
+            raise EngineRefused(f"engine {self.url}: {what}: scoring needs a vector of at least two tokens")
+        self._check_ids(what, token_ids, limits.vocab_size)
+        tokens = token_ids.tolist()
+        reply = await self._calls.call(what, "/generate", self._generate_timeout_s, body=encode_score(tokens))
+        try:
+            logprobs, version = decode_score(reply, tokens, limits.vocab_size)
+        except ValueError as error:
+            raise SpoiltSample(f"engine {self.url}: {what}: {error}") from None
+        if version < 0:
+            raise EngineError(f"engine {self.url}: {what}: its weights are incomplete, load them again")
+        return check_scores(f"engine {self.url}: {what}", logprobs, len(tokens) - 1)
+
+    async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
+        await self._weights.load(path, version, mode)
+
+    async def join_weight_group(self, plan: WeightGroupPlan) -> None:
+        await self._weights.join(plan, (await self.info()).workers)
+
+    async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> None:
+        await self._weights.receive(group, step, version, mode)
+
+    async def sleep(self) -> None:
+        raise EngineRefused(f"engine {self.url}: {NO_SLEEP}")
+
+    async def wake(self) -> None:
+        raise EngineRefused(f"engine {self.url}: {NO_SLEEP}")
+
+    async def info(self) -> EngineInfo:
+        what = "its description"
+        await self._read_model()
+        served = await self._calls.json(what, "/model_info")
+        updating_s = self._updating_s(served)
+        if updating_s is not None and self._described is not None:
+            return dataclasses.replace(self._described, updating_s=updating_s, weight_group=self._weights.group)
+        server = await self._calls.json(what, "/server_info")
+        try:
+            self._described = EngineInfo(
+                version=parse_version(served["weight_version"]),
+                vocab_size=_vocab_size(Path(served["model_path"]), self._model_path),
+                max_model_len=server["max_req_input_len"] - 2,
+                max_logprobs=self._max_logprobs,
+                logprobs_mode="processed_logprobs",
+                dtype=server["dtype"],
+                model=served["model_path"],
+                engine=f"sglang {server['version']}",
+                running=sum(sent.n for sent in self._running.values()),
+                routed_experts=bool(server["enable_return_routed_experts"]),
+                problems=tuple(_unfit_settings(server, self._model)),
+                workers=server["tp_size"],
+                weight_group=self._weights.group,
+                updating_s=updating_s,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise EngineIncompatible(f"engine {self.url}: its description is not SGLang's: {error}") from error
+        return self._described
+
+    def _updating_s(self, served: dict[str, Any]) -> float | None:
+        """Since this client saw the update begin that goes on now; the scheduler answers nothing meanwhile."""
+        label = served.get("weight_version", "")
+        if not label.startswith(UPDATING):
+            self._update = None
+            return None
+        if self._update is None or self._update[0] != label:
+            self._update = (label, time.monotonic())
+        return time.monotonic() - self._update[1]
+
+    async def version(self) -> int:
+        what = "its version"
+        served = await self._calls.json(what, "/model_info")
+        try:
+            return parse_version(served["weight_version"])
+        except (KeyError, AttributeError) as error:
+            raise EngineError(f"engine {self.url}: {what}: not in its description: {error}") from error
+
+    async def health(self) -> None:
+        # Answered by the scheduler, also between the steps of long requests and while paused; /health would sample a
+        # token, take a second, and fail while paused.
+        if self._updating_s(await self._calls.json("health", "/model_info", retry_busy=False)) is not None:
+            return
+        await self._calls.json("health", "/server_info", retry_busy=False)
+
+    async def abort(self, request_id: str) -> None:
+        sent = self._running.get(request_id)
+        children = child_ids(sent.request_id, sent.n) if sent else []
+        what = f"abort of {request_id}"
+        await asyncio.gather(*(self._calls.call(what, "/abort_request", body={"rid": child}) for child in children))
+
+    async def close(self) -> None:
+        await self._calls.close()
+
+    async def check_compatible(self, config: Config, *, vocab_size: int | None = None) -> EngineInfo:
+        info = dataclasses.replace(await self.info(), logprobs_mode=await self._logprobs_mode())
+        check_info(self.url, info, config, vocab_size)
+        return info
+
+    async def _logprobs_mode(self) -> str:
+        """Measured, because the server does not tell: doubling the temperature halves the distance of the two most
+        likely tokens, unless log-probs ignore the temperature."""
+        limits = await self._static_info()
+        prompt = np.arange(1, min(9, limits.vocab_size))  # token 0 is often padding, whose logits are all equal
+        distance = []
+        for temperature in (1.0, 2.0):
+            request = GenerateRequest(f"temperature-{uuid4().hex}", prompt, 1, (0,), temperature, 1, topk=2)
+            (rollout,) = await self.generate(request)
+            distance.append(float(rollout.topk_logprobs[0, 0] - rollout.topk_logprobs[0, 1]))
+        return "raw_logprobs" if distance[1] > 0.75 * distance[0] else "processed_logprobs"
+
+    def _admit(self, what: str, request: GenerateRequest, limits: EngineInfo) -> None:
+        """Raises `EngineRefused` for what the server would answer by ending, or with other samples than asked for."""
+        cap = min(limits.max_logprobs, limits.vocab_size)
+        extra = self._end_tokens - set(request.stop_token_ids)
+        problems = [
+            (request.request_id in self._running, "a request of that id is already running"),
+            (
+                request.topk > cap,
+                f"topk = {request.topk}: this engine lists at most {cap} log-probs a token (engine.max_logprobs)",
+            ),
+            (
+                len(request.token_ids) >= limits.max_model_len,
+                f"a prompt of {len(request.token_ids)} tokens leaves no room in sequences of {limits.max_model_len} "
+                "(engine.max_model_len)",
+            ),
+            (
+                bool(request.stop_token_ids and extra),
+                f"SGLang also stops at the model's own end tokens {sorted(extra)}; add them to rollout.stop_token_ids",
+            ),
+            (
+                request.routed_experts and not limits.routed_experts,
+                "this server was not started with --enable-return-routed-experts (rollout.routing_replay)",
+            ),
+        ]
+        for is_wrong, message in problems:
+            if is_wrong:
+                raise EngineRefused(f"engine {self.url}: {what}: {message}")
+        self._check_ids(what, request.token_ids, limits.vocab_size)
+
+    def _check_ids(self, what: str, token_ids: np.ndarray, vocab_size: int) -> None:
+        foreign = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
+        if len(foreign):
+            raise EngineRefused(
+                f"engine {self.url}: {what}: token id {foreign[0]} is outside the vocabulary of {vocab_size}"
+            )
+
+    async def _static_info(self) -> EngineInfo:
+        async with self._first_use:
+            if self._limits is None:
+                self._limits = await self.info()
+            return self._limits
+
+    async def _read_model(self) -> None:
+        if self._model is None:
+            self._model, self._end_tokens = await asyncio.to_thread(_read_model, self._model_path)
+
+
+def _read_model(path: Path) -> tuple[HFModelConfig, frozenset[int]]:
+    """The run's model and the tokens at which SGLang ends a response by itself: those of both its config files."""
+    from dppo_megatron.data.tokenizer import read_json
+
+    model = read_hf_config(path)
+    ends = set(model.eos_token_ids)
+    more = read_json(path / "generation_config.json").get("eos_token_id")
+    ends.update(more if isinstance(more, list) else [] if more is None else [more])
+    return model, frozenset(ends)
+
+
+def _vocab_size(served: Path, own: Path) -> int:
+    """SGLang does not tell; a server whose model directory this machine cannot see is taken to serve the run's."""
+    try:
+        return read_hf_config(served).vocab_size
+    except ModelError:
+        return read_hf_config(own).vocab_size
+
+
+def _unfit_settings(server: dict[str, Any], model: HFModelConfig) -> list[str]:
+    problems = []
+    if model.family == "qwen3_moe" and model.tied_embeddings:
+        problems.append(
+            "SGLang leaves the head of a Qwen3-MoE with tied embeddings unset; store lm_head.weight and set "
+            "tie_word_embeddings to false in the model's config.json"
+        )
+    if not server["enable_deterministic_inference"]:
+        problems.append("samples ignore their seeds; start it with --enable-deterministic-inference")
+    if not server["skip_tokenizer_init"]:
+        problems.append("the tokenizer's end token would stop responses; start it with --skip-tokenizer-init")
+    if server["speculative_algorithm"]:
+        problems.append(f"speculative decoding ({server['speculative_algorithm']}) draws differently; start it without")
+    if server["preferred_sampling_params"]:
+        problems.append("it adds sampling settings of its own; start it without --preferred-sampling-params")
+    return problems

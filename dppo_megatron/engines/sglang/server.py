@@ -1,0 +1,104 @@
+"""Command line and environment of an SGLang server for a run. Pure functions: nothing is started here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.engines.compatibility import DTYPES
+from dppo_megatron.engines.vllm.server import Device, device_here
+from dppo_megatron.hf import read_hf_config
+
+from .client import CONTEXT_MARGIN
+
+CPU_ENVIRONMENT = Path(__file__).parent / "sglang_cpu"
+CPU_KV_CACHE_BYTES = 2**30  # SGLang's own choice is a share of all memory, which other processes need as well
+
+
+def sglang_python(config: Config) -> Path:
+    """The interpreter that has SGLang: `engine.python`, else that of `.venv-sglang` beside this environment, else
+    this one. SGLang and vLLM pin different versions of the same packages."""
+    if config.engine.python is not None:
+        return config.engine.python
+    own = Path(sys.prefix).parent / ".venv-sglang" / "bin" / "python"
+    return own if own.exists() else Path(sys.executable)
+
+
+def sglang_command(
+    config: Config, port: int, model_path: Path, version: int, *, device: Device | None = None
+) -> list[str]:
+    """The server's argv; it starts with policy `version`. `device` defaults to CUDA where this process sees one.
+
+    `config.engine.extra_args` come last and win.
+    """
+    engine = config.engine
+    command = [
+        *(str(sglang_python(config)), "-m", "sglang.launch_server"),
+        *("--model-path", str(model_path)),
+        *("--host", engine.host, "--port", str(port)),
+        *("--dtype", DTYPES[engine.dtype]),
+        *("--tp-size", str(engine.tensor_parallel)),
+        *("--context-length", str(engine.max_model_len + CONTEXT_MARGIN)),
+        *("--max-running-requests", str(engine.max_num_seqs)),
+        *("--weight-version", str(version)),
+        "--skip-tokenizer-init",  # tokens in, tokens out
+        "--enable-deterministic-inference",  # without it samples ignore their seeds
+        *("--log-level-http", "warning"),
+    ]
+    if config.rollout.routing_replay:
+        command.append("--enable-return-routed-experts")
+    cpu = (device or device_here()) == "cpu"
+    if engine.kv_cache_bytes is not None or cpu:
+        tokens = (engine.kv_cache_bytes or CPU_KV_CACHE_BYTES) // _kv_bytes_per_token(config, model_path)
+        command += ["--max-total-tokens", str(tokens)]
+    if cpu:
+        command += [
+            *("--device", "cpu"),
+            *("--attention-backend", "torch_native"),
+            *("--sampling-backend", "pytorch"),
+            *("--grammar-backend", "none"),
+            *("--mem-fraction-static", "0.5"),
+            "--disable-overlap-schedule",
+            "--disable-cuda-graph",
+            "--disable-radix-cache",
+            "--skip-server-warmup",
+            "--sleep-on-idle",  # else it takes half a core while the trainer computes
+        ]
+    return [*command, *engine.extra_args]
+
+
+def sglang_environment(config: Config, *, threads: int | None = None, device: Device | None = None) -> dict[str, str]:
+    """Variables to add to the server's environment. `threads` is the CPU cores of one server, all by default.
+
+    `config.engine.env` wins.
+    """
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs of the sampled distribution
+        # max_position_embeddings may equal engine.max_model_len; the margin is never filled.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
+    if config.engine.host in ("127.0.0.1", "localhost"):
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    if (device or device_here()) == "cpu":
+        environment |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "PYTHONPATH": str(CPU_ENVIRONMENT),
+            "TORCHDYNAMO_DISABLE": "1",  # one small function, for which a compiler would have to be there
+            "OMP_NUM_THREADS": str(threads or len(os.sched_getaffinity(0))),
+            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the cores from trainer and API process
+        }
+    return environment | config.engine.env
+
+
+def _kv_bytes_per_token(config: Config, model_path: Path) -> int:
+    """On one GPU of the engine."""
+    model = read_hf_config(model_path)
+    if model.mla is not None:
+        per_layer = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
+    else:
+        # Each GPU has its share of the heads, one at least.
+        per_layer = 2 * max(1, model.num_kv_heads // config.engine.tensor_parallel) * model.head_dim
+    return model.num_layers * per_layer * (4 if config.engine.dtype == "fp32" else 2)

@@ -1,0 +1,207 @@
+"""How an SGLang server gets new weights: by directory or by broadcast, with requests kept, waited for or aborted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import get_args
+from uuid import uuid4
+
+from dppo_megatron.engines.calls import CONTROL_TIMEOUT_S, EngineCalls
+from dppo_megatron.engines.protocol import EngineError, EngineRefused, EngineTimeout, UpdateMode
+from dppo_megatron.weights.manifest import BadWeights, Manifest, UnreadableWeights
+from dppo_megatron.weights.process_group import Meeting, WeightGroupError, WeightGroupPlan
+
+IDLE_POLL_S = 0.05
+CLEAN_UP_TIMEOUT_S = 5.0  # after a failure; the server may not answer at all
+TORN = "torn"  # label of weights that are neither the old nor the new ones
+UPDATING = "updating-"  # their label while an update goes on; followed by its name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """The trainer's weight group that the server joined through this client."""
+
+    plan: WeightGroupPlan
+    meeting: Meeting
+    workers: int
+
+
+class SglangWeights:
+    """Updates through the server's own routes, one at a time, each within `timeout_s`. What the server would load
+    although it is not the model of `model_path` is refused here."""
+
+    def __init__(self, calls: EngineCalls, model_path: Path, timeout_s: float):
+        self.url = calls.url
+        self._calls = calls
+        self._model_path = model_path
+        self._update_timeout_s = timeout_s
+        self._manifest: Manifest | None = None
+        self._updates = asyncio.Lock()
+        self._group: _Group | None = None
+
+    @property
+    def group(self) -> str:
+        """Name of the weight group that the server joined through this client; empty = none."""
+        return "" if self._group is None else self._group.plan.name
+
+    async def load(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
+        path = Path(path).absolute()
+        what = f"loading policy {version} from {path}"
+        if mode not in get_args(UpdateMode):
+            raise ValueError(f"mode = {mode!r}: must be one of {get_args(UpdateMode)}")
+        async with self._updates:
+            deadline = time.monotonic() + self._update_timeout_s
+            await asyncio.to_thread(self._check_weights, what, path)
+            if mode == "wait":
+                await self._idle(what, deadline)
+            async with self._paused(what, mode, deadline):
+                await self._swap(what, path, version, deadline)
+
+    async def join(self, plan: WeightGroupPlan, workers: int) -> None:
+        what = f"joining weight group {plan.name}"
+        async with self._updates:
+            self._check_manifest(what, lambda: Manifest.of(plan.name, plan.tensors()))
+            await self._leave_group()
+            visit = (plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
+            try:
+                meeting = await asyncio.to_thread(Meeting.visit, *visit)
+                meeting.ready("join", workers)  # for the server, which knows nothing of meetings
+            except WeightGroupError as error:
+                raise EngineError(f"engine {self.url}: {what}: {error}") from None
+            self._group = _Group(plan, meeting, workers)
+            try:
+                for sender in range(len(plan.streams)):
+                    await self._init_group(what, plan, sender)
+            except BaseException:
+                await self._leave_group()
+                raise
+
+    async def _init_group(self, what: str, plan: WeightGroupPlan, sender: int) -> None:
+        body = {
+            "master_address": plan.host,
+            "master_port": plan.port,
+            "rank_offset": 1 + plan.first_worker,
+            "world_size": 1 + plan.workers,
+            "group_name": plan.group(sender),
+            "backend": plan.backend,
+        }
+        await self._calls.call(what, "/init_weights_update_group", self._update_timeout_s, body=body)
+
+    async def receive(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> None:
+        what = f"receiving policy {version}"
+        async with self._updates:
+            deadline = time.monotonic() + self._update_timeout_s
+            if self._group is None or self._group.plan.name != group:
+                raise EngineRefused(f"engine {self.url}: {what}: it is not in weight group {group}; join it first")
+            if mode == "wait":
+                await self._idle(what, deadline)
+            async with self._paused(what, mode, deadline):
+                try:
+                    await self._receive(what, self._group, step, version, deadline)
+                except BaseException as error:  # given up, too: requests that were kept must not go on unmarked
+                    await self._call_torn(what)
+                    await self._leave_group()
+                    if isinstance(error, EngineRefused):
+                        raise EngineError(f"{error}; the weights may be incomplete") from error
+                    raise
+
+    async def _receive(self, what: str, group: _Group, step: str, version: int, deadline: float) -> None:
+        plan = group.plan
+        await self._mark_updating(what, deadline)
+        await self._calls.call(what, "/begin_weight_update", _left(deadline), body={})
+        try:
+            group.meeting.ready(step, group.workers)
+            for sender, number, bucket in plan.order():
+                body = {
+                    "names": [spec.name for spec in bucket],
+                    "dtypes": [spec.dtype for spec in bucket],
+                    "shapes": [spec.shape for spec in bucket],
+                    "group_name": plan.group(sender),
+                    "load_format": "flattened_bucket",
+                    "flush_cache": False,
+                }
+                where = f"{what}: bucket {number + 1} of {len(plan.streams[sender])} from sender {sender}"
+                await self._calls.call(where, "/update_weights_from_distributed", _left(deadline), body=body)
+        finally:
+            await self._calls.call(what, "/end_weight_update", body={})
+        await self._calls.call(what, "/flush_cache", _left(deadline), body={})
+        await self._label(what, str(int(version)))
+
+    async def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        for sender in range(len(group.plan.streams) if group else 0):
+            with contextlib.suppress(EngineError):
+                body = {"group_name": group.plan.group(sender)}
+                await self._calls.call(
+                    "leaving a weight group", "/destroy_weights_update_group", CLEAN_UP_TIMEOUT_S, body=body
+                )
+
+    async def _call_torn(self, what: str) -> None:
+        """What was loaded so far stays. Under this label every token is refused until an update succeeds."""
+        with contextlib.suppress(EngineError):
+            await self._label(what, TORN, CLEAN_UP_TIMEOUT_S)
+
+    async def _mark_updating(self, what: str, deadline: float) -> None:
+        """Before the scheduler is busy: its HTTP process tells the label meanwhile."""
+        await self._label(what, f"{UPDATING}{uuid4().hex[:8]}", _left(deadline))
+
+    async def _label(self, what: str, label: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._calls.call(what, "/update_weight_version", timeout_s, body=body)
+
+    def _check_weights(self, what: str, path: Path) -> None:
+        """Raises `EngineRefused` unless `path` holds exactly the tensors of the run's model; SGLang would load the
+        ones it knows, keep the old ones of those it misses, and report success."""
+        self._check_manifest(what, lambda: Manifest.read(path))
+
+    def _check_manifest(self, what: str, make: Callable[[], Manifest]) -> None:
+        try:
+            if self._manifest is None:
+                self._manifest = Manifest.read(self._model_path)
+            make().check_replaces(self._manifest)
+        except BadWeights as error:
+            raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
+        except UnreadableWeights as error:
+            raise EngineError(f"engine {self.url}: {what}: {error}") from None
+
+    async def _idle(self, what: str, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            reply = await self._calls.json(what, "/v1/loads", _left(deadline))
+            if not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in reply["loads"]):
+                return
+            await asyncio.sleep(IDLE_POLL_S)
+        raise EngineTimeout(
+            f"engine {self.url}: {what}: running requests did not end within {self._update_timeout_s:g} s "
+            "(weight_sync.timeout_s); the old weights go on"
+        )
+
+    @contextlib.asynccontextmanager
+    async def _paused(self, what: str, mode: UpdateMode, deadline: float) -> AsyncIterator[None]:
+        # Retracted requests are prefilled anew afterwards: each further token is drawn from exactly the policy it is
+        # tagged with. Paused in place they would go on with keys and values of the old weights.
+        how = {"mode": "abort" if mode == "abort" else "retract"}
+        try:
+            await self._calls.call(what, "/pause_generation", _left(deadline), body=how)
+            yield
+        finally:
+            await self._calls.call(what, "/continue_generation", body={})
+
+    async def _swap(self, what: str, path: Path, version: int, deadline: float) -> None:
+        body = {"model_path": str(path), "weight_version": str(int(version)), "flush_cache": True}
+        try:
+            await self._mark_updating(what, deadline)
+            await self._calls.call(what, "/update_weights_from_disk", _left(deadline), body=body)
+        except BaseException as error:
+            await self._call_torn(what)
+            if isinstance(error, EngineRefused):
+                raise EngineError(f"{error}; the weights may be incomplete, load them again") from error
+            raise
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.01)

@@ -1,0 +1,189 @@
+"""Requests to SGLang's `/generate` and its answers, as one group of samples.
+
+Token ids and log-probs of sampled tokens come as JSON, listed ones and routed experts as base64 of their arrays.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.engines.samples import GroupSamples, absent_experts
+from dppo_megatron.hf import HFModelConfig
+
+# Temperature 0 makes SGLang draw the whole batch another way, so a seeded sample would depend on its neighbours. This
+# is the least it takes: probabilities of tokens that are 1e-4 nats apart differ by a factor of e**50.
+GREEDY_TEMPERATURE = 2e-6
+
+
+def child_ids(request_id: str, n: int) -> list[str]:
+    """SGLang's own request of each sample. Aborting one id aborts every id that begins with it, hence the end mark."""
+    return [f"{request_id}#{index};" for index in range(n)]
+
+
+def encode_group(request: GenerateRequest, max_tokens: int) -> dict[str, Any]:
+    """One batch of `n` requests that differ by their seed."""
+    sampling = {
+        "temperature": request.temperature or GREEDY_TEMPERATURE,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "max_new_tokens": max_tokens,
+        # Without it the end tokens of the model directory would stop a request, with it no token stops it.
+        "ignore_eos": not request.stop_token_ids,
+        "stop_token_ids": list(request.stop_token_ids),
+    }
+    body: dict[str, Any] = {
+        "rid": child_ids(request.request_id, request.n),
+        "input_ids": [request.token_ids.tolist()] * request.n,
+        "sampling_params": [{**sampling, "sampling_seed": seed} for seed in request.seeds],
+        "return_logprob": True,
+        "top_logprobs_num": request.topk,
+    }
+    if request.topk:
+        body |= {"return_flat_raw_output_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
+    if request.routed_experts:
+        body["return_routed_experts"] = True
+    return body
+
+
+def encode_score(token_ids: list[int]) -> dict[str, Any]:
+    """One token is sampled because none cannot be, at temperature 1 as everything else in its batch."""
+    return {
+        "input_ids": token_ids,
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True, "sampling_seed": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def decode_group(reply: bytes, request: GenerateRequest, model: HFModelConfig) -> GroupSamples:
+    """The samples of a reply to `encode_group`, in order. Raises ValueError for anything else."""
+    outputs = _load(reply)
+    if not isinstance(outputs, list) or len(outputs) != request.n:
+        raise ValueError(f"expected {request.n} samples, got {reply[:200]!r}")
+    ids = child_ids(request.request_id, request.n)
+    try:
+        samples = [_decode(output, name, request, model) for output, name in zip(outputs, ids, strict=True)]
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"a sample lacks or garbles {error}") from error
+    return GroupSamples(
+        lengths=np.array([len(s.token_ids) for s in samples], dtype=np.int32),
+        finish_reasons=tuple(s.finish_reason for s in samples),
+        token_ids=np.concatenate([s.token_ids for s in samples]),
+        logprobs=np.concatenate([s.logprobs for s in samples]),
+        versions=np.concatenate([s.versions for s in samples]),
+        topk_ids=np.concatenate([s.topk[0] for s in samples]) if request.topk else None,
+        topk_logprobs=np.concatenate([s.topk[1] for s in samples]) if request.topk else None,
+        routed_experts=np.concatenate([s.experts for s in samples]) if request.routed_experts else None,
+    )
+
+
+def decode_score(reply: bytes, token_ids: list[int], vocab_size: int) -> tuple[np.ndarray, int]:
+    """fp32 [S - 1] log-probs of tokens 1.. and the version that scored them. Raises ValueError."""
+    output = _load(reply)
+    # SGLang scores the last token of the vocabulary as it should and calls it 0.
+    named = [token if token < vocab_size - 1 else 0 for token in token_ids]
+    try:
+        entries = output["meta_info"]["input_token_logprobs"]
+        if [entry[1] for entry in entries] not in (token_ids, named):
+            raise ValueError("the scored tokens are not those that were sent")
+        return _floats([entry[0] for entry in entries[1:]]), parse_version(output["meta_info"]["weight_version"])
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"the reply lacks or garbles {error}") from error
+
+
+def parse_version(label: str) -> int:
+    """SGLang labels weights with text; ours is a number, anything else is -1."""
+    return int(label) if label.isdecimal() else -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: str
+    topk: tuple[np.ndarray, np.ndarray] | None
+    experts: np.ndarray | None
+
+
+def _decode(output: dict[str, Any], name: str, request: GenerateRequest, model: HFModelConfig) -> _Sample:
+    meta = output["meta_info"]
+    if meta["id"] != name:
+        raise ValueError(f"expected the answer to {name!r}, got that to {meta['id']!r}")
+    tokens = output["output_ids"]
+    entries = meta["output_token_logprobs"]
+    if [entry[1] for entry in entries] != tokens:
+        raise ValueError(f"{name}: the log-probs belong to other tokens")
+    length = len(tokens)
+    return _Sample(
+        token_ids=np.array(tokens, dtype=np.int32),
+        logprobs=_floats([entry[0] for entry in entries]),
+        versions=_versions(meta.get("weight_versions"), length),
+        finish_reason=_finish_reason(meta["finish_reason"], tokens),
+        topk=_topk(meta, length, request.topk) if request.topk else None,
+        experts=_experts(meta, length, len(request.token_ids), model) if request.routed_experts else None,
+    )
+
+
+def _finish_reason(reason: dict[str, Any], tokens: list[int]) -> str:
+    # A step that gave NaN ends with reason "stop", a made-up last token, and the text "NaN happened" as what matched.
+    if reason["type"] == "stop" and (not tokens or reason.get("matched") != tokens[-1]):
+        return f"stop at {reason.get('matched')!r}"
+    return str(reason["type"])
+
+
+def _topk(meta: dict[str, Any], length: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    if not length:
+        return np.empty((0, k), np.int32), np.empty((0, k), np.float32)
+    kinds = meta["output_top_logprobs_idx_flat_b64_dtype"], meta["output_top_logprobs_val_flat_b64_dtype"]
+    if kinds != ("int32", "float32") or meta["output_top_logprobs_null_prefix"]:
+        raise ValueError(f"listed log-probs come as {kinds} from position {meta['output_top_logprobs_null_prefix']}")
+    ids, logprobs = (
+        _array(meta[f"output_top_logprobs_{name}_flat_b64"], dtype).reshape(length, k)
+        for name, dtype in (("idx", "<i4"), ("val", "<f4"))
+    )
+    return ids, logprobs
+
+
+def _experts(meta: dict[str, Any], length: int, prompt_tokens: int, model: HFModelConfig) -> np.ndarray:
+    """SGLang numbers all layers; the dense ones are left out."""
+    dtype = np.uint8 if model.moe.num_experts <= 256 else np.uint16
+    layers = [layer for layer in range(model.num_layers) if model.is_moe_layer(layer)]
+    if not length:
+        return absent_experts(prompt_tokens, len(layers), model.moe.top_k)
+    shape = (prompt_tokens + length - 1, model.num_layers, model.moe.top_k)
+    experts = _array(meta["routed_experts"], "<i4").reshape(shape)[:, layers]
+    if experts.min() < 0 or experts.max() >= model.moe.num_experts:
+        raise ValueError(f"routed experts outside [0, {model.moe.num_experts})")
+    return experts.astype(dtype)
+
+
+def _versions(spans: list[dict[str, Any]] | None, length: int) -> np.ndarray:
+    """[length] int32; -1 where the weights carry no version of ours."""
+    versions = np.full(length, -1, dtype=np.int32)
+    for span in spans or ():
+        versions[span["start"] : span["end"]] = parse_version(span["version"])
+    return versions
+
+
+def _array(text: str, dtype: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)
+
+
+def _floats(values: list[float | None]) -> np.ndarray:
+    """fp32; a null, which is how a NaN arrives, becomes NaN again."""
+    return np.array(values, dtype=np.float32)
+
+
+def _load(reply: bytes) -> Any:
+    try:
+        return json.loads(reply)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error}): {reply[:200]!r}") from error

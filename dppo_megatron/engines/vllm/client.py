@@ -1,0 +1,160 @@
+"""A vLLM server with our extension, as an `Engine`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.engines.calls import CONTROL_TIMEOUT_S, REQUEST_TIMEOUT_REMEDY, EngineCalls
+from dppo_megatron.engines.compatibility import check_info
+from dppo_megatron.engines.protocol import (
+    EngineError,
+    EngineIncompatible,
+    EngineInfo,
+    EngineUnavailable,
+    GenerateRequest,
+    SpoiltSample,
+    UpdateMode,
+)
+from dppo_megatron.engines.samples import GroupSamples, check_scores
+from dppo_megatron.types import Rollout
+from dppo_megatron.weights.process_group import WeightGroupPlan
+
+from .extension.wire import decode_frame, encode_request
+
+
+class VllmEngine:
+    """HTTP client of one server; implements `dppo_megatron.engines.protocol.Engine`.
+
+    Bound to the event loop it is first used in, and to the life of the server that it first samples from: the samples
+    of a restarted one are refused. `config.request_timeout_s` bounds `generate` and `score`,
+    `config.weight_sync.timeout_s` bounds a weight update, waiting for running requests included.
+    """
+
+    def __init__(self, config: Config, url: str):
+        self.url = url.rstrip("/")
+        self._generate_timeout_s = config.request_timeout_s
+        self._update_timeout_s = config.weight_sync.timeout_s
+        # Of request ids: the server takes each once, and may still be busy ending those of a client that is gone, as
+        # of the orchestrator before it was started again.
+        self._suffix = f"~{uuid4().hex[:8]}"
+        self._limits: EngineInfo | None = None
+        self._limits_lock = asyncio.Lock()
+        self._calls = EngineCalls(self.url, "is it a vLLM server started with VLLM_PLUGINS=dppo_megatron?")
+
+    async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
+        """See `Engine.generate`. The arrays are read-only views of the reply."""
+        what = f"generation of group {request.request_id}"
+        limits = await self._static_info()
+        sent = replace(request, request_id=request.request_id + self._suffix)
+        reply = await self._calls.call(
+            what,
+            "/dppo/generate",
+            self._generate_timeout_s,
+            content=encode_request(sent),
+            timeout_remedy=REQUEST_TIMEOUT_REMEDY,
+        )
+        header, arrays = self._frame(what, reply)
+        if header.get("instance", limits.instance) != limits.instance:
+            raise EngineUnavailable(f"engine {self.url}: {what}: the server was restarted; its weights are unknown")
+        if header.get("request_id") != sent.request_id:
+            raise SpoiltSample(f"engine {self.url}: {what}: the reply is to {header.get('request_id')!r}")
+        try:
+            samples = GroupSamples(
+                lengths=arrays["lengths"],
+                finish_reasons=tuple(header["finish_reasons"]),
+                token_ids=arrays["token_ids"],
+                logprobs=arrays["logprobs"],
+                versions=arrays["versions"],
+                topk_ids=arrays.get("topk_ids"),
+                topk_logprobs=arrays.get("topk_logprobs"),
+                routed_experts=arrays.get("routed_experts"),
+            )
+        except (KeyError, TypeError) as error:
+            raise SpoiltSample(f"engine {self.url}: {what}: the reply lacks {error}") from error
+        try:
+            # In a thread: listed log-probs of a group of long responses take a third of a second.
+            await asyncio.to_thread(
+                samples.check, request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len
+            )
+        except SpoiltSample as error:
+            raise SpoiltSample(f"engine {self.url}: {error}") from None
+        return samples.rollouts(len(request.token_ids))
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        what = f"scoring of {len(token_ids)} tokens"
+        body = {"token_ids": np.asarray(token_ids).tolist()}
+        _, arrays = self._frame(what, await self._calls.call(what, "/dppo/score", self._generate_timeout_s, body=body))
+        return check_scores(f"engine {self.url}: {what}", arrays.get("logprobs"), len(token_ids) - 1)
+
+    async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
+        source = {"path": str(Path(path).absolute())}
+        await self._update(f"loading policy {version} from {path}", "/dppo/load_weights", source, version, mode)
+
+    async def join_weight_group(self, plan: WeightGroupPlan) -> None:
+        what = f"joining weight group {plan.name}"
+        await self._calls.call(what, "/dppo/join_weight_group", self._update_timeout_s, body=plan.to_json())
+
+    async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> None:
+        source = {"group": group, "step": step}
+        await self._update(f"receiving policy {version}", "/dppo/receive_weights", source, version, mode)
+
+    async def _update(self, what: str, path: str, source: dict[str, str], version: int, mode: UpdateMode) -> None:
+        body = {
+            **source,
+            "version": int(version),
+            "mode": mode,
+            "wait_s": 0.9 * self._update_timeout_s,  # the server gives up first and says why
+        }
+        reply = await self._calls.json(what, path, self._update_timeout_s, body=body)
+        if reply.get("version") != version:
+            raise EngineError(f"engine {self.url}: {what}: it reports version {reply.get('version')}")
+
+    async def sleep(self) -> None:
+        await self._calls.call("going to sleep", "/dppo/sleep", self._update_timeout_s, body={})
+
+    async def wake(self) -> None:
+        await self._calls.call("waking up", "/dppo/wake", self._update_timeout_s, body={})
+
+    async def info(self) -> EngineInfo:
+        reply = await self._calls.json("its description", "/dppo/info")
+        try:
+            return EngineInfo(**{**reply, "problems": tuple(reply["problems"])})
+        except (KeyError, TypeError) as error:
+            raise EngineIncompatible(f"engine {self.url}: its description is not ours: {error}") from error
+
+    async def version(self) -> int:
+        return (await self.info()).version
+
+    async def health(self) -> None:
+        await self._calls.call("health", "/health", CONTROL_TIMEOUT_S, retry_busy=False)
+
+    async def abort(self, request_id: str) -> None:
+        body = {"request_id": request_id + self._suffix}
+        await self._calls.call(f"abort of {request_id}", "/dppo/abort", CONTROL_TIMEOUT_S, body=body)
+
+    async def close(self) -> None:
+        await self._calls.close()
+
+    async def check_compatible(self, config: Config, *, vocab_size: int | None = None) -> EngineInfo:
+        info = await self.info()
+        check_info(self.url, info, config, vocab_size)
+        return info
+
+    async def _static_info(self) -> EngineInfo:
+        async with self._limits_lock:
+            if self._limits is None:
+                self._limits = await self.info()
+            return self._limits
+
+    def _frame(self, what: str, reply: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        try:
+            return decode_frame(reply)
+        except ValueError as error:
+            raise SpoiltSample(f"engine {self.url}: {what}: garbled reply: {error}") from error

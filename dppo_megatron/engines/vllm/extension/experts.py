@@ -1,0 +1,124 @@
+"""Which experts each token was routed to: recorded in the worker, collected by the API process.
+
+On GPUs vLLM records them itself (`--enable-return-routed-experts`, which needs a model runner that CPUs lack); there
+only `moe_layers` is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.protocol import EngineClient
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.outputs import CompletionOutput
+
+from dppo_megatron.engines.samples import absent_experts
+
+RECORDED = "/experts"
+"""End of the ids of requests whose experts are recorded."""
+
+
+def moe_layers(model: torch.nn.Module) -> list[tuple[int, MoERunner]]:
+    """Layer number and module of every layer of `model` that has experts, in order."""
+    found = [(module.layer_id, module) for module in model.modules() if isinstance(module, MoERunner)]
+    return sorted(found, key=lambda layer: layer[0])
+
+
+class ExpertRecorder:
+    """Worker side: notes the routing of every step of `runner`, vLLM's V1 model runner, per request and position.
+
+    A position that is computed again, because its request was preempted, keeps what was noted first: the routing its
+    next token was sampled under.
+    """
+
+    def __init__(self, runner, num_experts: int):
+        self._runner = runner
+        self._dtype = np.uint8 if num_experts <= 256 else np.uint16
+        self._step: list[torch.Tensor] = []  # of the running step, [tokens, k] by layer
+        self._records: dict[str, list[np.ndarray]] = {}  # request id -> consecutive [tokens, L, k]
+        layers = moe_layers(runner.model)
+        self._num_layers = len(layers)
+        for _, module in layers:
+            module.router.set_capture_fn(self._step.append)
+        runner.execute_model = partial(self._execute, runner.execute_model)
+
+    def take(self, request_id: str) -> np.ndarray | None:
+        """[tokens, L, k] of a finished request, which is forgotten; None when no step of it ran."""
+        parts = self._records.pop(request_id, None)
+        return None if parts is None else np.concatenate(parts)
+
+    def _execute(self, execute, scheduler_output, *args, **kwargs):
+        self._step.clear()
+        result = execute(scheduler_output, *args, **kwargs)
+        scheduled = scheduler_output.num_scheduled_tokens
+        if any(_name(request_id).endswith(RECORDED) for request_id in scheduled):
+            self._record(scheduled)
+        return result
+
+    def _record(self, scheduled: dict[str, int]) -> None:
+        if len(self._step) != self._num_layers:
+            raise RuntimeError(f"{len(self._step)} of {self._num_layers} layers with experts ran in this step")
+        experts = torch.stack(self._step, dim=1).numpy().astype(self._dtype)
+        batch = self._runner.input_batch
+        row = 0
+        for index, request_id in enumerate(batch.req_ids):
+            count = scheduled[request_id]
+            name = _name(request_id)
+            if name.endswith(RECORDED):
+                parts = self._records.setdefault(name, [])
+                known = sum(map(len, parts)) - int(batch.num_computed_tokens_cpu[index])
+                if known < 0:
+                    raise RuntimeError(f"request {request_id}: {-known} positions were never computed")
+                if known < count:
+                    parts.append(experts[row + known : row + count])
+            row += count
+
+
+class ExpertsReader:
+    """API side: the experts of finished samples, from vLLM's own outputs or from the workers' recorders."""
+
+    def __init__(self, engine: EngineClient, config: VllmConfig):
+        self._engine = engine
+        self._native = config.aux_output_config.enabled
+        self.available = self._native or (
+            config.model_config.is_moe and config.device_config.device_type == "cpu" and not config.use_v2_model_runner
+        )
+        self._layers: list[int] = []
+        self._k = config.model_config.get_num_experts_per_tok() if self.available else 0
+
+    async def start(self) -> None:
+        """Before the first request, where `available`."""
+        method = "dppo_moe_layers" if self._native else "dppo_record_experts"
+        self._layers = (await self._engine.collective_rpc(method))[0]
+
+    async def read(self, samples: Sequence[CompletionOutput], names: Sequence[str], prompt_tokens: int) -> np.ndarray:
+        """[sum of P + R - 1, L, k] uint8 or uint16: prompt and response but the last token of every sample."""
+        if self._native:
+            parts = [None if s.routed_experts is None else s.routed_experts[:, self._layers] for s in samples]
+        else:
+            parts = await self._take(names)
+        absent = absent_experts(prompt_tokens, len(self._layers), self._k)
+        return np.concatenate(
+            [
+                absent if part is None or not sample.token_ids else part[: prompt_tokens + len(sample.token_ids) - 1]
+                for sample, part in zip(samples, parts, strict=True)
+            ]
+        )
+
+    async def forget(self, names: Sequence[str]) -> None:
+        """Drops what was recorded of samples that nobody will read."""
+        if not self._native:
+            await self._take(names)
+
+    async def _take(self, names: Sequence[str]) -> list[np.ndarray | None]:
+        taken = (await self._engine.collective_rpc("dppo_take_experts", args=(list(names),)))[0]
+        return [None if t is None else np.frombuffer(t[0], dtype=t[1]).reshape(t[2]) for t in taken]
+
+
+def _name(request_id: str) -> str:
+    """The id a request was sent with: vLLM appends a random part."""
+    return request_id.rpartition("-")[0]

@@ -1,0 +1,122 @@
+"""Sampling and scoring through the engine client, with results as flat arrays instead of dicts."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+from vllm.engine.protocol import EngineClient
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.engines.samples import GroupSamples
+
+from .experts import RECORDED, ExpertsReader
+from .rows import columns, keep_rows
+
+
+async def sample_group(engine: EngineClient, request: GenerateRequest, experts: ExpertsReader) -> GroupSamples:
+    """All samples of one group. Cancelling it, or the failure of one sample, aborts the others in the engine."""
+    prompt = request.token_ids.tolist()
+    names = child_ids(request)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            children = [
+                tasks.create_task(_final(engine, prompt, _params(request, seed), name))
+                for seed, name in zip(request.seeds, names, strict=True)
+            ]
+            await asyncio.sleep(0)  # they begin
+            keep_rows(engine, names)
+    except BaseException as error:
+        if request.routed_experts:
+            await experts.forget(names)
+        if isinstance(error, ExceptionGroup):
+            raise error.exceptions[0] from None
+        raise
+    samples = [child.result().outputs[0] for child in children]
+    routed = await experts.read(samples, names, len(prompt)) if request.routed_experts else None
+    return _flatten(samples, request.topk, routed)
+
+
+def child_ids(request: GenerateRequest) -> list[str]:
+    """The engine's own request of each sample."""
+    end = RECORDED if request.routed_experts else ""
+    return [f"{request.request_id}/{index}{end}" for index in range(request.n)]
+
+
+async def score(engine: EngineClient, token_ids: list[int], request_id: str) -> tuple[np.ndarray, int]:
+    """fp32 [S - 1] log-probs at temperature 1 of tokens 1.. given their prefix, and the version that scored them."""
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_reading_prefix_cache=True,  # cached keys and values skip positions, and may be of other weights
+    )
+    output = await _final(engine, token_ids, params, request_id)
+    flat = output.prompt_logprobs
+    # Position 0 has no entry; each other one lists the prompt's token first.
+    first = np.asarray(flat.start_indices[1:])
+    logprobs = np.asarray(flat.logprobs, dtype=np.float32)[first]
+    return logprobs, int(_versions(output.outputs[0].weight_versions, 1)[0])
+
+
+def _params(request: GenerateRequest, seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        seed=seed if request.temperature else None,
+        stop_token_ids=list(request.stop_token_ids),
+        ignore_eos=True,  # only the stop tokens of the request stop it, whatever the model directory says
+        logprobs=request.topk,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # used for this one sample only
+        # Positions whose keys and values come from the cache are not routed again, so there is nothing to record.
+        skip_reading_prefix_cache=request.routed_experts or None,
+    )
+
+
+async def _final(engine: EngineClient, prompt: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
+    outputs = [output async for output in engine.generate(tokens_input(prompt), params, request_id)]
+    if not outputs or not outputs[-1].finished:
+        raise RuntimeError(f"request {request_id} ended without a result")
+    return outputs[-1]
+
+
+def _flatten(samples: list[CompletionOutput], k: int, routed_experts: np.ndarray | None) -> GroupSamples:
+    lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int32)
+    listed = [columns(sample.logprobs, len(sample.token_ids), k) for sample in samples]
+    logprobs = np.concatenate([logprobs for _, logprobs in listed])
+    # Column 0 of each position is the sampled token, the K most likely follow.
+    return GroupSamples(
+        lengths=lengths,
+        finish_reasons=tuple(sample.finish_reason or "" for sample in samples),
+        token_ids=np.concatenate([np.asarray(sample.token_ids, dtype=np.int32) for sample in samples]),
+        logprobs=logprobs[:, 0],
+        versions=np.concatenate(
+            [_versions(s.weight_versions, n) for s, n in zip(samples, lengths.tolist(), strict=True)]
+        ),
+        topk_ids=np.concatenate([ids for ids, _ in listed])[:, 1:] if k else None,
+        topk_logprobs=logprobs[:, 1:] if k else None,
+        routed_experts=routed_experts,
+    )
+
+
+def _versions(spans: list[WeightVersionSpan] | None, length: int) -> np.ndarray:
+    """[length] int32; -1 where the weights carry no version of ours."""
+    versions = np.full(length, -1, dtype=np.int32)
+    for span in spans or ():
+        versions[span.start : span.end] = parse_version(span.version)
+    return versions
+
+
+def parse_version(label: str) -> int:
+    """vLLM labels weights with text; ours is a number, anything else is -1."""
+    return int(label) if label.isdecimal() else -1

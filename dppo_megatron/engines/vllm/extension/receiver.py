@@ -1,0 +1,76 @@
+"""A worker's end of the broadcasts: joins every sender's group and yields what each update brings, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dppo_megatron.weights.process_group import (
+    Bucket,
+    Channel,
+    Meeting,
+    WeightGroupError,
+    WeightGroupPlan,
+    bucket_bytes,
+    local_address,
+    views,
+)
+
+
+class WeightReceiver:
+    """Worker number `worker` of its engine. Made once for a group; after any error it is closed and of no more use.
+
+    Raises `WeightGroupError`, as all its methods, naming the step that failed.
+    """
+
+    def __init__(self, plan: WeightGroupPlan, worker: int, device: torch.device):
+        self._plan = plan
+        self._device = device
+        self._channels: list[Channel] = []
+        self._meeting = Meeting.visit(plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
+        self._meeting.ready("join")
+        self._meeting.wait("join")
+        rank, address = 1 + plan.first_worker + worker, local_address(plan.host, plan.port)
+        try:
+            for sender in range(len(plan.streams)):
+                self._channels.append(self._meeting.channel(plan.group(sender), rank, plan.backend, address, device))
+        except BaseException:
+            self.close()
+            raise
+
+    def receive(self, step: str) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """(name, tensor) of every tensor, one iterator for each bucket, once all workers are ready for `step`.
+
+        The next bucket travels while the caller uses the last one. Every bucket has memory of its own: a loader may
+        keep views until its layer is complete.
+        """
+        try:
+            self._meeting.ready(step)
+            self._meeting.wait(step)
+            yield from self._buckets(step)
+        except BaseException:
+            self.close()  # the sender and the other workers then fail at once instead of waiting
+            raise
+
+    def _buckets(self, step: str) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        coming = (self._start(*place) for place in self._plan.order())
+        arriving = next(coming, None)
+        while arriving is not None:
+            (sender, number, bucket, flat, ticket), arriving = arriving, next(coming, None)
+            try:
+                self._channels[sender].finish(ticket, step)
+            except WeightGroupError as error:
+                where = f"bucket {number + 1} of {len(self._plan.streams[sender])} from sender {sender}"
+                raise WeightGroupError(f"{where} (from {bucket[0].name}): {error}") from None
+            yield views(flat, bucket)
+
+    def _start(self, sender: int, number: int, bucket: Bucket) -> tuple[int, int, Bucket, Tensor, int]:
+        flat = torch.empty(bucket_bytes(bucket), dtype=torch.uint8, device=self._device)
+        return sender, number, bucket, flat, self._channels[sender].broadcast(flat)
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        self._channels = []

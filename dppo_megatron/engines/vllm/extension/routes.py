@@ -1,0 +1,266 @@
+"""HTTP routes under /dppo of a stock vLLM server: sample a group, score, swap weights, say what is served.
+
+An endpoint plugin of vLLM, loaded when VLLM_PLUGINS names `dppo_megatron`. Replies with arrays are frames (see
+`wire`), everything else is JSON; errors are `{"error": text}` with status 400 (refused, nothing changed), 409 (the
+served weights are incomplete), 504 (running requests did not end in time) or 500.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+from uuid import uuid4
+
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from vllm import __version__ as vllm_version
+from vllm.config import VllmConfig
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import VLLMClientError
+
+from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.weights.manifest import BadWeights
+from dppo_megatron.weights.process_group import WeightGroupPlan
+
+from .experts import ExpertsReader
+from .generation import child_ids, parse_version, sample_group, score
+from .weights import WeightsTorn, WeightUpdater
+from .wire import MEDIA_TYPE, decode_request, encode_frame
+
+log = logging.getLogger(__name__)
+
+VERSION_VARIABLE = "DPPO_POLICY_VERSION"
+"""Environment variable: policy version of the weights the server starts with."""
+
+Result = TypeVar("Result")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the reply."""
+
+
+class DppoRoutes:
+    """The plugin vLLM creates once per API process."""
+
+    name = "dppo_megatron"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._running: dict[str, GenerateRequest] = {}
+        self._engine: EngineClient | None = None
+        self._updater: WeightUpdater | None = None
+        self._instance = uuid4().hex  # of this life of the server
+        self._experts: ExpertsReader | None = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        for path, handler, method in (
+            ("/dppo/info", self._info, "GET"),
+            ("/dppo/generate", self._generate, "POST"),
+            ("/dppo/score", self._score, "POST"),
+            ("/dppo/abort", self._abort, "POST"),
+            ("/dppo/load_weights", self._load_weights, "POST"),
+            ("/dppo/join_weight_group", self._join_weight_group, "POST"),
+            ("/dppo/receive_weights", self._receive_weights, "POST"),
+            ("/dppo/sleep", self._sleep, "POST"),
+            ("/dppo/wake", self._wake, "POST"),
+        ):
+            app.add_api_route(path, _reporting_errors(handler), methods=[method], response_class=Response)
+
+    async def init_state(self, engine_client: EngineClient | None, state, args) -> None:
+        if engine_client is None:
+            return
+        self._engine = engine_client
+        version = int(os.environ.get(VERSION_VARIABLE) or -1)
+        self._updater = WeightUpdater(engine_client, Path(engine_client.model_config.model), version)
+        self._experts = ExpertsReader(engine_client, engine_client.vllm_config)
+        if self._experts.available:
+            await self._experts.start()
+        if version >= 0:
+            await engine_client.update_weight_version(str(version))
+
+    async def _info(self, request: Request) -> Response:
+        config, parallel = self._engine.model_config, self._engine.vllm_config.parallel_config
+        updating_s, version = self._updater.updating_s, self._updater.version
+        if updating_s is None:  # only then does the engine core answer, and a frozen one shows
+            version = parse_version(await self._engine.get_weight_version())
+        return JSONResponse(
+            {
+                "version": version,
+                "updating_s": updating_s,
+                "vocab_size": config.get_vocab_size(),
+                "max_model_len": config.max_model_len,
+                "max_logprobs": config.max_logprobs,
+                "logprobs_mode": str(config.logprobs_mode),
+                "dtype": str(config.dtype).removeprefix("torch."),
+                "model": str(config.model),
+                "engine": f"vllm {vllm_version}",
+                "running": len(self._running),
+                "workers": parallel.world_size,
+                "weight_group": self._updater.group,
+                "routed_experts": self._experts.available,
+                "problems": _unfit_settings(self._engine.vllm_config),
+                "instance": self._instance,
+            }
+        )
+
+    async def _generate(self, request: Request) -> Response:
+        group = decode_request(await request.body())
+        self._updater.check_whole()
+        self._admit(group)
+        try:
+            samples = await _unless_gone(request, sample_group(self._engine, group, self._experts))
+        finally:
+            del self._running[group.request_id]
+        arrays = {
+            "lengths": samples.lengths,
+            "token_ids": samples.token_ids,
+            "logprobs": samples.logprobs,
+            "versions": samples.versions,
+        }
+        if group.topk:
+            arrays |= {"topk_ids": samples.topk_ids, "topk_logprobs": samples.topk_logprobs}
+        if group.routed_experts:
+            arrays["routed_experts"] = samples.routed_experts
+        header = {
+            "request_id": group.request_id,
+            "finish_reasons": samples.finish_reasons,
+            "instance": self._instance,
+        }
+        return Response(encode_frame(header, arrays), media_type=MEDIA_TYPE)
+
+    def _admit(self, group: GenerateRequest) -> None:
+        config = self._engine.model_config
+        self._check_ids(group.token_ids)
+        if group.request_id in self._running:
+            raise ValueError(f"request id {group.request_id!r} is already running")
+        cap = min(config.max_logprobs, config.get_vocab_size()) if config.max_logprobs >= 0 else config.get_vocab_size()
+        if group.topk > cap:
+            raise ValueError(f"topk = {group.topk}: this server lists at most {cap} log-probs a token (--max-logprobs)")
+        if group.routed_experts and not self._experts.available:
+            raise ValueError(
+                "routed_experts = true: this server records none; it needs a mixture of experts and, on GPUs, "
+                "--enable-return-routed-experts"
+            )
+        self._running[group.request_id] = group
+
+    def _check_ids(self, token_ids: np.ndarray) -> None:
+        # Without a tokenizer vLLM does not look, and an id beyond the embedding ends the engine.
+        vocab_size = self._engine.model_config.get_vocab_size()
+        foreign = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
+        if len(foreign):
+            raise ValueError(f"token id {foreign[0]} is outside the vocabulary of {vocab_size}")
+
+    async def _score(self, request: Request) -> Response:
+        body = json.loads(await request.body())
+        self._updater.check_whole()
+        token_ids = np.asarray(body["token_ids"], dtype=np.int32)
+        if token_ids.ndim != 1 or len(token_ids) < 2:
+            raise ValueError("token_ids: scoring needs a vector of at least two tokens")
+        self._check_ids(token_ids)
+        work = score(self._engine, token_ids.tolist(), f"score-{uuid4().hex}")
+        logprobs, version = await _unless_gone(request, work)
+        return Response(encode_frame({"version": version}, {"logprobs": logprobs}), media_type=MEDIA_TYPE)
+
+    async def _abort(self, request: Request) -> Response:
+        request_id = str(json.loads(await request.body())["request_id"])
+        group = self._running.get(request_id)
+        if group is not None:
+            await self._engine.abort(child_ids(group))
+        return JSONResponse({"aborted": group.n if group is not None else 0})
+
+    async def _load_weights(self, request: Request) -> Response:
+        body = json.loads(await request.body())
+        seconds = await self._updater.load(
+            Path(body["path"]), int(body["version"]), body["mode"], wait_s=float(body["wait_s"])
+        )
+        return JSONResponse({"version": int(body["version"]), "paused_s": seconds})
+
+    async def _join_weight_group(self, request: Request) -> Response:
+        plan = WeightGroupPlan.from_json(json.loads(await request.body()))
+        await self._updater.join(plan)
+        return JSONResponse({"weight_group": plan.name})
+
+    async def _receive_weights(self, request: Request) -> Response:
+        body = json.loads(await request.body())
+        seconds = await self._updater.receive(
+            body["group"], body["step"], int(body["version"]), body["mode"], wait_s=float(body["wait_s"])
+        )
+        return JSONResponse({"version": int(body["version"]), "paused_s": seconds})
+
+    async def _sleep(self, request: Request) -> Response:
+        await self._updater.sleep()
+        return JSONResponse({"sleeping": True})
+
+    async def _wake(self, request: Request) -> Response:
+        await self._updater.wake()
+        return JSONResponse({"sleeping": False})
+
+
+def _unfit_settings(config: VllmConfig) -> list[str]:
+    problems = []
+    if config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill:
+        problems.append(
+            "a seeded request whose prompt is split over two steps ends a CPU engine; start it with "
+            "--no-enable-chunked-prefill and --max-num-batched-tokens of at least --max-model-len"
+        )
+    if config.parallel_config.data_parallel_size > 1:
+        problems.append(
+            "vLLM tells of its data-parallel replicas only what the first one answers, so a weight update that failed "
+            "in another would go unseen; start one server for each replica instead of --data-parallel-size"
+        )
+    if config.model_config.runner_type != "generate":
+        problems.append(f"it runs the model as {config.model_config.runner_type}; start it with --runner generate")
+    return problems
+
+
+def _reporting_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    async def reporting(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientGone:
+            return Response(status_code=499)
+        except (BadWeights, VLLMClientError, ValueError) as error:
+            return _error(400, error)
+        except KeyError as error:
+            return _error(400, ValueError(f"the request lacks {error}"))
+        except WeightsTorn as error:
+            return _error(409, error)
+        except TimeoutError:
+            return _error(504, TimeoutError("running requests did not end in time; the old weights go on"))
+        except Exception as error:
+            log.exception("%s failed", request.url.path)
+            return _error(500, error)
+
+    return reporting
+
+
+def _error(status: int, error: BaseException) -> Response:
+    return JSONResponse({"error": f"{error}" or type(error).__name__}, status_code=status)
+
+
+async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """Result of `work`, which is cancelled (and so aborted in the engine) when the client hangs up.
+
+    The body must have been read: what else arrives is the disconnect.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,160 @@
+"""API-process side of a weight update: check everything, pause, swap, tag, forget cached prefixes, resume."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+from vllm.engine.protocol import EngineClient
+
+from dppo_megatron.engines.protocol import UpdateMode
+from dppo_megatron.weights.manifest import BadWeights, Manifest
+from dppo_megatron.weights.process_group import WeightGroupPlan
+
+log = logging.getLogger(__name__)
+
+
+class WeightsTorn(RuntimeError):
+    """An update failed half-way: the weights are neither the old nor the new ones until one succeeds."""
+
+
+class WeightUpdater:
+    """Swaps the served weights, one update at a time."""
+
+    def __init__(self, engine: EngineClient, model: Path, version: int = -1):
+        self._engine = engine
+        self._model = model
+        self._served: Manifest | None = None
+        self._lock = asyncio.Lock()
+        self._began: float | None = None  # what holds the lock
+        self._version = version
+        self._torn: str | None = None
+        self._group = ""
+
+    def check_whole(self) -> None:
+        """Raises WeightsTorn after a failed update."""
+        if self._torn:
+            raise WeightsTorn(f"the weights are incomplete, load them again: {self._torn}")
+
+    @property
+    def version(self) -> int:
+        """That the engine serves, or served before the update that goes on now."""
+        return self._version
+
+    @property
+    def updating_s(self) -> float | None:
+        """Since an update, a join or a nap began that goes on now, in which the engine core answers nothing else."""
+        return None if self._began is None else time.monotonic() - self._began
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        async with self._lock:
+            self._began = time.monotonic()
+            try:
+                yield
+            finally:
+                self._began = None
+
+    @property
+    def group(self) -> str:
+        """Name of the weight group whose broadcasts the workers can receive; empty = none."""
+        return self._group
+
+    async def join(self, plan: WeightGroupPlan) -> None:
+        """Makes the workers members of the trainer's weight group, and of no earlier one.
+
+        Raises BadWeights, before anybody waits, when the group's tensors are not those of the served model.
+        """
+        async with self._alone():
+            await asyncio.to_thread(self._check, Manifest.of(plan.name, plan.tensors()))
+            self._group = ""
+            await self._on_workers("dppo_join_weight_group", plan.to_json())
+            self._group = plan.name
+
+    async def receive(self, group: str, step: str, version: int, mode: UpdateMode, wait_s: float) -> float:
+        """Serve what the trainer broadcasts in `step` of `group` as policy `version`; otherwise as `load`."""
+        async with self._alone():
+            if group != self._group:
+                raise BadWeights(f"weight group {group}: the workers are in {self._group or 'none'}; join it first")
+            try:
+                return await self._update(f"group {group}", {"step": step}, version, mode, wait_s)
+            except WeightsTorn:
+                self._group = ""  # its connections are closed
+                raise
+
+    async def sleep(self) -> None:
+        """Waits for running requests and discards weights and cache; an update must follow the waking."""
+        async with self._alone():
+            self._torn = "the engine was put to sleep, which discards them"
+            await self._engine.sleep(level=2, mode="wait")
+
+    async def wake(self) -> None:
+        async with self._alone():
+            await self._engine.wake_up()
+
+    async def load(self, path: Path, version: int, mode: UpdateMode, wait_s: float) -> float:
+        """Serve `path` as policy `version`; returns the seconds generation stood still.
+
+        Raises BadWeights or UnreadableWeights before anything is touched, TimeoutError when running requests do not end
+        within `wait_s` (mode wait; the old weights go on), and WeightsTorn when loading itself fails.
+        """
+        async with self._alone():
+            manifest = await asyncio.to_thread(self._read_and_check, path)
+            return await self._update(str(path), {"files": list(map(str, manifest.files))}, version, mode, wait_s)
+
+    async def _update(self, source: str, info: dict[str, Any], version: int, mode: UpdateMode, wait_s: float) -> float:
+        if mode not in get_args(UpdateMode):
+            raise BadWeights(f"mode = {mode!r}: must be one of {get_args(UpdateMode)}")
+        try:
+            await asyncio.wait_for(self._engine.pause_generation(mode=mode, clear_cache=False), wait_s)
+        except TimeoutError:
+            await self._engine.resume_generation()
+            raise
+        paused = time.perf_counter()
+        try:
+            await self._swap(info, version, mode)
+        except Exception as error:
+            self._torn = f"{source}: {error}"
+            log.exception("weight update from %s failed half-way", source)
+            # Requests that were kept must not go on under such weights.
+            await self._engine.pause_generation(mode="abort")
+            raise WeightsTorn(self._torn) from error
+        finally:
+            await self._engine.resume_generation()
+        self._torn = None
+        return time.perf_counter() - paused
+
+    def _read_and_check(self, path: Path) -> Manifest:
+        manifest = Manifest.read(path)
+        self._check(manifest)
+        return manifest
+
+    def _check(self, manifest: Manifest) -> None:
+        if self._served is None:
+            try:
+                self._served = Manifest.read(self._model)
+            except BadWeights as error:
+                raise BadWeights(f"cannot tell what the served model looks like: {error}") from error
+        manifest.check_replaces(self._served)
+
+    async def _swap(self, info: dict[str, Any], version: int, mode: UpdateMode) -> None:
+        await self._on_workers("dppo_update_weights", info)
+        await self._engine.update_weight_version(str(version))
+        self._version = version
+        # Kept requests hold cached keys and values of the old weights: they are preempted and prefilled anew, so each
+        # further token is drawn from exactly the policy it is tagged with.
+        if not await self._engine.reset_prefix_cache(reset_running_requests=mode == "keep"):
+            raise RuntimeError("the prefix cache still holds keys and values of the old weights")
+
+    async def _on_workers(self, method: str, argument: dict[str, Any]) -> None:
+        """Raises RuntimeError with the problems that workers return: one that raised would leave the replies of the
+        others in vLLM's queues, to be taken for those to the next call."""
+        replies = await self._engine.collective_rpc(method, args=(argument,))
+        problems = [f"worker {number}: {reply}" for number, reply in enumerate(replies) if reply is not None]
+        if problems:
+            raise RuntimeError("; ".join(problems))

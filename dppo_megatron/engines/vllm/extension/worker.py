@@ -1,0 +1,161 @@
+"""Worker side: a weight transfer engine fed from a model directory on shared storage or by trainer ranks' broadcasts.
+
+Importing this module registers it and ties the process to its parent's life. Name `WorkerExtension` as the server's
+--worker-extension-cls so that every worker does, and `{"backend": BACKEND}` as its --weight-transfer-config.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from dppo_megatron.weights.process_group import WeightGroupError, WeightGroupPlan
+
+from .experts import ExpertRecorder, moe_layers
+from .receiver import WeightReceiver
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+BACKEND = "dppo"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    plan: dict[str, Any]  # a WeightGroupPlan to join
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Exactly one of the two."""
+
+    files: list[str] = field(default_factory=list)  # safetensors files of the new policy, names of Hugging Face
+    step: str = ""  # of the joined group: what the trainer broadcasts now
+
+
+class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads full weights in Hugging Face names through the model's own loaders, which shard and fuse them."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._receiver: WeightReceiver | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()
+        plan = WeightGroupPlan.from_json(init_info.plan)
+        self._receiver = WeightReceiver(plan, self.parallel_config.rank, self.device)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if update_info.files:
+            for file in update_info.files:
+                with safe_open(Path(file), framework="pt") as shard:
+                    self._load((name, shard.get_tensor(name)) for name in shard.keys())  # noqa: SIM118
+            return
+        if self._receiver is None:
+            raise WeightGroupError("this worker is in no weight group")
+        for bucket in self._receiver.receive(update_info.step):
+            self._load(bucket)
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self.model.load_weights(weights)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _repack(self.model)
+
+    def shutdown(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+
+def _repack(model: torch.nn.Module) -> None:
+    """CPU kernels keep packed copies that a layerwise reload leaves stale in two places.
+
+    A head tied to the embedding loads nothing itself, so its copy is not made anew; expert weights are packed on the
+    first load only. Either way the server would go on with the old weights and say nothing.
+    """
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+        experts = getattr(module, "routed_experts", None)
+        kernel = getattr(getattr(experts, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(experts)
+
+
+def _problem(action: Callable[[], None]) -> str | None:
+    try:
+        action()
+    except Exception as error:
+        log.exception("a weight update failed in this worker")
+        return str(error) or type(error).__name__
+    return None
+
+
+def _end_with_parent() -> None:
+    """A killed server would leave its engine and worker processes behind, and their memory taken."""
+    if sys.platform == "linux" and multiprocessing.parent_process() is not None:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class WorkerExtension:
+    """Mixed into every worker. Naming it also makes every worker import this module."""
+
+    def dppo_join_weight_group(self, plan: dict[str, Any]) -> str | None:
+        """None, or why it failed. As for an update, what is raised here would cost vLLM its queues' order."""
+        return _problem(lambda: self.init_weight_transfer_engine({"plan": plan}))
+
+    def dppo_update_weights(self, info: dict[str, Any]) -> str | None:
+        """A whole update from an `UpdateInfo`; None, or why it failed."""
+
+        def update() -> None:
+            self._weight_update_active = False  # of an update that failed
+            self.start_weight_update()
+            self.update_weights(info)
+            self.finish_weight_update()
+
+        return _problem(update)
+
+    def dppo_moe_layers(self) -> list[int]:
+        """Numbers of the layers that have experts."""
+        return [number for number, _ in moe_layers(self.model_runner.model)]
+
+    def dppo_record_experts(self) -> list[int]:
+        """From now on the experts of requests that ask for it are recorded. Returns the layers' numbers."""
+        self._dppo_experts = ExpertRecorder(self.model_runner, self.model_config.get_num_experts())
+        return self.dppo_moe_layers()
+
+    def dppo_take_experts(self, names: list[str]) -> list[tuple[bytes, str, tuple[int, ...]] | None]:
+        """Data, dtype and shape of the records of requests, each taken once; None where there is none."""
+        records = [self._dppo_experts.take(name) for name in names]
+        return [None if r is None else (r.tobytes(), r.dtype.name, r.shape) for r in records]
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, TrainerWeights)
+_end_with_parent()

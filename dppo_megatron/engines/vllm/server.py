@@ -1,0 +1,91 @@
+"""Command line and environment of a vLLM server for a run. Pure functions: nothing is started here."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.engines.compatibility import DTYPES
+
+Device = Literal["cpu", "cuda"]
+
+
+def vllm_command(config: Config, port: int, model_path: Path, *, device: Device | None = None) -> list[str]:
+    """The server's argv. `device` defaults to CUDA where this process sees one.
+
+    `config.engine.extra_args` come last and win.
+    """
+    engine = config.engine
+    command = [
+        # Not `vllm serve`: that script looks for a distribution named vllm, and the CPU build has another name.
+        *(str(engine.python or sys.executable), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model_path)),
+        *("--host", engine.host, "--port", str(port)),
+        *("--dtype", DTYPES[engine.dtype]),
+        *("--tensor-parallel-size", str(engine.tensor_parallel)),
+        *("--max-model-len", str(engine.max_model_len)),
+        *("--max-num-seqs", str(engine.max_num_seqs)),
+        *("--max-logprobs", str(engine.max_logprobs)),
+        *("--logprobs-mode", engine.logprobs_mode),
+        # Sampling settings come with each request; the model directory must not add its own.
+        *("--generation-config", "vllm"),
+        "--skip-tokenizer-init",  # tokens in, tokens out
+        *("--worker-extension-cls", "dppo_megatron.engines.vllm.extension.worker.WorkerExtension"),
+        *("--weight-transfer-config", json.dumps({"backend": "dppo"})),
+        "--disable-uvicorn-access-log",
+        "--disable-log-stats",  # an eighth of the API process's time for counters that nobody scrapes in a run
+    ]
+    if engine.kv_cache_bytes is not None:
+        command += ["--kv-cache-memory-bytes", str(engine.kv_cache_bytes)]
+    if (device or device_here()) == "cuda" and engine.placement == "colocated":
+        command += ["--enable-sleep-mode"]
+    if (device or device_here()) == "cpu":
+        command += [
+            "--enforce-eager",
+            # A seeded request whose prompt is split over two steps ends a CPU engine ("CPU Generator does not use
+            # offset"), so prompts are never split; one step must then hold the longest of them.
+            "--no-enable-chunked-prefill",
+            *("--max-num-batched-tokens", str(max(16384, engine.max_model_len, engine.max_num_seqs))),
+        ]
+    elif config.rollout.routing_replay:
+        command.append("--enable-return-routed-experts")  # on CPUs our extension records them
+    return [*command, *engine.extra_args]
+
+
+def vllm_environment(
+    config: Config, *, version: int = 0, threads: int | None = None, device: Device | None = None
+) -> dict[str, str]:
+    """Variables to add to the server's environment.
+
+    `version` is the policy version of the weights it starts with; `threads` the CPU cores of one server, all by
+    default. `config.engine.env` wins.
+    """
+    environment = {
+        "VLLM_PLUGINS": "dppo_megatron",
+        "DPPO_POLICY_VERSION": str(version),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if config.engine.host in ("127.0.0.1", "localhost"):
+        environment |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    if (device or device_here()) == "cpu":
+        threads = threads or len(os.sched_getaffinity(0))
+        environment |= {
+            # On the CPU this keeps the only worker in the engine process: one process and one hop a step less.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the cores from trainer and API process
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    return environment | config.engine.env
+
+
+def device_here() -> Device:
+    """What servers started on this machine run on."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,120 @@
+"""The engines a policy is published to: those that answer now, at the addresses they have now."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from dppo_megatron.config import Config
+from dppo_megatron.engines.protocol import Engine, EngineError, EngineInfo, EngineUnavailable
+
+from .registry import Service
+from .watch import probe_health, while_healthy
+
+PATIENCE_S = 1.0  # with an engine that was silent before: leaving it out costs it one load by the orchestrator
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """One life of one engine serves the new weights: it loaded them and scored the probe after it."""
+
+    url: str
+    instance: str
+    scores: np.ndarray  # [P - 1] fp32
+    load_s: float
+
+
+class LiveEngines:
+    """Hands weights to every engine that answers. Used inside one event loop.
+
+    `book` gives the engines that are announced at this moment, by name; `build` makes a client. An engine that is
+    dead or freezes is left out and not waited for: it does not serve until the weights are proven to it again.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        book: Callable[[], Mapping[str, Service]],
+        build: Callable[[Config, str], Engine],
+    ):
+        self._config = config
+        self._book = book
+        self._build = build
+        self._clients: dict[Service, Engine] = {}
+        self._silent: set[Service] = set()  # did not answer when last asked
+
+    async def answering(self) -> tuple[dict[str, EngineInfo], dict[str, EngineError]]:
+        """What every engine that answers says of itself, by URL, and the errors of the others, by name."""
+        await self._follow_book()
+        engine = self._config.engine
+
+        async def ask(service: Service, client: Engine) -> EngineInfo | EngineError:
+            patience = min(PATIENCE_S, engine.health_timeout_s) if service in self._silent else engine.health_timeout_s
+            try:
+                return await probe_health(client, self._config, patience)
+            except EngineError as error:
+                return error
+
+        clients = dict(self._clients)
+        answers = await asyncio.gather(*(ask(service, client) for service, client in clients.items()))
+        said = dict(zip(clients, answers, strict=True))
+        self._silent = {service for service, answer in said.items() if isinstance(answer, EngineError)}
+        return (
+            {service.url: answer for service, answer in said.items() if service not in self._silent},
+            {service.name: said[service] for service in self._silent},
+        )
+
+    async def on(
+        self, urls: Iterable[str], call: Callable[[Engine], Awaitable[Result]]
+    ) -> dict[str, Result | EngineError]:
+        """`call` on each engine while it is healthy; its result, or the engine's error, by URL."""
+        by_url = {service.url: client for service, client in self._clients.items()}
+
+        async def guarded(url: str) -> Result | EngineError:
+            try:
+                return await while_healthy(by_url[url], self._config, call(by_url[url]))
+            except EngineError as error:
+                return error
+
+        urls = list(urls)
+        return dict(zip(urls, await asyncio.gather(*map(guarded, urls)), strict=True))
+
+    async def confirm(
+        self,
+        version: int,
+        engines: Mapping[str, EngineInfo],
+        load: Callable[[Engine], Awaitable[None]],
+        probe: np.ndarray,
+    ) -> dict[str, Confirmation | EngineError]:
+        """Has each of `engines` serve `version` by `load` and score `probe`; a confirmation or its error, by URL."""
+
+        async def load_and_score(client: Engine) -> Confirmation:
+            started = time.perf_counter()
+            await load(client)
+            load_s = time.perf_counter() - started
+            confirmation = Confirmation(client.url, engines[client.url].instance, await client.score(probe), load_s)
+            info = await client.info()
+            if (info.instance, info.version) != (confirmation.instance, version):
+                raise EngineUnavailable(f"engine {client.url}: restarted, or loaded with other weights, meanwhile")
+            return confirmation
+
+        return await self.on(engines, load_and_score)
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+    async def _follow_book(self) -> None:
+        announced = set(self._book().values())
+        for gone in set(self._clients) - announced:
+            await self._clients.pop(gone).close()
+            self._silent.discard(gone)
+        for new in announced - set(self._clients):
+            self._clients[new] = self._build(self._config, new.url)

@@ -1,0 +1,250 @@
+"""One engine of the pool: its client, its health, the task that probes it, and the requests that run on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+
+from dppo_megatron.config import Config
+from dppo_megatron.engines.protocol import Engine, EngineError, EngineUnavailable, GenerateRequest
+from dppo_megatron.types import Rollout
+from dppo_megatron.weights.published import PublishedPolicy
+
+from .health import (
+    Answered,
+    EngineHealth,
+    Event,
+    HealthRules,
+    Published,
+    Registered,
+    Silent,
+    State,
+    Updating,
+    Vanished,
+    Verified,
+    VerifyFailed,
+    VerifyStarted,
+)
+from .registry import Service
+from .watch import probe_health
+from .weight_check import ProbeDifference
+
+log = logging.getLogger(__name__)
+
+_ROUTINE = {State.STALE, State.SERVING}  # between them at every publish
+_BAD = {State.SUSPECT, State.DEAD}
+
+
+class WatchedEngine:
+    """Probes the engine every `engine.health_interval_s`, feeds its `health`, and proves its weights where needed."""
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        *,
+        rules: HealthRules,
+        build: Callable[[Config, str], Engine],
+        check: Callable[[Engine], Awaitable[object]],
+        counts: Counter[str],
+        on_change: Callable[[], None],
+    ):
+        self.name = name
+        self.health = EngineHealth(since=time.monotonic())
+        self.policy: PublishedPolicy | None = None  # to serve
+        self.running = 0
+        self.life = 0  # counts deaths and restarts: what was asked in another life says nothing of this one
+        self._config = config
+        self._rules = rules
+        self._build = build
+        self._check = check
+        self._counts = counts
+        self._on_change = on_change
+        self._service: Service | None = None
+        self._client: Engine | None = None
+        self._lost = asyncio.Event()  # set when the requests that run now are given up
+        self._wake = asyncio.Event()  # probe at once
+        self._watcher: asyncio.Task | None = None
+        self._verification: asyncio.Task | None = None
+        self._closing: set[asyncio.Task] = set()
+
+    @property
+    def url(self) -> str:
+        return "" if self._service is None else self._service.url
+
+    def describe(self) -> str:
+        why = f": {self.health.reason}" if self.health.reason else ""
+        return f"{self.name} at {self.url}: {self.health.state} for {time.monotonic() - self.health.since:.0f} s{why}"
+
+    def move_to(self, service: Service) -> bool:
+        """Follows the announcement; True when it is another than before, and so another life."""
+        if service == self._service:
+            return False
+        if self._service is not None:
+            self._counts["engine/restarts"] += 1
+        self._service = service
+        self._connect()
+        self.apply(Registered())
+        if self._watcher is None:
+            self._watcher = asyncio.create_task(self._watch())
+            self._watcher.add_done_callback(_report_failure)
+        return True
+
+    def withdraw(self) -> None:
+        """Its announcement is gone."""
+        if self.health.state is not State.DEAD:
+            self.apply(Vanished())
+
+    async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
+        """As `Engine.generate`. Raises `EngineUnavailable` as soon as the engine is given up, and `EngineError` for
+        tokens of an older policy than it was admitted with."""
+        (_, admitted), lost = self.health.proven, self._lost
+        call = asyncio.ensure_future(self._client.generate(request))
+        gone = asyncio.ensure_future(lost.wait())
+        self.running += 1
+        try:
+            await asyncio.wait((call, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise EngineUnavailable(f"{self.name} was given up with {request.request_id}: {self.health.reason}")
+            rollouts = call.result()
+        finally:
+            self.running -= 1
+            call.cancel()
+            gone.cancel()
+        oldest = min((int(r.versions.min()) for r in rollouts if len(r.versions)), default=admitted)
+        if oldest < admitted:
+            raise EngineError(
+                f"{self.name}: {request.request_id} has tokens of policy {oldest}; the engine was admitted with "
+                f"policy {admitted}"
+            )
+        return rollouts
+
+    def apply(self, event: Event) -> None:
+        before = self.health
+        after = self.health = before.advance(event, time.monotonic(), self._rules)
+        died = after.state is State.DEAD and before.state is not State.DEAD
+        if died:
+            self._counts["engine/deaths"] += 1
+        if died or isinstance(event, Registered) or before.instance not in (None, after.instance):
+            self._give_up_requests()
+        if isinstance(event, Published) and after.state is not State.SERVING:
+            self._wake.set()
+        if after.state is before.state:
+            return
+        routine = {before.state, after.state} == _ROUTINE
+        level = logging.DEBUG if routine else logging.WARNING if after.state in _BAD else logging.INFO
+        why = f" ({after.reason})" if after.state in _BAD and after.reason else ""
+        log.log(level, "%s at %s: %s -> %s%s", self.name, self.url, before.state, after.state, why)
+        if after.state in (State.STALE, State.SUSPECT):
+            self._wake.set()
+        self._on_change()
+
+    async def close(self) -> None:
+        tasks = [task for task in (self._watcher, self._verification) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
+
+    def _connect(self) -> None:
+        """A new client: a client belongs to one life of a server."""
+        if self._client is not None:
+            closing = asyncio.create_task(self._client.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        self._client = self._build(self._config, self.url)
+
+    def _give_up_requests(self) -> None:
+        self.life += 1
+        self._lost.set()
+        self._lost = asyncio.Event()
+        if self._verification is not None:
+            self._verification.cancel()
+            self._verification = None
+
+    async def _watch(self) -> None:
+        while True:
+            if await self._probe() and self._may_verify():
+                self.apply(VerifyStarted())
+                self._verification = asyncio.create_task(self._verify(self._client, self.policy))
+            with contextlib.suppress(TimeoutError):  # not wait_for, which in Python 3.11 may swallow a cancellation
+                async with asyncio.timeout(self._config.engine.health_interval_s):
+                    await self._wake.wait()
+            self._wake.clear()
+
+    def _may_verify(self) -> bool:
+        policy, health = self.policy, self.health
+        if policy is None or not health.may_verify(time.monotonic(), self._rules):
+            return False
+        # What was broadcast lies nowhere to be loaded from. The life that the publisher loaded it into may still have
+        # it; to any other the trainer, which notices that the engine is behind, sends it again.
+        loaded = (policy.confirmed.get(self.url), policy.version)
+        return policy.path is not None or (health.instance, health.version) == loaded
+
+    async def _probe(self) -> bool:
+        """False when the question changed meanwhile, so that the answer is worth nothing."""
+        service, policy = self._service, self.policy
+        try:
+            info = await probe_health(self._client, self._config)
+        except EngineError as error:
+            event = Silent(str(error))
+        else:
+            event = Answered(info.instance, info.version) if info.updating_s is None else Updating()
+        if service != self._service or policy is not self.policy:
+            self._wake.set()
+            return False  # the answer of a life that is over, or to what is no longer the question
+        if isinstance(event, Answered) and self.health.instance not in (None, event.instance):
+            self._counts["engine/restarts"] += 1  # behind the same address
+            self._connect()
+        self.apply(event)
+        return True
+
+    async def _verify(self, client: Engine, policy: PublishedPolicy) -> None:
+        """Loads the published weights, whatever the engine claims to serve, and compares log-probs.
+
+        Weights that were broadcast are not loaded: see `_may_verify`.
+        """
+        try:
+            await self._check(client)
+            instance = (await client.info()).instance
+            if policy.path is not None:
+                await client.load_weights(Path(policy.path), policy.version)
+            difference = await self._probe_difference(client, policy)
+            info = await client.info()
+            if info.instance != instance:
+                raise EngineUnavailable("the server was restarted meanwhile")
+            tolerance = self._config.probe_tolerance
+            # When the trainer published the next policy to it meanwhile, the scores are of that one.
+            if info.version == policy.version and not difference.within(tolerance):
+                raise EngineError(
+                    f"log-probs of the probe differ by {difference} from the trainer's under policy "
+                    f"{policy.version}, more than weight_sync.probe_tolerance = {tolerance:g}"
+                )
+        except EngineError as error:
+            self._verification = None
+            self.apply(VerifyFailed(f"not admitted: {error}"))
+        else:
+            self._verification = None
+            self._counts["engine/caught_up"] += 1
+            done = "still has" if policy.path is None else "loaded"
+            log.info("%s %s policy %d and scores it as the trainer does", self.name, done, policy.version)
+            self.apply(Verified(info.instance, info.version))
+
+    async def _probe_difference(self, client: Engine, policy: PublishedPolicy) -> ProbeDifference:
+        if not policy.probe_tokens:
+            return ProbeDifference(0.0, 0.0)
+        scores = await client.score(np.array(policy.probe_tokens, np.int32))
+        return ProbeDifference.between(scores, np.array(policy.probe_logprobs, np.float32))
+
+
+def _report_failure(watcher: asyncio.Task) -> None:
+    if not watcher.cancelled() and watcher.exception() is not None:
+        log.critical("the watch over an engine ended", exc_info=watcher.exception())

@@ -1,0 +1,58 @@
+"""Asking an engine whether it lives, alone and beside a call that may take long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from dppo_megatron.config import Config
+from dppo_megatron.engines.protocol import Engine, EngineError, EngineInfo, EngineTimeout
+
+Result = TypeVar("Result")
+
+
+async def probe_health(engine: Engine, config: Config, timeout_s: float | None = None) -> EngineInfo:
+    """What a healthy engine says of itself.
+
+    Raises `EngineError` when it does not within `timeout_s` (default `engine.health_timeout_s`), or when the update
+    it is busy with takes longer than `weight_sync.timeout_s`.
+    """
+    timeout_s = config.engine.health_timeout_s if timeout_s is None else timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            await engine.health()
+            info = await engine.info()
+    except TimeoutError:
+        raise EngineTimeout(f"engine {engine.url}: no answer to a health probe within {timeout_s:g} s") from None
+    longest = config.weight_sync.timeout_s
+    if info.updating_s is not None and info.updating_s > longest:
+        raise EngineTimeout(
+            f"engine {engine.url}: an update of its weights has gone on for {info.updating_s:.0f} s, longer than "
+            f"weight_sync.timeout_s = {longest:g}"
+        )
+    return info
+
+
+async def while_healthy(engine: Engine, config: Config, call: Coroutine[Any, Any, Result]) -> Result:
+    """Result of `call`, which is given up when the engine fails `engine.health_failures` probes in a row meanwhile.
+
+    So an engine that froze costs seconds and not the call's own time-out. Raises the last probe's `EngineError`.
+    """
+    task = asyncio.ensure_future(call)
+    failures = 0
+    try:
+        while True:
+            await asyncio.wait((task,), timeout=config.engine.health_interval_s)
+            if task.done():
+                return task.result()
+            try:
+                await probe_health(engine, config)
+                failures = 0
+            except EngineError:
+                failures += 1
+                if failures >= config.engine.health_failures and not task.done():
+                    raise
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

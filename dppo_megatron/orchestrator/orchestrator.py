@@ -1,0 +1,223 @@
+"""Prompts in, finished groups into the bank: samples, scores and bounds the staleness of every group.
+
+The bank is the only state. Which prompts are done, and how many groups the trainer can count on, is read from it, so
+an orchestrator that is killed and started again loses at most the groups that were being sampled, and its seeds
+make it sample those the same again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dppo_megatron.config import Config
+from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.fleet.fixed_pool import EnginePool
+from dppo_megatron.fleet.pool import WatchedPool
+from dppo_megatron.types import Prompt, RolloutGroup
+from dppo_megatron.weights.published import POLL_S, PublishedFollower
+
+from .continuation import Continuation
+from .dynamic_sampling import NO_SIGNAL, SignalFilter, why_dropped
+from .evaluation import Evaluator
+from .metrics import StepRecorder
+from .redraw import draw
+from .staleness import StalenessBound
+
+log = logging.getLogger(__name__)
+
+TOO_STALE = "too_stale"  # the reason in the bank
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A group that is being sampled and scored."""
+
+    prompt: Prompt
+    last_step: int  # that may train on it
+
+
+class Orchestrator:
+    """Fills the bank with `train.steps * rollout.prompts_per_step` groups, then evaluates the last policy.
+
+    Group number g belongs to training step s = g // prompts_per_step and is sampled by a policy of at least version
+    s - rollout.max_staleness: with 0, the batch of a step is sampled by exactly the weights that it will update.
+    More lets sampling go on while the trainer trains. A group that takes so long that its last step would have to
+    wait for it is waited for, given up or trained on late, as rollout.beyond_bound says.
+    A prompt is begun only for a group that is certainly still missing. So with staleness 0 the prompts of a run are
+    the shortest beginning of the prompt order that fills it, dropped ones included, whichever group ends first and
+    however often the orchestrator was started again.
+    Evaluations run beside the sampling; with staleness 0 before it, so that one policy gives all answers.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        engines: EnginePool | WatchedPool,
+        prompts,
+        tokenizer,
+        rewards,
+        bank,
+        published: PublishedFollower,
+        evaluator: Evaluator | None,
+        recorder: StepRecorder,
+        stop_token_ids: Sequence[int],
+    ):
+        self._config = config
+        self._generate = Continuation(engines.generate, recorder.continued)
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._rewards = rewards
+        self._bank = bank
+        self._published = published
+        self._evaluator = evaluator
+        self._recorder = recorder
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._filter = SignalFilter(config.rollout)
+        self._evaluations: set[asyncio.Task] = set()  # that run
+        self._bound = StalenessBound(config.rollout.prompts_per_step, config.rollout.max_staleness)
+
+    async def run(self) -> None:
+        """Raises `PolicyTimeout` when the trainer stops publishing, `EngineError` when an engine fails, `NoSignal` when
+        dynamic sampling finds too few groups to train on."""
+        rollout = self._config.rollout
+        wanted = self._config.train.steps * rollout.prompts_per_step
+        positions = self._open_positions()
+        running: dict[asyncio.Task, Running] = {}
+        finished: list[tuple[int, RolloutGroup]] = []  # with their last steps; they wait for slower ones
+        try:
+            while (stored := self._bank.num_train_groups) < wanted:
+                begun = stored + len(running) + len(finished)
+                if not running:
+                    await self._wait_for(self._bound.needed_version(min(begun, wanted - 1)))
+                await self._evaluate_if_due()
+                while begun < wanted and len(running) < rollout.max_concurrent_groups and self._may_begin(begun):
+                    last_step = self._bound.last_step(self._published.current.version)
+                    self._recorder.started(begun // rollout.prompts_per_step)
+                    prompt = self._prompts.prompt(next(positions))
+                    running[asyncio.create_task(self._produce(prompt))] = Running(prompt, last_step)
+                    begun += 1
+                done, _ = await asyncio.wait(
+                    {*running, *self._evaluations},
+                    timeout=POLL_S if rollout.max_staleness else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for task in done & self._evaluations:
+                    self._evaluations.remove(task)
+                    task.result()
+                for task in done & running.keys():
+                    last_step, group = running.pop(task).last_step, task.result()
+                    if self._keep(group):
+                        finished.append((last_step, group))
+                self._store(finished, running)
+            await self._wait_for(self._config.train.steps)
+            await asyncio.gather(*self._evaluations)
+        finally:
+            tasks = (*running, *self._evaluations)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _open_positions(self) -> Iterator[int]:
+        done = self._bank.done_positions()
+        return (position for position in itertools.count() if position not in done)
+
+    def _may_begin(self, group: int) -> bool:
+        policy = self._published.current
+        return policy is not None and policy.version >= self._bound.needed_version(group)
+
+    def _store(self, finished: list[tuple[int, RolloutGroup]], running: dict[asyncio.Task, Running]) -> None:
+        """Moves to the bank, the most urgent first, what leaves room for the running ones."""
+        finished.sort(key=lambda entry: entry[0])
+        while finished:
+            group = self._bank.num_train_groups
+            waiting = [last_step for last_step, _ in finished[1:]]
+            if running and not self._goes_on(group, waiting, running):
+                return
+            _, first = finished.pop(0)
+            self._recorder.finished(group // self._config.rollout.prompts_per_step, first)
+            self._bank.append(first)
+
+    def _goes_on(self, group: int, waiting: list[int], running: dict[asyncio.Task, Running]) -> bool:
+        """Whether number `group` may be stored: the others find a place in time after it, or need not.
+
+        Nothing is given up before the trainer needs the group: until then the running ones may end by themselves.
+        """
+        step = group // self._config.rollout.prompts_per_step
+        # One that is late already, to be trained on all the same, holds up nobody.
+        in_time = sorted((t for t in running if running[t].last_step >= step), key=lambda t: running[t].last_step)
+        others = [last_step for last_step in waiting if last_step >= step]
+        too_late = self._bound.too_late(group, [running[task].last_step for task in in_time], others)
+        if not too_late:
+            return True
+        beyond = self._config.rollout.beyond_bound
+        if beyond == "wait" or self._published.current.version < step:
+            return False
+        if beyond == "drop":
+            for task in in_time[:too_late]:
+                self._give_up(task, running.pop(task))
+        return True
+
+    def _give_up(self, task: asyncio.Task, late: Running) -> None:
+        task.cancel()  # which aborts it in the engine
+        detail = f"not done when step {late.last_step} needed its last group, and no later step may train on it"
+        self._bank.drop(late.prompt.position, late.prompt.row, TOO_STALE, detail)
+        self._recorder.given_up()
+        log.warning("prompt %d: given up, %s", late.prompt.position, detail)
+
+    def _keep(self, group: RolloutGroup) -> bool:
+        """Whether the run trains on `group`; when not, its prompt is recorded as dropped."""
+        step = self._bank.num_train_groups // self._config.rollout.prompts_per_step
+        keeps = self._filter.keeps(group, step)
+        if not keeps:
+            self._recorder.dropped(step, group)
+            self._bank.drop(group.prompt.position, group.prompt.row, NO_SIGNAL, why_dropped(group))
+        return keeps
+
+    async def _produce(self, prompt: Prompt) -> RolloutGroup:
+        rollouts = await self._sample(prompt)
+        texts = self._tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
+        rewards, failed = await self._rewards.score(prompt, texts)
+        return RolloutGroup(prompt, rollouts, rewards, failed, self._config.rollout.temperature)
+
+    async def _sample(self, prompt: Prompt):
+        rollout = self._config.rollout
+
+        def request(attempt: int) -> GenerateRequest:
+            seeds = np.random.SeedSequence([self._config.run.seed, prompt.position, attempt])
+            return GenerateRequest(
+                request_id=f"group-{prompt.position}-{attempt}",
+                token_ids=prompt.token_ids,
+                n=rollout.group_size,
+                seeds=tuple(int(s) >> 1 for s in seeds.generate_state(rollout.group_size)),
+                temperature=rollout.temperature,
+                max_tokens=rollout.max_response_tokens,
+                stop_token_ids=self._stop_token_ids,
+                topk=rollout.topk_logprobs,
+                routed_experts=rollout.routing_replay,
+            )
+
+        return await draw(self._generate, request, f"prompt {prompt.position}", self._recorder.spoilt)
+
+    async def _wait_for(self, version: int) -> None:
+        """Waits for a policy of at least `version`, and evaluates what is due on the way there."""
+        policy = self._published.current
+        for number in range(0 if policy is None else policy.version, version + 1):
+            await self._published.wait_for(number)
+            await self._evaluate_if_due()
+
+    async def _evaluate_if_due(self) -> None:
+        policy = self._published.current
+        if self._evaluator is None or policy is None or not self._evaluator.due(policy.version):
+            return
+        evaluation = self._evaluator.start(policy.version, self._generate)
+        if self._config.rollout.max_staleness == 0:  # before any group: the trainer cannot publish meanwhile
+            await evaluation
+        else:
+            self._evaluations.add(evaluation)

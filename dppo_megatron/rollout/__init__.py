@@ -1,1 +1,0 @@
-"""Rollouts: the bank, the orchestrator, engine clients and engine extensions."""

@@ -1,0 +1,110 @@
+"""Names, shapes and FP8 of a model's weights, from safetensors headers or as announced: no tensor data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from dppo_megatron.hf import ModelError, WeightMap, read_hf_config
+
+from .process_group import TensorSpec
+
+FP8 = ("F8_E4M3", "float8_e4m3fn")  # as safetensors and as torch spell it
+DTYPES = ("F32", "BF16", "F16", FP8[0])  # of any but the last an engine makes its own
+SHOWN = 5  # names listed in an error
+
+
+class BadWeights(ValueError):
+    """These weights cannot replace the served ones; nothing was touched."""
+
+
+class UnreadableWeights(RuntimeError):
+    """A directory cannot be read, or not as a whole, here and now; another engine, or a later look, may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    source: str
+    files: tuple[Path, ...]
+    shapes: dict[str, tuple[int, ...]]
+    fp8: frozenset[str]  # names of the tensors that are e4m3
+
+    @classmethod
+    def of(cls, source: str, tensors: Iterable[TensorSpec]) -> Manifest:
+        """What a sender announces, instead of files."""
+        specs = list(tensors)
+        fp8 = frozenset(spec.name for spec in specs if spec.dtype in FP8)
+        return cls(source, (), {spec.name: spec.shape for spec in specs}, fp8)
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Without the tensors that the model does not need, such as those of a layer that predicts further tokens.
+
+        Raises UnreadableWeights when the directory is missing, empty, or damaged, and BadWeights when it lists a tensor
+        twice or in a dtype of no use. A safetensors header is checked against the file's size, so a file still being
+        copied is found too.
+        """
+        try:
+            ties_head, is_ignored = _model(directory)
+            files = tuple(sorted(directory.glob("*.safetensors")))
+        except (OSError, ModelError) as error:
+            raise UnreadableWeights(f"{directory}: not readable ({error})") from error
+        if not files:
+            raise UnreadableWeights(f"{directory}: holds no .safetensors file")
+        shapes: dict[str, tuple[int, ...]] = {}
+        fp8 = set()
+        for file in files:
+            try:
+                with safe_open(file, framework="numpy") as shard:
+                    for name in shard.keys():  # noqa: SIM118 (not a dict)
+                        if is_ignored(name):
+                            continue
+                        if name in shapes:
+                            raise BadWeights(f"{file}: tensor {name} is in another file as well")
+                        tensor = shard.get_slice(name)
+                        if tensor.get_dtype() not in DTYPES:
+                            raise BadWeights(f"{file}: {name} is {tensor.get_dtype()}, not one of {DTYPES}")
+                        shapes[name] = tuple(tensor.get_shape())
+                        if tensor.get_dtype() in FP8:
+                            fp8.add(name)
+            except (OSError, SafetensorError) as error:
+                raise UnreadableWeights(f"{file}: not a readable safetensors file ({error})") from error
+        if ties_head:
+            shapes.pop("lm_head.weight", None)  # may be stored or left out
+        return cls(str(directory), files, shapes, frozenset(fp8))
+
+    def check_replaces(self, served: Manifest) -> None:
+        """Raises BadWeights unless names and shapes are those of the served model, and the same tensors are FP8."""
+        problems = []
+        for what, names in (
+            ("missing", served.shapes.keys() - self.shapes.keys()),
+            ("unknown", self.shapes.keys() - served.shapes.keys()),
+        ):
+            if names:
+                problems.append(f"{len(names)} {what} tensors ({_some(names)})")
+        wrong = [
+            f"{name} is {self.shapes[name]}, served {shape}"
+            for name, shape in served.shapes.items()
+            if self.shapes.get(name, shape) != shape
+        ]
+        if wrong:
+            problems.append(f"{len(wrong)} tensors of another shape ({_some(wrong)})")
+        common = self.shapes.keys() & served.shapes.keys()
+        if cast := (self.fp8 ^ served.fp8) & common:  # an engine would cast them, and their scales mean nothing then
+            problems.append(f"{len(cast)} tensors are FP8 on one side alone ({_some(cast)})")
+        if problems:
+            raise BadWeights(f"{self.source}: not the served model: {'; '.join(problems)}")
+
+
+def _model(directory: Path) -> tuple[bool, Callable[[str], bool]]:
+    """Whether the model ties its head to its embedding, and whether it can do without a tensor."""
+    model = read_hf_config(directory)
+    return model.tied_embeddings, WeightMap(model).is_ignored
+
+
+def _some(names) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:SHOWN]) + (", ..." if len(listed) > SHOWN else "")
