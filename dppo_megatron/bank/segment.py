@@ -65,7 +65,7 @@ class Segment:
             self._sync_index(len(line))
 
     def recover(self) -> list[int]:
-        """Cuts off a torn tail, sets the counters and returns the positions of the whole records."""
+        """Cuts off an incomplete tail, sets the counters and returns the positions of the whole records."""
         lines = self._index_path.read_bytes().splitlines(keepends=True)
         stored = os.fstat(self._data).st_size
         positions: list[int] = []
@@ -120,7 +120,7 @@ class Segment:
         return entry, ""
 
     def _refuse_damage(self, lines: list[bytes], whole: int, problem: str, stored: int) -> None:
-        # A crash spoils the end. A whole group beyond a spoilt record means damage; cutting would lose it.
+        # A crash leaves an incomplete end. A whole group beyond an invalid record means damage; cutting would lose it.
         for record, line in enumerate(lines[whole + 1 :], start=whole + 1):
             entry, later_problem = self._examine(line, record, stored)
             if entry and not later_problem:

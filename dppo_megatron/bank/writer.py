@@ -141,7 +141,7 @@ class BankWriter:
         return segment
 
     def _read_finished_segment(self, path: Path) -> None:
-        # Only the last segment can be torn: every other was flushed to the device before the next was begun.
+        # Only the last segment can be incomplete: every other was flushed to the device before the next was begun.
         for record, line in enumerate(path.read_bytes().splitlines(keepends=True)):
             head = RECORD_HEAD.match(line)
             if head is None or not line.endswith(b"\n"):

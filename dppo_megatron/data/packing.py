@@ -166,7 +166,9 @@ def pack(sequences: ListOf[Sequence], *, topk: int = 0, pad_to_multiple: int = 1
             routed[start : start + size - 1] = s.routed_experts
         batch["routed_experts"] = torch.from_numpy(routed)
     if not finite:
-        raise ValueError("a loss_weight or advantage is not finite; it would spoil the gradient of the whole batch")
+        raise ValueError(
+            "a loss_weight or advantage is not finite; it would make the gradient not finite of the whole batch"
+        )
     return TokenBatch(**batch)
 
 

@@ -42,7 +42,7 @@ class EngineIncompatible(EngineError):
     """The engine's settings disagree with the run's; the message lists every disagreement with its remedy."""
 
 
-class SpoiltSample(EngineError):
+class InvalidSample(EngineError):
     """The engine answered, but the samples cannot be what was asked for. Never to be trained on."""
 
 
@@ -119,12 +119,12 @@ class Engine(Protocol):
     url: str
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        """The `n` samples, in the order of `seeds`. Raises `SpoiltSample` and `EngineRefused`."""
+        """The `n` samples, in the order of `seeds`. Raises `InvalidSample` and `EngineRefused`."""
         ...
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """fp32 [S - 1]: log-prob at temperature 1 of each token after the first given those before it ([S] int32),
-        computed afresh under the current weights. Raises `SpoiltSample` and `EngineRefused`."""
+        computed afresh under the current weights. Raises `InvalidSample` and `EngineRefused`."""
         ...
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:

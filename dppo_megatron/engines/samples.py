@@ -8,7 +8,7 @@ import numpy as np
 
 from dppo_megatron.types import Rollout
 
-from .protocol import GenerateRequest, SpoiltSample
+from .protocol import GenerateRequest, InvalidSample
 
 FINISH_REASONS = ("stop", "length", "abort")
 LOGPROB_TOLERANCE = 1e-4  # rounding of a log-softmax; a log-prob above it is no log-prob
@@ -50,7 +50,7 @@ class GroupSamples:
         return tuple(out)
 
     def check(self, request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
-        """Raises `SpoiltSample`, naming the sample and what is wrong, unless these can answer `request`."""
+        """Raises `InvalidSample`, naming the sample and what is wrong, unless these can answer `request`."""
         self._check_shapes(request)
         check = _Check(request.request_id, self.lengths)
         check.tokens((self.token_ids < 0) | (self.token_ids >= vocab_size), f"token id outside [0, {vocab_size})")
@@ -77,9 +77,11 @@ class GroupSamples:
         for name, (array, shape) in expected.items():
             if array is None or array.shape != shape:
                 found = "missing" if array is None else f"of shape {array.shape}"
-                raise SpoiltSample(f"group {request.request_id}: {name} is {found}, expected {shape}")
+                raise InvalidSample(f"group {request.request_id}: {name} is {found}, expected {shape}")
         if len(self.finish_reasons) != n:
-            raise SpoiltSample(f"group {request.request_id}: {len(self.finish_reasons)} finish reasons for {n} samples")
+            raise InvalidSample(
+                f"group {request.request_id}: {len(self.finish_reasons)} finish reasons for {n} samples"
+            )
 
     def _check_ends(self, request: GenerateRequest, check: _Check, max_model_len: int) -> None:
         reasons = np.asarray(self.finish_reasons)
@@ -112,10 +114,10 @@ class GroupSamples:
         rows = len(self.token_ids) + request.n * (len(request.token_ids) - 1)
         if experts is None or experts.ndim != 3 or len(experts) != rows:
             found = "missing" if experts is None else f"of shape {experts.shape}"
-            raise SpoiltSample(f"group {request.request_id}: routed experts are {found}, expected {rows} rows")
+            raise InvalidSample(f"group {request.request_id}: routed experts are {found}, expected {rows} rows")
         ordered = np.sort(experts, axis=2)
         if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
-            raise SpoiltSample(f"group {request.request_id}: a token is routed to the same expert twice")
+            raise InvalidSample(f"group {request.request_id}: a token is routed to the same expert twice")
 
 
 def absent_experts(prompt_tokens: int, layers: int, k: int) -> np.ndarray:
@@ -124,11 +126,11 @@ def absent_experts(prompt_tokens: int, layers: int, k: int) -> np.ndarray:
 
 
 def check_scores(what: str, logprobs: np.ndarray | None, expected: int) -> np.ndarray:
-    """`logprobs`, which must be `expected` log-probs. Raises `SpoiltSample`."""
+    """`logprobs`, which must be `expected` log-probs. Raises `InvalidSample`."""
     if logprobs is None or logprobs.shape != (expected,):
-        raise SpoiltSample(f"{what}: expected {expected} log-probs, got {logprobs}")
+        raise InvalidSample(f"{what}: expected {expected} log-probs, got {logprobs}")
     if not (np.isfinite(logprobs).all() and (logprobs <= LOGPROB_TOLERANCE).all()):
-        raise SpoiltSample(f"{what}: log-probs not finite or above 0: {logprobs}")
+        raise InvalidSample(f"{what}: log-probs not finite or above 0: {logprobs}")
     return logprobs
 
 
@@ -145,14 +147,14 @@ class _Check:
             ends = np.cumsum(self.lengths)
             sample = int(np.searchsorted(ends, token, side="right"))
             position = token - int(ends[sample] - self.lengths[sample])
-            raise SpoiltSample(
+            raise InvalidSample(
                 f"group {self.request_id}, sample {sample}, token {position}: {message} "
                 f"({int(wrong.sum())} of {len(wrong)} tokens)"
             )
 
     def samples(self, wrong: np.ndarray, message: str) -> None:
         if wrong.any():
-            raise SpoiltSample(
+            raise InvalidSample(
                 f"group {self.request_id}, sample {int(np.argmax(wrong))}: {message} "
                 f"({int(wrong.sum())} of {len(wrong)} samples)"
             )

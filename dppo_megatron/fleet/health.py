@@ -63,7 +63,7 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request failed, came back spoilt, or timed out while probes went unanswered."""
+    """A request failed, came back invalid, or timed out while probes went unanswered."""
 
     reason: str
 
@@ -129,7 +129,7 @@ class EngineHealth:
     instance: str | None = None  # the life that answered last
     version: int = -1  # that it said it serves
     published: int | None = None  # version to serve
-    confirmed: tuple[str, int] | None = None  # life and version the publisher vouches for
+    confirmed: tuple[str, int] | None = None  # instance and version that the publisher verified
     proven: tuple[str, int] | None = None  # life and version it was admitted with
     silent: int = 0  # failed probes in a row
     failed: int = 0  # failed requests in a row
@@ -182,13 +182,13 @@ class EngineHealth:
                 return self._quarantined(reason, now, rules) if self.state is State.VERIFYING else self
 
     def _published(self, version: int, confirmed: str | None) -> EngineHealth:
-        vouched = None if confirmed is None else (confirmed, version)
+        verified = None if confirmed is None else (confirmed, version)
         if version == self.published:
-            return replace(self, confirmed=vouched)
-        after = replace(self, published=version, confirmed=vouched)
+            return replace(self, confirmed=verified)
+        after = replace(self, published=version, confirmed=verified)
         # Only the publisher loads a serving engine, so nothing can have come after what it confirmed.
         if self.state is State.SERVING and confirmed == self.instance:
-            return replace(after, proven=vouched)
+            return replace(after, proven=verified)
         # A suspect must answer first; a verification goes on, and its result is judged by the new version.
         state = State.STALE if self.state is State.SERVING else self.state
         return replace(after, state=state, proven=None)

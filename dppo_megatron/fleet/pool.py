@@ -19,7 +19,7 @@ from dppo_megatron.engines.protocol import (
     EngineTimeout,
     EngineUnavailable,
     GenerateRequest,
-    SpoiltSample,
+    InvalidSample,
 )
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.published import PublishedFollower
@@ -84,11 +84,11 @@ class WatchedPool:
             await engine.close()
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        """Raises `SpoiltSample` when every engine that could be asked spoilt it, `EngineRefused` when one refused it,
-        and `NoEngineServes` when none served for `engine.unavailable_timeout_s`."""
-        spoilt: dict[str, SpoiltSample] = {}  # by the name of the engine
+        """Raises `InvalidSample` when every engine that could be asked returned invalid samples, `EngineRefused` when
+        one refused it, and `NoEngineServes` when none served for `engine.unavailable_timeout_s`."""
+        invalid: dict[str, InvalidSample] = {}  # by the name of the engine
         for attempt in range(ATTEMPTS):
-            engine = await self._wait_for_one(request, spoilt)
+            engine = await self._wait_for_one(request, invalid)
             if engine is None:
                 break
             life = engine.life
@@ -99,8 +99,8 @@ class WatchedPool:
             except (EngineRefused, EngineIncompatible):
                 raise
             except EngineError as error:
-                if isinstance(error, SpoiltSample):
-                    spoilt[engine.name] = error
+                if isinstance(error, InvalidSample):
+                    invalid[engine.name] = error
                 # Slow is not broken: whether an engine that takes too long still works, its probes tell.
                 slow = isinstance(error, EngineTimeout) and not engine.health.silent
                 if engine.life == life and not slow:
@@ -116,14 +116,14 @@ class WatchedPool:
     def take_metrics(self) -> dict[str, float]:
         """What happened since the last call, and how many engines serve now."""
         names = ("engine/deaths", "engine/restarts", "engine/caught_up", "engine/retried_requests")
-        counted = {name: float(self._counts[name]) for name in (*names, "rollout/spoilt_samples")}
+        counted = {name: float(self._counts[name]) for name in (*names, "rollout/invalid_samples")}
         self._counts.clear()
         return {"engine/serving": float(len(self._serving())), **counted}
 
     def _count_retry(self, error: EngineError) -> None:
         self._counts["engine/retried_requests"] += 1
-        if isinstance(error, SpoiltSample):
-            self._counts["rollout/spoilt_samples"] += 1
+        if isinstance(error, InvalidSample):
+            self._counts["rollout/invalid_samples"] += 1
         log.warning("sending a request again: %s", error)
 
     async def _wait_for_one(self, request: GenerateRequest, avoid: Collection[str]) -> WatchedEngine | None:

@@ -59,7 +59,9 @@ _ROLLOUT = (
     Metric("rollout/mixed_version_groups", "count", "groups whose tokens are of more than one policy"),
     Metric("rollout/too_stale_groups", "count", "groups given up beyond rollout.max_staleness (beyond_bound: drop)"),
     Metric("rollout/continued_samples", "count", "times a sample was cut off by an update and continued"),
-    Metric("rollout/spoilt_samples", "count", "groups refused because an engine spoilt them, and drawn again"),
+    Metric(
+        "rollout/invalid_samples", "count", "groups refused because an engine returned invalid samples, then retried"
+    ),
     Metric("rollout/dropped_groups", "count", "groups without signal that dynamic sampling replaced"),
     Metric("rollout/generated_tokens_per_s", "tokens/s", "response tokens of all engines while generating"),
 )

@@ -61,7 +61,7 @@ class JsonlFollower:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """All complete records of a file, none when it does not exist; a torn last line is ignored."""
+    """All complete records of a file, none when it does not exist; an incomplete last line is ignored."""
     try:
         data = Path(path).read_bytes()
     except FileNotFoundError:

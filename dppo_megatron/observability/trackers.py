@@ -159,7 +159,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _remove_after(path: Path, resume_step: int) -> None:
-    """Keeps the lines of steps up to `resume_step`; cuts a torn last line."""
+    """Keeps the lines of steps up to `resume_step`; cuts an incomplete last line."""
     data = path.read_bytes()
     complete = data[: data.rfind(b"\n") + 1]
     kept = b"".join(line for line in complete.splitlines(keepends=True) if _step_of(line) <= resume_step)

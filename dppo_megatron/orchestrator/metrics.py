@@ -42,13 +42,13 @@ class StepRecorder:
         self._started: dict[int, float] = {}
         self._finished: dict[int, int] = {}
         self._response_tokens: dict[int, int] = {}
-        self._spoilt = self._dropped = self._continued = self._given_up = 0
+        self._invalid = self._dropped = self._continued = self._given_up = 0
 
     def started(self, step: int) -> None:
         self._started.setdefault(step, time.monotonic())
 
-    def spoilt(self) -> None:
-        self._spoilt += 1
+    def invalid(self) -> None:
+        self._invalid += 1
 
     def continued(self, samples: int) -> None:
         """Counts samples that were cut off and go on from their tokens."""
@@ -73,21 +73,21 @@ class StepRecorder:
         tokens = self._response_tokens.pop(step)
         del self._finished[step]
         engines = dict(self._engine_metrics())
-        spoilt = self._spoilt + engines.pop("rollout/spoilt_samples", 0)
+        invalid = self._invalid + engines.pop("rollout/invalid_samples", 0)
         append_record(
             self._path,
             {
                 "step": step + 1,
                 "time/generate_s": seconds,
                 "rollout/generated_tokens_per_s": tokens / max(seconds, 1e-9),
-                "rollout/spoilt_samples": spoilt,
+                "rollout/invalid_samples": invalid,
                 "rollout/dropped_groups": self._dropped,
                 "rollout/too_stale_groups": self._given_up,
                 "rollout/continued_samples": self._continued,
                 **engines,
             },
         )
-        self._spoilt = self._dropped = self._continued = self._given_up = 0
+        self._invalid = self._dropped = self._continued = self._given_up = 0
 
     def _count_tokens(self, step: int, group: RolloutGroup) -> None:
         tokens = sum(len(r.token_ids) for r in group.rollouts)

@@ -203,7 +203,7 @@ class Orchestrator:
                 routed_experts=rollout.routing_replay,
             )
 
-        return await draw(self._generate, request, f"prompt {prompt.position}", self._recorder.spoilt)
+        return await draw(self._generate, request, f"prompt {prompt.position}", self._recorder.invalid)
 
     async def _wait_for(self, version: int) -> None:
         """Waits for a policy of at least `version`, and evaluates what is due on the way there."""

@@ -22,7 +22,7 @@ class TokenStatistics:
     other_logprob: [T] ln of the mass outside the listed ids and the target, -inf when nothing is outside.
         None without topk_ids. Differentiable.
     nonfinite: [T] bool, rows with a NaN or +inf logit, or -inf at the target or at a listed id. Their values
-        are not to be used and their logits receive gradient 0, so they cannot spoil other rows. A -inf
+        are not to be used and their logits receive gradient 0, so they cannot affect other rows. A -inf
         elsewhere is probability 0 and not reported.
     """
 

@@ -57,7 +57,7 @@ class Broadcast:
         self._plan: WeightGroupPlan | None = None
         self._members: Sequence[str] = ()
         self._meeting: Meeting | None = None
-        self._caller: Meeting | None = None  # rank 0's second connection, for calling off
+        self._caller: Meeting | None = None  # rank 0's second connection, for aborting
         self._channel: Channel | None = None
         self._step = 0
         self.nbytes = 0
@@ -116,7 +116,7 @@ class Broadcast:
     def give_up(self, reason: str) -> None:
         caller = self._caller  # a failed sender closes it in the meantime
         if caller is not None:
-            caller.call_off(self._step_name, reason)
+            caller.abort(self._step_name, reason)
 
     def directory(self, version: int) -> Path | None:
         return None
@@ -173,7 +173,7 @@ class Broadcast:
         try:
             await engine.join_weight_group(plan)
         except Exception as error:
-            self._caller.call_off("join", str(error))
+            self._caller.abort("join", str(error))
             raise
 
     def _plan_for(self, url: str, engines: Mapping[str, EngineInfo]) -> WeightGroupPlan:

@@ -148,7 +148,7 @@ def views(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 class Meeting:
     """The store at which senders and workers find each other and agree on every step before bytes flow.
 
-    A step begins when all workers said they are ready, and is called off for everybody by one `call_off`: those that
+    A step begins when all workers said they are ready, and is aborted for everybody by one `abort`: those that
     wait for it to begin never start a collective, and those within one give it up.
     """
 
@@ -193,27 +193,27 @@ class Meeting:
         if self._store.add(f"{step}/ready", count) == self._workers:
             self._store.set(f"{step}/begin", "")
 
-    def call_off(self, step: str, reason: str) -> None:
+    def abort(self, step: str, reason: str) -> None:
         self._store.set(f"{step}/off", reason)
         self._store.set(f"{step}/begin", reason)
 
     def check(self, step: str) -> None:
-        """Raises `WeightGroupError` when `step` was called off, also after it began."""
+        """Raises `WeightGroupError` when `step` was aborted, also after it began."""
         try:
             reason = self._store.get(f"{step}/off").decode() if self._store.check([f"{step}/off"]) else ""
         except Exception as error:
             raise WeightGroupError(f"{step}: the trainer's store is gone: {_brief(error)}") from error
         if reason:
-            raise WeightGroupError(f"{step}: called off: {reason}")
+            raise WeightGroupError(f"{step}: aborted: {reason}")
 
     def wait(self, step: str) -> None:
-        """Returns when `step` begins. Raises `WeightGroupError` when it was called off or did not begin in time."""
+        """Returns when `step` begins. Raises `WeightGroupError` when it was aborted or did not begin in time."""
         try:
             reason = self._store.get(f"{step}/begin").decode()
         except Exception as error:
             raise WeightGroupError(f"{step}: not begun within {self._timeout_s:g} s: {_brief(error)}") from error
         if reason:
-            raise WeightGroupError(f"{step}: called off: {reason}")
+            raise WeightGroupError(f"{step}: aborted: {reason}")
 
     def channel(
         self, name: str, rank: int, backend: Backend, address: str, device: torch.device | None = None
@@ -266,7 +266,7 @@ class Channel:
     def finish(self, ticket: int, step: str) -> None:
         """Waits for a broadcast, on the GPU too.
 
-        Raises `WeightGroupError` after the time-out, a lost connection, or when `step` is called off: a peer that
+        Raises `WeightGroupError` after the time-out, a lost connection, or when `step` is aborted: a peer that
         froze neither answers nor closes its connection.
         """
         work, started, asked = self._works[ticket], time.monotonic(), time.monotonic()

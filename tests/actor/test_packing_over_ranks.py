@@ -90,7 +90,7 @@ def test_replayed_experts_follow_their_tokens(context, tensor, tile):
 
 
 def test_a_gathered_plan_sees_what_each_query_may(monkeypatch):
-    """PackedAttention of every context-parallel rank, the gather played by the test, against one rank's."""
+    """PackedAttention of every context-parallel rank, the gather faked by the test, against one rank's."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from dppo_megatron.actor.cpu import attention

@@ -106,7 +106,7 @@ def test_shard_that_shrank_after_its_receipt_is_written_again(interrupted, conve
     same_weights(models / "qwen3", tmp_path / "back")
 
 
-def test_a_second_process_at_the_same_shard_cannot_spoil_it(models, tmp_path, convert, monkeypatch):
+def test_a_second_process_at_the_same_shard_cannot_damage_it(models, tmp_path, convert, monkeypatch):
     """As when a job was submitted twice: only the first processes know of each other."""
     conversion = ToMegatron(models / "qwen3", tmp_path / "target", TargetLayout(pipeline=4))
     job.prepare(conversion, resume=False)

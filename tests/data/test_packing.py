@@ -172,9 +172,9 @@ def test_routed_experts_lie_at_the_tokens_that_were_read():
     np.testing.assert_array_equal(batch.routed_experts[:4], routed[0])
     np.testing.assert_array_equal(batch.routed_experts[5:12], routed[1])
     assert (batch.routed_experts[[4, 12, 13, 14, 15]] == -1).all()
-    for spoilt in (routed[1][1:], routed[1][:, 1:], None):
+    for invalid in (routed[1][1:], routed[1][:, 1:], None):
         with pytest.raises(ValueError, match="sequence 1: routed experts"):
-            pack([sequences[0], dataclasses.replace(sequences[1], routed_experts=spoilt)])
+            pack([sequences[0], dataclasses.replace(sequences[1], routed_experts=invalid)])
     assert pack(sequences[:1]).routed_experts is not None
     assert pack([sequence(rng, 2, 3)]).routed_experts is None
 

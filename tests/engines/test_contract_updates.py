@@ -143,7 +143,7 @@ NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message", "refused"),
+    ("corrupt", "message", "refused"),
     [
         (shutil.rmtree, "no such directory", False),
         (_without_config, "no config.json", False),
@@ -155,10 +155,10 @@ NORM = "model.norm.weight"
     ],
     ids=["missing", "no-config", "truncated", "lacks-tensor", "unknown-tensor", "shape", "dtype"],
 )
-def test_bad_weights_leave_the_old_ones(served, tmp_path, spoil, message, refused):
+def test_bad_weights_leave_the_old_ones(served, tmp_path, corrupt, message, refused):
     """What cannot be read here and now is no refusal, which would end the run: storage may come back."""
     directory = shutil.copytree(served.models["b"], tmp_path / "policy")
-    spoil(directory)
+    corrupt(directory)
 
     async def load(engine):
         with pytest.raises(EngineError, match=message) as error:

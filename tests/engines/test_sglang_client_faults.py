@@ -12,7 +12,7 @@ import pytest
 from fake_server import against, http
 from tiny_engine import EOS, MAX_MODEL_LEN, VOCAB, engine_config, group, make_model
 
-from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, SpoiltSample
+from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, InvalidSample
 from dppo_megatron.engines.sglang import client as sglang_client
 from dppo_megatron.engines.sglang.client import SglangEngine
 from dppo_megatron.engines.sglang.server import sglang_command
@@ -101,7 +101,7 @@ def test_a_good_reply_passes(config, model):
         ({"output_token_logprobs": [[-2.5, 9, None], [-2.5, 12, None], [-2.5, 11, None]]}, "belong to other tokens"),
         ({"id": child_ids("other", 2)[1]}, "expected the answer to"),
         ({"weight_versions": [{"version": "3", "start": 0, "end": 2}]}, "token 2: token carries no policy version"),
-        ({"weight_versions": [{"version": "torn", "start": 0, "end": 3}]}, "token carries no policy version"),
+        ({"weight_versions": [{"version": "inconsistent", "start": 0, "end": 3}]}, "token carries no policy version"),
         ({"output_top_logprobs_idx_flat_b64": "AAAA"}, "buffer size|reshape"),
         ({"output_top_logprobs_val_flat_b64_dtype": "float16"}, "listed log-probs come as"),
         ({"output_top_logprobs_null_prefix": 1}, "from position 1"),
@@ -109,9 +109,9 @@ def test_a_good_reply_passes(config, model):
         ({"finish_reason": None}, "garbles"),
     ],
 )
-def test_spoilt_samples(config, model, changed, message):
+def test_invalid_samples(config, model, changed, message):
     replies = description(model) | {"/generate": [say([sample(0), sample(1, **changed)])]}
-    with pytest.raises(SpoiltSample, match=message) as error:
+    with pytest.raises(InvalidSample, match=message) as error:
         against(config, replies, generate)
     assert "127.0.0.1" in str(error.value)
 
@@ -122,7 +122,7 @@ def test_spoilt_samples(config, model, changed, message):
     ids=["too-few", "no-list", "empty", "truncated"],
 )
 def test_garbled_replies(config, model, reply):
-    with pytest.raises(SpoiltSample):
+    with pytest.raises(InvalidSample):
         against(config, description(model) | {"/generate": [reply]}, generate)
 
 
@@ -138,11 +138,11 @@ def test_stop_tokens_that_leave_out_the_models_own(config, model):
         against(config, description(model), lambda engine: engine.generate(request))
 
 
-def test_spoilt_scores(config, model):
+def test_invalid_scores(config, model):
     for entries in ([[None, 4, None], [-1.0, 7, None]], [[None, 4, None], [None, 5, None]], [[None, 4, None]]):
         meta = {"input_token_logprobs": entries, "weight_version": "3"}
         replies = description(model) | {"/generate": [say({"meta_info": meta})]}
-        with pytest.raises(SpoiltSample, match="scoring of 2 tokens"):
+        with pytest.raises(InvalidSample, match="scoring of 2 tokens"):
             against(config, replies, lambda engine: engine.score(np.array([4, 5])))
 
 
@@ -158,7 +158,7 @@ DONE = {"/pause_generation": [say({})], "/continue_generation": [say({})], "/upd
 
 @pytest.mark.parametrize("reply", [say({"success": False, "message": "out of memory"}, 400), b"", None])
 def test_an_update_that_fails_leaves_weights_that_nobody_may_use(config, model, reply):
-    """Generation goes on, under a label that makes every further token a spoilt one."""
+    """Generation goes on, under a label that makes every further token an invalid one."""
     left = DONE | {UPDATE: [reply]}
     with pytest.raises(EngineError, match="loading policy 4") as error:
         against(config, left, lambda engine: engine.load_weights(model, 4), unused := [])

@@ -1,4 +1,4 @@
-"""Real answers of real servers, spoilt on their way: refused, whatever the engine, never handed on."""
+"""Real answers of real servers, corrupted on their way: refused, whatever the engine, never handed on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_engine import VOCAB, group
 
-from dppo_megatron.engines.protocol import SpoiltSample
+from dppo_megatron.engines.protocol import InvalidSample
 from dppo_megatron.engines.registry import build_engine
 from dppo_megatron.engines.vllm.extension.wire import decode_frame, encode_frame
 
@@ -119,7 +119,7 @@ def test_an_untouched_answer_passes(served):
 
 
 @pytest.mark.parametrize("tampering", TAMPERINGS)
-def test_spoilt_answers_are_refused(served, tampering):
+def test_invalid_answers_are_refused(served, tampering):
     tamper = TAMPERINGS[tampering][served.kind == "sglang"]
-    with pytest.raises(SpoiltSample, match="tampered"):
+    with pytest.raises(InvalidSample, match="tampered"):
         asyncio.run(through_proxy(served, tamper, lambda engine: engine.generate(REQUEST)))

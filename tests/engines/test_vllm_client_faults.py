@@ -19,7 +19,7 @@ from dppo_megatron.engines.protocol import (
     EngineTimeout,
     EngineUnavailable,
     GenerateRequest,
-    SpoiltSample,
+    InvalidSample,
 )
 from dppo_megatron.engines.vllm.client import VllmEngine
 from dppo_megatron.engines.vllm.extension.wire import encode_frame
@@ -132,8 +132,8 @@ def test_errors_carry_the_servers_reason(config, status, error):
         (good_reply(logprobs=np.full(8, np.nan, np.float32)), "sample 0, token 0: log-prob is missing or not finite"),
     ],
 )
-def test_garbled_replies_are_spoilt_samples(config, reply, message):
-    with pytest.raises(SpoiltSample, match=message) as error:
+def test_garbled_replies_are_invalid_samples(config, reply, message):
+    with pytest.raises(InvalidSample, match=message) as error:
         against(config, INFO_REPLY | {"/dppo/generate": [reply]}, generate)
     assert "127.0.0.1" in str(error.value)
 
@@ -146,9 +146,9 @@ def test_samples_of_a_restarted_server_are_refused(config):
 
 
 @pytest.mark.parametrize("logprobs", [[-1.0], [-1.0, np.nan], [-1.0, 0.5]])
-def test_spoilt_scores(config, logprobs):
+def test_invalid_scores(config, logprobs):
     reply = http(200, encode_frame({"version": 3}, {"logprobs": np.array(logprobs, np.float32)}))
-    with pytest.raises(SpoiltSample, match="scoring of 3 tokens"):
+    with pytest.raises(InvalidSample, match="scoring of 3 tokens"):
         against(config, INFO_REPLY | {"/dppo/score": [reply]}, lambda engine: engine.score(np.arange(3)))
 
 

@@ -75,7 +75,7 @@ def test_frozen_while_it_generates(start_run, engines, undisturbed):
 
 
 class Garbler:
-    """Spoils the first replies with samples, each in another way and every third not at all."""
+    """Corrupts the first replies with samples, each in another way and every third not at all."""
 
     def __init__(self):
         self.left = ["cut", "lengths", None, "nan", "ids", None, "reset", "text"]
@@ -87,9 +87,9 @@ class Garbler:
         kind = self.left.pop(0)
         if kind is not None:
             self.done.append(kind)
-        return self._spoil(kind, await forward())
+        return self._corrupt(kind, await forward())
 
-    def _spoil(self, kind, reply):
+    def _corrupt(self, kind, reply):
         if kind in (None, "reset", "cut", "text"):
             return {None: reply, "reset": None, "cut": reply[:-7], "text": b"<html>502</html>"}[kind]
         header, arrays = decode_frame(reply)
@@ -105,14 +105,14 @@ class Garbler:
 
 
 def test_garbage(start_run, engines, undisturbed):
-    """What an engine spoils is refused, counted, and sampled by the other engine with the same seeds."""
+    """Invalid samples are refused, counted, and sampled by the other engine with the same seeds."""
     garbler = Garbler()
     with Proxy(engines[1].url, garbler) as proxy:
         # Enough patience with it that it is asked again and again.
         run = start_run(urls=[engines[0].url, proxy.url], health_failures=10)
         run.wait_to_end(REST_S + 30)
     assert garbler.done == ["cut", "lengths", "nan", "ids", "reset", "text"]
-    assert run.total("rollout/spoilt_samples") == 5  # a lost connection spoils nothing
+    assert run.total("rollout/invalid_samples") == 5  # a lost connection makes no sample invalid
     assert run.total("engine/retried_requests") == 6
     run.check_equals(undisturbed)
 

@@ -54,8 +54,8 @@ def test_a_group_without_signal_gets_exactly_zero(kind, dtype):
 @pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
 def test_failed_samples_leave_the_statistics(kind):
     valid = torch.tensor([[True, True, False, True], [False, False, False, True], [False] * 4])
-    spoiled = torch.where(valid, REWARDS, torch.nan)
-    out = group_advantages(spoiled, valid, kind)
+    corrupted = torch.where(valid, REWARDS, torch.nan)
+    out = group_advantages(corrupted, valid, kind)
     assert (out[~valid] == 0).all()
     assert (out[1:] == 0).all(), "a lone sample has no baseline"
     expected = group_advantages(REWARDS[:1, [0, 1, 3]], kind=kind)[0]
@@ -63,7 +63,7 @@ def test_failed_samples_leave_the_statistics(kind):
         centred = torch.tensor([2, -4, 2, 0], dtype=torch.float64) / 6
         expected = centred[:3] / centred.std()
     torch.testing.assert_close(out[0, [0, 1, 3]], expected.abs() * (REWARDS[0, [0, 1, 3]] * 2 - 1))
-    assert group_has_signal(spoiled, valid).tolist() == [True, False, False]
+    assert group_has_signal(corrupted, valid).tolist() == [True, False, False]
 
 
 def test_batch_normalised_over_ranks_equals_the_whole():

@@ -136,7 +136,7 @@ def test_garbage_outside_the_mask_and_in_absent_ids_reaches_nothing(name):
 
     for rubbish in (torch.nan, -torch.inf, torch.inf, 3.0):
 
-        def spoil(value, by=rubbish):
+        def corrupt(value, by=rubbish):
             return torch.where(keep if value.ndim == 1 else keep[:, None], value, by)
 
         topk = clean.topk
@@ -145,12 +145,12 @@ def test_garbage_outside_the_mask_and_in_absent_ids_reaches_nothing(name):
         dirty = dataclasses.replace(
             topk,
             ids=torch.cat([absent, torch.where(keep[:, None], topk.ids, -7)], 1),
-            rollout_logprob=torch.cat([wide, spoil(topk.rollout_logprob)], 1),
-            logprob=torch.cat([wide, spoil(topk.logprob)], 1),
-            other_logprob=spoil(topk.other_logprob),
+            rollout_logprob=torch.cat([wide, corrupt(topk.rollout_logprob)], 1),
+            logprob=torch.cat([wide, corrupt(topk.logprob)], 1),
+            other_logprob=corrupt(topk.other_logprob),
         )
         untouched = ("topk", "mask", "sequence_ids")
-        call = {key: spoil(value) for key, value in clean.call.items() if key not in untouched}
+        call = {key: corrupt(value) for key, value in clean.call.items() if key not in untouched}
         out = objective(**call, topk=dirty, mask=keep, sequence_ids=torch.where(keep, clean.call["sequence_ids"], -99))
         assert (out.loss[~keep] == 0).all()
         assert (out.weight[~keep] == 0).all()
@@ -173,15 +173,15 @@ def test_no_gradient_flows_to_garbage(name, rubbish):
     ids = case.topk.ids.clone()
     ids[0, 0] = -1
     topk = dataclasses.replace(case.topk, ids=ids, logprob=listed)
-    spoiled = {
+    corrupted = {
         key: torch.where(keep, case.call[key], rubbish)
         for key in ("rollout_logprob", "recomputed_logprob", "advantage")
     }
-    call = {**case.call, **spoiled, "logprob": leaf, "topk": topk, "mask": keep}
+    call = {**case.call, **corrupted, "logprob": leaf, "topk": topk, "mask": keep}
     build_objective(name)(**call).loss.sum().backward()
     assert (leaf.grad[~keep] == 0).all()
     assert leaf.grad.isfinite().all()
-    assert (leaf.grad[keep][spoiled["advantage"][keep] != 0] != 0).any()
+    assert (leaf.grad[keep][corrupted["advantage"][keep] != 0] != 0).any()
     if name == TOPK_PENALTY:
         assert listed.grad.isfinite().all()
         assert (listed.grad[~keep] == 0).all()

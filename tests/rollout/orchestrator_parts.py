@@ -15,7 +15,7 @@ import numpy as np
 from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.config import Config
 from dppo_megatron.config.checks import cross_field_violations
-from dppo_megatron.engines.protocol import GenerateRequest, SpoiltSample
+from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
 from dppo_megatron.fleet.fixed_pool import EnginePool
 from dppo_megatron.fleet.registry import forget_all
 from dppo_megatron.orchestrator.evaluation import Evaluator
@@ -80,7 +80,7 @@ class ScriptedEngine:
 
     published: Path
     delay: Callable[[GenerateRequest], float] = lambda request: 0.0
-    spoils: Callable[[GenerateRequest], bool] = lambda request: False
+    corrupts: Callable[[GenerateRequest], bool] = lambda request: False
     fails: Callable[[GenerateRequest], Exception | None] = lambda request: None
     url: str = "in-process"
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -98,8 +98,8 @@ class ScriptedEngine:
             await asyncio.sleep(self.delay(request))
             if error := self.fails(request):
                 raise error
-            if self.spoils(request):
-                raise SpoiltSample(f"group {request.request_id}: a log-prob is not finite")
+            if self.corrupts(request):
+                raise InvalidSample(f"group {request.request_id}: a log-prob is not finite")
             return tuple(self._sample(seed, version) for seed in request.seeds)
         finally:
             self.running -= 1

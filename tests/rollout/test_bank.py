@@ -118,7 +118,7 @@ def test_a_closed_writer_refuses(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("corrupt", "message"),
     [
         (lambda g: replace_rollout(g, logprobs=g.rollouts[0].logprobs.astype(np.float16)), "float32"),
         (lambda g: replace_rollout(g, logprobs=g.rollouts[0].logprobs.tolist()), "found list"),
@@ -138,10 +138,10 @@ def test_a_closed_writer_refuses(tmp_path):
         (lambda g: replace_rollout(g, routed_experts=g.rollouts[0].routed_experts * 0), "the same expert twice"),
     ],
 )
-def test_malformed_groups_are_refused_and_leave_no_trace(tmp_path, spoil, message):
+def test_malformed_groups_are_refused_and_leave_no_trace(tmp_path, corrupt, message):
     with BankWriter(tmp_path, 2) as writer:
         with pytest.raises(ValueError, match=message):
-            writer.append(spoil(make_group(1, topk=2, experts=8)))
+            writer.append(corrupt(make_group(1, topk=2, experts=8)))
         assert writer.append(make_group(1, topk=2, experts=8)) == 0
 
 

@@ -1,4 +1,4 @@
-"""Nothing that was written is lost: killed writers, torn tails, full disks, damaged files, second writers."""
+"""Nothing that was written is lost: killed writers, incomplete tails, full disks, damaged files, second writers."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ def test_every_torn_index_line_is_cut(tmp_path, caplog):
     data, index = files(tmp_path / "whole", 0)
     lines = index.read_bytes().splitlines(keepends=True)
     for kept in (0, 1, 17, len(lines[1]) - 1):
-        directory = tmp_path / f"torn-{kept}"
+        directory = tmp_path / f"incomplete-{kept}"
         shutil.copytree(tmp_path / "whole", directory)
-        _, torn = files(directory, 0)
-        torn.write_bytes(lines[0] + lines[1][:kept])
+        _, incomplete = files(directory, 0)
+        incomplete.write_bytes(lines[0] + lines[1][:kept])
         assert len(read_all(directory)) == 1, "a reader must not take half a line"
         caplog.clear()
         with caplog.at_level(logging.WARNING), BankWriter(directory, 3) as writer:

@@ -196,23 +196,23 @@ EVENTS = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 0.5, 3.0, 20.0])), min_size=20, max_size=60))
 def test_it_never_serves_without_proof(history):
-    """Proof: since its last death or new address, this very life was verified or vouched for at this very version."""
-    health, now, vouched = EngineHealth(), 0.0, set()
+    """Proof: since its last death or new address, this very life was verified or verified for at this very version."""
+    health, now, verified = EngineHealth(), 0.0, set()
     for event, wait in history:
         now += wait
         before, health = health, health.advance(event, now, RULES)
         match event:
             case Published(version, instance):
-                vouched &= {(i, v) for i, v in vouched if version == before.published}
-                vouched |= {(instance, version)} - {(None, version)}
+                verified &= {(i, v) for i, v in verified if version == before.published}
+                verified |= {(instance, version)} - {(None, version)}
             case Verified(instance, version) if before.state is State.VERIFYING:
-                vouched.add((instance, version))
+                verified.add((instance, version))
         died = health.state is State.DEAD and before.state is not State.DEAD
         if died or isinstance(event, Registered | Vanished):
-            vouched = set()
+            verified = set()
         if health.state is State.SERVING:
             assert health.proven == (health.instance, health.published)
-            assert health.proven in vouched
+            assert health.proven in verified
             assert health.silent == 0
         if before.state is State.DEAD:
             assert health.state in (State.DEAD, State.STALE, State.STARTING)

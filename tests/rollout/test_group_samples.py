@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dppo_megatron.engines.protocol import GenerateRequest, SpoiltSample
+from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
 from dppo_megatron.engines.samples import GroupSamples
 
 VOCAB, MAX_MODEL_LEN = 20, 16
@@ -63,7 +63,7 @@ def _without_stop():
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "message"),
+    ("invalid", "message"),
     [
         (edited("token_ids", 4, VOCAB), r"sample 1, token 1: token id outside \[0, 20\)"),
         (edited("token_ids", 0, -1), "sample 0, token 0: token id"),
@@ -89,13 +89,13 @@ def _without_stop():
         (edited("topk_logprobs", (0, 0), -2.5), "sample 0, token 0: listed log-prob of the sampled token"),
     ],
 )
-def test_spoilt_samples_are_named(spoilt, message):
-    with pytest.raises(SpoiltSample, match=f"group g7.*{message}"):
-        check(spoilt)
+def test_invalid_samples_are_named(invalid, message):
+    with pytest.raises(InvalidSample, match=f"group g7.*{message}"):
+        check(invalid)
 
 
 def test_longer_than_asked_for():
-    with pytest.raises(SpoiltSample, match="sample 1: longer than max_tokens = 4"):
+    with pytest.raises(InvalidSample, match="sample 1: longer than max_tokens = 4"):
         check(samples(), replace(REQUEST, max_tokens=4))
 
 

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 import pytest
+from fake_servers import PROBE, FakeServer, World, policy_scores
 from orchestrator_parts import make_config
-from played_servers import PROBE, PlayedServer, World, policy_scores
 
 from dppo_megatron.engines.protocol import EngineError, EngineRefused
 from dppo_megatron.fleet.live_engines import Confirmation, LiveEngines
@@ -21,7 +21,7 @@ A, B = "http://a", "http://b"
 
 @pytest.fixture
 def world(tmp_path):
-    def make(*servers: PlayedServer, update_s: float = 600, **engine) -> World:
+    def make(*servers: FakeServer, update_s: float = 600, **engine) -> World:
         config = make_config(tmp_path / "run")
         config = config.model_copy(
             update={"weight_sync": config.weight_sync.model_copy(update={"timeout_s": update_s})}
@@ -59,7 +59,7 @@ def publish(world: World, version: int, *, meanwhile=None, load=None):
 
 
 def test_every_engine_that_answers_is_confirmed(world):
-    w = world(PlayedServer(), PlayedServer())
+    w = world(FakeServer(), FakeServer())
     confirmed, left_out = publish(w, 3)
     assert {c.url: c.instance for c in confirmed} == {A: w.servers[A].instance, B: w.servers[B].instance}
     assert all(c.scores.tolist() == policy_scores(3) for c in confirmed)
@@ -68,7 +68,7 @@ def test_every_engine_that_answers_is_confirmed(world):
 
 @pytest.mark.parametrize("broken", [{"up": False}, {"frozen": True}], ids=["dead", "frozen"])
 def test_one_that_does_not_answer_is_left_out_in_little_time(world, broken):
-    w = world(PlayedServer(**broken), PlayedServer())
+    w = world(FakeServer(**broken), FakeServer())
     started = time.monotonic()
     confirmed, left_out = publish(w, 3)
     assert time.monotonic() - started < 2
@@ -78,7 +78,7 @@ def test_one_that_does_not_answer_is_left_out_in_little_time(world, broken):
 
 @pytest.mark.parametrize("end", ["dies", "freezes", "is restarted"])
 def test_one_that_is_lost_while_it_loads_is_left_out(world, end):
-    w = world(PlayedServer(load_s=30), PlayedServer())
+    w = world(FakeServer(load_s=30), FakeServer())
 
     async def meanwhile():
         while not w.servers[A].loads:
@@ -98,7 +98,7 @@ def test_one_that_is_lost_while_it_loads_is_left_out(world, end):
 
 
 def test_a_load_may_take_long_but_not_longer_than_an_update(world):
-    w = world(PlayedServer(load_s=0.8), PlayedServer(load_s=30), update_s=1.2)
+    w = world(FakeServer(load_s=0.8), FakeServer(load_s=30), update_s=1.2)
     started = time.monotonic()
     confirmed, left_out = publish(w, 3)
     assert time.monotonic() - started < 4
@@ -107,7 +107,7 @@ def test_a_load_may_take_long_but_not_longer_than_an_update(world):
 
 
 def test_one_that_was_announced_elsewhere_is_found(world):
-    w = world(PlayedServer(up=False), PlayedServer())
+    w = world(FakeServer(up=False), FakeServer())
     w.book = {"engine-0": B}
     confirmed, left_out = publish(w, 3)
     assert [c.url for c in confirmed] == [B]
@@ -115,14 +115,14 @@ def test_one_that_was_announced_elsewhere_is_found(world):
 
 
 def test_weights_that_an_engine_refuses_are_told_from_failures(world):
-    w = world(PlayedServer(refuses=True), PlayedServer())
+    w = world(FakeServer(refuses=True), FakeServer())
     confirmed, left_out = publish(w, 3)
     assert [c.url for c in confirmed] == [B]
     assert isinstance(left_out[A], EngineRefused)
 
 
 def test_one_that_serves_another_version_after_its_load_is_not_confirmed(world):
-    w = world(PlayedServer(), PlayedServer())
+    w = world(FakeServer(), FakeServer())
 
     async def load(engine):
         await engine.load_weights("/weights", 2 if engine.url == A else 3)

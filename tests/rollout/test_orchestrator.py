@@ -1,4 +1,4 @@
-"""The orchestrator on a scripted engine: order, staleness, dropping, spoilt samples, evaluation, many lives."""
+"""The orchestrator on a scripted engine: order, staleness, dropping, invalid samples, evaluation, many lives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrator_parts import World, make_config
 
 from dppo_megatron.config import ConfigError
 from dppo_megatron.config.checks import cross_field_violations
-from dppo_megatron.engines.protocol import EngineUnavailable, SpoiltSample
+from dppo_megatron.engines.protocol import EngineUnavailable, InvalidSample
 from dppo_megatron.orchestrator.dynamic_sampling import NoSignal
 from dppo_megatron.orchestrator.metrics import last_progress
 from dppo_megatron.orchestrator.open_files import allow_open_files
@@ -156,21 +156,21 @@ def test_a_run_of_many_lives_equals_one_of_one_life(world, tmp_path, dynamic, en
     assert tokens[0] == tokens[1]
 
 
-def test_spoilt_samples_are_drawn_again_with_other_seeds(world):
+def test_invalid_samples_are_drawn_again_with_other_seeds(world):
     w = world(steps=1)
-    engine = w.engine(spoils=lambda request: request.request_id in ("group-2-0", "group-2-1"))
+    engine = w.engine(corrupts=lambda request: request.request_id in ("group-2-0", "group-2-1"))
     w.live(engine)
     assert w.steps() == [[0, 1, 2, 3]]
     attempts = [request for request in engine.requests if trains(request) and position(request) == 2]
     assert [request.request_id for request in attempts] == ["group-2-0", "group-2-1", "group-2-2"]
     assert not any(set(a.seeds) & set(b.seeds) for a, b in itertools.combinations(attempts, 2))
-    assert sum(record.get("rollout/spoilt_samples", 0) for record in w.records()) == 2
+    assert sum(record.get("rollout/invalid_samples", 0) for record in w.records()) == 2
 
 
-def test_an_engine_that_only_spoils_stops_the_run(world):
+def test_an_engine_that_only_returns_invalid_samples_stops_the_run(world):
     w = world(steps=1)
-    with pytest.raises(SpoiltSample, match="prompt 2: the engine spoilt the group 3 times"):
-        w.live(w.engine(spoils=lambda request: trains(request) and position(request) == 2))
+    with pytest.raises(InvalidSample, match="prompt 2: the engine returned an invalid group 3 times"):
+        w.live(w.engine(corrupts=lambda request: trains(request) and position(request) == 2))
 
 
 def test_an_engine_that_dies_stops_the_run_and_ends_all_requests(world):
@@ -239,9 +239,9 @@ def test_synchronous_evaluations_are_of_one_policy_however_long_they_take(world)
     assert spreads == [0, 0, 0]
 
 
-def test_a_spoilt_answer_of_an_evaluation_is_drawn_again(world):
+def test_a_invalid_answer_of_an_evaluation_is_drawn_again(world):
     w = world(steps=1)
-    w.live(w.engine(spoils=lambda request: request.request_id in ("eval-0-1-0", "eval-0-1-1")))
+    w.live(w.engine(corrupts=lambda request: request.request_id in ("eval-0-1-0", "eval-0-1-1")))
     assert [r["step"] for r in w.records() if "eval/accuracy" in r] == [0, 1]
 
 

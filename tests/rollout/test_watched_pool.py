@@ -1,4 +1,4 @@
-"""The pool on played servers: who gets a request, what happens to those of a dead engine, who is admitted and when."""
+"""The pool on fake servers: who gets a request, what happens to those of a dead engine, who is admitted and when."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 import pytest
+from fake_servers import FakeEngine, FakeServer, World, request, until
 from orchestrator_parts import make_config
-from played_servers import PlayedEngine, PlayedServer, World, request, until
 
-from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineTimeout, SpoiltSample
+from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineTimeout, InvalidSample
 from dppo_megatron.fleet.pool import NoEngineServes
 
 A, B = "http://a", "http://b"
@@ -18,12 +18,12 @@ A, B = "http://a", "http://b"
 
 @pytest.fixture
 def world(tmp_path):
-    def make(*servers: PlayedServer, **engine) -> World:
+    def make(*servers: FakeServer, **engine) -> World:
         config = make_config(tmp_path / "run")
         settings = {"health_interval_s": 0.02, "health_timeout_s": 0.1, "health_failures": 2}
         settings |= {"unavailable_timeout_s": 5.0} | engine
         config = config.model_copy(update={"engine": config.engine.model_copy(update=settings)})
-        made = World(config, dict(zip((A, B), servers or (PlayedServer(), PlayedServer()), strict=False)))
+        made = World(config, dict(zip((A, B), servers or (FakeServer(), FakeServer()), strict=False)))
         made.publish(0)
         return made
 
@@ -39,7 +39,7 @@ async def many(pool, count: int):
 
 
 def test_requests_go_to_the_least_loaded_engine(world):
-    w = world(PlayedServer(generate_s=0.05), PlayedServer(generate_s=0.05))
+    w = world(FakeServer(generate_s=0.05), FakeServer(generate_s=0.05))
 
     async def use(pool):
         await until(lambda: pool.take_metrics()["engine/serving"] == 2)
@@ -52,7 +52,7 @@ def test_requests_go_to_the_least_loaded_engine(world):
 
 @pytest.mark.parametrize("end", ["dies", "freezes", "vanishes"])
 def test_requests_of_a_lost_engine_are_sent_unchanged_to_another(world, end):
-    w = world(PlayedServer(generate_s=30), PlayedServer(up=False))
+    w = world(FakeServer(generate_s=30), FakeServer(up=False))
 
     async def use(pool):
         calls = asyncio.ensure_future(many(pool, 4))
@@ -79,7 +79,7 @@ def test_requests_of_a_lost_engine_are_sent_unchanged_to_another(world, end):
 
 
 def test_a_suspect_keeps_its_requests_and_gets_no_new_ones(world):
-    w = world(PlayedServer(generate_s=0.6), PlayedServer(), health_failures=1000)
+    w = world(FakeServer(generate_s=0.6), FakeServer(), health_failures=1000)
 
     async def use(pool):
         await until(lambda: pool.take_metrics()["engine/serving"] == 2)
@@ -98,7 +98,7 @@ def test_a_suspect_keeps_its_requests_and_gets_no_new_ones(world):
 
 @pytest.mark.parametrize(("weights", "claims"), [(0, 0), (2, 2), (2, 3)], ids=["start", "old", "old, claims current"])
 def test_a_restarted_engine_is_loaded_and_scored_before_it_gets_a_request(world, weights, claims):
-    w = world(PlayedServer())
+    w = world(FakeServer())
     w.publish(3)
 
     async def use(pool):
@@ -114,7 +114,7 @@ def test_a_restarted_engine_is_loaded_and_scored_before_it_gets_a_request(world,
 
 
 def test_one_that_comes_back_at_another_address_is_found_there(world):
-    w = world(PlayedServer(), PlayedServer(weights=1, claims=3))
+    w = world(FakeServer(), FakeServer(weights=1, claims=3))
     w.book = {"engine-0": A}
     w.publish(3, to=(A,))
 
@@ -130,7 +130,7 @@ def test_one_that_comes_back_at_another_address_is_found_there(world):
 
 
 def test_one_that_only_says_it_loaded_is_never_admitted(world):
-    w = world(PlayedServer(), PlayedServer(weights=1, claims=3, ignores_loads=True), health_interval_s=0.01)
+    w = world(FakeServer(), FakeServer(weights=1, claims=3, ignores_loads=True), health_interval_s=0.01)
     w.publish(3, to=(A,))
 
     async def use(pool):
@@ -177,7 +177,7 @@ def test_what_the_trainer_is_publishing_is_not_undone(world):
 
 def test_one_loaded_over_by_an_older_policy_is_caught_up(world):
     """Confirmed for policy 2, but a load of policy 1 that was still on its way came after it."""
-    w = world(PlayedServer())
+    w = world(FakeServer())
 
     async def use(pool):
         await pool.generate(request())
@@ -204,26 +204,26 @@ def test_tokens_of_an_older_policy_than_the_engine_was_admitted_with_are_refused
     w.live(use)
 
 
-def test_spoilt_samples_are_asked_of_another_engine(world):
-    w = world(PlayedServer(spoils=True), PlayedServer())
+def test_invalid_samples_are_asked_of_another_engine(world):
+    w = world(FakeServer(corrupts=True), FakeServer())
 
     async def use(pool):
         await until(lambda: pool.take_metrics()["engine/serving"] == 2)
         results = await many(pool, 8)
         assert all(tokens(result) == tokens(results[0]) for result in results)
         metrics = pool.take_metrics()
-        assert metrics["rollout/spoilt_samples"] == metrics["engine/retried_requests"] > 0
-        assert metrics["engine/deaths"] >= 1  # what spoils again and again is no longer asked
+        assert metrics["rollout/invalid_samples"] == metrics["engine/retried_requests"] > 0
+        assert metrics["engine/deaths"] >= 1  # an engine with invalid samples again and again is no longer asked
 
     w.live(use)
 
 
-def test_samples_that_every_engine_spoils_are_an_error(world):
-    w = world(PlayedServer(spoils=True), PlayedServer(spoils=True))
+def test_samples_that_are_invalid_from_every_engine_are_an_error(world):
+    w = world(FakeServer(corrupts=True), FakeServer(corrupts=True))
 
     async def use(pool):
         await until(lambda: pool.take_metrics()["engine/serving"] == 2)
-        with pytest.raises(SpoiltSample, match="NaN"):
+        with pytest.raises(InvalidSample, match="NaN"):
             await pool.generate(request())
         assert [len(server.asked) for server in w.servers.values()] == [1, 1]
 
@@ -231,7 +231,7 @@ def test_samples_that_every_engine_spoils_are_an_error(world):
 
 
 def test_without_any_engine_it_waits_and_says_for_what(world):
-    w = world(PlayedServer(up=False), PlayedServer(weights=1, refuses=True), unavailable_timeout_s=0.5)
+    w = world(FakeServer(up=False), FakeServer(weights=1, refuses=True), unavailable_timeout_s=0.5)
     w.publish(3, to=())
 
     async def use(pool):
@@ -248,7 +248,7 @@ def test_without_any_engine_it_waits_and_says_for_what(world):
 
 
 def test_the_only_engine_may_come_back(world):
-    w = world(PlayedServer())
+    w = world(FakeServer())
 
     async def use(pool):
         await pool.generate(request())
@@ -263,7 +263,7 @@ def test_the_only_engine_may_come_back(world):
 
 
 def test_broadcast_weights_that_an_engine_kept_while_it_froze_are_verified_without_loading(world):
-    w = world(PlayedServer())
+    w = world(FakeServer())
     w.publish(3, path=None)
 
     async def use(pool):
@@ -283,7 +283,7 @@ def test_broadcast_weights_that_an_engine_kept_while_it_froze_are_verified_witho
 
 
 def test_broadcast_weights_are_not_expected_of_a_life_that_never_had_them(world):
-    w = world(PlayedServer())
+    w = world(FakeServer())
     w.publish(3, path=None)
 
     async def use(pool):
@@ -300,7 +300,7 @@ def test_broadcast_weights_are_not_expected_of_a_life_that_never_had_them(world)
 
 
 def test_an_engine_that_is_closed_as_it_is_told_news_ends(world):
-    w = world(PlayedServer(), health_interval_s=5.0)
+    w = world(FakeServer(), health_interval_s=5.0)
 
     async def use(pool):
         await pool.generate(request())
@@ -314,7 +314,7 @@ def test_an_engine_that_is_closed_as_it_is_told_news_ends(world):
 
 
 def test_a_request_that_is_cancelled_as_it_is_told_news_ends(world):
-    w = world(PlayedServer(up=False))
+    w = world(FakeServer(up=False))
 
     async def use(pool):
         call = asyncio.ensure_future(pool.generate(request()))
@@ -328,7 +328,7 @@ def test_a_request_that_is_cancelled_as_it_is_told_news_ends(world):
 
 
 def test_one_with_settings_that_do_not_suit_is_not_admitted(world):
-    w = world(PlayedServer(), PlayedServer())
+    w = world(FakeServer(), FakeServer())
     w.publish(1, to=(A,))
 
     async def check(engine):
@@ -344,7 +344,7 @@ def test_one_with_settings_that_do_not_suit_is_not_admitted(world):
 
 
 def test_requests_that_take_too_long_are_no_failures_while_probes_are_answered(world):
-    class Impatient(PlayedEngine):
+    class Impatient(FakeEngine):
         async def generate(self, request):
             try:
                 async with asyncio.timeout(0.05):
@@ -352,7 +352,7 @@ def test_requests_that_take_too_long_are_no_failures_while_probes_are_answered(w
             except TimeoutError:
                 raise EngineTimeout(f"{request.request_id}: no answer") from None
 
-    w = world(PlayedServer(generate_s=30))
+    w = world(FakeServer(generate_s=30))
     w.build = lambda config, url: Impatient(url, w.servers[url])
 
     async def use(pool):
@@ -367,7 +367,7 @@ def test_requests_that_take_too_long_are_no_failures_while_probes_are_answered(w
 
 
 def test_a_request_that_ends_every_engine_is_given_up(world):
-    w = world(PlayedServer())
+    w = world(FakeServer())
 
     async def use(pool):
         async def dies_of_it():
@@ -387,7 +387,7 @@ def test_a_request_that_ends_every_engine_is_given_up(world):
 
 
 def test_an_engine_that_dies_while_it_is_verified_is_verified_again(world):
-    w = world(PlayedServer(load_s=0.3))
+    w = world(FakeServer(load_s=0.3))
     w.publish(3, to=())
 
     async def use(pool):

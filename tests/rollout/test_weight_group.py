@@ -1,4 +1,4 @@
-"""What travels in which order in a weight group, and how a step ends that is called off."""
+"""What travels in which order in a weight group, and how a step ends that is aborted."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_bucket_under_way_ends_when_its_step_is_called_off():
         frozen = sending.result()
         receiving = pool.submit(lambda: channel.finish(channel.broadcast(torch.empty(9)), "step"))
         time.sleep(0.1)
-        visit().call_off("step", "engine-1 froze")
-        with pytest.raises(WeightGroupError, match="called off: engine-1 froze"):
+        visit().abort("step", "engine-1 froze")
+        with pytest.raises(WeightGroupError, match="aborted: engine-1 froze"):
             receiving.result(timeout=5)
     channel.close()
     frozen.close()

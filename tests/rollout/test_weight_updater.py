@@ -1,4 +1,4 @@
-"""The order of a weight update and what is left behind when a step of it fails, with the engine's part played."""
+"""The order of a weight update and what is left behind when a step of it fails, with the fake engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dppo_megatron.weights.manifest import BadWeights, UnreadableWeights
 from dppo_megatron.weights.process_group import TensorSpec, WeightGroupPlan
 
 
-class PlayedEngine:
+class FakeEngine:
     """Records the calls; raises at the one named `fails_at`."""
 
     def __init__(self, fails_at: str = ""):
@@ -95,7 +95,7 @@ def load(updater, policy, mode="keep", wait_s=5.0, version=4):
 
 def test_order(policy):
     async def twice():
-        engine = PlayedEngine()
+        engine = FakeEngine()
         updater = WeightUpdater(engine, policy)
         await load(updater, policy)
         await load(updater, policy, "abort", version=5)
@@ -114,7 +114,7 @@ def plan(name="group", **shapes):
 
 def test_order_of_a_broadcast(policy):
     async def join_and_receive():
-        engine = PlayedEngine()
+        engine = FakeEngine()
         updater = WeightUpdater(engine, policy)
         await updater.join(plan())
         assert updater.group == "group"
@@ -130,14 +130,14 @@ def test_what_the_model_does_not_need_may_be_left_out_of_a_policy(tmp_path):
     start = make_policy(
         tmp_path / "start", "model.layers.2.eh_proj.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
     )
-    asyncio.run(load(WeightUpdater(PlayedEngine(), start), make_policy(tmp_path / "published")))
+    asyncio.run(load(WeightUpdater(FakeEngine(), start), make_policy(tmp_path / "published")))
 
 
-@pytest.mark.parametrize("spoil", [shutil.rmtree, lambda d: (d / "config.json").unlink(), lambda d: cut(d)])
-def test_what_cannot_be_read_here_and_now_is_no_refusal(tmp_path, policy, spoil):
+@pytest.mark.parametrize("corrupt", [shutil.rmtree, lambda d: (d / "config.json").unlink(), lambda d: cut(d)])
+def test_what_cannot_be_read_here_and_now_is_no_refusal(tmp_path, policy, corrupt):
     published = make_policy(tmp_path / "published")
-    spoil(published)
-    engine = PlayedEngine()
+    corrupt(published)
+    engine = FakeEngine()
     with pytest.raises(UnreadableWeights, match="published"):
         asyncio.run(load(WeightUpdater(engine, policy), published))
     assert engine.calls == []
@@ -149,7 +149,7 @@ def cut(directory):
 
 
 def test_a_group_of_another_model_is_refused_before_anybody_waits(policy):
-    engine = PlayedEngine()
+    engine = FakeEngine()
     updater = WeightUpdater(engine, policy)
     with pytest.raises(BadWeights, match=r"1 unknown tensors \(v\)"):
         asyncio.run(updater.join(plan(v=(4,))))
@@ -157,7 +157,7 @@ def test_a_group_of_another_model_is_refused_before_anybody_waits(policy):
 
 
 def test_a_broadcast_of_a_group_that_was_not_joined_is_refused(policy):
-    engine = PlayedEngine()
+    engine = FakeEngine()
     with pytest.raises(BadWeights, match="in none; join it first"):
         asyncio.run(WeightUpdater(engine, policy).receive("group", "step-1", 4, "keep", 5.0))
     assert engine.calls == []
@@ -165,7 +165,7 @@ def test_a_broadcast_of_a_group_that_was_not_joined_is_refused(policy):
 
 def test_a_broadcast_that_fails_leaves_the_group(policy):
     async def fail():
-        engine = PlayedEngine()
+        engine = FakeEngine()
         updater = WeightUpdater(engine, policy)
         await updater.join(plan())
         engine.fails_at = "update"
@@ -178,7 +178,7 @@ def test_a_broadcast_that_fails_leaves_the_group(policy):
 
 def test_a_sleeper_serves_nothing_until_it_woke_and_loaded(policy):
     async def nap():
-        engine = PlayedEngine()
+        engine = FakeEngine()
         updater = WeightUpdater(engine, policy)
         await load(updater, policy)
         await updater.sleep()
@@ -196,7 +196,7 @@ def test_a_sleeper_serves_nothing_until_it_woke_and_loaded(policy):
 
 def test_updates_do_not_overlap(policy):
     async def both():
-        engine = PlayedEngine()
+        engine = FakeEngine()
         updater = WeightUpdater(engine, policy)
         await asyncio.gather(load(updater, policy), load(updater, policy))
         return engine.calls
@@ -208,7 +208,7 @@ def test_updates_do_not_overlap(policy):
 @pytest.mark.parametrize("step", ["update", "version", "reset"])
 def test_a_step_that_fails_refuses_generation_until_one_succeeds(policy, step):
     async def fail_then_succeed():
-        engine = PlayedEngine(fails_at=step)
+        engine = FakeEngine(fails_at=step)
         updater = WeightUpdater(engine, policy)
         updater.check_whole()
         with pytest.raises(WeightsTorn, match="out of memory"):
@@ -225,7 +225,7 @@ def test_a_step_that_fails_refuses_generation_until_one_succeeds(policy, step):
 
 def test_running_requests_that_do_not_end(policy):
     async def wait_in_vain():
-        engine = PlayedEngine()
+        engine = FakeEngine()
         engine.running_end = False
         updater = WeightUpdater(engine, policy)
         with pytest.raises(TimeoutError):
@@ -238,7 +238,7 @@ def test_running_requests_that_do_not_end(policy):
 
 @pytest.mark.parametrize("mode", ["keep_all", ""])
 def test_unknown_mode(policy, mode):
-    engine = PlayedEngine()
+    engine = FakeEngine()
     with pytest.raises(BadWeights, match="mode"):
         asyncio.run(load(WeightUpdater(engine, policy), policy, mode))
     assert engine.calls == []
@@ -290,7 +290,7 @@ def test_the_description_does_not_wait_for_an_engine_core_that_loads(policy):
     """It would make a load of a minute look like a frozen server."""
     ended = asyncio.Event()
 
-    class Loading(PlayedEngine):
+    class Loading(FakeEngine):
         model_config = Mock(get_vocab_size=lambda: 5, max_model_len=8, max_logprobs=2, model="m")
         vllm_config = Mock(parallel_config=Mock(world_size=1, data_parallel_size=1))
 

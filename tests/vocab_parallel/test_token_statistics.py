@@ -147,13 +147,13 @@ def test_all_of_the_vocabulary_listed() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("entropy", ["none", "differentiable"])
 @pytest.mark.parametrize("column", [0, 4, 9])  # the target, a listed id, another column
-def test_nonfinite_rows_are_named_and_spoil_no_other(bad: float, entropy: str, column: int) -> None:
+def test_nonfinite_rows_are_named_and_affect_no_other(bad: float, entropy: str, column: int) -> None:
     clean = torch.randn(4, 12, generator=torch.Generator().manual_seed(2))
     target, topk = torch.tensor([0, 0, 0, 0]), torch.tensor([[4, 5]] * 4)
     gradients, results = [], []
-    for spoil in (False, True):
+    for corrupt in (False, True):
         logits = clean.clone()
-        if spoil:
+        if corrupt:
             logits[2, column] = bad
         logits.requires_grad_()
         stats = token_statistics(logits, target, topk, 11, entropy=entropy)

@@ -1,4 +1,4 @@
-"""Two trainer ranks over gloo that publish tiny models to played engines, many scenarios in one spawn."""
+"""Two trainer ranks over gloo that publish tiny models to fake engines, many scenarios in one spawn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing as mp
-from played_engine import SCORES, PlayedEngine
+from fake_engine import SCORES, FakeEngine
 
 from dppo_megatron import hf
 from dppo_megatron.config import Config
@@ -42,7 +42,7 @@ class Trainer:
     run: Path
     publisher: Any = None
     actor: Any = None
-    engines: list[PlayedEngine] = field(default_factory=list)
+    engines: list[FakeEngine] = field(default_factory=list)
 
     def load(self, policy: str) -> None:
         hf.load_into(self.actor.model_chunks, self.models / f"{self.actor.family}-{policy}")
@@ -105,7 +105,7 @@ def trainer(models: Path, run: Path, family: str, *, tp=1, pp=1, ep=1, engines=1
     t = Trainer(models, run, actor=actor)
     thread = None
     if torch.distributed.get_rank() == 0:
-        t.engines = [PlayedEngine(f"http://127.0.0.1:{90 + i}") for i in range(engines)]
+        t.engines = [FakeEngine(f"http://127.0.0.1:{90 + i}") for i in range(engines)]
         by_url = {engine.url: engine for engine in t.engines}
         book = {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(by_url)}
         thread = EngineThread(lambda: LiveEngines(config, lambda: book, lambda _, url: by_url[url]))
@@ -270,13 +270,13 @@ def one_of_two_dies(place: str | int) -> Callable[[Path, Path], dict]:
     return scenario
 
 
-def fails(spoil: Callable[[PlayedEngine], None], **settings: Any) -> Callable[[Path, Path], dict]:
-    """What a publish to one engine that was spoilt raises, on every rank, and when."""
+def fails(corrupt: Callable[[FakeEngine], None], **settings: Any) -> Callable[[Path, Path], dict]:
+    """What a publish to one engine with a fault raises, on every rank, and when."""
 
     def scenario(models: Path, run: Path) -> dict:
         with trainer(models, run, "qwen3", **{"pp": 2, **settings}) as t:
             for engine in t.engines:
-                spoil(engine)
+                corrupt(engine)
             started = time.monotonic()
             try:
                 t.publisher.publish(1)
@@ -290,7 +290,7 @@ def fails(spoil: Callable[[PlayedEngine], None], **settings: Any) -> Callable[[P
     return scenario
 
 
-def _frozen(engine: PlayedEngine) -> None:
+def _frozen(engine: FakeEngine) -> None:
     """Says nothing and takes nothing until the client gives up."""
 
     async def nothing(*_: Any) -> None:
@@ -300,14 +300,14 @@ def _frozen(engine: PlayedEngine) -> None:
     engine.receive_weights = nothing
 
 
-def _refuses(engine: PlayedEngine) -> None:
+def _refuses(engine: FakeEngine) -> None:
     async def refuse(*_: Any) -> None:
         raise EngineRefused(f"engine {engine.url}: not the served model")
 
     engine.receive_weights = refuse
 
 
-def _fails(engine: PlayedEngine) -> None:
+def _fails(engine: FakeEngine) -> None:
     async def fail(*_: Any) -> None:
         raise EngineError(f"engine {engine.url}: out of memory")
 

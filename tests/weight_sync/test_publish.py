@@ -1,4 +1,4 @@
-"""Publishing from real trainer ranks to played engines: every layout, both transports, every way to fail."""
+"""Publishing from real trainer ranks to fake engines: every layout, both transports, every way to fail."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_one_that_freezes_within_a_bucket_is_not_waited_for(scenarios):
     [
         ("dead", ["waited 2 s (engine.unavailable_timeout_s)", "http://127.0.0.1:90", "connection failed"]),
         ("dies_for_good", ["waited 2 s", "http://127.0.0.1:90"]),
-        ("frozen", ["waited 2 s", "no answer", "called off"]),
+        ("frozen", ["waited 2 s", "no answer", "aborted"]),
         ("refuses", ["http://127.0.0.1:90", "not the served model"]),
         ("cannot_load", ["no engine could load it", "out of memory"]),
         ("other_weights", ["http://127.0.0.1:90", "differ from the trainer's by 0.5", "weight_sync.probe_tolerance"]),

@@ -22,7 +22,7 @@ from dppo_megatron.engines.protocol import (
     EngineRefused,
     EngineTimeout,
     GenerateRequest,
-    SpoiltSample,
+    InvalidSample,
     UpdateMode,
 )
 from dppo_megatron.engines.samples import check_scores
@@ -89,8 +89,8 @@ class SglangEngine:
             await asyncio.to_thread(
                 samples.check, request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len
             )
-        except (ValueError, SpoiltSample) as error:
-            raise SpoiltSample(f"engine {self.url}: {what}: {error}") from None
+        except (ValueError, InvalidSample) as error:
+            raise InvalidSample(f"engine {self.url}: {what}: {error}") from None
         return samples.rollouts(len(request.token_ids))
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -105,7 +105,7 @@ class SglangEngine:
         try:
             logprobs, version = decode_score(reply, tokens, limits.vocab_size)
         except ValueError as error:
-            raise SpoiltSample(f"engine {self.url}: {what}: {error}") from None
+            raise InvalidSample(f"engine {self.url}: {what}: {error}") from None
         if version < 0:
             raise EngineError(f"engine {self.url}: {what}: its weights are incomplete, load them again")
         return check_scores(f"engine {self.url}: {what}", logprobs, len(tokens) - 1)

@@ -13,7 +13,7 @@ from dppo_megatron.hf import read_hf_config
 
 from .client import CONTEXT_MARGIN
 
-CPU_ENVIRONMENT = Path(__file__).parent / "sglang_cpu"
+CPU_ENVIRONMENT = Path(__file__).parent / "cpu"
 CPU_KV_CACHE_BYTES = 2**30  # SGLang's own choice is a share of all memory, which other processes need as well
 
 

@@ -18,7 +18,7 @@ from dppo_megatron.weights.process_group import Meeting, WeightGroupError, Weigh
 
 IDLE_POLL_S = 0.05
 CLEAN_UP_TIMEOUT_S = 5.0  # after a failure; the server may not answer at all
-TORN = "torn"  # label of weights that are neither the old nor the new ones
+INCONSISTENT = "inconsistent"  # label of weights that are neither the old nor the new ones
 UPDATING = "updating-"  # their label while an update goes on; followed by its name
 
 
@@ -144,7 +144,7 @@ class SglangWeights:
     async def _call_torn(self, what: str) -> None:
         """What was loaded so far stays. Under this label every token is refused until an update succeeds."""
         with contextlib.suppress(EngineError):
-            await self._label(what, TORN, CLEAN_UP_TIMEOUT_S)
+            await self._label(what, INCONSISTENT, CLEAN_UP_TIMEOUT_S)
 
     async def _mark_updating(self, what: str, deadline: float) -> None:
         """Before the scheduler is busy: its HTTP process tells the label meanwhile."""

@@ -19,7 +19,7 @@ from dppo_megatron.engines.protocol import (
     EngineInfo,
     EngineUnavailable,
     GenerateRequest,
-    SpoiltSample,
+    InvalidSample,
     UpdateMode,
 )
 from dppo_megatron.engines.samples import GroupSamples, check_scores
@@ -64,7 +64,7 @@ class VllmEngine:
         if header.get("instance", limits.instance) != limits.instance:
             raise EngineUnavailable(f"engine {self.url}: {what}: the server was restarted; its weights are unknown")
         if header.get("request_id") != sent.request_id:
-            raise SpoiltSample(f"engine {self.url}: {what}: the reply is to {header.get('request_id')!r}")
+            raise InvalidSample(f"engine {self.url}: {what}: the reply is to {header.get('request_id')!r}")
         try:
             samples = GroupSamples(
                 lengths=arrays["lengths"],
@@ -77,14 +77,14 @@ class VllmEngine:
                 routed_experts=arrays.get("routed_experts"),
             )
         except (KeyError, TypeError) as error:
-            raise SpoiltSample(f"engine {self.url}: {what}: the reply lacks {error}") from error
+            raise InvalidSample(f"engine {self.url}: {what}: the reply lacks {error}") from error
         try:
             # In a thread: listed log-probs of a group of long responses take a third of a second.
             await asyncio.to_thread(
                 samples.check, request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len
             )
-        except SpoiltSample as error:
-            raise SpoiltSample(f"engine {self.url}: {error}") from None
+        except InvalidSample as error:
+            raise InvalidSample(f"engine {self.url}: {error}") from None
         return samples.rollouts(len(request.token_ids))
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -157,4 +157,4 @@ class VllmEngine:
         try:
             return decode_frame(reply)
         except ValueError as error:
-            raise SpoiltSample(f"engine {self.url}: {what}: garbled reply: {error}") from error
+            raise InvalidSample(f"engine {self.url}: {what}: garbled reply: {error}") from error

@@ -1,4 +1,4 @@
-"""Inference servers played in this process: they die, freeze, lie about their weights and come back."""
+"""Fake inference servers in this process: they die, freeze, lie about their weights and come back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dppo_megatron.config import Config
-from dppo_megatron.engines.protocol import EngineInfo, EngineRefused, EngineUnavailable, GenerateRequest, SpoiltSample
+from dppo_megatron.engines.protocol import EngineInfo, EngineRefused, EngineUnavailable, GenerateRequest, InvalidSample
 from dppo_megatron.fleet.pool import WatchedPool
 from dppo_megatron.fleet.registry import Service
 from dppo_megatron.run_dir import RunDir
@@ -29,7 +29,7 @@ def policy_scores(version: int) -> list[float]:
 
 
 @dataclass
-class PlayedServer:
+class FakeServer:
     """Serves the weights of policy `weights` and says that it serves `claims`."""
 
     weights: int = 0
@@ -39,7 +39,7 @@ class PlayedServer:
     frozen: bool = False
     ignores_loads: bool = False  # answers that it loaded, and keeps its weights
     refuses: bool = False
-    spoils: bool = False
+    corrupts: bool = False
     generate_s: float = 0.0
     load_s: float = 0.0
     asked: list[GenerateRequest] = field(default_factory=list)
@@ -52,10 +52,10 @@ class PlayedServer:
         self.weights, self.claims, self.up, self.frozen = weights, claims, True, False
 
 
-class PlayedEngine:
+class FakeEngine:
     """A client of one; see `Engine`."""
 
-    def __init__(self, url: str, server: PlayedServer):
+    def __init__(self, url: str, server: FakeServer):
         self.url = url
         self._server = server
         self._life: str | None = None  # that it first sampled from
@@ -86,7 +86,7 @@ class PlayedEngine:
             logprobs_mode="processed_logprobs",
             dtype="float32",
             model="m",
-            engine="played",
+            engine="fake",
             running=0,
             instance=server.instance,
             updating_s=None if server.began is None else time.monotonic() - server.began,
@@ -121,8 +121,8 @@ class PlayedEngine:
             await self._reach(server.generate_s)
         finally:
             server.running -= 1
-        if server.spoils:
-            raise SpoiltSample(f"engine {self.url}: NaN")
+        if server.corrupts:
+            raise InvalidSample(f"engine {self.url}: NaN")
         rollouts = []
         for seed in request.seeds:
             tokens = np.random.default_rng([seed, server.weights]).integers(0, 99, 4).astype(np.int32)
@@ -142,7 +142,7 @@ class World:
     """Some servers, the address book that announces them, and the trainer's publishing."""
 
     config: Config
-    servers: dict[str, PlayedServer]
+    servers: dict[str, FakeServer]
     book: dict[str, str] = field(default_factory=dict)  # name -> url
 
     def __post_init__(self):
@@ -151,8 +151,8 @@ class World:
     def services(self) -> dict[str, Service]:
         return {name: Service(name, url, 0, "") for name, url in self.book.items()}
 
-    def build(self, config: Config, url: str) -> PlayedEngine:
-        return PlayedEngine(url, self.servers[url])
+    def build(self, config: Config, url: str) -> FakeEngine:
+        return FakeEngine(url, self.servers[url])
 
     def publish(self, version: int, to: tuple[str, ...] | None = None, path: str | None = "/weights") -> None:
         """The trainer's part: loads into the servers at `to`, by default all, and names them as confirmed.
@@ -172,7 +172,7 @@ class World:
         ).write(RunDir(self.config.run.dir).published)
 
     def live(self, use: Callable[[WatchedPool], Awaitable[None]], check=None, timeout_s: float = 20.0) -> None:
-        async def suits(engine: PlayedEngine) -> None:
+        async def suits(engine: FakeEngine) -> None:
             pass
 
         async def main() -> None:

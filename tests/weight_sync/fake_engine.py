@@ -16,7 +16,7 @@ from dppo_megatron.weights.process_group import WeightGroupError, WeightGroupPla
 SCORES = np.linspace(-3, -1, 7, dtype=np.float32)
 
 
-class PlayedEngine:
+class FakeEngine:
     """Keeps what it receives in `weights`. `dies_at` names what kills it: "join", "receive", or a bucket's number.
 
     `down` engines do not answer. One that freezes at the bucket `freezes_at` keeps its connections too.
@@ -57,7 +57,7 @@ class PlayedEngine:
             "processed_logprobs",
             "float32",
             "m",
-            "played",
+            "fake",
             0,
             workers=1,
             weight_group=self._group,
