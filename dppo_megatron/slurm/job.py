@@ -51,7 +51,7 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
     if violations := slurm_violations(config) + node_violations(config, allocation):
         raise ConfigError(str(source), violations)
     check_life(config, str(source), resume=resume)
-    queue.patiently(lambda: refuse_second_job(run, allocation.job_id), config.slurm.signal_lead_s)
+    queue.retry_until_answered(lambda: refuse_second_job(run, allocation.job_id), config.slurm.signal_lead_s)
     run.root.mkdir(parents=True, exist_ok=True)
     save_resolved(config, run.config)
     if config_file.absolute() == run.config:
@@ -234,7 +234,7 @@ class Job:
         self._record("requeued", cause)
         say(f"requeued after: {cause}")
         try:
-            queue.patiently(
+            queue.retry_until_answered(
                 lambda: queue.requeue(self._allocation.job_id),
                 self._config.slurm.signal_lead_s,
                 give_up=lambda: self._signal in CANCELLED,

@@ -1,14 +1,14 @@
-"""Slurm's own commands, each with a time-out and an error that says what was asked."""
+"""Slurm's own commands, each with a time-out and an error that names the command and Slurm's answer."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dppo_megatron.common.retry import RetryBudget, retry
 from dppo_megatron.errors import ExpectedError
 
 COMMAND_TIMEOUT_S = 60.0
@@ -67,22 +67,15 @@ def requeue(job_id: str) -> None:
     slurm_command("scontrol", "requeue", job_id)
 
 
-def patiently(ask: Callable[[], None], patience_s: float, give_up: Callable[[], bool] = lambda: False) -> None:
-    """Asks again, after growing pauses, while Slurm does not answer.
+def retry_until_answered(
+    command: Callable[[], None], timeout_s: float, give_up: Callable[[], bool] | None = None
+) -> None:
+    """Repeats `command`, after growing pauses, while Slurm does not answer.
 
-    Raises `SlurmRefused` at once, and the last `SlurmError` after `patience_s` or when `give_up` says so.
+    Raises `SlurmRefused` at once, and the last `SlurmError` after `timeout_s` or when `give_up` returns True.
     """
-    deadline, pause = time.monotonic() + patience_s, FIRST_PAUSE_S
-    while True:
-        try:
-            return ask()
-        except SlurmRefused:
-            raise
-        except SlurmError:
-            if give_up() or time.monotonic() + pause > deadline:
-                raise
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE_S)
+    budget = RetryBudget(timeout_s=timeout_s, first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S, jitter=True)
+    retry(lambda _attempt: command(), budget, on=SlurmError, unless=SlurmRefused, give_up=give_up)
 
 
 def node_names(node_list: str) -> tuple[str, ...]:
@@ -99,7 +92,7 @@ def slurm_command(*command: str) -> str:
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{' '.join(command)}: no answer within {COMMAND_TIMEOUT_S:.0f} s") from None
     if result.returncode:
-        said = (result.stderr or result.stdout).strip()
-        kind = SlurmRefused if _REFUSAL.search(said) else SlurmError
-        raise kind(f"{' '.join(command)}: {said}")
+        answer = (result.stderr or result.stdout).strip()
+        kind = SlurmRefused if _REFUSAL.search(answer) else SlurmError
+        raise kind(f"{' '.join(command)}: {answer}")
     return result.stdout.strip()

@@ -137,7 +137,7 @@ def test_a_requeue_is_asked_for_until_slurm_answers(tmp_path, monkeypatch, said,
     monkeypatch.setattr(queue, "FIRST_PAUSE_S", 0.01)
     expected = contextlib.nullcontext() if error is None else pytest.raises(error, match=said.split("(")[0])
     with expected:
-        queue.patiently(lambda: queue.requeue("7"), 60 if error is None else 1)
+        queue.retry_until_answered(lambda: queue.requeue("7"), 60 if error is None else 1)
     tries = len(count.read_text().splitlines())
     assert tries == 4 if error is None else (tries == 1) == (error is SlurmRefused)
 

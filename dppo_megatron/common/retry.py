@@ -1,0 +1,101 @@
+"""Repeats a call that may fail for a moment, within a budget of attempts and time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import tenacity
+
+Result = TypeVar("Result")
+Errors = type[Exception] | tuple[type[Exception], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RetryBudget:
+    """How often and for how long a call is attempted; whichever bound is reached first ends it. Set at least one.
+
+    The pause after a failure begins at `first_pause_s` and doubles up to `longest_pause_s`. With `jitter` each pause is
+    drawn uniformly between 0 and that, for callers that would otherwise all return to one server at the same moment.
+    """
+
+    attempts: int | None = None  # the first included
+    timeout_s: float | None = None  # no attempt begins later than this after the first
+    first_pause_s: float = 0.0
+    longest_pause_s: float = 30.0
+    jitter: bool = False
+
+    def __post_init__(self) -> None:
+        if self.attempts is None and self.timeout_s is None:
+            raise ValueError("RetryBudget: set attempts, timeout_s or both; with neither a call could repeat forever")
+
+
+def retry(
+    call: Callable[[int], Result],
+    budget: RetryBudget,
+    *,
+    on: Errors = Exception,
+    unless: Errors = (),
+    give_up: Callable[[], bool] | None = None,
+    on_retry: Callable[[Exception], None] | None = None,
+) -> Result:
+    """Result of the first `call(attempt)` that does not raise; attempts are counted from 0.
+
+    An error of type `on` that is not of type `unless` leads to another attempt, every other one is raised at once.
+    When the budget is spent, or `give_up()` is true after a failure, the last attempt's own error is raised.
+    `on_retry` is called with each error that another attempt follows, before the pause: to log or count it.
+    """
+    settings = _tenacity_settings(budget, on, unless, give_up, on_retry)
+    attempts = itertools.count()
+    return tenacity.Retrying(**settings)(lambda: call(next(attempts)))
+
+
+async def retry_async(
+    call: Callable[[int], Awaitable[Result]],
+    budget: RetryBudget,
+    *,
+    on: Errors = Exception,
+    unless: Errors = (),
+    give_up: Callable[[], bool] | None = None,
+    on_retry: Callable[[Exception], None] | None = None,
+) -> Result:
+    """As `retry`, for a coroutine function. Pauses do not block the event loop and end when the task is cancelled."""
+    settings = _tenacity_settings(budget, on, unless, give_up, on_retry)
+    attempts = itertools.count()
+
+    async def attempt() -> Result:
+        return await call(next(attempts))
+
+    return await tenacity.AsyncRetrying(**settings)(attempt)
+
+
+def _tenacity_settings(
+    budget: RetryBudget,
+    on: Errors,
+    unless: Errors,
+    give_up: Callable[[], bool] | None,
+    on_retry: Callable[[Exception], None] | None,
+) -> dict[str, Any]:
+    stops: list[Any] = [] if give_up is None else [lambda _state: give_up()]
+    if budget.attempts is not None:
+        stops.append(tenacity.stop_after_attempt(budget.attempts))
+    if budget.timeout_s is not None:
+        stops.append(tenacity.stop_before_delay(budget.timeout_s))
+    pauses = tenacity.wait_random_exponential if budget.jitter else tenacity.wait_exponential
+    return {
+        "stop": tenacity.stop_any(*stops),
+        "wait": pauses(multiplier=budget.first_pause_s, max=budget.longest_pause_s),
+        "retry": tenacity.retry_if_exception(lambda error: isinstance(error, on) and not isinstance(error, unless)),
+        "before_sleep": None if on_retry is None else lambda state: on_retry(state.outcome.exception()),
+        "retry_error_callback": _raise_last_error,
+    }
+
+
+def _raise_last_error(state: tenacity.RetryCallState) -> NoReturn:
+    """Instead of tenacity's `RetryError`: callers handle the errors of the call."""
+    error = state.outcome.exception()
+    if state.attempt_number > 1:
+        error.add_note(f"attempt {state.attempt_number}, {state.seconds_since_start:.1f} s after the first began")
+    raise error

@@ -1,0 +1,114 @@
+"""Retries: how often, how long, after which errors, and what is raised in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from dppo_megatron.common.retry import RetryBudget, retry, retry_async
+
+
+class Busy(Exception):
+    pass
+
+
+class Refused(Busy):
+    pass
+
+
+class Flaky:
+    """Raises the given errors in turn, then returns the number of the attempt."""
+
+    def __init__(self, *errors: Exception):
+        self.errors = list(errors)
+        self.attempts: list[int] = []
+
+    def __call__(self, attempt: int) -> int:
+        self.attempts.append(attempt)
+        if self.errors:
+            raise self.errors.pop(0)
+        return attempt
+
+    async def coroutine(self, attempt: int) -> int:
+        await asyncio.sleep(0)
+        return self(attempt)
+
+
+def run_sync(flaky, budget, **rules):
+    return retry(flaky, budget, **rules)
+
+
+def run_async(flaky, budget, **rules):
+    return asyncio.run(retry_async(flaky.coroutine, budget, **rules))
+
+
+both = pytest.mark.parametrize("run", [run_sync, run_async])
+
+
+@both
+def test_the_first_attempt_that_succeeds_gives_the_result(run):
+    flaky, seen = Flaky(Busy("1"), Busy("2")), []
+    assert run(flaky, RetryBudget(attempts=3), on=Busy, on_retry=seen.append) == 2
+    assert flaky.attempts == [0, 1, 2]
+    assert [str(error) for error in seen] == ["1", "2"]
+
+
+@both
+def test_the_last_error_is_raised_when_the_attempts_are_spent(run):
+    flaky, seen = Flaky(*(Busy(str(number)) for number in range(9))), []
+    with pytest.raises(Busy, match="^2\n") as caught:
+        run(flaky, RetryBudget(attempts=3), on_retry=seen.append)
+    assert len(seen) == 2  # none follows the third
+    assert "attempt 3" in caught.value.__notes__[0]
+
+
+@both
+@pytest.mark.parametrize("error", [Refused("no"), KeyError("bug")])
+def test_other_errors_are_raised_at_once(run, error):
+    flaky = Flaky(error)
+    with pytest.raises(type(error)) as caught:
+        run(flaky, RetryBudget(attempts=3), on=Busy, unless=Refused)
+    assert flaky.attempts == [0]
+    assert not hasattr(caught.value, "__notes__")
+
+
+@both
+def test_no_attempt_begins_after_the_time(run):
+    flaky = Flaky(*(Busy(str(number)) for number in range(99)))
+    started = time.monotonic()
+    with pytest.raises(Busy):
+        run(flaky, RetryBudget(timeout_s=0.5, first_pause_s=0.1))
+    assert flaky.attempts == [0, 1, 2]  # at 0, 0.1 and 0.3; the next would be at 0.7
+    assert 0.3 <= time.monotonic() - started < 0.7
+
+
+@both
+def test_giving_up_raises_the_error(run):
+    flaky = Flaky(Busy("1"), Busy("2"))
+    with pytest.raises(Busy, match="2"):
+        run(flaky, RetryBudget(attempts=9), give_up=lambda: len(flaky.attempts) == 2)
+
+
+def test_jitter_shortens_pauses():
+    flaky = Flaky(*(Busy(str(number)) for number in range(20)))
+    started = time.monotonic()
+    assert retry(flaky, RetryBudget(attempts=21, first_pause_s=0.01, longest_pause_s=0.02, jitter=True)) == 20
+    assert 0 < time.monotonic() - started < 20 * 0.02
+
+
+def test_a_pause_ends_when_its_task_is_cancelled():
+    async def main():
+        task = asyncio.create_task(retry_async(Flaky(Busy()).coroutine, RetryBudget(attempts=2, first_pause_s=600)))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_a_budget_has_a_bound():
+    with pytest.raises(ValueError, match="attempts, timeout_s or both"):
+        RetryBudget()
