@@ -58,7 +58,7 @@ def test_the_first_attempt_that_succeeds_gives_the_result(run):
 @both
 def test_the_last_error_is_raised_when_the_attempts_are_spent(run):
     flaky, seen = Flaky(*(Busy(str(number)) for number in range(9))), []
-    with pytest.raises(Busy, match="^2\n") as caught:
+    with pytest.raises(Busy, match=r"^2\n") as caught:
         run(flaky, RetryBudget(attempts=3), on_retry=seen.append)
     assert len(seen) == 2  # none follows the third
     assert "attempt 3" in caught.value.__notes__[0]
