@@ -1,0 +1,53 @@
+"""tools/check_words.py finds the retired words in every spelling, and nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("check_words", ROOT / "tools" / "check_words.py")
+check_words = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check_words)
+
+# With a tilde inside, so that this file passes the check it tests.
+RETIRED = [
+    text.replace("~", "")
+    for text in (
+        *("Spo~iltSample", "spo~ilt_groups", "_le~nt", "le~nt to the engines", "VOU~CHED", "PATI~ENCE"),
+        *("call_pati~ently", "called~ off", "CALL~_OFF", "pla~yed_server", "a to~rn line"),
+    )
+]
+ORDINARY = (
+    "equivalent",
+    "talent",
+    "a patient reader",
+    "recall_offset",
+    "displayed_server",
+    "returned",
+    "tornado",
+    "cut off",
+)
+
+
+@pytest.mark.parametrize("text", RETIRED)
+def test_a_retired_word_is_found_with_its_line(text, tmp_path, capsys):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text(f"fine\n{text}\n")
+    assert check_words.main(tmp_path) == 1
+    assert "docs/page.md:2:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ORDINARY)
+def test_an_ordinary_word_is_not(text):
+    assert not check_words.find_words(text)
+
+
+def test_a_file_name_counts_and_the_changelog_may_name_what_it_renames(tmp_path):
+    (tmp_path / "dppo_megatron").mkdir()
+    (tmp_path / "CHANGELOG.md").write_text(RETIRED[0])
+    assert check_words.main(tmp_path) == 0
+    (tmp_path / "dppo_megatron" / f"{RETIRED[1]}.py").touch()
+    assert check_words.main(tmp_path) == 1
