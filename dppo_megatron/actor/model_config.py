@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config, ParallelConfig
 from dppo_megatron.hf import HFModelConfig, ModelError
 
 from . import megatron_version
 from .precision import fuses_weight_gradient, installation_problems, precision_arguments, precision_problems, this_gpu
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SHARD_UNIT = 128  # columns of the head per rank, for its GEMM
 _SMALL_VOCAB = 4096  # below it, padding to the unit would cost more than it gains
 # What Megatron-core's RotaryEmbedding takes for granted when it scales as Llama 3 does.
@@ -23,7 +23,7 @@ _MEGATRON_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_p
 
 
 def dtype(config: Config) -> torch.dtype:
-    return _DTYPES[config.model.dtype]
+    return DTYPES[config.model.dtype].torch
 
 
 def use_transformer_engine(config: Config) -> bool:

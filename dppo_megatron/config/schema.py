@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dppo_megatron.common.dtypes import FloatName
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=False)
@@ -170,7 +172,7 @@ class EngineConfig(Section):
     )
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535, description="first port; 0 = a free one")
-    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    dtype: FloatName = "bf16"
     quantization: Literal["none", "fp8_block"] = Field(
         "none",
         description="fp8_block: every publish quantises the layers' projections to FP8 (e4m3, a scale for 128 x 128 "

@@ -9,18 +9,13 @@ from typing import Annotated
 
 import typer
 
+from dppo_megatron.common.dtypes import DTYPES, FloatName
 from dppo_megatron.errors import ExpectedError
 
 app = typer.Typer(
     help="Convert model weights between Hugging Face directories and Megatron checkpoints, streaming and checked.",
     no_args_is_help=True,
 )
-
-
-class Dtype(StrEnum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
 
 
 class Quantization(StrEnum):
@@ -32,7 +27,7 @@ class VerificationFailed(ExpectedError, RuntimeError):
 
 
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="directory to make; must not exist")]
-DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="cast to; default: as stored (FP8: bf16)")]
+DtypeOption = Annotated[FloatName | None, typer.Option("--dtype", help="cast to; default: as stored (FP8: bf16)")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what maps to what and write nothing")]
 Verify = Annotated[bool, typer.Option("--verify", help="afterwards compare the logits of both models, in fp32")]
 Resume = Annotated[bool, typer.Option("--resume", help="continue an interrupted conversion to DST")]
@@ -163,8 +158,5 @@ def _verify(hf_dir: Path, checkpoint: Path) -> None:
     typer.echo(str(result))
 
 
-def _torch_dtype(dtype: Dtype | None):
-    import torch
-
-    names = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
-    return None if dtype is None else names[dtype]
+def _torch_dtype(dtype: FloatName | None):
+    return None if dtype is None else DTYPES[dtype].torch

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
 
 from .protocol import EngineIncompatible, EngineInfo
-
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Names of `engine.dtype` on the servers' side."""
 
 
 def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | None) -> None:
@@ -17,7 +15,7 @@ def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | Non
     """
     rollout, engine = config.rollout, config.engine
     cap = info.max_logprobs if info.max_logprobs >= 0 else info.vocab_size
-    dtype = DTYPES[engine.dtype]
+    dtype = DTYPES[engine.dtype].long
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     problems = [
         (

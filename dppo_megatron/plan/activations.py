@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.vocab_parallel.linear import column_blocks
@@ -30,7 +31,7 @@ class Work:
 
     @property
     def e(self) -> int:
-        return 4 if self.config.model.dtype == "fp32" else 2
+        return DTYPES[self.config.model.dtype].bytes
 
     @property
     def tensor(self) -> int:

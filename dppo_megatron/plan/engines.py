@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
+from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig, WeightMap, fp8
 from dppo_megatron.hf.safetensors_file import TensorInfo
 
 from .hardware import Cluster, Hardware
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNUSED = 0.1  # of the memory: what servers leave free by default, CUDA graphs and activations. An assumption.
 
 
@@ -48,9 +46,8 @@ def devices_needed(config: Config) -> int:
 
 def published_bytes(hf: HFModelConfig, config: Config) -> int:
     """One version of the weights as engines take it."""
-    tensors = {
-        name: TensorInfo(_DTYPES[config.engine.dtype], shape) for name, shape in WeightMap(hf).hf_tensors().items()
-    }
+    dtype = DTYPES[config.engine.dtype].torch
+    tensors = {name: TensorInfo(dtype, shape) for name, shape in WeightMap(hf).hf_tensors().items()}
     if config.engine.quantization != "none":
         tensors = fp8.quantized_info(tensors)
     return sum(info.nbytes for info in tensors.values())
@@ -70,7 +67,7 @@ def engine_memory(hf: HFModelConfig, config: Config, hardware: Hardware) -> Engi
     cache = usable - weights
     if engine.kv_cache_bytes is not None:
         cache = min(cache, engine.kv_cache_bytes)
-    return EngineMemory(weights, cache, engine.max_model_len * hf.num_layers * width * _DTYPES[engine.dtype].itemsize)
+    return EngineMemory(weights, cache, engine.max_model_len * hf.num_layers * width * DTYPES[engine.dtype].bytes)
 
 
 def placement_problems(config: Config, cluster: Cluster) -> Iterator[str]:

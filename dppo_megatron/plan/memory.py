@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.export import DEFAULT_BUCKET_BYTES
@@ -14,7 +15,6 @@ from .activations import FP32, Layer, Work, head, layer, recomputed
 from .hardware import Hardware
 from .ranks import RankModel
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 INT64 = 8
 
 
@@ -203,7 +203,7 @@ def _step(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item, .
 def _publishing(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item, ...]:
     if not config.samples:
         return (Item("export buckets", 0, "nothing is published"),)
-    e, tensor = _BYTES[config.engine.dtype], config.parallel.tensor
+    e, tensor = DTYPES[config.engine.dtype].bytes, config.parallel.tensor
     broadcast = config.weight_sync.transport == "broadcast"
     size = DEFAULT_BUCKET_BYTES
     if broadcast:

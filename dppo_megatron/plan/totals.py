@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig, ModelError, WeightMap
 
 from .engines import published_bytes
 from .ranks import RankModel
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _TOKEN_BYTES = 4 + 4 + 4  # id, log-prob and policy version of a sampled token
 _LISTED_BYTES = 4 + 4  # id and log-prob
 
@@ -39,7 +39,7 @@ def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Tot
     longest = config.data.max_prompt_tokens + r.max_response_tokens
     tokens = sequences * longest
     # Weights in the model's dtype; the optimizer's fp32 parameters and two moments.
-    checkpoint = parameters * (_BYTES[config.model.dtype] + 12)
+    checkpoint = parameters * (DTYPES[config.model.dtype].bytes + 12)
     return Totals(
         parameters=parameters,
         active=_active(hf, parameters),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from dppo_megatron.actor import Actor
+from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
 
 from .broadcast import Broadcast
@@ -15,14 +15,11 @@ from .ranks import Ranks
 from .shared_storage import SharedStorage
 from .transport import StoredAs
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def build_publisher(config: Config, actor: Actor, engines: EngineThread | None, probe: np.ndarray | None) -> Publisher:
     """Collective; `engines` and `probe` are those of rank 0, the other ranks need none."""
-    stored = StoredAs(
-        _DTYPES[config.engine.dtype], None if config.engine.quantization == "none" else config.engine.quantization
-    )
+    engine = config.engine
+    stored = StoredAs(DTYPES[engine.dtype].torch, None if engine.quantization == "none" else engine.quantization)
     # The others wait for rank 0's word while it waits for an engine to come back or to end its update.
     ranks = Ranks(timeout_s=config.engine.unavailable_timeout_s + 4 * config.weight_sync.timeout_s)
     if config.weight_sync.transport == "broadcast":

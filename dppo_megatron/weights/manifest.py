@@ -8,12 +8,13 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.hf import ModelError, WeightMap, read_hf_config
 
 from .process_group import TensorSpec
 
-FP8 = ("F8_E4M3", "float8_e4m3fn")  # as safetensors and as torch spell it
-DTYPES = ("F32", "BF16", "F16", FP8[0])  # of any but the last an engine makes its own
+_FP8 = DTYPES["fp8"]
+_STORED = tuple(dtype.safetensors for dtype in DTYPES.values())  # an engine casts all but FP8 to its own dtype
 SHOWN = 5  # names listed in an error
 
 
@@ -36,7 +37,7 @@ class Manifest:
     def of(cls, source: str, tensors: Iterable[TensorSpec]) -> Manifest:
         """What a sender announces, instead of files."""
         specs = list(tensors)
-        fp8 = frozenset(spec.name for spec in specs if spec.dtype in FP8)
+        fp8 = frozenset(spec.name for spec in specs if spec.dtype == _FP8.long)
         return cls(source, (), {spec.name: spec.shape for spec in specs}, fp8)
 
     @classmethod
@@ -65,10 +66,10 @@ class Manifest:
                         if name in shapes:
                             raise BadWeights(f"{file}: tensor {name} is in another file as well")
                         tensor = shard.get_slice(name)
-                        if tensor.get_dtype() not in DTYPES:
-                            raise BadWeights(f"{file}: {name} is {tensor.get_dtype()}, not one of {DTYPES}")
+                        if tensor.get_dtype() not in _STORED:
+                            raise BadWeights(f"{file}: {name} is {tensor.get_dtype()}, not one of {_STORED}")
                         shapes[name] = tuple(tensor.get_shape())
-                        if tensor.get_dtype() in FP8:
+                        if tensor.get_dtype() == _FP8.safetensors:
                             fp8.add(name)
             except (OSError, SafetensorError) as error:
                 raise UnreadableWeights(f"{file}: not a readable safetensors file ({error})") from error

@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.compatibility import DTYPES
 from dppo_megatron.engines.vllm.server import Device, device_here
 from dppo_megatron.hf import read_hf_config
 
@@ -38,7 +38,7 @@ def sglang_command(
         *(str(sglang_python(config)), "-m", "sglang.launch_server"),
         *("--model-path", str(model_path)),
         *("--host", engine.host, "--port", str(port)),
-        *("--dtype", DTYPES[engine.dtype]),
+        *("--dtype", DTYPES[engine.dtype].long),
         *("--tp-size", str(engine.tensor_parallel)),
         *("--context-length", str(engine.max_model_len + CONTEXT_MARGIN)),
         *("--max-running-requests", str(engine.max_num_seqs)),
@@ -101,4 +101,4 @@ def _kv_bytes_per_token(config: Config, model_path: Path) -> int:
     else:
         # Each GPU has its share of the heads, one at least.
         per_layer = 2 * max(1, model.num_kv_heads // config.engine.tensor_parallel) * model.head_dim
-    return model.num_layers * per_layer * (4 if config.engine.dtype == "fp32" else 2)
+    return model.num_layers * per_layer * DTYPES[config.engine.dtype].bytes

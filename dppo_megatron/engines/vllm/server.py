@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.compatibility import DTYPES
 
 Device = Literal["cpu", "cuda"]
 
@@ -25,7 +25,7 @@ def vllm_command(config: Config, port: int, model_path: Path, *, device: Device 
         *(str(engine.python or sys.executable), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model_path)),
         *("--host", engine.host, "--port", str(port)),
-        *("--dtype", DTYPES[engine.dtype]),
+        *("--dtype", DTYPES[engine.dtype].long),
         *("--tensor-parallel-size", str(engine.tensor_parallel)),
         *("--max-model-len", str(engine.max_model_len)),
         *("--max-num-seqs", str(engine.max_num_seqs)),

@@ -1,0 +1,33 @@
+"""The one table of number formats: how a config, torch, the servers and safetensors call each. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+FloatName = Literal["fp32", "bf16", "fp16"]
+"""What weights can be cast to, as configs and options spell it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    long: str  # torch's name, and that of vLLM, SGLang and a config.json
+    safetensors: str
+    bytes: int
+
+    @property
+    def torch(self) -> torch.dtype:
+        import torch
+
+        return getattr(torch, self.long)
+
+
+DTYPES: dict[str, Dtype] = {
+    "fp32": Dtype("float32", "F32", 4),
+    "bf16": Dtype("bfloat16", "BF16", 2),
+    "fp16": Dtype("float16", "F16", 2),
+    "fp8": Dtype("float8_e4m3fn", "F8_E4M3", 1),
+}
