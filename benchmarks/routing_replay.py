@@ -27,7 +27,7 @@ import yaml
 
 from dppo_megatron.actor import Actor, init_layout
 from dppo_megatron.config import Config, load_config
-from dppo_megatron.data.packing import Sequence, pack
+from dppo_megatron.data.packing import TokenSequence, pack
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.engines.registry import build_engine
 from dppo_megatron.fleet.registry import engine_urls
@@ -160,7 +160,7 @@ def batches(samples: list[Sample], size: int = 16) -> list[TokenBatch]:
     """Packed with the engine's routing. Advantages alternate, so that an update has a gradient."""
     weight = 1 / sum(len(r.token_ids) for _, r in samples)
     sequences = [
-        Sequence.of_rollout(p, r, advantage=(-1.0) ** i, loss_weight=weight, replay_routing=True)
+        TokenSequence.of_rollout(p, r, advantage=(-1.0) ** i, loss_weight=weight, replay_routing=True)
         for i, (p, r) in enumerate(samples)
     ]
     return [pack(sequences[i : i + size]) for i in range(0, len(sequences), size)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence as ListOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from dppo_megatron.types import Prompt, Rollout, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class TokenSequence:
     """A prompt with the response to learn from. Supervised sequences have no rollout fields."""
 
     prompt_ids: np.ndarray  # [P] int32, at least one token: it predicts the first of the response
@@ -38,7 +38,7 @@ class Sequence:
         loss_weight: float,
         temperature: float = 1.0,
         replay_routing: bool = False,
-    ) -> Sequence:
+    ) -> TokenSequence:
         """A sampled response with the log-probs, and if asked the routing, of the policy that sampled it."""
         return cls(
             prompt.token_ids,
@@ -53,7 +53,7 @@ class Sequence:
         )
 
     @classmethod
-    def of_answer(cls, prompt: Prompt, answer_ids: np.ndarray, *, loss_weight: float) -> Sequence:
+    def of_answer(cls, prompt: Prompt, answer_ids: np.ndarray, *, loss_weight: float) -> TokenSequence:
         """A given answer to imitate (nll)."""
         return cls(prompt.token_ids, answer_ids, loss_weight)
 
@@ -61,7 +61,7 @@ class Sequence:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-def plan_micro_batches(lengths: ListOf[int] | np.ndarray, data_parallel: int, budget: int) -> list[list[list[int]]]:
+def plan_micro_batches(lengths: Sequence[int] | np.ndarray, data_parallel: int, budget: int) -> list[list[list[int]]]:
     """Splits sequences of the given lengths over ranks and micro-batches.
 
     lengths: tokens of each sequence. budget: most tokens of a micro-batch; a longer sequence gets one of its
@@ -91,7 +91,7 @@ def plan_micro_batches(lengths: ListOf[int] | np.ndarray, data_parallel: int, bu
     return plan
 
 
-def pack(sequences: ListOf[Sequence], *, topk: int = 0, pad_to_multiple: int = 1) -> TokenBatch:
+def pack(sequences: Sequence[TokenSequence], *, topk: int = 0, pad_to_multiple: int = 1) -> TokenBatch:
     """One micro-batch on the CPU, sequences end to end in the given order.
 
     All sequences must have the same optional fields, those that the result has.
@@ -221,13 +221,13 @@ def _fill(ordered: list[int], count: int, budget: int) -> list[list[int]] | None
     return bins
 
 
-def _check(sequences: ListOf[Sequence]) -> None:
+def _check(sequences: Sequence[TokenSequence]) -> None:
     for index, s in enumerate(sequences):
         if problem := _problem(s, sequences[0]):
             raise ValueError(f"sequence {index}: {problem}")
 
 
-def _problem(s: Sequence, first: Sequence) -> str:
+def _problem(s: TokenSequence, first: TokenSequence) -> str:
     responses = len(s.response_ids)
     width = _width(first.topk_ids)
     if len(s.prompt_ids) == 0:

@@ -14,8 +14,7 @@ import torch
 
 from dppo_megatron.bank import BankEntry, BankReader
 from dppo_megatron.config import Config
-from dppo_megatron.data.packing import Sequence as PackedSequence
-from dppo_megatron.data.packing import pack, plan_micro_batches
+from dppo_megatron.data.packing import TokenSequence, pack, plan_micro_batches
 from dppo_megatron.data.prompts import PromptSource
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.objectives import Objective, sequence_weights
@@ -157,7 +156,7 @@ class BankBatches:
             for g, i in computed[indices]:
                 group = read.get(g) or read.setdefault(g, self._read(entries[g]))
                 sequences.append(
-                    PackedSequence.of_rollout(
+                    TokenSequence.of_rollout(
                         group.prompt,
                         group.rollouts[i],
                         advantage=float(advantages[g, i]),
@@ -201,7 +200,7 @@ class SupervisedBatches:
         weights = sequence_weights(self._config.objective.aggregation, response, horizon=self._config.horizon)
         plan = plan_micro_batches(lengths, self._size, self._config.train.micro_batch_tokens)
         micro_batches = [
-            pack([PackedSequence.of_answer(prompts[i], answers[i], loss_weight=float(weights[i])) for i in indices])
+            pack([TokenSequence.of_answer(prompts[i], answers[i], loss_weight=float(weights[i])) for i in indices])
             for indices in plan[self._rank]
         ]
         return UpdateBatch(micro_batches, len(prompts), sum(lengths))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dppo_megatron.data.packing import Sequence, pack, plan_micro_batches
+from dppo_megatron.data.packing import TokenSequence, pack, plan_micro_batches
 from dppo_megatron.types import Prompt, Rollout
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=80)
@@ -53,8 +53,8 @@ def test_plan_edge_cases():
             plan_micro_batches(*bad)
 
 
-def sequence(rng, prompt, response, *, topk=0, weight=0.25, advantage=0.5) -> Sequence:
-    return Sequence.of_rollout(
+def sequence(rng, prompt, response, *, topk=0, weight=0.25, advantage=0.5) -> TokenSequence:
+    return TokenSequence.of_rollout(
         Prompt(0, 0, rng.integers(1, 100, prompt).astype(np.int32), "", ""),
         Rollout(
             rng.integers(1, 100, response).astype(np.int32),
@@ -127,7 +127,7 @@ def test_dtypes():
 
 def test_supervised_sequences_have_no_rollout_fields():
     prompt = Prompt(0, 0, np.array([7, 8], np.int32), "", "")
-    batch = pack([Sequence.of_answer(prompt, np.array([9, 1], np.int32), loss_weight=0.5)])
+    batch = pack([TokenSequence.of_answer(prompt, np.array([9, 1], np.int32), loss_weight=0.5)])
     assert batch.target_ids.tolist() == [0, 9, 1, 0]
     assert batch.mask.tolist() == [False, True, True, False]
     assert batch.loss_weight.tolist() == [0, 0.5, 0.5, 0]
@@ -187,7 +187,7 @@ def test_sequences_that_do_not_fit_together_are_refused():
         pack([sequence(rng, 0, 3)])
     plain = sequence(rng, 2, 3)
     with pytest.raises(ValueError, match="sequence 0: a rollout needs an advantage and one log-prob per"):
-        pack([Sequence(plain.prompt_ids, plain.response_ids, 1.0, 0.5, plain.rollout_logprobs[:2])])
+        pack([TokenSequence(plain.prompt_ids, plain.response_ids, 1.0, 0.5, plain.rollout_logprobs[:2])])
     with pytest.raises(ValueError, match="loss_weight or advantage is not finite"):
         pack([sequence(rng, 2, 3, weight=float("nan"))])
 
