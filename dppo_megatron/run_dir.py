@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +76,3 @@ class RunDir:
 
     def weights_of(self, version: int) -> Path:
         return self.weights / f"v{version:06d}"
-
-
-def write_json_atomic(path: Path, value: Any) -> None:
-    """Readers see the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value))
-    temporary.replace(path)
-
-
-def read_json(path: Path) -> Any | None:
-    """The parsed file, or None when it does not exist."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None

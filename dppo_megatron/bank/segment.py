@@ -8,6 +8,8 @@ import os
 import zlib
 from pathlib import Path
 
+from dppo_megatron.common.files import sync
+
 from .format import (
     GROUP_HEAD,
     RECORD_HEAD,
@@ -41,7 +43,7 @@ class Segment:
         try:
             self._data = os.open(self._data_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._index = os.open(self._index_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            _sync_directory(directory)
+            sync(directory)
         except OSError as error:
             self._close_files()
             raise self._failure(error, 0) from error
@@ -186,11 +188,3 @@ def _write_error(path: Path, error: OSError, needed: int) -> BankWriteError:
             "move run.dir to a larger file system, then resume"
         )
     return BankWriteError(f"{message}. Every record written before is intact", error.errno)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from dppo_megatron.common.files import write_atomic
 from dppo_megatron.errors import ExpectedError
 
 from .schema import Config
@@ -59,9 +59,7 @@ def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 def save_resolved(config: Config, path: Path) -> None:
     """Writes the whole tree, defaults included, so that a run can be repeated under other defaults."""
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    write_atomic(path, text)
 
 
 def with_absolute_paths(config: Config) -> Config:

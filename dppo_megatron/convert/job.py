@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from dppo_megatron.common.files import write_json
 from dppo_megatron.hf import HFModelConfig, ModelError
-from dppo_megatron.hf.safetensors_file import write_synced
 from dppo_megatron.hf.safetensors_writer import check_space, publish, refuse_existing, staging_of
 
 from .progress import Progress
@@ -93,7 +93,7 @@ def prepare(conversion: Conversion, resume: bool) -> None:
         check_space(staging.parent, conversion.nbytes)
         made = staging.with_name(f"{staging.name}.{os.getpid()}")
         (made / _NOTES).mkdir(parents=True)
-        write_synced(made / _NOTES / _JOB, json.dumps(job))
+        write_json(made / _NOTES / _JOB, job)
         made.rename(staging)  # other processes see it with its job or not at all
         return
     if not resume:
@@ -174,7 +174,7 @@ def _write_shard(conversion: Conversion, index: int, staging: Path, tick: Callab
         path = Path(own) / shard
         record = conversion.write_shard(index, path, tick)
         receipt = path.with_suffix(".json")
-        write_synced(receipt, json.dumps({"nbytes": path.stat().st_size, "record": record}))
+        write_json(receipt, {"nbytes": path.stat().st_size, "record": record})
         path.replace(staging / shard)
         receipt.replace(notes / f"{shard}.json")
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from random import SystemRandom
 
+from dppo_megatron.common.files import read_json, write_json
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.run_dir import RunDir, read_json, write_json_atomic
+from dppo_megatron.run_dir import RunDir
 
 POLL_S = 0.05
 _SERVER_PORTS = range(15_000, 30_000)
@@ -31,7 +32,7 @@ class Service:
 def register(run: RunDir, name: str, url: str, pid: int) -> None:
     """Announces a healthy service; call only once it answers."""
     service = Service(name, url, pid, socket.gethostname())
-    write_json_atomic(run.services / f"{name}.json", asdict(service))
+    write_json(run.services / f"{name}.json", asdict(service))
 
 
 def forget(run: RunDir, name: str, pid: int | None = None) -> None:

@@ -93,7 +93,7 @@ class SafetensorsFile:
             if self._missing:
                 raise ValueError(f"{self._file.name}: never written: {', '.join(self._missing)}")
             self._file.flush()
-            sync(self._file.fileno())
+            os.fsync(self._file.fileno())  # a rename must not outlive the bytes it names
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -103,35 +103,3 @@ def bytes_of(tensor: Tensor) -> memoryview:
     raw = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     raw.owner = flat
     return memoryview(raw)
-
-
-def sync(descriptor: int) -> None:
-    """Waits until the file is on the disk: a rename must not outlive the bytes it names."""
-    os.fsync(descriptor)
-
-
-def sync_tree(directory: Path) -> None:
-    """Makes all that is in `directory`, by whomever it was written, outlive a power failure."""
-    for inside, _, files in os.walk(directory):
-        for name in ("", *files):
-            sync_path(Path(inside, name))
-
-
-def sync_path(path: Path) -> None:
-    """Makes a file, or the renames inside a directory, outlive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        sync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_synced(path: Path, content: str | bytes) -> None:
-    """Writes a small file so that it exists whole or not at all, whatever ends the process or the machine."""
-    aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        sync(file.fileno())
-    aside.replace(path)
-    sync_path(path.parent)

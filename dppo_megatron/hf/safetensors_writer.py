@@ -6,7 +6,6 @@ Several processes may write parts into one staging directory; one of them assemb
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dppo_megatron.common.files import replace_directory, sync_tree, write_atomic
+
 from .errors import ModelError
 from .hf_config import MTP_NAMES
-from .safetensors_file import SafetensorsFile, info_of, sync_path, sync_tree, write_synced
+from .safetensors_file import SafetensorsFile, info_of
 from .safetensors_reader import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES = 4 << 30
@@ -140,7 +141,7 @@ def write_index(staging: Path, parts: Sequence[Part]) -> None:
         "metadata": {"total_size": sum(part.nbytes for part in parts)},
         "weight_map": dict(sorted(placed.items())),
     }
-    write_synced(staging / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+    write_atomic(staging / INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
 
 def copy_metadata(
@@ -175,26 +176,15 @@ def with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, ob
 
 
 def write_config(staging: Path, config: Mapping[str, object]) -> None:
-    write_synced(staging / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_atomic(staging / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def publish(staging: Path, directory: str | Path, overwrite: bool = False) -> None:
     """Renames the staging directory to `directory`, once all that is in it is on the disk.
 
-    A directory that is already there is refused with `ModelError`, or with `overwrite` replaced: moved
-    aside, and removed once the new one is in place.
+    A directory that is already there is refused with `ModelError`, or with `overwrite` replaced.
     """
     directory = Path(directory)
     refuse_existing(directory, overwrite)
     sync_tree(staging)
-    if not directory.exists():
-        os.rename(staging, directory)
-        sync_path(directory.parent)
-        return
-    aside = directory.with_name(f".{directory.name}.replaced")
-    if aside.exists():
-        shutil.rmtree(aside)
-    os.rename(directory, aside)
-    os.rename(staging, directory)
-    sync_path(directory.parent)
-    shutil.rmtree(aside)
+    replace_directory(staging, directory)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,9 +26,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dppo_megatron.common.files import write_atomic
+
 from .checkpoint_keys import StoredAt
 from .operations import Piece
-from .safetensors_file import bytes_of, sync, write_synced
+from .safetensors_file import bytes_of
 from .torch_dist_reader import MARKER
 
 _ALIGNMENT = 64  # torch.save aligns tensors within its archive; the archive must begin so for mapped reads
@@ -95,7 +98,7 @@ class TorchDistFile:
         with self._file:
             if kind is None:
                 self._file.flush()
-                sync(self._file.fileno())
+                os.fsync(self._file.fileno())
 
 
 @contextlib.contextmanager
@@ -132,5 +135,5 @@ def write_torch_dist_metadata(directory: Path, chunks: Iterable[Chunk]) -> None:
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     config |= {"common_backend": "torch", "common_backend_version": 1}
     metadata = Metadata(state_dict_metadata=tensors, storage_data=storage)
-    write_synced(directory / ".metadata", pickle.dumps(metadata))
-    write_synced(directory / MARKER, json.dumps(config))
+    write_atomic(directory / ".metadata", pickle.dumps(metadata))
+    write_atomic(directory / MARKER, json.dumps(config))

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dppo_megatron.common.files import write_atomic
+
 from .packages import MissingPackageError
 
 if TYPE_CHECKING:
@@ -167,13 +169,8 @@ def _remove_after(path: Path, resume_step: int) -> None:
         if len(complete) < len(data):
             os.truncate(path, len(complete))
         return
-    # A new file rather than a cut one: readers notice the replacement however fast it grows again.
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    # A new file, not a truncated one: readers notice the replacement however fast it grows again.
+    write_atomic(path, kept)
 
 
 def _step_of(line: bytes) -> float:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from dppo_megatron.common.files import write_atomic
 
 from .packages import MissingPackageError
 
@@ -95,7 +96,5 @@ def _run_id(run_dir: Path, fresh: bool) -> str:
     if not fresh and path.exists() and (known := path.read_text().strip()):
         return known
     run_id = uuid.uuid4().hex[:12]
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(run_id + "\n")
-    temporary.replace(path)
+    write_atomic(path, run_id + "\n")
     return run_id

@@ -15,13 +15,14 @@ from pathlib import Path
 import psutil
 
 from dppo_megatron.checks.devices import visible_devices
+from dppo_megatron.common.files import read_json, write_json
 from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config, load_config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import ServiceTimeout, port_in_use
 from dppo_megatron.launch.supervisor import dppo_command
 from dppo_megatron.observability.logs import last_lines
-from dppo_megatron.run_dir import RunDir, read_json, write_json_atomic
+from dppo_megatron.run_dir import RunDir
 
 POLL_S = 0.1
 GRACE_S = 5.0
@@ -163,7 +164,7 @@ def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> tuple
     """
     path = run.services / f"trainers-{task.step}.json"
     if task.rank == 0:
-        write_json_atomic(path, {"host": address, "port": unused_port(address)})
+        write_json(path, {"host": address, "port": unused_port(address)})
     deadline = time.monotonic() + timeout_s
     while (place := read_json(path)) is None:
         if time.monotonic() > deadline:

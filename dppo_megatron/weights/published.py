@@ -10,8 +10,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from dppo_megatron.common.files import read_json, write_json
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.run_dir import read_json, write_json_atomic
 
 POLL_S = 0.01
 
@@ -26,7 +26,7 @@ class PublishedPolicy:
     probe_logprobs: list[float] = field(default_factory=list)  # [P - 1] what the trainer scores them
 
     def write(self, path: Path) -> None:
-        write_json_atomic(path, asdict(self))
+        write_json(path, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> PublishedPolicy | None:

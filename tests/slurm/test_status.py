@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 from small_config import config
 
+from dppo_megatron.common.files import write_json
 from dppo_megatron.config import save_resolved
 from dppo_megatron.fleet.registry import free_port, register
-from dppo_megatron.run_dir import RunDir, write_json_atomic
+from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import queue
 from dppo_megatron.slurm.lives import TIME_LIMIT, Lives
 from dppo_megatron.slurm.log_errors import NewErrors
@@ -55,7 +56,7 @@ def test_a_run_in_its_second_life(run, squeue):
     lives.record("started", TIME_LIMIT, job="7", restart=1)
     run.checkpoints.mkdir()
     (run.checkpoints / "latest").write_text("step-000002")
-    write_json_atomic(run.published, {"version": 3, "path": "x", "published_at": 0.0})
+    write_json(run.published, {"version": 3, "path": "x", "published_at": 0.0})
     now = time.time()
     records = [
         {"step": 0, "time": now - 30, "eval/accuracy": 0.25},

@@ -11,7 +11,6 @@ seeded afresh otherwise.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import shutil
@@ -28,10 +27,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from dppo_megatron.actor import megatron_version
 from dppo_megatron.actor.layout import Layout, seed_everything
-from dppo_megatron.hf.safetensors_file import sync_path, write_synced
+from dppo_megatron.common.files import read_json, replace_directory, sync, write_atomic, write_json
 
 from . import optimizer_shards
-from .writer import BackgroundWrite, CheckpointError, HostFiles, replace_directory
+from .writer import BackgroundWrite, CheckpointError, HostFiles
 
 if TYPE_CHECKING:
     from dppo_megatron.actor.actor import Actor
@@ -74,15 +73,15 @@ def save(actor: Actor, directory: Path, step: int, state: dict[str, Any], keep: 
         if layout.data_parallel_rank == 0 and layout.context_rank == 0:
             (partial / _RNG).mkdir(exist_ok=True)
             torch.save(_rng_state(), partial / _RNG / _rng_name(layout))
-            sync_path(partial / _RNG / _rng_name(layout))
+            sync(partial / _RNG / _rng_name(layout))
 
     def complete() -> None:
         if layout.rank == 0:
             for path in [*partial.glob("*.pt"), *partial.glob("*.json"), partial / _RNG]:  # Megatron's common.pt
-                sync_path(path)
-            write_synced(partial / _RUN, json.dumps(run, indent=1))
+                sync(path)
+            write_json(partial / _RUN, run, indent=1)
             replace_directory(partial, final)
-            write_synced(directory / _LATEST, final.name)
+            write_atomic(directory / _LATEST, final.name)
             _prune(directory, final, keep)
 
     for act in (prepare, write) if files else (prepare, write, complete):
@@ -335,7 +334,7 @@ def _newest(directory: Path) -> tuple[Path, dict[str, Any]] | None:
         candidates = [directory / named.read_text().strip()]
     if not candidates:
         return None
-    return candidates[0], json.loads((candidates[0] / _RUN).read_text())
+    return candidates[0], read_json(candidates[0] / _RUN)
 
 
 def _whole(directory: Path) -> list[Path]:
@@ -345,7 +344,7 @@ def _whole(directory: Path) -> list[Path]:
 def _prune(directory: Path, newest: Path, keep: int) -> None:
     """Older ones beyond `keep`, and what crashes left half written. Failing to remove must not stop a run."""
     older = [p for p in sorted(_whole(directory), reverse=True) if p != newest]
-    for path in [*older[keep - 1 :], *directory.glob(f"{_PREFIX}*{_TMP}")]:
+    for path in [*older[keep - 1 :], *directory.glob(f"{_PREFIX}*{_TMP}"), *directory.glob(f".{_PREFIX}*")]:
         shutil.rmtree(path, ignore_errors=True)
 
 

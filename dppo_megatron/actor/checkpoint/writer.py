@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from dppo_megatron.common.files import write_atomic
 from dppo_megatron.errors import ExpectedError
 
 _FIRST_POLL_S, _POLL_S = 0.02, 1.0  # the storage may be slow to list, and there may be thousands of ranks
@@ -130,9 +130,7 @@ class BackgroundWrite:
         note = self._partial / _FAILED
         try:
             if not note.exists():
-                temporary = note.with_name(f".{note.name}-{self._rank}")
-                temporary.write_text(f"rank {self._rank}: {type(error).__name__}: {error}")
-                temporary.rename(note)
+                write_atomic(note, f"rank {self._rank}: {type(error).__name__}: {error}")
         except OSError:
             pass
 
@@ -143,14 +141,3 @@ class BackgroundWrite:
             f"{self._partial}: not written within {self._timeout_s:.0f} s (checkpoint.timeout_s), ranks missing: "
             f"{', '.join(missing) or 'none'}; the storage is slow or full, or a rank has ended"
         )
-
-
-def replace_directory(source: Path, target: Path) -> None:
-    """Rename `source` to `target`, where another may stand."""
-    if target.exists():  # the same step again, after a resume from an earlier one
-        aside = target.with_name(target.name + ".old.tmp")
-        target.rename(aside)
-        source.rename(target)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        source.rename(target)

@@ -1,0 +1,72 @@
+"""Small files and directories that readers see whole or not at all, also after a power failure.
+
+A file is written aside, flushed to the device and renamed; then its directory is flushed, which holds the new name.
+Without the first flush a rename may survive whose bytes do not, and the file is empty after a power failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Writes or replaces a small file. Its directory must exist. Raises OSError, and the old file is then untouched."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+    """`write_atomic` of a JSON value; makes the file's directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(value, indent=indent))
+
+
+def read_json(path: Path) -> Any | None:
+    """The parsed file, or None when it does not exist."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def sync(path: Path) -> None:
+    """Flushes a file's bytes, or the names in a directory, to the device."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Flushes all that lies in `directory`, whoever wrote it."""
+    for inside, _, files in os.walk(directory):
+        for name in ("", *files):
+            sync(Path(inside, name))
+
+
+def replace_directory(source: Path, target: Path) -> None:
+    """Renames `source`, whose contents are flushed, to `target` on the same file system.
+
+    A directory that has the name is renamed to .NAME.replaced, and removed once the new one is in its place.
+    """
+    aside = target.with_name(f".{target.name}.replaced")
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+    source.rename(target)
+    sync(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,69 @@
+"""Small files and directories are whole or not there, and on the device before they have their name."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.common.files import read_json, replace_directory, sync_tree, write_atomic, write_json
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Every flush and rename, by the names they concern."""
+    made = []
+    sync, replace, rename = os.fsync, os.replace, os.rename
+
+    def record_sync(descriptor):
+        made.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    for name, act in {"replace": replace, "rename": rename}.items():
+        monkeypatch.setattr(
+            os, name, lambda a, b, act=act: (made.append(("rename", Path(a).name, Path(b).name)), act(a, b))
+        )
+    return made
+
+
+def test_a_file_is_flushed_before_it_has_its_name_and_its_name_after(tmp_path, calls):
+    write_atomic(tmp_path / "latest", "step-1")
+    aside = f".latest.{os.getpid()}.tmp"
+    assert calls == [("sync", aside), ("rename", aside, "latest"), ("sync", tmp_path.name)]
+    assert (tmp_path / "latest").read_text() == "step-1"
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    write_atomic(tmp_path / "latest", "step-1")
+
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(tmp_path / "latest", b"step-2")
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+    assert (tmp_path / "latest").read_text() == "step-1"
+
+
+def test_json_comes_back_and_makes_its_directory(tmp_path):
+    path = tmp_path / "services" / "engine-0.json"
+    assert read_json(path) is None
+    write_json(path, {"port": 1})
+    assert read_json(path) == {"port": 1}
+
+
+@pytest.mark.parametrize("present", [False, True])
+def test_a_directory_takes_the_name_of_another(tmp_path, calls, present):
+    source, target = tmp_path / "new", tmp_path / "model"
+    for directory, text in [(source, "new"), *([(target, "old")] if present else [])]:
+        directory.mkdir()
+        (directory / "weights").write_text(text)
+    sync_tree(source)
+    replace_directory(source, target)
+    assert calls[:2] == [("sync", "new"), ("sync", "weights")]
+    renames = [("rename", "model", ".model.replaced")] if present else []
+    assert calls[2:5] == [*renames, ("rename", "new", "model"), ("sync", tmp_path.name)]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (target / "weights").read_text() == "new"
