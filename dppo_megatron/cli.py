@@ -36,13 +36,13 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
 
     Ctrl-C or SIGTERM ends all of them and leaves a run that --resume continues.
     """
-    from .checks.preflight import check_life, preflight
+    from .checks.preflight import check_run_dir, preflight
     from .launch.supervisor import Supervisor
     from .observability.report import write_report
 
     config = read_config(config_file, overrides or ())
     run = RunDir(config.run.dir)
-    check_life(config, str(config_file), resume=resume)
+    check_run_dir(config, str(config_file), resume=resume)
     for note in preflight(config, str(config_file)):
         typer.echo(note)
     run.root.mkdir(parents=True, exist_ok=True)

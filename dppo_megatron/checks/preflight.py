@@ -17,7 +17,7 @@ from .devices import device_problem, visible_devices
 if TYPE_CHECKING:  # a Slurm driver's environment, which imports this module, may have no torch
     from dppo_megatron.hf import HFModelConfig
 
-# Changing these between lives of a run is safe; anything else would make the second life another run.
+# Changing these between attempts of a run is safe; anything else would make the second attempt another run.
 RESUMABLE_CHANGES = (
     "train.steps",
     "tracking",
@@ -230,7 +230,7 @@ def _ports(config: Config, findings: Findings) -> None:
             )
 
 
-def check_life(config: Config, source: str, *, resume: bool) -> None:
+def check_run_dir(config: Config, source: str, *, resume: bool) -> None:
     """Refuses a fresh run in the directory of an old one, and a resume that would be another run."""
     saved = RunDir(config.run.dir).config
     if resume and saved.exists():

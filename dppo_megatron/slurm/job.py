@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dppo_megatron.checks.preflight import check_life
+from dppo_megatron.checks.preflight import check_run_dir
 from dppo_megatron.common.process import exit_reason
 from dppo_megatron.config import Config, ConfigError, load_config, save_resolved, with_absolute_paths
 from dppo_megatron.config.checks import slurm_violations
@@ -21,7 +21,7 @@ from dppo_megatron.run_dir import RunDir
 
 from . import queue
 from .allocation import Allocation
-from .lives import TIME_LIMIT, Event, Lives
+from .attempts import TIME_LIMIT, AttemptLog, Event
 from .log_errors import NewErrors
 from .placement import StepPlan, check_plan, engine_plans, node_violations, orchestrator_plan, trainer_plan
 from .step import KILL_S, Step
@@ -38,10 +38,10 @@ CANCELLED = (signal.SIGTERM, signal.SIGINT)
 def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int:
     """Exit code of the batch script: 0 when the run completed, else that of the first step that failed.
 
-    A life after the first continues under the settings that the first one saved, whatever became of the file.
+    An attempt after the first continues under the settings that the first one saved, whatever became of the file.
     """
     allocation = Allocation.of_this_job()
-    note = Path(f"slurm-{allocation.job_id}.run")  # for a life that knows the job's number and not what CONFIG was
+    note = Path(f"slurm-{allocation.job_id}.run")  # a later attempt knows the job's number, not CONFIG
     source = config_file
     if allocation.restart and note.exists():
         source, overrides = Path(note.read_text()), ()
@@ -50,7 +50,7 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
     resume = resume or allocation.restart > 0
     if violations := slurm_violations(config) + node_violations(config, allocation):
         raise ConfigError(str(source), violations)
-    check_life(config, str(source), resume=resume)
+    check_run_dir(config, str(source), resume=resume)
     queue.retry_until_answered(lambda: refuse_second_job(run, allocation.job_id), config.slurm.signal_lead_s)
     run.root.mkdir(parents=True, exist_ok=True)
     save_resolved(config, run.config)
@@ -72,14 +72,14 @@ def _leave(note: Path, text: str) -> None:
 
 
 class Job:
-    """One life of the run's job, from the first step to the exit code."""
+    """One attempt of the run's job, from the first step to the exit code."""
 
     def __init__(self, config: Config, allocation: Allocation, *, resume: bool):
         self._config = config
         self._allocation = allocation
         self._resume = resume
         self._run = RunDir(config.run.dir)
-        self._lives = Lives(self._run)
+        self._attempts = AttemptLog(self._run)
         self._errors = NewErrors(self._run.logs)
         self._signal: int | None = None
         self._servers: list[RestartedServer] = []  # run until ended
@@ -90,7 +90,7 @@ class Job:
         for number in (REQUEUE, STOP, *CANCELLED):
             signal.signal(number, self._on_signal)
         first = self._allocation.restart == 0
-        cause = "submitted" if first else self._lives.why_restarted()
+        cause = "submitted" if first else self._attempts.why_restarted()
         nodes = tuple(name for group in self._allocation.groups for name in group)
         self._record("started", cause, nodes)
         say(f"run directory {self._run.root} on {', '.join(nodes)} ({cause}); logs in {self._run.logs}")
@@ -225,9 +225,9 @@ class Job:
         if not self._still_running():
             self._record("stopped", f"{cause}, while Slurm was ending the job")
             return code
-        lives, most = self._lives.without_progress(), self._config.slurm.max_restarts
-        if lives > most:
-            why = f"{lives} lives in a row saved no new checkpoint, slurm.max_restarts = {most}"
+        attempts, most = self._attempts.without_progress(), self._config.slurm.max_restarts
+        if attempts > most:
+            why = f"{attempts} attempts in a row saved no new checkpoint, slurm.max_restarts = {most}"
             self._record("failed", f"{cause}; {why}")
             say(f"not restarted after: {cause}; {why}. Mend the cause, then submit the config again with --resume")
             return code
@@ -253,7 +253,7 @@ class Job:
         return self._signal in CANCELLED
 
     def _record(self, event: Event, cause: str, nodes: tuple[str, ...] = ()) -> None:
-        self._lives.record(event, cause, job=self._allocation.job_id, restart=self._allocation.restart, nodes=nodes)
+        self._attempts.record(event, cause, job=self._allocation.job_id, restart=self._allocation.restart, nodes=nodes)
 
     def _end_all(self) -> None:
         """Asks every step, then kills what is left after the grace; Slurm ends the rest with the job."""

@@ -63,7 +63,7 @@ def jobs(job_ids: list[str]) -> list[QueuedJob]:
 
 
 def requeue(job_id: str) -> None:
-    """Ends this life of the job, steps and batch script, and queues it again."""
+    """Ends this attempt of the job, steps and batch script, and queues it again."""
     slurm_command("scontrol", "requeue", job_id)
 
 

@@ -20,7 +20,7 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
 
 from . import queue
-from .lives import Lives
+from .attempts import AttemptLog
 from .log_errors import last_error
 
 HEALTH_TIMEOUT_S = 3.0
@@ -78,8 +78,8 @@ def read_status(directory: Path) -> Status:
     evaluated = [record for record in records if "eval/accuracy" in record]
     last = trained[-1] if trained else {}
     published = PublishedPolicy.read(run.published)
-    lives = Lives(run)
-    events = lives.events()
+    attempts = AttemptLog(run)
+    events = attempts.events()
     jobs, note = _jobs(list(dict.fromkeys(event.job for event in events)))
     return Status(
         run=str(directory),
@@ -93,7 +93,7 @@ def read_status(directory: Path) -> Status:
         engines=asyncio.run(_engines(config, run)) if config else [],
         jobs=jobs,
         queue_note=note,
-        restarts=lives.restarts(),
+        restarts=attempts.restarts(),
         last_event=f"{events[-1].event} ({events[-1].cause})" if events else "",
         errors=_errors(run),
     )

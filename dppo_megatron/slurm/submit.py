@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dppo_megatron.checks.preflight import Place, check_life, preflight
+from dppo_megatron.checks.preflight import Place, check_run_dir, preflight
 from dppo_megatron.config import Config, ConfigError, load_config, save_resolved, with_absolute_paths
 from dppo_megatron.config.checks import cross_field_violations, slurm_violations
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 
 from . import queue
-from .lives import Lives
+from .attempts import AttemptLog
 from .script import batch_script
 
 
@@ -35,7 +35,7 @@ def prepare(config_file: Path, overrides: Sequence[str], nodes: str | None, *, r
         config = scaled(config, nodes)
     if violations := cross_field_violations(config) + slurm_violations(config):
         raise ConfigError(str(config_file), violations)
-    check_life(config, str(config_file), resume=resume)
+    check_run_dir(config, str(config_file), resume=resume)
     if config.slurm.command:  # what the model, the data and the plan need is in there
         notes = ["slurm.command is set: the job checks model, data, reward and plan when it starts, with that command"]
     else:
@@ -70,20 +70,20 @@ def submit(prepared: Prepared) -> tuple[str, Path]:
     The job trains what was checked here, however the config file changes while it waits in the queue.
     """
     run = RunDir(prepared.config.run.dir)
-    lives = Lives(run)
+    attempts = AttemptLog(run)
     refuse_second_job(run)
     run.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not make the directory of its output
     save_resolved(prepared.config, run.config)
     script = run.root / "train.sbatch"
     script.write_text(prepared.script)
     job = queue.submit(script)
-    lives.record("submitted", "dppo-megatron slurm", job=job, restart=0)
+    attempts.record("submitted", "dppo-megatron slurm", job=job, restart=0)
     return job, script
 
 
 def refuse_second_job(run: RunDir, own: str | None = None) -> None:
     """Two jobs in one run directory would overwrite each other. Raises `StillQueued` when one waits or runs."""
-    others = sorted({event.job for event in Lives(run).events()} - {own})
+    others = sorted({event.job for event in AttemptLog(run).events()} - {own})
     if waiting := [job for job in queue.jobs(others) if job.state != "COMPLETING"]:
         raise StillQueued(
             f"run.dir = {run.root}: job {waiting[0].id} of this run is {waiting[0].state}; `scancel {waiting[0].id}` "

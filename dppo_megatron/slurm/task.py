@@ -39,7 +39,7 @@ class Task:
     local_rank: int
     local_size: int
     node: str
-    step: str  # unique over all steps of all lives of all jobs
+    step: str  # unique over all steps of all attempts of all jobs
 
     @classmethod
     def of_this_process(cls, environment: Mapping[str, str] = os.environ) -> Task:
@@ -159,7 +159,7 @@ def engine_environment(config: Config, index: int, first_gpu: int, address: str)
 def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> tuple[str, int]:
     """Where the ranks meet: rank 0 chooses a free port of its node and leaves it in the run directory.
 
-    The file's name belongs to this job step alone, so nobody reads what an earlier life left. Raises
+    The file's name belongs to this job step alone, so nobody reads what an earlier attempt left. Raises
     `ServiceTimeout` naming rank 0's log when nothing was left in time.
     """
     path = run.services / f"trainers-{task.step}.json"
@@ -204,7 +204,7 @@ def interface_environment(config: Config) -> dict[str, str]:
 
 
 def kernel_cache_environment() -> dict[str, str]:
-    """Compiled kernels on the node's own disk, for all processes and lives of the job there: nodes that compile into
+    """Compiled kernels on the node's own disk, for all processes and attempts of the job there: nodes that compile into
     one home directory overwrite each other's. What the environment says already wins."""
     directory = Path(tempfile.gettempdir()) / f"triton-{os.getuid()}-{os.environ['SLURM_JOB_ID']}"
     return {} if "TRITON_CACHE_DIR" in os.environ else {"TRITON_CACHE_DIR": str(directory)}

@@ -10,8 +10,8 @@ from dppo_megatron.config import Config, save_resolved
 from dppo_megatron.launch import supervisor
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm.allocation import Allocation
+from dppo_megatron.slurm.attempts import AttemptLog
 from dppo_megatron.slurm.job import Job
-from dppo_megatron.slurm.lives import Lives
 
 
 @pytest.fixture
@@ -58,9 +58,9 @@ def test_a_job_is_complete_with_its_last_step_only(config, monkeypatch, saved, e
     (run.checkpoints / "latest").write_text(saved)
     job = Job(config, Allocation("7", 0, (("a",),)), resume=False)
     job._trainer = job._orchestrator = Ended()
-    Lives(run).record("started", "submitted", job="7", restart=0)
+    AttemptLog(run).record("started", "submitted", job="7", restart=0)
     assert job._watch() == code
-    last = Lives(run).events()[-1]
+    last = AttemptLog(run).events()[-1]
     assert last.event == event
     assert code == 0 or "the trainer was asked to stop, not by this job, at step 4 of 9" in last.cause
 

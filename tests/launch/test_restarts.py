@@ -79,7 +79,7 @@ def test_delays_grow_up_to_a_cap_and_the_run_gives_up():
     assert len(scene.started) == 6
 
 
-def test_a_long_healthy_life_is_not_held_against_it():
+def test_restarts_count_anew_after_a_long_healthy_time():
     scene = Scene()
     for _ in range(10):
         assert "Restart 1 of 3" in scene.serve_and_end(served_s=100.0)
@@ -87,7 +87,7 @@ def test_a_long_healthy_life_is_not_held_against_it():
     assert not scene.server.failed
 
 
-def test_short_lives_are_a_crash_loop():
+def test_an_engine_that_serves_only_briefly_is_in_a_crash_loop():
     scene = Scene()
     for number in (1, 2, 3):
         assert f"Restart {number} of 3" in scene.serve_and_end(served_s=99.0)

@@ -12,7 +12,7 @@ from gated_rewards import GROUPS
 from lab import Lab, wait_until
 
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.slurm.lives import LifeEvent, Lives
+from dppo_megatron.slurm.attempts import AttemptEvent, AttemptLog
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
@@ -107,5 +107,5 @@ class Run:
         texts = [f"== {log}\n{log.read_text()[-3000:]}" for log in logs if log.exists()]
         return "\n".join([str(self.lab.job(self.job)), *map(str, self.events()), *texts])
 
-    def events(self) -> list[LifeEvent]:
-        return Lives(RunDir(self.directory)).events()
+    def events(self) -> list[AttemptEvent]:
+        return AttemptLog(RunDir(self.directory)).events()

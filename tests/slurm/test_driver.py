@@ -11,7 +11,7 @@ from lab import wait_until
 from slurm_runs import TIMEOUT_S, Run
 
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.slurm.lives import Lives
+from dppo_megatron.slurm.attempts import AttemptLog
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -91,14 +91,14 @@ def test_a_crash_loop_of_a_heterogeneous_job_stops_with_the_reason(stubbed):
     assert (job["ExitCode"], job["Restarts"]) == ("1:0", "1")
     output = run.output.read_text()
     assert "rank ran into a wall" in output
-    assert "trainer: exit code 1; 2 lives in a row saved no new checkpoint, slurm.max_restarts = 1" in output
+    assert "trainer: exit code 1; 2 attempts in a row saved no new checkpoint, slurm.max_restarts = 1" in output
     assert [(e.event, e.restart) for e in run.events()] == [
         ("started", 0), ("requeued", 0), ("started", 1), ("failed", 1),
     ]  # fmt: skip
     assert run.events()[2].cause == "trainer: exit code 1"
 
 
-def test_an_engine_that_dies_starts_again_in_the_same_life(stubbed):
+def test_an_engine_that_dies_starts_again_in_the_same_attempt(stubbed):
     run = stubbed(ENGINE_DIES)
     run.sbatch("train.sbatch", "--nodes=3", "--gpus-per-node=1")
     assert run.wait_for_end() == "COMPLETED"
@@ -124,13 +124,13 @@ def test_a_job_array_sweeps_methods_and_seeds(stubbed, tmp_path):
     options = ("--array=1,3", "--gpus-per-node=2", f"--export=ALL,RUNS={tmp_path / 'runs'}")
     run.sbatch("sweep.sbatch", *options, arguments=tuple(arguments))
     names = ["dppo_binary_tv-2", "drpo-1"]
-    lives = [Lives(RunDir(tmp_path / "runs" / name)) for name in names]
+    attempts = [AttemptLog(RunDir(tmp_path / "runs" / name)) for name in names]
 
-    def complete(life: Lives) -> bool:
-        return [event.event for event in life.events()] == ["started", "completed"]
+    def complete(attempts: AttemptLog) -> bool:
+        return [event.event for event in attempts.events()] == ["started", "completed"]
 
-    wait_until(lambda: all(map(complete, lives)), "two runs", TIMEOUT_S, run.everything)
-    job = lives[0].events()[0].job
+    wait_until(lambda: all(map(complete, attempts)), "two runs", TIMEOUT_S, run.everything)
+    job = attempts[0].events()[0].job
     assert job.endswith("_1")
     engine, trainer, orchestrator = (seen(tmp_path, f"{job}-{n}-0") for n in ("engine", "trainer", "orchestrator"))
     assert engine["argv"][:5] == ["engine", "--index", "0", "--first-gpu", "1"]

@@ -165,7 +165,7 @@ def test_the_address_is_that_of_the_interface():
         node_address(config(interface="ib7"))
 
 
-def test_ranks_meet_where_rank_0_says_and_nowhere_an_earlier_life_said(tmp_path):
+def test_ranks_rendezvous_where_rank_0_wrote_and_nowhere_an_earlier_attempt_wrote(tmp_path):
     run = RunDir(tmp_path)
 
     def of_rank(rank, step):

@@ -17,7 +17,7 @@ from dppo_megatron.config import save_resolved
 from dppo_megatron.fleet.registry import free_port, register
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import queue
-from dppo_megatron.slurm.lives import TIME_LIMIT, Lives
+from dppo_megatron.slurm.attempts import TIME_LIMIT, AttemptLog
 from dppo_megatron.slurm.log_errors import NewErrors
 from dppo_megatron.slurm.queue import SlurmError, SlurmRefused
 from dppo_megatron.slurm.status import NotARun, read_status
@@ -50,10 +50,10 @@ def run(tmp_path) -> RunDir:
 
 def test_a_run_in_its_second_life(run, squeue):
     squeue("7|sums|PENDING|Resources||1:00:00")
-    lives = Lives(run)
-    lives.record("started", "submitted", job="7", restart=0)
-    lives.record("requeued", TIME_LIMIT, job="7", restart=0)
-    lives.record("started", TIME_LIMIT, job="7", restart=1)
+    attempts = AttemptLog(run)
+    attempts.record("started", "submitted", job="7", restart=0)
+    attempts.record("requeued", TIME_LIMIT, job="7", restart=0)
+    attempts.record("started", TIME_LIMIT, job="7", restart=1)
     run.checkpoints.mkdir()
     (run.checkpoints / "latest").write_text("step-000002")
     write_json(run.published, {"version": 3, "path": "x", "published_at": 0.0})
@@ -93,7 +93,7 @@ def test_a_run_in_its_second_life(run, squeue):
 )
 def test_what_the_queue_says_when_it_says_nothing(run, squeue, answer, code, note):
     squeue(answer, code)
-    Lives(run).record("started", "submitted", job="7", restart=0)
+    AttemptLog(run).record("started", "submitted", job="7", restart=0)
     status = read_status(run.root)
     assert status.jobs == []
     assert note in status.queue_note
@@ -105,10 +105,10 @@ def test_a_run_that_slurm_never_saw_and_a_directory_without_a_run(run, tmp_path)
         read_status(tmp_path)
 
 
-def test_the_rank_that_failed_first_says_why_and_earlier_lives_say_nothing(run):
+def test_the_rank_that_failed_first_says_why_and_earlier_attempts_do_not_count(run):
     ranks = [run.log(f"trainer-{rank}") for rank in range(3)]
     for log in ranks:
-        log.write_text("ValueError: of an earlier life\n")
+        log.write_text("ValueError: of an earlier attempt\n")
     errors = NewErrors(run.logs)
     assert errors.first_of("trainer") is None
     for rank, line in ((1, "WeightSyncError: engine-0 is deaf"), (0, "RuntimeError: connection closed by peer")):
@@ -146,7 +146,7 @@ def test_a_requeue_is_asked_for_until_slurm_answers(tmp_path, monkeypatch, said,
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING"])
 def test_a_second_job_of_a_run_is_refused(run, squeue, state):
     squeue(f"7|sums|{state}|None|node1|1:00:00")
-    Lives(run).record("submitted", "", job="7", restart=0)
+    AttemptLog(run).record("submitted", "", job="7", restart=0)
     with pytest.raises(StillQueued, match=f"job 7 of this run is {state}; `scancel 7` ends it"):
         refuse_second_job(run)
     refuse_second_job(run, own="7")

@@ -1,4 +1,4 @@
-"""restarts.jsonl: when each life of a run's jobs began and how it ended, and whether another one makes sense."""
+"""restarts.jsonl: when each attempt of a run's jobs began, how it ended, and whether another one makes sense."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Event = Literal["submitted", "started", "requeued", "failed", "stopped", "comple
 
 
 @dataclass(frozen=True, slots=True)
-class LifeEvent:
+class AttemptEvent:
     time: float  # unix seconds
     job: str
     restart: int  # Slurm's count of this job's restarts
@@ -27,7 +27,7 @@ class LifeEvent:
     nodes: tuple[str, ...] = ()
 
 
-class Lives:
+class AttemptLog:
     """Appends to and reads the file; one writer at a time, the driver of the job or the submitting command."""
 
     def __init__(self, run: RunDir):
@@ -35,20 +35,20 @@ class Lives:
 
     def record(self, event: Event, cause: str, *, job: str, restart: int, nodes: tuple[str, ...] = ()) -> None:
         self._run.root.mkdir(parents=True, exist_ok=True)
-        entry = LifeEvent(time.time(), job, restart, event, cause, self._run.checkpoint_step, nodes)
+        entry = AttemptEvent(time.time(), job, restart, event, cause, self._run.checkpoint_step, nodes)
         with self._run.restarts.open("a") as file:
             file.write(json.dumps(asdict(entry)) + "\n")
 
-    def events(self) -> list[LifeEvent]:
-        return [LifeEvent(**{**r, "nodes": tuple(r["nodes"])}) for r in read_records(self._run.restarts)]
+    def events(self) -> list[AttemptEvent]:
+        return [AttemptEvent(**{**r, "nodes": tuple(r["nodes"])}) for r in read_records(self._run.restarts)]
 
     def why_restarted(self) -> str:
-        """The cause that the last life left, if it could leave one."""
+        """The cause that the previous attempt recorded, or `LOST` where it could not record one."""
         events = self.events()
         return events[-1].cause if events and events[-1].event == "requeued" else LOST
 
     def without_progress(self) -> int:
-        """Lives in a row, this one included, that began at the newest checkpoint: none of them saved another.
+        """Attempts in a row, this one included, that began at the newest checkpoint: none of them saved another.
 
         Whatever ended them; counted anew where the run was submitted again.
         """
@@ -62,5 +62,5 @@ class Lives:
         return count
 
     def restarts(self) -> int:
-        """How often a life followed another of the same job."""
+        """How often an attempt followed another of the same job."""
         return sum(e.event == "started" and e.restart > 0 for e in self.events())

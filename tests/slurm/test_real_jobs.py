@@ -104,7 +104,7 @@ def test_a_dead_node_requeues_on_others_and_loses_no_rollout(run, uninterrupted)
     assert len(before) == 2 * GROUPS
     run.lab.kill_node("node1")
     try:
-        run.wait_until(lambda: len(run.events()) > 1, "the second life")
+        run.wait_until(lambda: len(run.events()) > 1, "the second attempt")
         run.gate.touch()
         assert run.wait_for_end() == "COMPLETED", run.everything()
     finally:

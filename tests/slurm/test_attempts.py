@@ -1,0 +1,89 @@
+"""restarts.jsonl: causes, counts, and what is a crash loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_config import config
+
+from dppo_megatron.config import save_resolved
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.slurm import job
+from dppo_megatron.slurm.allocation import Allocation
+from dppo_megatron.slurm.attempts import LOST, TIME_LIMIT, AttemptLog
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+def attempt(run, restart, end, cause, checkpoint=None):
+    """One attempt of job 7, with the checkpoint that it saved."""
+    log = AttemptLog(run)
+    log.record("started", "", job="7", restart=restart)
+    if checkpoint is not None:
+        run.checkpoints.mkdir(exist_ok=True)
+        (run.checkpoints / "latest").write_text(f"step-{checkpoint:06d}")
+    if end:
+        log.record(end, cause, job="7", restart=restart)
+
+
+def test_attempts_without_a_new_checkpoint_are_counted_whatever_ended_them(run):
+    log = AttemptLog(run)
+    attempt(run, 0, "requeued", "trainer: exit code 1", checkpoint=2)
+    assert log.without_progress() == 0
+    attempt(run, 1, "requeued", "trainer: exit code 1")
+    attempt(run, 2, "requeued", TIME_LIMIT)
+    attempt(run, 3, "", "")
+    assert (log.without_progress(), log.restarts()) == (3, 3)
+    attempt(run, 4, "requeued", TIME_LIMIT, checkpoint=4)
+    assert log.without_progress() == 0
+
+
+def test_submitting_again_counts_anew(run):
+    for restart in range(3):
+        attempt(run, restart, "requeued", "engine-0: exit code 1")
+    attempt(run, 0, "", "")
+    assert AttemptLog(run).without_progress() == 1
+
+
+def test_an_attempt_that_recorded_no_end_was_ended_by_slurm(run):
+    attempt(run, 0, "requeued", TIME_LIMIT)
+    assert AttemptLog(run).why_restarted() == TIME_LIMIT
+    attempt(run, 1, "", "")
+    assert AttemptLog(run).why_restarted() == LOST
+
+
+def test_a_requeued_job_goes_on_with_its_run_whatever_became_of_the_file(tmp_path, monkeypatch):
+    """The user writes the next experiment into the file that was submitted, or removes it."""
+    attempts = []
+
+    class Attempt:
+        def __init__(self, config, allocation, *, resume):
+            attempts.append((config.run.dir, config.optimizer.lr, resume))
+
+        def run(self):
+            return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(job, "Job", Attempt)
+    monkeypatch.setattr(job, "refuse_second_job", lambda *_: None)
+    file = tmp_path / "config.yaml"
+
+    def start(number, restart):
+        monkeypatch.setattr(Allocation, "of_this_job", lambda: Allocation(number, restart, (("a", "b", "c"),)))
+        return job.run_job(Path("config.yaml"), (), resume=False)
+
+    one = config()
+    save_resolved(one, file)
+    start("7", 0)
+    two = one.run.model_copy(update={"dir": Path("two")}), one.optimizer.model_copy(update={"lr": 1e-3})
+    save_resolved(one.model_copy(update={"run": two[0], "optimizer": two[1]}), file)
+    start("7", 1)
+    start("8", 0)
+    file.unlink()
+    start("7", 2)
+    mine = tmp_path / "run", 1e-6
+    assert attempts == [(*mine, False), (*mine, True), (tmp_path / "two", 1e-3, False), (*mine, True)]
