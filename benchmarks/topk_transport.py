@@ -32,12 +32,11 @@ import httpx
 import numpy as np
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines"))
-from tiny_engine import engine_config, running_server
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from dppo_megatron.engines.http_pools import HttpPools
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
 from dppo_megatron.engines.registry import build_engine
+from tests.support.engines import engine_config, running_server
 
 KS = (0, 1, 20, 64)
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, TOKENS = 32, 8, 16, 64

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE, YARN, set_expert_bias
-from actor_ranks import run_ranks
+
+from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE, YARN, set_expert_bias
+from tests.support.actor_ranks import run_ranks
 
 ONE_RANK = [
     "alone", "alone_tied", "packing", "variants", "against_transformers", "experts_against_transformers",

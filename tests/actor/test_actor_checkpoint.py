@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from actor_cases import DEEPSEEK, YARN, make_config
 
 from dppo_megatron import hf
 from dppo_megatron.actor.checkpoint import checkpoint
+from tests.support.actor_cases import DEEPSEEK, YARN, make_config
 
 
 @pytest.mark.parametrize("world", ["one_rank", "two_ranks"])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from actor_cases import DEEPSEEK, QWEN3_MOE, YARN, make_config, write_config
 
 from dppo_megatron.actor import LayoutError, check_model, init_layout, padded_vocab_size
+from tests.support.actor_cases import DEEPSEEK, QWEN3_MOE, YARN, make_config, write_config
 
 
 def test_a_model_that_fits(tmp_path):

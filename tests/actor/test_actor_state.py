@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from actor_cases import make_config, sequences
-from actor_ranks import run_ranks
 
 from dppo_megatron.actor.checkpoint.writer import BackgroundWrite, CheckpointError, HostFiles
+from tests.support.actor_cases import make_config, sequences
+from tests.support.actor_ranks import run_ranks
 
 ONE_RANK = ["asynchronous", "offloaded", "optimizer_on_host", "dtypes", "fp32_head"]
 TWO_RANKS = [
@@ -27,7 +27,7 @@ TWO_RANKS = [
 @pytest.fixture(scope="module")
 def results(models, tmp_path_factory) -> dict[int, dict]:
     return {
-        size: run_ranks(size, names, models, tmp_path_factory.mktemp(f"state{size}"), "state_scenarios")
+        size: run_ranks(size, names, models, tmp_path_factory.mktemp(f"state{size}"), "tests.actor.scenarios.state")
         for size, names in ((1, ONE_RANK), (2, TWO_RANKS))
     }
 
@@ -109,7 +109,7 @@ def test_every_rank_saves_its_share_of_buffers_with_many_buckets(results):
 
 @pytest.mark.parallel
 def test_experts_behind_a_stage_without_them(models, tmp_path):
-    value = run_ranks(4, ["dense_stage_then_experts"], models, tmp_path, "state_scenarios")
+    value = run_ranks(4, ["dense_stage_then_experts"], models, tmp_path, "tests.actor.scenarios.state")
     assert of({4: value}, 4, "dense_stage_then_experts")
 
 
@@ -206,7 +206,7 @@ def _actor(models: Path, directory: Path):
 
 
 def _stuck_while_writing(models: Path, directory: Path) -> None:
-    from scenario_parts import train
+    from tests.actor.scenarios.parts import train
 
     actor = _actor(models, directory)
     actor.save_checkpoint(directory / "checkpoints", 1, {"step": 1}, keep=1)

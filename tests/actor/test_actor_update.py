@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from actor_cases import micro_batches, sequences
+
+from tests.support.actor_cases import micro_batches, sequences
 
 
 def result(results: dict, name: str):

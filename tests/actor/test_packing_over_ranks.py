@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from actor_cases import pack, sequences
 
 from dppo_megatron.actor.batch.context import gathered_places, owned_rows
 from dppo_megatron.actor.batch.packing import Packer
 from dppo_megatron.actor.cpu.attention import PackedAttention, plan_segments
+from tests.support.actor_cases import pack, sequences
 
 
 def packer(**settings) -> Packer:

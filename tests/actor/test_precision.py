@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from actor_cases import make_config, pack, sequences, write_config
 
 from dppo_megatron.actor import check_model, megatron_version, model_config
 from dppo_megatron.actor.batch.packing import Packer
 from dppo_megatron.actor.precision import implementations, precision_arguments, precision_problems
 from dppo_megatron.hf import read_hf_config
+from tests.support.actor_cases import make_config, pack, sequences, write_config
 
 BF16 = {"dtype": "bf16"}
 

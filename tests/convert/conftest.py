@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
-from convert_helpers import write_model
-from hf_models import CONFIGS
+from tests.convert.helpers import write_model
+from tests.support.models import CONFIGS
 
 
 @pytest.fixture(scope="session")

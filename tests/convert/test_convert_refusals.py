@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from convert_helpers import edit_config, edit_weights, write_model
-from hf_models import CONFIGS
 
 from dppo_megatron.hf import ModelError
+from tests.convert.helpers import edit_config, edit_weights, write_model
+from tests.support.models import CONFIGS
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 import torch
-from convert_helpers import edit_weights, environment, same_weights, write_model
-from hf_models import CONFIGS, EXPERT_FAMILIES
 from torch.distributed.checkpoint import FileSystemReader
 
 from dppo_megatron import hf
 from dppo_megatron.hf.torch_dist_reader import TorchDistWeights
+from tests.convert.helpers import edit_weights, environment, same_weights, write_model
+from tests.support.models import CONFIGS, EXPERT_FAMILIES
 
 LAYOUTS = {
     "tp1": (),

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from convert_helpers import edit_config, same_weights
-from convert_ranks import Case, run
-from hf_models import CONFIGS, EXPERT_FAMILIES
 
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.processes import convert as convert_in_process
 from dppo_megatron.convert.to_megatron import ToMegatron
 from dppo_megatron.hf import ModelError
+from tests.convert.helpers import edit_config, same_weights
+from tests.convert.scenarios import Case, run
+from tests.support.models import CONFIGS, EXPERT_FAMILIES
 
 WITH_EXPERTS = (*EXPERT_FAMILIES, "all_experts")
 MEGATRON = [

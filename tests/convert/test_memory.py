@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
-from convert_helpers import environment, write_model
-from hf_models import CONFIGS
+from tests.convert.helpers import environment, write_model
+from tests.support.models import CONFIGS
 
 _MEASURED = """
 import json, sys

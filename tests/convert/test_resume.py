@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from convert_helpers import edit_config, environment, same_weights
 
 from dppo_megatron.convert import job, processes
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.progress import Progress
 from dppo_megatron.convert.to_megatron import ToMegatron
 from dppo_megatron.hf import ModelError
+from tests.convert.helpers import edit_config, environment, same_weights
 
 # Stops in the middle of the third shard.
 _SLOW = """

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from convert_helpers import edit_weights, environment, write_model
-from hf_models import CONFIGS
 
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.processes import convert as convert_in_process
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.convert.to_megatron import ToMegatron
+from tests.convert.helpers import edit_weights, environment, write_model
+from tests.support.models import CONFIGS
 
 FAMILIES = list(CONFIGS)
 LLAMA3 = {
@@ -57,10 +57,13 @@ def results(tmp_path_factory) -> dict[str, dict]:
     wrong = Path(shutil.copytree(source, root / "wrong"))
     edit_weights(wrong, change_layer_2)
     pairs["wrong"] = wrong, checkpoint
-    script = Path(__file__).with_name("verify_pairs.py")
     arguments = json.dumps([list(map(str, pair)) for pair in pairs.values()])
     done = subprocess.run(
-        [sys.executable, str(script), arguments], env=environment(), stdout=subprocess.PIPE, check=True, timeout=180
+        [sys.executable, "-m", "tests.convert.verify_pairs", arguments],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=180,
     )
     lines = [json.loads(line) for line in done.stdout.decode().splitlines() if line.startswith("{")]
     return dict(zip(pairs, lines, strict=True))

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_tokenizers import CHAT, save_character_model
 
 from dppo_megatron.config.schema import DataConfig
 from dppo_megatron.data.prompts import PromptFileError, PromptSource
 from dppo_megatron.data.tokenizer import load_tokenizer
+from tests.support.tokenizers import CHAT, save_character_model
 
 GSM8K = Path(__file__).parent / "gsm8k_sample.jsonl"
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny_tokenizers import save_character_model
 
 from dppo_megatron.data.tokenizer import TokenizerError, end_token_ids, load_tokenizer
+from tests.support.tokenizers import save_character_model
 
 
 def test_character_tokenizers_round_trip(tmp_path):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from run_helpers import Engine, start_engine
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
+from tests.support.runs import Engine, start_engine
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from run_helpers import records, run, steps_done, write_config
+
+from tests.support.runs import records, run, steps_done, write_config
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
@@ -59,7 +60,7 @@ def test_two_steps_of_the_example_on_real_questions(model, tmp_path):
     tree["model"] = {"path": str(model), "dtype": "fp32"}
     tree["parallel"] = {"world_size": 2, "tensor": 2, "sequence": True}
     # A random policy never boxes a number: a user's reward with a signal stands in for the verifier in training.
-    tree["reward"] = {"name": "e2e_rewards:shortness"}
+    tree["reward"] = {"name": "tests.support.rewards:shortness"}
     tree["data"] |= {"train": str(QUESTIONS), "eval": str(QUESTIONS), "max_prompt_tokens": 900}
     tree["rollout"] |= {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 16, "topk_logprobs": 8}
     tree["objective"] = {"name": "dppo_topk_tv", "settings": {"delta": 0.2}}

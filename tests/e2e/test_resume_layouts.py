@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_helpers import descendants, records, run, start, steps_done, wait_until, weights_digest, write_config
 
 from dppo_megatron.bank import BankWriter
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+from tests.support.runs import descendants, records, run, start, steps_done, wait_until, weights_digest, write_config
 
 STEPS, GROUPS, SAMPLES, LONGEST = 7, 8, 8, 24
 SAVED, KILLED_AFTER = 2, 3  # five more steps are trained after the kill

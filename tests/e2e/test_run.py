@@ -7,7 +7,9 @@ import sys
 
 import psutil
 import pytest
-from run_helpers import (
+
+from dppo_megatron.bank import BankReader
+from tests.support.runs import (
     GROUPS,
     STEPS,
     config_tree,
@@ -21,8 +23,6 @@ from run_helpers import (
     weights_digest,
     write_config,
 )
-
-from dppo_megatron.bank import BankReader
 
 
 @pytest.fixture(scope="module")

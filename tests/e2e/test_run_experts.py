@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from run_helpers import GROUPS, STEPS, config_tree, records, run, steps_done, write_config
 
 from dppo_megatron.bank import BankReader
 from dppo_megatron.hf import make_random_hf_model
+from tests.support.runs import GROUPS, STEPS, config_tree, records, run, steps_done, write_config
 
 pytestmark = pytest.mark.engines
 EXPERTS = {

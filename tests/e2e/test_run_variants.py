@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from run_helpers import GROUPS, STEPS, config_tree, records, run, steps_done, write_config
 
 from dppo_megatron.bank import BankReader
+from tests.support.runs import GROUPS, STEPS, config_tree, records, run, steps_done, write_config
 
 pytestmark = pytest.mark.engines
 VARIANTS = {

@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tiny_engine import EXPERTS, Reference, engine_config, make_model, running_server, with_engine
 
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import Engine
 from dppo_megatron.engines.registry import server_python
+from tests.support.engines import EXPERTS, Reference, engine_config, make_model, running_server, with_engine
 
 MAX_NUM_SEQS = 32
 TRANSPORTS = ("shared_storage",)

@@ -6,10 +6,10 @@ import asyncio
 
 import numpy as np
 import pytest
-from tiny_engine import EOS, MAX_LOGPROBS, MAX_MODEL_LEN, PROMPT, VOCAB, group
 
 from dppo_megatron.engines.protocol import EngineIncompatible, EngineRefused
 from dppo_megatron.engines.registry import build_engine
+from tests.support.engines import EOS, MAX_LOGPROBS, MAX_MODEL_LEN, PROMPT, VOCAB, group
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -7,10 +7,10 @@ import shutil
 
 import numpy as np
 import pytest
-from test_contract import TOLERANCE, some_steps
-from tiny_engine import PROMPT, group
 
 from dppo_megatron.engines.protocol import EngineError, EngineRefused, EngineTimeout
+from tests.engines.test_contract import TOLERANCE, some_steps
+from tests.support.engines import PROMPT, group
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -9,10 +9,10 @@ import sys
 
 import numpy as np
 import pytest
-from tiny_engine import VOCAB
 from typer.testing import CliRunner
 
 from dppo_megatron.cli import app
+from tests.support.engines import VOCAB
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 

@@ -9,8 +9,6 @@ from uuid import UUID
 
 import numpy as np
 import pytest
-from fake_server import against, http
-from tiny_engine import EOS, MAX_MODEL_LEN, VOCAB, engine_config, group, make_model
 
 from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, InvalidSample
 from dppo_megatron.engines.sglang import client as sglang_client
@@ -19,6 +17,8 @@ from dppo_megatron.engines.sglang.server import sglang_command
 from dppo_megatron.engines.sglang.wire import child_ids
 from dppo_megatron.fleet.watch import probe_health
 from dppo_megatron.hf import read_hf_config
+from tests.support.engines import EOS, MAX_MODEL_LEN, VOCAB, engine_config, group, make_model
+from tests.support.fakes.http_server import against, http
 
 REQUEST = group("g", n=2, max_tokens=3, topk=2, prompt=np.array([4, 5, 6]))
 SERVER = {

@@ -8,11 +8,11 @@ import json
 import httpx
 import numpy as np
 import pytest
-from tiny_engine import VOCAB, group
 
 from dppo_megatron.engines.protocol import InvalidSample
 from dppo_megatron.engines.registry import build_engine
 from dppo_megatron.engines.vllm.extension.wire import decode_frame, encode_frame
+from tests.support.engines import VOCAB, group
 
 pytestmark = pytest.mark.timeout(300)
 

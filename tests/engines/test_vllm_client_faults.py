@@ -9,8 +9,6 @@ from uuid import UUID
 
 import numpy as np
 import pytest
-from fake_server import against, http
-from tiny_engine import engine_config, with_engine
 
 from dppo_megatron.engines.protocol import (
     EngineError,
@@ -23,6 +21,8 @@ from dppo_megatron.engines.protocol import (
 )
 from dppo_megatron.engines.vllm.client import VllmEngine
 from dppo_megatron.engines.vllm.extension.wire import encode_frame
+from tests.support.engines import engine_config, with_engine
+from tests.support.fakes.http_server import against, http
 
 REQUEST = GenerateRequest("g", np.array([1, 2, 3]), 2, (5, 6), 1.0, 4)
 INFO = {

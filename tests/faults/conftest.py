@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "tests" / "e2e"), str(ROOT / "examples" / "quickstart")]
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +22,7 @@ def task(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def engines(task, tmp_path_factory):
     """Two servers that no launcher restarts."""
-    from run_helpers import start_engine
+    from tests.support.runs import start_engine
 
     directories = [tmp_path_factory.mktemp(f"engine-{i}") for i in range(2)]
     with ThreadPoolExecutor() as threads:  # they take long to start
@@ -39,8 +35,8 @@ def engines(task, tmp_path_factory):
 @pytest.fixture(scope="session")
 def undisturbed(task, engines, tmp_path_factory) -> Path:
     """The run directory."""
-    from fault_helpers import fault_config
-    from run_helpers import run, write_config
+    from tests.support.faults import fault_config
+    from tests.support.runs import run, write_config
 
     directory = tmp_path_factory.mktemp("undisturbed")
     tree = fault_config(task, directory / "run", urls=[engine.url for engine in engines])
@@ -51,7 +47,7 @@ def undisturbed(task, engines, tmp_path_factory) -> Path:
 @pytest.fixture
 def start_run(task, tmp_path):
     """Starts a run in the background; it is ended, whatever became of it, with the test."""
-    from fault_helpers import Run, fault_config
+    from tests.support.faults import Run, fault_config
 
     runs = []
 

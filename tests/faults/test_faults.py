@@ -11,13 +11,13 @@ import time
 
 import numpy as np
 import pytest
-from fault_helpers import NOTICED_S, Proxy, frozen, info, kill, wait_while_generating
-from run_helpers import config_tree, end_session, start, wait_until, write_config
 
 from dppo_megatron.engines.vllm.extension.wire import decode_frame, encode_frame
 from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
+from tests.support.faults import NOTICED_S, Proxy, frozen, info, kill, wait_while_generating
+from tests.support.runs import config_tree, end_session, start, wait_until, write_config
 
 pytestmark = pytest.mark.faults
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vp_ranks import Ranks, shard_case
-from vp_reference import Case, assert_close_to_reference, make_inputs, reference
 
 from dppo_megatron.vocab_parallel import linear_token_statistics, token_statistics
+from tests.support.ranks import Ranks, shard_case
+from tests.support.statistics_reference import Case, assert_close_to_reference, make_inputs, reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 

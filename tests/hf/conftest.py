@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import CONFIGS, EXPERT_FAMILIES
-from hf_ranks import Case, run_cases
 
 from dppo_megatron import hf
+from tests.hf.scenarios import Case, run_cases
+from tests.support.models import CONFIGS, EXPERT_FAMILIES
 
 CASES = [
     *(Case(family, tp=2) for family in CONFIGS),

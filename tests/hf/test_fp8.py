@@ -8,14 +8,14 @@ from functools import partial
 
 import pytest
 import torch
-from fake_chunk import fake_chunk, ranks
-from hf_models import CONFIGS
 
 from dppo_megatron import hf
 from dppo_megatron.convert.job import Worker
 from dppo_megatron.convert.processes import convert
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.hf import fp8
+from tests.support.fakes.chunk import fake_chunk, ranks
+from tests.support.models import CONFIGS
 
 # Several blocks each way, none of the sizes a multiple of 128.
 WIDE = {"hidden_size": 160, "intermediate_size": 300, "moe_intermediate_size": 130, "num_hidden_layers": 2}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from hf_models import CONFIGS
 
 from dppo_megatron import hf
+from tests.support.models import CONFIGS
 
 LLAMA3 = {
     "factor": 8.0,

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_chunk import fake_chunk, put, ranks
-from hf_models import CONFIGS
 from safetensors.torch import load_file, save_file
 
 from dppo_megatron import hf
 from dppo_megatron.hf.agreement import disagreements
+from tests.support.fakes.chunk import fake_chunk, put, ranks
+from tests.support.models import CONFIGS
 
 
 @pytest.fixture

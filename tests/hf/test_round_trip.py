@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import CONFIGS
-from hf_ranks import Case
 
 from dppo_megatron import hf
+from tests.hf.scenarios import Case
+from tests.support.models import CONFIGS
 
 
 def equal_directories(left: Path, right: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_chunk import fake_chunk, ranks
-from hf_models import CONFIGS
 
 from dppo_megatron import hf
+from tests.support.fakes.chunk import fake_chunk, ranks
+from tests.support.models import CONFIGS
 
 
 def test_sharded_directory_is_read_back_and_loaded_by_transformers(tmp_path):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_models import CONFIGS, EXPERT_FAMILIES
 
 from dppo_megatron import hf
+from tests.support.models import CONFIGS, EXPERT_FAMILIES
 
 _TE_SPELLINGS = {
     "qwen3": {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from dppo_megatron.convert.job import Worker
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.processes import convert
 from dppo_megatron.convert.to_megatron import ToMegatron
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
 
 
 @pytest.fixture(scope="module")

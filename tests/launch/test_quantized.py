@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 
@@ -14,12 +13,10 @@ from dppo_megatron.hf import SafetensorsDirectory, fp8, make_random_hf_model, re
 from dppo_megatron.launch.quantized import StartModelTimeout, made_start_model
 from dppo_megatron.weights.manifest import BadWeights, Manifest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    from hf_models import CONFIGS
+    from tests.support.models import CONFIGS
 
     directory = tmp_path_factory.mktemp("model") / "qwen3"
     make_random_hf_model(directory, CONFIGS["qwen3"], seed=1, dtype=torch.bfloat16)

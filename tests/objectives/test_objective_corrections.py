@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from objective_cases import gather, random_case
 
 from dppo_megatron.objectives import (
     build_objective,
@@ -13,6 +12,7 @@ from dppo_megatron.objectives import (
     sequence_ids_from_cu_seqlens,
     soft_overlong_penalty,
 )
+from tests.objectives.cases import gather, random_case
 
 IDS = torch.tensor([0] * 4 + [1] * 5 + [2] * 3)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_cases import gather, gradient, random_case, run
 
 from dppo_megatron.objectives import PRESETS, sequence_weights, spread_weights
+from tests.objectives.cases import gather, gradient, random_case, run
 
 SEEDS = st.integers(0, 10_000)
 TOPK_PENALTY = "experimental_topk_quadratic"

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from objective_cases import random_case
 
 from dppo_megatron.objectives import (
     build_objective,
@@ -21,6 +20,7 @@ from dppo_megatron.objectives import (
     sum_metric,
     unflatten_metrics,
 )
+from tests.objectives.cases import random_case
 
 ALL = torch.ones(1000, dtype=torch.bool)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_cases import Case, make_case, random_case, run
 
 from dppo_megatron.objectives import (
     PRESETS,
@@ -19,6 +18,7 @@ from dppo_megatron.objectives import (
     sequence_weights,
 )
 from dppo_megatron.objectives.divergence import binary_kl, log1mexp
+from tests.objectives.cases import Case, make_case, random_case, run
 
 SEEDS = st.integers(0, 10_000)
 MASKS_BY_SAMPLE = [

@@ -9,7 +9,6 @@ import types
 
 import pytest
 import torch
-from objective_cases import random_case
 
 from dppo_megatron.objectives import (
     AXES,
@@ -20,6 +19,7 @@ from dppo_megatron.objectives import (
     TopKLogprobs,
     build_objective,
 )
+from tests.objectives.cases import random_case
 
 PUBLISHED = {
     "dppo_binary_tv",

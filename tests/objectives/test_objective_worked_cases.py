@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from objective_cases import make_case
-from worked_cases import CASES, METHODS, NOT_THE_PAPER, RUNS, VECTORS, close
 
 from dppo_megatron.objectives import BatchCounts, build_objective, sequence_weights, token_weights
+from tests.objectives.cases import make_case
+from tests.objectives.worked_cases import CASES, METHODS, NOT_THE_PAPER, RUNS, VECTORS, close
 
 
 def build(case: dict, k: int, dtype: torch.dtype):

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from vp_ranks import Ranks
-from worked_cases import CASES, RUNS, close
 
 from dppo_megatron.objectives import TopKLogprobs, build_objective
+from tests.objectives.worked_cases import CASES, RUNS, close
+from tests.support.ranks import Ranks
 
 Result = dict[tuple[str, str, str], dict[str, Tensor]]  # (case, loss, value) -> what one rank found
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from synthetic_records import step_record
 
 from dppo_megatron.config import Config
+from tests.support.records import step_record
 
 
 @pytest.fixture

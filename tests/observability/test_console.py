@@ -7,9 +7,8 @@ import pty
 import threading
 import time
 
-from synthetic_records import step_record
-
 from dppo_megatron.observability.console import ProgressView
+from tests.support.records import step_record
 
 
 def clock(at: float) -> str:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "actor"))
-
-from actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE, set_expert_bias
-from actor_ranks import run_ranks
-from parity_cases import CASES, write_bank
+from tests.parallel.cases import CASES, write_bank
+from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE, set_expert_bias
+from tests.support.actor_ranks import run_ranks
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +35,7 @@ def ranks(models, request, tmp_path_factory):
         if world not in results:
             names = [name for name in CASES[world] if name in wanted or world == 1]
             directory = tmp_path_factory.mktemp(f"ranks{world}")
-            results[world] = run_ranks(world, names, models, directory, "parity_scenarios")
+            results[world] = run_ranks(world, names, models, directory, "tests.parallel.scenarios")
         value = results[world][case]
         assert not isinstance(value, str), value
         return value

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from parity_cases import CASES, FAST
+
+from tests.parallel.cases import CASES, FAST
 
 EXACT = ("tokens", "loss_tokens", "masked_tokens", "skipped", "late_buckets")
 CLOSE = ("loss", "masked", "grad_norm", "entropy", "disagreement")

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from measured import measure_updates
 
 from dppo_megatron.actor import padded_vocab_size
 from dppo_megatron.config import Config
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.plan import Load, RankBuilder, estimate, hardware
+from tests.plan.measured import measure_updates
 
 TOKENS = 1024
 DENSE = {  # large enough that activations, logits and states all count

@@ -15,13 +15,6 @@ import pytest
 from dppo_megatron.config.schema import RewardConfig
 from dppo_megatron.rewards import RewardError, RewardPool
 
-HERE = Path(__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
-
 
 def score(pool, prompt, *texts):
     rewards, failed = asyncio.run(pool.score(prompt, texts))
@@ -30,7 +23,7 @@ def score(pool, prompt, *texts):
     return rewards.tolist(), failed.tolist()
 
 
-def make_pool(name="strange_rewards:strange", timeout_s=5.0, workers=1):
+def make_pool(name="tests.rewards.strange_rewards:strange", timeout_s=5.0, workers=1):
     return RewardPool(RewardConfig(name=name, timeout_s=timeout_s, workers=workers))
 
 
@@ -81,17 +74,17 @@ def test_the_source_row_reaches_the_reward(prompt):
 
 
 def test_a_class_is_one_object_per_process(prompt):
-    with make_pool("strange_rewards:Counting") as pool:
+    with make_pool("tests.rewards.strange_rewards:Counting") as pool:
         assert score(pool, prompt("1"), "a", "b", "c") == ([1.0, 2.0, 3.0], [False] * 3)
 
 
 def test_importing_does_not_count_against_the_timeout(prompt):
-    with make_pool("slow_to_import:one", timeout_s=0.75) as pool:
+    with make_pool("tests.rewards.slow_to_import:one", timeout_s=0.75) as pool:
         assert score(pool, prompt("1"), "a", "b") == ([1.0, 1.0], [False, False])
 
 
 def test_trusted_rewards_run_inline_and_fail_alike(prompt):
-    with make_pool("strange_rewards:trusted") as pool:
+    with make_pool("tests.rewards.strange_rewards:trusted") as pool:
         rewards, failed = score(pool, prompt("1"), "pid", "raise", "exit", "nan")
         assert rewards[0] == np.float32(os.getpid())
         assert failed == [False, True, True, True]
@@ -131,7 +124,7 @@ def test_a_killed_parent_leaves_no_worker():
         from dppo_megatron.types import Prompt
 
         async def main():
-            pool = RewardPool(RewardConfig(name="strange_rewards:strange", workers=1))
+            pool = RewardPool(RewardConfig(name="tests.rewards.strange_rewards:strange", workers=1))
             prompt = Prompt(0, 0, np.zeros(1, np.int32), "", "", {})
             pids, _ = await pool.score(prompt, ["pid"])
             print(int(pids[0]), flush=True)
@@ -142,10 +135,7 @@ def test_a_killed_parent_leaves_no_worker():
         if __name__ == "__main__":
             asyncio.run(main())
     """
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
     worker = int(done.stdout)
     deadline = time.monotonic() + 10
     while _runs(worker):

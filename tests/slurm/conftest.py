@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-from lab import Lab, why_not
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "e2e"), str(TESTS.parent / "examples" / "quickstart")]
+from tests.support.slurm.lab import Lab, why_not
 
 
 @pytest.fixture(scope="session")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_config import config
 
 from dppo_megatron.config import save_resolved
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import job
 from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.slurm.attempts import LOST, TIME_LIMIT, AttemptLog
+from tests.support.slurm.config import config
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab import wait_until
-from slurm_runs import TIMEOUT_S, Run
 
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm.attempts import AttemptLog
+from tests.support.slurm.lab import wait_until
+from tests.support.slurm.runs import TIMEOUT_S, Run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 
 import pytest
-from small_config import config
 
 from dppo_megatron.config import ConfigError, save_resolved
 from dppo_megatron.config.checks import slurm_violations
@@ -18,6 +17,7 @@ from dppo_megatron.slurm.placement import check_plan, engine_plans, node_violati
 from dppo_megatron.slurm.step import srun_command, step_environment
 from dppo_megatron.slurm.submit import prepare, scaled
 from dppo_megatron.slurm.task import Task, engine_environment, kernel_cache_environment, node_address, rendezvous
+from tests.support.slurm.config import config
 
 ONE = Allocation("7", 0, (("a", "b", "c"),))
 COLOCATED = {"engine": {"placement": "colocated"}}

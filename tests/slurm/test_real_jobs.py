@@ -6,12 +6,12 @@ import json
 import math
 
 import pytest
-from gated_rewards import GROUPS
-from lab import NODES, wait_until
-from run_helpers import steps_done, weights_digest
-from slurm_runs import STEPS, Run
 
 from dppo_megatron.bank import BankReader
+from tests.support.runs import steps_done, weights_digest
+from tests.support.slurm.lab import NODES, wait_until
+from tests.support.slurm.rewards import GROUPS
+from tests.support.slurm.runs import STEPS, Run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(540)]
 

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_config import config
 
 from dppo_megatron.config import save_resolved
 from dppo_megatron.slurm.script import batch_script
+from tests.support.slurm.config import config
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))

@@ -10,7 +10,6 @@ import time
 
 import pytest
 from rich.console import Console
-from small_config import config
 
 from dppo_megatron.common.files import write_json
 from dppo_megatron.config import save_resolved
@@ -23,6 +22,7 @@ from dppo_megatron.slurm.queue import SlurmError, SlurmRefused
 from dppo_megatron.slurm.status import NotARun, read_status
 from dppo_megatron.slurm.status_view import show
 from dppo_megatron.slurm.submit import StillQueued, refuse_second_job
+from tests.support.slurm.config import config
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_task import TEMPERATURE, K, make_config
 
 from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.config.checks import cross_field_violations
@@ -19,6 +18,7 @@ from dppo_megatron.orchestrator.metrics import append_record, show_progress
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.trainer.batches import BankBatches
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+from tests.support.tiny_task import TEMPERATURE, K, make_config
 
 LONGEST, SAMPLES = 6, 4
 # (length, truncated, reward) of each sample; the second group is all right, the last sample of the first failed

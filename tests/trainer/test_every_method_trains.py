@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from tiny_task import STEPS, VOCAB, make_task
-from trainer_ranks import train_methods
 
 from dppo_megatron.objectives import PRESETS, build_objective
+from tests.support.tiny_task import STEPS, VOCAB, make_task
+from tests.trainer.scenarios import train_methods
 
 VARIANTS = {
     "dppo_topk_tv_recomputed": ("dppo_topk_tv", {"anchor": "recomputed"}),

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from vp_ranks import Ranks
+
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(scope="session", autouse=True)

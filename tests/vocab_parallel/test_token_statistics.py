@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
-from vp_ranks import shard_case
-from vp_reference import Case, assert_close_to_reference, cases, make_inputs, reference
 
 from dppo_megatron.vocab_parallel import TokenStatistics, blocks, compiled, token_statistics
+from tests.support.ranks import shard_case
+from tests.support.statistics_reference import Case, assert_close_to_reference, cases, make_inputs, reference
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = Case(seed=5, tokens=9, columns=(30,), vocab=27, topk=5)

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vp_ranks import RankError, Ranks, shard_case
-from vp_reference import Case, assert_close_to_reference, cases, make_inputs, reference
+
+from tests.support.ranks import RankError, Ranks, shard_case
+from tests.support.statistics_reference import Case, assert_close_to_reference, cases, make_inputs, reference
 
 EVEN = Case(seed=1, tokens=13, columns=(20, 20), vocab=37, topk=5)
 

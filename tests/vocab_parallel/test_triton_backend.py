@@ -1,4 +1,4 @@
-"""The Triton backend under Triton's interpreter (see vp_triton_cases.py), and what happens without Triton."""
+"""The Triton backend under Triton's interpreter (see triton_cases.py), and what happens without Triton."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_cases_in_the_interpreter() -> None:
     # A process of its own: Triton decides at import whether its functions are interpreted.
     paths = filter(None, (str(APART), os.environ.get("PYTHONPATH")))
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "vp_triton_cases.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "triton_cases.py")]
     run = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True, check=False)
     print(run.stdout[-200:])
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

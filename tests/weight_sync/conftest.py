@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-for neighbour in ("hf", "engines"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / neighbour))
 
 FAMILIES = ("qwen3", "qwen3_moe", "wide")
 
@@ -16,9 +12,8 @@ FAMILIES = ("qwen3", "qwen3_moe", "wide")
 @pytest.fixture(scope="session")
 def sync_models(tmp_path_factory) -> Path:
     """`<family>-a` and `<family>-b`: one architecture, two sets of random weights."""
-    from hf_models import CONFIGS
-
     from dppo_megatron.hf import make_random_hf_model
+    from tests.support.models import CONFIGS
 
     # Several blocks of FP8 each way, none of the sizes a multiple of 128.
     configs = CONFIGS | {"wide": CONFIGS["qwen3"] | {"hidden_size": 160, "intermediate_size": 300}}
@@ -38,6 +33,6 @@ def sync_runs(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def scenarios(sync_models, sync_runs) -> dict:
     """Scenario name -> what rank 0 returned, or the traceback of the first rank that failed."""
-    from sync_ranks import run_scenarios
+    from tests.weight_sync.scenarios import run_scenarios
 
     return run_scenarios(sync_models, sync_runs)

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sync_ranks import LONG_TIMEOUT_S, TIMEOUT_S
 
 from dppo_megatron.hf import SafetensorsDirectory, fp8, open_weights, read_hf_config
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync.shared_storage import SharedStorage
 from dppo_megatron.weights.manifest import Manifest
+from tests.weight_sync.scenarios import LONG_TIMEOUT_S, TIMEOUT_S
 
 LAYOUTS = {"tensor": 1, "pipeline": 2, "data": 1, "expert": 2, "expert_in_tensor": 2, "shared_storage": 0}
 

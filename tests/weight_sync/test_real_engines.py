@@ -12,14 +12,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from tiny_engine import EXPERTS, Reference, engine_config, make_model, running_server
-from trainer_process import PROBE
 
 from dppo_megatron.engines.sglang.server import sglang_python
 from dppo_megatron.fleet.registry import free_port
+from tests.support.engines import EXPERTS, Reference, engine_config, make_model, running_server
+from tests.weight_sync.trainer_process import PROBE
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
-HERE = Path(__file__).parent
 TOLERANCE = 1e-4
 
 
@@ -52,7 +51,8 @@ def publish(
         subprocess.Popen(
             [
                 sys.executable,
-                str(HERE / "trainer_process.py"),
+                "-m",
+                "tests.weight_sync.trainer_process",
                 str(directory / "config.json"),
                 str(out),
                 *map(str, policies),

@@ -1,7 +1,7 @@
 """A trainer of one rank that publishes policies to running engines, in a process of its own.
 
-python trainer_process.py CONFIG_JSON OUT POLICY... publishes each directory as versions 1, 2, ... and leaves what
-every engine then says of PROBE in OUT (JSON); a file OUT.<version> appears before each publish.
+Run with CONFIG_JSON OUT POLICY...: it publishes each directory as versions 1, 2, ... and leaves what every engine then
+says of PROBE in OUT (JSON); a file OUT.<version> appears before each publish.
 """
 
 from __future__ import annotations

@@ -1,0 +1,155 @@
+"""What the spawned ranks do with checkpoints: write, refuse, resume, load from another layout."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.actor.scenarios.parts import fingerprint, same, topk, train
+from tests.support.actor_cases import make_config, pack, sequences
+from tests.support.actor_ranks import Rank
+
+
+def refused(rank: Rank, directory: Path, *model: str, **changes: Any) -> str | None:
+    """Why a run of these settings does not load the checkpoint; None when it does."""
+    from dppo_megatron.actor import CheckpointError
+
+    try:
+        with rank.actor(*model, **changes) as actor:
+            actor.load_checkpoint(directory)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def checkpoint_files(rank: Rank) -> Any:
+    """Retention, the pointer, leftovers of a crash, and a checkpoint of another run."""
+    directory = rank.directory / "checkpoints"
+    with rank.actor() as actor:
+        missing = actor.load_checkpoint(directory)
+        for step in range(1, 5):
+            started = time.perf_counter()
+            actor.save_checkpoint(directory, step, {"step": step}, keep=2)
+            seconds = time.perf_counter() - started
+        kept = sorted(p.name for p in directory.iterdir())
+        crashed = directory / "step-000005.tmp"
+        crashed.mkdir()
+        ignored = actor.load_checkpoint(directory)
+        (directory / "latest").unlink()
+        without_pointer = actor.load_checkpoint(directory)
+        actor.save_checkpoint(directory, 4, {"step": 4, "again": True}, keep=2)
+        again = actor.load_checkpoint(directory)
+    with rank.actor(optimizer={"lr": 1e-3}) as actor:
+        actor.load_checkpoint(directory)
+        lowered = (actor.lr, actor.train_update([pack(sequences(3))], topk()).lr, actor.lr)
+    damaged = rank.directory / "damaged"
+    (damaged / "step-000001").mkdir(parents=True)
+    (damaged / "step-000001" / "run.json").write_text("{")
+    unreadable = refused(rank, damaged)
+    error = refused(rank, directory, "wider", optimizer={"beta1": 0.5}, settings={"dtype": "bf16"})
+    left = sorted(p.name for p in directory.iterdir())
+    for file in (directory / "step-000004").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:1000])
+    truncated = refused(rank, directory)
+    return {
+        "missing": missing,
+        "kept": kept,
+        "ignored": ignored,
+        "without_pointer": without_pointer,
+        "again": again,
+        "left": left,
+        "error": error,
+        "unreadable": unreadable,
+        "seconds": seconds,
+        "lowered": lowered,
+        "truncated": truncated,
+    }
+
+
+def unwritable(rank: Rank) -> Any:
+    """A checkpoint that cannot be written names the rank and the reason, and leaves the last good one."""
+    from dppo_megatron.actor import CheckpointError
+
+    blocked = rank.directory / "file"
+    blocked.write_text("not a directory")
+    with rank.actor() as actor:
+        try:
+            actor.save_checkpoint(blocked, 1, {}, keep=1)
+        except CheckpointError as error:
+            return str(error)
+
+
+def tensor_from_one_rank(rank: Rank) -> Any:
+    return _from_checkpoint(rank, tensor=2)
+
+
+def pipeline_from_one_rank(rank: Rank) -> Any:
+    return _from_checkpoint(rank, pipeline=2)
+
+
+def data_from_one_rank(rank: Rank) -> Any:
+    return _from_checkpoint(rank)
+
+
+def _from_checkpoint(rank: Rank, **parallel) -> Any:
+    """Continue from the checkpoint that one rank saved after three updates."""
+    with rank.actor(**parallel) as actor:
+        state = actor.load_checkpoint(rank.models.parent / "from_one_rank")
+        return {"state": state, **train(actor, sequences(seed=1), updates=2)}
+
+
+def resume(rank: Rank) -> Any:
+    """Save, go on; load, go on: the same bits on every rank, in each layout."""
+    results = {}
+    layouts: dict[str, dict] = {"data": {}, "data_plain": {"distributed_optimizer": False}}
+    if rank.world_size == 1:
+        layouts["bf16"] = {"settings": {"dtype": "bf16"}}
+    else:
+        layouts |= {"tensor": {"tensor": 2}, "sequence": {"tensor": 2, "sequence": True}}
+        layouts |= {
+            "virtual": {"pipeline": 2, "virtual_pipeline": 2},
+            "pipeline": {"pipeline": 2},
+            "context": {"context": 2},
+            "experts": {"model": "qwen3_moe", "expert": 2},
+            "whole_experts": {"model": "qwen3_moe", "tensor": 2, "sequence": True, "expert_tensor": 1},
+            "latent": {"model": "deepseek", "tensor": 2, "sequence": True},
+            "bf16": {"tensor": 2, "settings": {"dtype": "bf16"}},
+        }
+    optimizer = {"decay": "linear", "warmup_updates": 3, "weight_decay": 0.1}
+    for name, parallel in layouts.items():
+        directory = rank.directory / name
+        with rank.actor(optimizer=optimizer, **parallel) as actor:
+            train(actor, sequences(), updates=2)
+            actor.save_checkpoint(directory, 2, {"step": 2}, keep=1)
+            expected = train(actor, sequences(seed=1), updates=2)
+            bits = fingerprint(actor)
+            draws = torch.rand(3)
+        with rank.actor(optimizer=optimizer, **parallel) as actor:
+            state = actor.load_checkpoint(directory)
+            got = train(actor, sequences(seed=1), updates=2)
+            equal = torch.tensor(same(bits, fingerprint(actor)) and torch.equal(draws, torch.rand(3)))
+            torch.distributed.all_reduce(equal, op=torch.distributed.ReduceOp.MIN)
+        results[name] = (state, bool(equal), expected["loss"] == got["loss"])
+    return results
+
+
+def late_rank(rank: Rank) -> Any:
+    """A rank that does not come makes the others raise, not wait for ever. Runs last: the group is broken after."""
+    from dppo_megatron.actor import Actor, init_layout
+
+    rank.meet()
+    config = make_config(rank.models / "qwen3", parallel={"world_size": 2, "tensor": 2, "timeout_s": 3})
+    layout = init_layout(config)
+    actor = Actor(config, layout)
+    torch.distributed.barrier()
+    if rank.rank == 1:
+        time.sleep(6)
+        return None
+    started = time.perf_counter()
+    try:
+        actor.logprobs([pack(sequences())])
+    except RuntimeError as error:
+        return {"seconds": time.perf_counter() - started, "error": str(error)}

@@ -1,0 +1,47 @@
+"""What scenarios share: updates on a rank's share of some sequences, and an actor's state to compare."""
+
+from __future__ import annotations
+
+import torch
+
+from dppo_megatron.objectives import build_objective
+from tests.support.actor_cases import micro_batches, pack
+
+
+def topk():
+    return build_objective("dppo_topk_tv", delta=0.2)
+
+
+def train(actor, parts, *, updates: int = 3, split: int = 2) -> dict[str, list[float]]:
+    """Updates on this rank's share of `parts`; what every rank must agree on."""
+    rank, size = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
+    batches = micro_batches(parts[rank::size], split)
+    stats = [actor.train_update(batches, topk()) for _ in range(updates)]
+    return {
+        "loss": [s.loss for s in stats],
+        "grad_norm": [s.grad_norm for s in stats],
+        "masked": [s.metrics["masked/share"] for s in stats],
+        "masked_tokens": [s.masked for s in stats],
+        "entropy": [s.metrics["entropy"] for s in stats],
+        "tokens": [s.tokens for s in stats],
+        "loss_tokens": [s.loss_tokens for s in stats],
+        "logprobs": torch.cat(actor.logprobs([pack(parts)])),
+    }
+
+
+def fingerprint(actor) -> dict[str, torch.Tensor]:
+    """Every weight and every optimizer tensor of this rank, bit for bit."""
+    out = {}
+    for chunk in actor.model_chunks:
+        out |= {name: p.detach().clone() for name, p in chunk.named_parameters()}
+    for index, part in enumerate(actor.optimizer.chained_optimizers):
+        for g, group in enumerate(part.optimizer.param_groups):
+            for p, parameter in enumerate(group["params"]):
+                out[f"optimizer.{index}.{g}.{p}.main"] = parameter.detach().clone()
+                for key, value in part.optimizer.state[parameter].items():
+                    out[f"optimizer.{index}.{g}.{p}.{key}"] = torch.as_tensor(value).detach().clone()
+    return out
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

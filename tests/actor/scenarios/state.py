@@ -1,0 +1,294 @@
+"""Checkpoints written behind training, memory on the host, precision. Run on all ranks, see `actor_ranks`."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.actor.scenarios.parts import fingerprint, same, topk, train
+from tests.support.actor_cases import micro_batches, pack, sequences
+from tests.support.actor_ranks import Rank
+
+ASYNCHRONOUS = {"checkpoint": {"asynchronous": True, "timeout_s": 30}}
+
+
+def find(name: str):
+    return globals()[name]
+
+
+def everywhere(fact: bool) -> bool:
+    """True where it is true on every rank."""
+    value = torch.tensor(fact)
+    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN)
+    return bool(value)
+
+
+class Gate:
+    """Holds back every write of a checkpoint until it is opened."""
+
+    def __enter__(self) -> threading.Event:
+        from dppo_megatron.actor.checkpoint.writer import HostFiles
+
+        opened, self._write = threading.Event(), HostFiles.write
+
+        def write(files):
+            assert opened.wait(30)
+            self._write(files)
+
+        HostFiles.write = write
+        return opened
+
+    def __exit__(self, *error: object) -> None:
+        from dppo_megatron.actor.checkpoint.writer import HostFiles
+
+        HostFiles.write = self._write
+
+
+def asynchronous(rank: Rank) -> Any:
+    """Training goes on while a checkpoint is written, and what is written is what was there when it was asked for."""
+    directory = rank.directory / "checkpoints"
+    latest = directory / "latest"
+    parallel = {} if rank.world_size == 1 else {"tensor": 2}
+    with rank.actor(sections=ASYNCHRONOUS, **parallel) as actor:
+        train(actor, sequences(), updates=1)
+        actor.save_checkpoint(directory, 1, {"step": 1}, keep=1)
+        actor.finish_checkpoint()
+        with Gate() as opened:
+            train(actor, sequences(), updates=1)
+            bits = fingerprint(actor)
+            actor.save_checkpoint(directory, 2, {"step": 2}, keep=1)
+            train(actor, sequences(), updates=1)
+            while_writing = (latest.read_text(), not same(bits, fingerprint(actor)))
+            opened.set()
+            actor.finish_checkpoint()
+        after = (latest.read_text(), sorted(p.name for p in directory.iterdir()))
+    with rank.actor(**parallel) as actor:
+        state = actor.load_checkpoint(directory)
+        equal = everywhere(same(bits, fingerprint(actor)))
+    return {"while_writing": while_writing, "after": after, "state": state, "equal": equal}
+
+
+def failing_write(rank: Rank) -> Any:
+    """A rank that cannot write: the next save raises on every rank, and the last good checkpoint stays."""
+    from dppo_megatron.actor import CheckpointError
+    from dppo_megatron.actor.checkpoint.writer import HostFiles
+
+    directory = rank.directory / "checkpoints"
+    original = HostFiles.write
+    with rank.actor(sections=ASYNCHRONOUS) as actor:
+        actor.save_checkpoint(directory, 1, {"step": 1}, keep=1)
+        actor.finish_checkpoint()
+        if rank.rank == rank.world_size - 1:
+            HostFiles.write = full
+        actor.save_checkpoint(directory, 2, {"step": 2}, keep=1)
+        try:
+            actor.save_checkpoint(directory, 3, {"step": 3}, keep=1)
+            error = None
+        except CheckpointError as raised:
+            error = str(raised)
+        finally:
+            HostFiles.write = original
+        state = actor.load_checkpoint(directory)
+    return {"error": error, "state": state}
+
+
+def full(files) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def offloaded(rank: Rank) -> Any:
+    """On the host and back between two updates, with a reference policy: no bit of what follows differs."""
+    from dppo_megatron.actor import Reference
+
+    results = {}
+    layouts: dict[str, dict] = {"plain": {"distributed_optimizer": False}, "sharded": {}}
+    layouts["bf16"] = {"settings": {"dtype": "bf16"}}
+    if rank.world_size == 2:
+        layouts["pipeline"] = {"pipeline": 2}
+    for name, parallel in layouts.items():
+        with rank.actor(**parallel) as actor:
+            train(actor, sequences(), updates=1)
+            before = fingerprint(actor)
+            reference = Reference(actor)
+            says = reference.scores([pack(sequences())])[0].logprob
+            chunks = [*actor.model_chunks, *reference._scorer.chunks]
+            with actor.offloaded() as freed:
+                held = sum(p.untyped_storage().nbytes() for chunk in chunks for p in chunk.parameters())
+            restored = same(before, fingerprint(actor))
+            restored = restored and torch.equal(says, reference.scores([pack(sequences())])[0].logprob)
+            train(actor, sequences(), updates=1)
+            bits = fingerprint(actor)
+        with rank.actor(**parallel) as actor:
+            train(actor, sequences(), updates=1)
+            train(actor, sequences(), updates=1)
+            equal = same(bits, fingerprint(actor))
+            results[name] = (held, freed, everywhere(restored), everywhere(equal))
+    return results
+
+
+def optimizer_on_host(rank: Rank) -> Any:
+    """Updates, saving and resuming with `optimizer.offload` and without: the bits, and what is held between."""
+    optimizer = {"decay": "linear", "warmup_updates": 3, "weight_decay": 0.1}
+    layouts: dict[str, dict] = {"fp32": {}, "bf16": {"settings": {"dtype": "bf16"}}}
+    layouts["plain"] = {"distributed_optimizer": False, "settings": {"dtype": "bf16"}}
+    if rank.world_size == 2:
+        layouts["experts"] = {"model": "qwen3_moe", "expert": 2, "settings": {"dtype": "bf16"}}
+    results = {}
+    for name, layout in layouts.items():
+        with rank.actor(optimizer=optimizer, **layout) as actor:
+            train(actor, sequences(), updates=3)
+            train(actor, sequences(seed=1), updates=2)
+            expected = fingerprint(actor)
+        with rank.actor(optimizer={**optimizer, "offload": True}, **layout) as actor:
+            train(actor, sequences(), updates=3)
+            with actor.offloaded():
+                pass
+            held = sum(state_bytes(actor).values())
+            with actor.optimizer_on_device():
+                size = sum(state_bytes(actor).values())
+            actor.save_checkpoint(rank.directory / name, 3, {}, keep=1)
+        with rank.actor(optimizer={**optimizer, "offload": True}, **layout) as actor:
+            actor.load_checkpoint(rank.directory / name)
+            train(actor, sequences(seed=1), updates=2)
+            with actor.optimizer_on_device():
+                results[name] = (held, size, everywhere(same(expected, fingerprint(actor))))
+    return results
+
+
+def state_bytes(actor) -> dict[int, int]:
+    """Bytes of each storage of the optimizer that is not the model's."""
+    model = {p.untyped_storage()._cdata for chunk in actor.model_chunks for p in chunk.parameters()}
+    storages = [
+        value.untyped_storage()
+        for part in actor.optimizer.chained_optimizers
+        for parameter, state in part.optimizer.state.items()
+        for value in (parameter, *state.values())
+        if isinstance(value, torch.Tensor)
+    ]
+    return {s._cdata: s.nbytes() for s in storages if s._cdata not in model}
+
+
+def dtypes(rank: Rank) -> Any:
+    """What bf16 training keeps in fp32."""
+    with rank.actor(settings={"dtype": "bf16"}) as actor:
+        train(actor, sequences(), updates=1)
+        parameters = [p for chunk in actor.model_chunks for p in chunk.parameters()]
+        inner = actor.optimizer.chained_optimizers[0].optimizer
+        states = [v for state in inner.state.values() for v in state.values()]
+        return {
+            "parameters": {p.dtype for p in parameters},
+            "gradients": {p.main_grad.dtype for p in parameters},
+            "main": {p.dtype for group in inner.param_groups for p in group["params"]},
+            "states": {v.dtype for v in states if isinstance(v, torch.Tensor)},
+            "log": actor.describe(),
+        }
+
+
+def fp32_head(rank: Rank) -> Any:
+    """The head of a bf16 model, multiplied in bf16 and in fp32."""
+    results = {}
+    parallel = {} if rank.world_size == 1 else {"tensor": 2}
+    for model in ("qwen3", "tied"):
+        for exact in (False, True):
+            with rank.actor(model, settings={"dtype": "bf16", "fp32_head": exact}, **parallel) as actor:
+                seen: dict[str, torch.Tensor] = {}
+
+                def keep(module, inputs, output, seen=seen):
+                    seen.update(rows=inputs[0].detach().clone(), logits=output[0].detach().clone())
+
+                policy = actor.model_chunks[0]
+                hook = policy.output_layer.register_forward_hook(keep)
+                actor.logprobs([pack(sequences())])
+                hook.remove()
+                wanted = seen["rows"].double() @ policy.head_weight.detach().double().T
+                error = float((seen["logits"].double() - wanted).abs().max())
+                stats = actor.train_update(micro_batches(sequences(), 2), topk())
+                results[model, exact] = (str(seen["logits"].dtype), error, stats.loss, stats.grad_norm)
+    return results
+
+
+def tensor_to_pipeline(rank: Rank) -> Any:
+    """Saved at TP 2 PP 1, continued at TP 1 PP 2: the next losses."""
+    directory = rank.directory / "checkpoints"
+    with rank.actor(tensor=2) as actor:
+        train(actor, sequences())
+        actor.save_checkpoint(directory, 3, {"step": 3}, keep=1)
+        expected = train(actor, sequences(seed=1), updates=2)
+    with rank.actor(pipeline=2) as actor:
+        state = actor.load_checkpoint(directory)
+        got = train(actor, sequences(seed=1), updates=2)
+    return {"state": state, "expected": expected, "got": got}
+
+
+def many_buckets(rank: Rank) -> Any:
+    """Buffers cut into buckets with padding between them: saved, and continued in the same layout and in another.
+
+    And how many bytes of the checkpoint each rank wrote.
+    """
+    from dppo_megatron.actor import optimizer as module
+
+    directory = rank.directory / "checkpoints"
+    settings = module.DistributedDataParallelConfig
+    module.DistributedDataParallelConfig = partial(settings, bucket_size=5000)
+    results = {}
+    try:
+        for model, layout in (("qwen3", {"tensor": 2}), ("qwen3_moe", {"pipeline": 2})):
+            optimizer = {"weight_decay": 0.1}
+            with rank.actor(model, optimizer=optimizer, overlap=True) as actor:
+                buckets = sum(len(buffer.buckets) for chunk in actor.model for buffer in chunk.buffers)
+                train(actor, sequences())
+                actor.save_checkpoint(directory / model, 3, {"step": 3}, keep=1)
+                expected = train(actor, sequences(seed=1), updates=2)
+                bits = fingerprint(actor)
+            with rank.actor(model, optimizer=optimizer, overlap=True) as actor:
+                actor.load_checkpoint(directory / model)
+                train(actor, sequences(seed=1), updates=2)
+                equal = everywhere(same(bits, fingerprint(actor)))
+            with rank.actor(model, optimizer=optimizer, **layout) as actor:
+                actor.load_checkpoint(directory / model)
+                got = train(actor, sequences(seed=1), updates=2)
+            sizes = [0] * rank.world_size
+            for file in (directory / model / "step-000003").glob("__*.distcp"):
+                sizes[int(file.name.split("_")[2])] += file.stat().st_size
+            results[model] = {"buckets": buckets, "equal": equal, "elsewhere": (expected, got), "written": sizes}
+    finally:
+        module.DistributedDataParallelConfig = settings
+    return results
+
+
+def experts_elsewhere(rank: Rank) -> Any:
+    """Experts saved in one layout and continued in another; a rank with none of them, and one with some."""
+    results = {}
+    layouts = {
+        "gathered": ("qwen3_moe", {"expert": 2}, {}),
+        "spread": ("qwen3_moe", {}, {"expert": 2}),
+        "behind a dense stage": ("deepseek", {"expert": 2}, {"pipeline": 2, "first_stage_layers": 1}),
+    }
+    for name, (model, first, second) in layouts.items():
+        directory = rank.directory / name.replace(" ", "_")
+        with rank.actor(model, **first) as actor:
+            train(actor, sequences())
+            actor.save_checkpoint(directory, 3, {"step": 3}, keep=1)
+            expected = train(actor, sequences(seed=1), updates=2)
+        with rank.actor(model, **second) as actor:
+            actor.load_checkpoint(directory)
+            results[name] = (expected, train(actor, sequences(seed=1), updates=2))
+    return results
+
+
+def dense_stage_then_experts(rank: Rank) -> Any:
+    """Four ranks: a stage without experts before one with them over two ranks. Saved and loaded: the same bits."""
+    layout = {"pipeline": 2, "first_stage_layers": 1, "expert": 2}
+    directory = rank.directory / "checkpoints"
+    with rank.actor("deepseek", **layout) as actor:
+        train(actor, sequences())
+        actor.save_checkpoint(directory, 3, {"step": 3}, keep=1)
+        train(actor, sequences(seed=1), updates=2)
+        bits = fingerprint(actor)
+    with rank.actor("deepseek", **layout) as actor:
+        actor.load_checkpoint(directory)
+        train(actor, sequences(seed=1), updates=2)
+        return everywhere(same(bits, fingerprint(actor)))

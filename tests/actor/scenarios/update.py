@@ -1,0 +1,291 @@
+"""What the spawned ranks do. Every function runs on all ranks and returns plain values from rank 0."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dppo_megatron.objectives import build_objective
+from tests.actor.scenarios.checkpoint import (  # noqa: F401  found by name
+    checkpoint_files,
+    data_from_one_rank,
+    late_rank,
+    pipeline_from_one_rank,
+    resume,
+    tensor_from_one_rank,
+    unwritable,
+)
+from tests.actor.scenarios.parts import fingerprint, same, topk, train
+from tests.support.actor_cases import VOCAB, K, micro_batches, pack, sequences
+from tests.support.actor_ranks import Rank
+
+
+def find(name: str) -> Any:
+    return globals()[name]
+
+
+def scores(rank: Rank) -> Any:
+    """What the weights and, after they moved, a reference say of listed tokens, in every layout of this world."""
+    from dppo_megatron.actor import Reference
+
+    layouts = {"alone": {}}
+    if rank.world_size == 2:
+        layouts = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}, "context": {"context": 2}}
+        layouts["pipeline_virtual"] = {"pipeline": 2, "virtual_pipeline": 2}
+    results = {}
+    for name, layout in layouts.items():
+        batches = micro_batches(sequences(), 3)
+        with rank.actor(**layout) as actor:
+            reference = Reference(actor)
+            before = actor.scores(batches, topk=True)
+            actor.train_update(batches, topk())
+            results[name] = {
+                "targets": torch.cat([s.logprob for s in before]),
+                "listed": torch.cat([s.topk_logprob for s in before]),
+                "other": torch.cat([s.other_logprob for s in before]),
+                "moved": torch.cat(actor.logprobs(batches)),
+                "reference": torch.cat([s.logprob for s in reference.scores(batches)]),
+            }
+    return results
+
+
+def idle_rank(rank: Rank) -> Any:
+    """One micro-batch for all: with two ranks, the second of them has only a filler, and half of the experts."""
+    from dppo_megatron.data.packing import pack as pack_sequences
+
+    layouts = {"alone": {}}
+    if rank.world_size == 2:
+        layouts = {name: {"expert": 2, "expert_dispatcher": name} for name in ("alltoall", "allgather")}
+        layouts["context"] = {"context": 2}
+    results = {}
+    for name, layout in layouts.items():
+        with rank.actor("qwen3_moe", **layout) as actor:
+            batch = pack(sequences()) if actor.layout.data_parallel_rank == 0 else pack_sequences([], topk=K)
+            stats = [actor.train_update([batch], topk()) for _ in range(2)]
+        results[name] = [(s.loss, s.grad_norm, s.metrics["masked/share"]) for s in stats]
+    return results
+
+
+# ---- one rank
+
+
+def alone(rank: Rank) -> Any:
+    """The reference of every layout, and the checkpoint that other layouts load."""
+    with rank.actor() as actor:
+        result = train(actor, sequences())
+        actor.save_checkpoint(rank.models.parent / "from_one_rank", 3, {"step": 3}, keep=1)
+        result["continued"] = train(actor, sequences(seed=1), updates=2)
+    return result
+
+
+def alone_tied(rank: Rank) -> Any:
+    with rank.actor("tied") as actor:
+        return train(actor, sequences())
+
+
+def packing(rank: Rank) -> Any:
+    """The first update of the same sequences, packed in several ways."""
+    results = {}
+    for split in (1, 3, 12):
+        with rank.actor() as actor:
+            results[split] = train(actor, sequences(), updates=1, split=split)
+    # Ratios of whole responses, an entropy term with a gradient, and sequences none of whose tokens carries loss.
+    objective = build_objective("gspo", entropy_coefficient=0.1)
+    parts = sequences()
+    parts[3]["mask"][:] = False
+    parts[3]["loss_weight"] = parts[3]["loss_weight"] * 0
+    for split in (1, 3, 12):
+        with rank.actor() as actor:
+            stats = actor.train_update(micro_batches(parts, split), objective)
+            results["gspo", split] = (stats.loss, stats.grad_norm)
+    return results
+
+
+def variants(rank: Rank) -> Any:
+    """Settings that must not change the numbers."""
+    results = {}
+    for name, settings in {
+        "plain": {},
+        "fused": {"logits": "fused"},
+        "selective": {"recompute": "selective"},
+        "full": {"recompute": "full"},
+        "bf16": {"dtype": "bf16"},
+    }.items():
+        with rank.actor(settings=settings) as actor:
+            results[name] = train(actor, sequences())
+    with rank.actor(distributed_optimizer=False) as actor:
+        results["plain_optimizer"] = train(actor, sequences())
+    return results
+
+
+def against_transformers(rank: Rank) -> Any:
+    return {family: _against_transformers(rank, family) for family in ("qwen3", "llama")}
+
+
+def experts_against_transformers(rank: Rank) -> Any:
+    """Models with experts alone, and over two ranks: tensor-parallel, experts apart or cut, and replicated."""
+    layouts = {"alone": {}}
+    if rank.world_size == 2:
+        layouts = {
+            "tensor": {"tensor": 2, "sequence": True},
+            "tensor_experts": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
+        }
+    return {
+        (family, name): _against_transformers(rank, family, **layout)
+        for family in ("qwen3_moe", "deepseek", "moonlight")
+        for name, layout in layouts.items()
+    }
+
+
+def _against_transformers(rank: Rank, family: str, **layout: Any) -> dict[str, Any]:
+    """Log-probs and the nll gradient norm of a Hugging Face model: (the actor's, what transformers says)."""
+    from transformers import AutoModelForCausalLM
+
+    parts = sequences()
+    batch = replace(pack(parts), temperature=None)
+    model = AutoModelForCausalLM.from_pretrained(rank.models / family, dtype=torch.float32)
+    expected, loss = [], 0.0
+    for part in parts:
+        logits = model(part["token_ids"][None]).logits[0]
+        logprob = logits.log_softmax(-1).gather(1, part["token_ids"].roll(-1)[:, None])[:, 0]
+        expected.append(torch.where(part["mask"], logprob, 0.0).detach())
+        loss = loss - (part["loss_weight"] * logprob).sum()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    with rank.actor(family, **layout) as actor:
+        logprobs = actor.logprobs([batch])[0]
+        score = actor.score(parts[1]["token_ids"].numpy())
+        biases = expert_biases(actor)
+        stats = actor.train_update([batch], build_objective("nll"))
+        frozen = all(map(torch.equal, biases, expert_biases(actor)))
+    whole = model(parts[1]["token_ids"][None]).logits[0].log_softmax(-1)[:-1]
+    scored = whole.gather(1, parts[1]["token_ids"][1:, None])[:, 0].detach()
+    return {
+        "logprobs": (logprobs, torch.cat(expected)),
+        "score": (torch.as_tensor(score), scored),
+        "loss": (stats.loss, float(loss)),
+        "grad_norm": (stats.grad_norm, float(norm)),
+        "frozen_biases": (len(biases) if frozen else None, 3 if family in ("deepseek", "moonlight") else 0),
+    }
+
+
+def expert_biases(actor) -> list[torch.Tensor]:
+    return [b.clone() for c in actor.model_chunks for name, b in c.named_buffers() if name.endswith("expert_bias")]
+
+
+def non_finite(rank: Rank) -> Any:
+    """Infinite gradients, then NaN weights: nothing changes, and training stops after three in a row."""
+    from dppo_megatron.actor import TrainingDiverged
+
+    good = micro_batches(sequences(), 2)
+    bad = [good[0], replace(good[1], loss_weight=good[1].loss_weight * float("inf"))]
+    with rank.actor(optimizer={"max_skipped_in_a_row": 3}) as actor:
+        actor.train_update(good, topk())
+        before, lr = fingerprint(actor), actor.lr
+        skipped = [actor.train_update(bad, topk()) for _ in range(2)]
+        unchanged = same(before, fingerprint(actor)) and actor.lr == lr
+        recovered = actor.train_update(good, topk())
+        with torch.no_grad():
+            actor.model_chunks[0].decoder.final_layernorm.weight[0] = float("nan")
+        stats, error = [], None
+        try:
+            for _ in range(5):
+                stats.append(actor.train_update(good, topk()))
+        except TrainingDiverged as raised:
+            error = str(raised)
+    return {
+        "skipped": [(s.skipped, s.skipped_in_a_row) for s in skipped],
+        "unchanged": unchanged,
+        "recovered": (recovered.skipped, recovered.skipped_in_a_row),
+        "reported": [(s.skipped, s.nonfinite_tokens, s.loss_tokens) for s in stats],
+        "error": error,
+    }
+
+
+def no_loss_rows(rank: Rank) -> Any:
+    """A micro-batch without loss rows adds nothing, and alone gives a zero gradient."""
+    good = pack(sequences())
+    empty = replace(good, mask=torch.zeros_like(good.mask), loss_weight=torch.zeros_like(good.loss_weight))
+    with rank.actor() as actor:
+        alone = actor.train_update([good], topk())
+    with rank.actor() as actor:
+        both = actor.train_update([good, empty], topk())
+        nothing = actor.train_update([empty], topk())
+        logprobs = actor.logprobs([empty])[0]
+    return {
+        "loss": (alone.loss, both.loss),
+        "grad_norm": (alone.grad_norm, both.grad_norm),
+        "loss_tokens": both.loss_tokens,
+        "nothing": (nothing.loss, nothing.grad_norm, nothing.skipped),
+        "logprobs": logprobs,
+    }
+
+
+def schedules(rank: Rank) -> Any:
+    """The learning rate each of the run's ten updates applies."""
+    batch = [pack(sequences(3))]
+    results = {}
+    for decay, warmup in (("constant", 0), ("constant", 4), ("linear", 4), ("cosine", 0)):
+        optimizer = {"lr": 0.1, "min_lr": 0.01, "decay": decay, "warmup_updates": warmup}
+        with rank.actor(optimizer=optimizer) as actor:
+            results[decay, warmup] = [actor.train_update(batch, topk()).lr for _ in range(10)]
+    return results
+
+
+# ---- two ranks
+
+
+def tensor(rank: Rank) -> Any:
+    with rank.actor(tensor=2) as actor:
+        return train(actor, sequences())
+
+
+def tensor_tied(rank: Rank) -> Any:
+    with rank.actor("tied", tensor=2) as actor:
+        return train(actor, sequences())
+
+
+def tensor_fused(rank: Rank) -> Any:
+    with rank.actor(tensor=2, settings={"logits": "fused"}) as actor:
+        return train(actor, sequences())
+
+
+def sequence(rank: Rank) -> Any:
+    with rank.actor(tensor=2, sequence=True) as actor:
+        return train(actor, sequences())
+
+
+def sequence_fused_recompute(rank: Rank) -> Any:
+    settings = {"logits": "fused", "recompute": "full"}
+    with rank.actor(tensor=2, sequence=True, settings=settings) as actor:
+        return train(actor, sequences())
+
+
+def data(rank: Rank) -> Any:
+    with rank.actor() as actor:
+        return train(actor, sequences())
+
+
+def data_plain_optimizer(rank: Rank) -> Any:
+    with rank.actor(distributed_optimizer=False) as actor:
+        return train(actor, sequences())
+
+
+def pipeline(rank: Rank) -> Any:
+    with rank.actor(pipeline=2) as actor:
+        return train(actor, sequences())
+
+
+def pipeline_tied(rank: Rank) -> Any:
+    with rank.actor("tied", pipeline=2) as actor:
+        return train(actor, sequences())
+
+
+def pipeline_virtual(rank: Rank) -> Any:
+    with rank.actor(pipeline=2, virtual_pipeline=2) as actor:
+        return train(actor, sequences())
+
+
+assert VOCAB % 2  # the padded head is part of what is tested

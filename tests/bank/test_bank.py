@@ -1,0 +1,247 @@
+"""What goes into the bank comes out, in order, with the right bookkeeping."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dppo_megatron.bank import BankError, BankReader, BankTimeout, BankWriter, describe
+from tests.support.bank import assert_same_group, make_group
+
+
+def replace_rollout(group, **fields):
+    first = dataclasses.replace(group.rollouts[0], **fields)
+    return dataclasses.replace(group, rollouts=(first, *group.rollouts[1:]))
+
+
+@pytest.mark.parametrize("topk", [0, 3])
+def test_groups_return_unchanged(tmp_path, topk):
+    groups = [make_group(p, topk=topk) for p in (4, 0, 2)]
+    with BankWriter(tmp_path, 2) as writer:
+        assert [writer.append(g) for g in groups] == [0, 1, 2]
+    reader = BankReader(tmp_path)
+    assert reader.refresh() == 3
+    for entry, group in zip(reader.entries(0, 3), groups, strict=True):
+        assert_same_group(reader.read(entry), group)
+
+
+@pytest.mark.parametrize("experts", [8, 256, 300])
+def test_routed_experts_return_unchanged(tmp_path, experts):
+    group = make_group(3, topk=2, experts=experts)
+    with BankWriter(tmp_path, 1) as writer:
+        writer.append(group)
+        writer.append(make_group(4))
+    reader = BankReader(tmp_path)
+    routed, plain = reader.entries(0, reader.refresh())
+    assert (routed.routing, plain.routing) == ((3, 2), None)
+    assert_same_group(reader.read(routed), group)
+
+
+def test_entries_describe_groups_without_reading_them(tmp_path):
+    group = make_group(10, topk=2)
+    with BankWriter(tmp_path, 4) as writer:
+        writer.append(group)
+    (tmp_path / "segment-000000.bin").unlink()
+    reader = BankReader(tmp_path)
+    reader.refresh()
+    (entry,) = reader.entries(0, 1)
+    assert (entry.number, entry.position, entry.row) == (0, 10, 3)
+    assert entry.response_lengths.tolist() == [len(r.token_ids) for r in group.rollouts]
+    assert entry.response_lengths.dtype == np.int32
+    np.testing.assert_array_equal(entry.rewards, group.rewards)
+    np.testing.assert_array_equal(entry.reward_failed, group.reward_failed)
+    assert entry.rewards.dtype == np.float32
+    assert entry.tokens == group.num_tokens
+    assert (entry.min_version, entry.max_version, entry.topk, entry.temperature) == (3, 3, 2, 0.75)
+    assert sum(entry.finish_reasons.values()) == entry.num_samples == 4
+    assert entry.truncated.sum() == entry.finish_reasons.get("length", 0)
+
+
+def test_responses_may_be_empty(tmp_path):
+    group = replace_rollout(
+        make_group(0),
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        versions=np.zeros(0, np.int32),
+        finish_reason="abort",
+    )
+    with BankWriter(tmp_path, 1) as writer:
+        writer.append(group)
+    reader = BankReader(tmp_path)
+    reader.refresh()
+    assert_same_group(reader.read(reader.entries(0, 1)[0]), group)
+
+
+def test_a_segment_holds_one_step(tmp_path):
+    with BankWriter(tmp_path, 3) as writer:
+        for p in range(7):
+            writer.append(make_group(p))
+            writer.drop(100 + p, 0, "too_long")
+    reader = BankReader(tmp_path)
+    reader.refresh()
+    assert [e.segment for e in reader.entries(0, 7)] == [0, 0, 0, 1, 1, 1, 2]
+    assert [e.position for e in reader.entries(2, 5)] == [2, 3, 4]
+    assert reader.entries(3, 3) == []
+    with pytest.raises(IndexError, match="of 7"):
+        reader.entries(5, 8)
+
+
+def test_the_bank_is_the_prompt_cursor(tmp_path):
+    with BankWriter(tmp_path, 2) as writer:
+        for p in (3, 0, 5):
+            writer.append(make_group(p))
+        writer.drop(1, 1, "aborted", "engine gave up")
+    with BankWriter(tmp_path, 2) as writer:
+        assert writer.done_positions() == {0, 1, 3, 5}
+        assert writer.num_train_groups == 3
+        with pytest.raises(ValueError, match="position 1 is already"):
+            writer.append(make_group(1))
+        with pytest.raises(ValueError, match="position 3 is already"):
+            writer.drop(3, 0, "again")
+        assert writer.append(make_group(2)) == 3
+    reader = BankReader(tmp_path)
+    reader.refresh()
+    assert [e.position for e in reader.entries(0, 4)] == [3, 0, 5, 2]
+
+
+def test_a_closed_writer_refuses(tmp_path):
+    writer = BankWriter(tmp_path, 1)
+    writer.close()
+    writer.close()
+    with pytest.raises(BankError, match="closed"):
+        writer.append(make_group(0))
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (lambda g: replace_rollout(g, logprobs=g.rollouts[0].logprobs.astype(np.float16)), "float32"),
+        (lambda g: replace_rollout(g, logprobs=g.rollouts[0].logprobs.tolist()), "found list"),
+        (lambda g: replace_rollout(g, logprobs=g.rollouts[0].logprobs * np.float32("nan")), "not finite"),
+        (lambda g: replace_rollout(g, versions=g.rollouts[0].versions[:-1]), "versions"),
+        (lambda g: replace_rollout(g, topk_ids=None), "top-K"),
+        (lambda g: replace_rollout(g, topk_logprobs=g.rollouts[0].topk_logprobs[:, :1]), "topk_logprobs"),
+        (lambda g: replace_rollout(g, finish_reason="eos"), "finish_reason"),
+        (lambda g: dataclasses.replace(g, rewards=g.rewards * np.float32("inf")), "rewards"),
+        (lambda g: dataclasses.replace(g, reward_failed=g.reward_failed[:-1]), "reward_failed"),
+        (lambda g: dataclasses.replace(g, rollouts=()), "no rollouts"),
+        (lambda g: dataclasses.replace(g, temperature=0.0), "temperature"),
+        (lambda g: replace_rollout(g, routed_experts=None), "in all samples or in none"),
+        (lambda g: replace_rollout(g, routed_experts=g.rollouts[0].routed_experts[1:]), "routed_experts: expected"),
+        (lambda g: replace_rollout(g, routed_experts=g.rollouts[0].routed_experts[:, 1:]), "routed_experts"),
+        (lambda g: replace_rollout(g, routed_experts=g.rollouts[0].routed_experts.astype(np.int64)), "uint8"),
+        (lambda g: replace_rollout(g, routed_experts=g.rollouts[0].routed_experts * 0), "the same expert twice"),
+    ],
+)
+def test_malformed_groups_are_refused_and_leave_no_trace(tmp_path, corrupt, message):
+    with BankWriter(tmp_path, 2) as writer:
+        with pytest.raises(ValueError, match=message):
+            writer.append(corrupt(make_group(1, topk=2, experts=8)))
+        assert writer.append(make_group(1, topk=2, experts=8)) == 0
+
+
+def test_refresh_reads_only_what_is_new(tmp_path):
+    reader = BankReader(tmp_path / "later")
+    assert reader.refresh() == 0
+    with BankWriter(tmp_path / "later", 2) as writer:
+        for p in range(5):
+            writer.append(make_group(p))
+            assert reader.refresh() == p + 1
+            assert reader.refresh() == p + 1
+    assert reader.num_groups == 5
+
+
+def test_a_reader_follows_a_writer(tmp_path):
+    total, seen = 60, []
+
+    def write():
+        with BankWriter(tmp_path, 7, fsync=False) as writer:
+            for p in range(total):
+                writer.append(make_group(p, longest=200))
+                if p % 3 == 0:
+                    writer.drop(1000 + p, 0, "aborted")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    reader = BankReader(tmp_path)
+    while len(seen) < total:
+        count = reader.wait_for(len(seen) + 1, timeout_s=10, poll_s=0.0005)
+        seen += [reader.read(entry) for entry in reader.entries(len(seen), count)]
+    thread.join()
+    for p, group in enumerate(seen):
+        assert_same_group(group, make_group(p, longest=200))
+
+
+def test_wait_says_what_arrived(tmp_path):
+    with BankWriter(tmp_path, 8) as writer:
+        for p in range(3):
+            writer.append(make_group(p))
+    reader = BankReader(tmp_path)
+    assert reader.wait_for(3, timeout_s=0) == 3
+    with pytest.raises(BankTimeout, match=r"3 of 5 groups arrived and none for 0\.\d s .*timeout 0\.1 s") as raised:
+        reader.wait_for(5, timeout_s=0.1)
+    assert isinstance(raised.value, TimeoutError)
+
+
+def test_arrivals_prolong_the_wait(tmp_path):
+    def write():
+        with BankWriter(tmp_path, 8, fsync=False) as writer:
+            for p in range(5):
+                time.sleep(0.1)
+                writer.append(make_group(p))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert BankReader(tmp_path).wait_for(5, timeout_s=0.45) == 5
+    thread.join()
+
+
+def test_wait_ends_when_nobody_writes(tmp_path):
+    with BankWriter(tmp_path, 8) as writer:
+        writer.append(make_group(0))
+    reader = BankReader(tmp_path)
+    assert reader.wait_for(1, timeout_s=60, alive=lambda: False) == 1
+    with pytest.raises(BankTimeout, match=r"1 of 2 groups.*nobody writes"):
+        reader.wait_for(2, timeout_s=60, alive=lambda: False)
+
+
+def test_describe_sums_up_each_segment(tmp_path):
+    groups = [make_group(p) for p in range(3)]
+    with BankWriter(tmp_path, 2) as writer:
+        for group in groups:
+            writer.append(group)
+        writer.drop(7, 0, "aborted")
+    first, last = describe(tmp_path)
+    assert (first.groups, first.samples, first.failed_rewards, first.dropped) == (2, 8, 1, {})
+    assert (last.groups, last.samples, last.dropped) == (1, 4, {"aborted": 1})
+    assert last.prompt_tokens + last.response_tokens == groups[2].num_tokens
+    assert last.reward_mean == pytest.approx(groups[2].rewards.mean())
+    assert first.data_bytes == (tmp_path / "segment-000000.bin").stat().st_size
+    assert describe(tmp_path / "none") == []
+
+
+def test_index_lines_are_plain_json(tmp_path):
+    with BankWriter(tmp_path, 2) as writer:
+        writer.append(make_group(0))
+        writer.drop(1, 1, "aborted", 'a "quoted"\nline')
+    group, dropped = map(json.loads, (tmp_path / "segment-000000.jsonl").read_text().splitlines())
+    assert (group["kind"], group["position"], group["n"]) == ("group", 0, 4)
+    assert (dropped["kind"], dropped["position"], dropped["detail"]) == ("dropped", 1, 'a "quoted"\nline')
+
+
+def test_index_lines_without_the_sum_of_versions_are_read(tmp_path):
+    with BankWriter(tmp_path, 1) as writer:
+        writer.append(make_group(0, version=3))
+    (path,) = tmp_path.glob("*.jsonl")
+    line = json.loads(path.read_text())
+    tokens = sum(line["lengths"])
+    assert line.pop("version_sum") == 3 * tokens
+    path.write_text(json.dumps(line, separators=(",", ":")) + "\n")
+    reader = BankReader(tmp_path)
+    (entry,) = reader.entries(0, reader.refresh())
+    assert entry.version_sum == 3 * tokens

@@ -1,0 +1,350 @@
+"""Nothing that was written is lost: killed writers, incomplete tails, full disks, damaged files, second writers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.bank import BankCorruption, BankLocked, BankReader, BankWriteError, BankWriter, describe
+from tests.support.bank import assert_same_group, make_group
+
+
+def fill(directory, count, start=0):
+    with BankWriter(directory, 3) as writer:
+        for p in range(start, start + count):
+            writer.append(make_group(p))
+
+
+def read_all(directory):
+    reader = BankReader(directory)
+    return [reader.read(entry) for entry in reader.entries(0, reader.refresh())]
+
+
+def files(directory, number):
+    return directory / f"segment-{number:06d}.bin", directory / f"segment-{number:06d}.jsonl"
+
+
+def start_writer(directory: Path, *, fsync: bool) -> subprocess.Popen:
+    """A process that appends groups 0, 1, 2, ... from where the bank is, and prints each number."""
+    program = f"""
+        import sys
+        from tests.support.bank import make_group
+        from dppo_megatron.bank import BankWriter
+        writer = BankWriter({str(directory)!r}, 5, fsync={fsync})
+        while True:
+            position = writer.num_train_groups
+            writer.append(make_group(position, longest=3000))
+            print(position, flush=True)
+    """
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+
+
+def test_killed_writers_lose_nothing_they_reported(tmp_path):
+    reported = -1
+    for wait in (0.02, 0.05, 0.01, 0.08):
+        process = start_writer(tmp_path, fsync=False)
+        first = int(process.stdout.readline())
+        assert first > reported, "a group was written twice"
+        time.sleep(wait)
+        process.send_signal(signal.SIGKILL)
+        out, _ = process.communicate()
+        reported = max([first, *map(int, out.split())])
+        groups = read_all(tmp_path)
+        assert len(groups) in (reported + 1, reported + 2)  # it may die between the write and the report
+        reported = len(groups) - 1
+    for p, group in enumerate(groups):
+        assert_same_group(group, make_group(p, longest=3000))
+    with BankWriter(tmp_path, 5) as writer:
+        assert writer.done_positions() == set(range(len(groups)))
+
+
+@pytest.mark.parametrize(("write", "share"), [(0, 0.0), (0, 0.5), (0, 1.0), (1, 0.0), (1, 0.5), (1, 1.0)])
+def test_a_writer_killed_in_the_middle_of_a_record(tmp_path, write, share):
+    """SIGKILL after part of the blob (write 0) or index line (write 1) of group 4, first of its segment."""
+    program = f"""
+        import os, signal, sys
+        from tests.support.bank import make_group
+        from dppo_megatron.bank import BankWriter
+        writer = BankWriter({str(tmp_path)!r}, 4)
+        for p in range(4):
+            writer.append(make_group(p))
+        real, calls = os.pwrite, []
+        def pwrite(descriptor, data, offset):
+            calls.append(offset)
+            if len(calls) <= {write}:
+                return real(descriptor, data, offset)
+            real(descriptor, data[: int(len(data) * {share})], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.pwrite = pwrite
+        writer.append(make_group(4))
+    """
+    process = subprocess.run([sys.executable, "-c", textwrap.dedent(program)])
+    assert process.returncode == -signal.SIGKILL
+    whole = 5 if (write, share) == (1, 1.0) else 4
+    assert len(read_all(tmp_path)) == whole
+    with BankWriter(tmp_path, 4) as writer:
+        assert writer.done_positions() == set(range(whole))
+        for p in range(whole, 6):
+            writer.append(make_group(p))
+    for p, group in enumerate(read_all(tmp_path)):
+        assert_same_group(group, make_group(p))
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.bin")) == sum(s.data_bytes for s in describe(tmp_path))
+
+
+def test_every_torn_index_line_is_cut(tmp_path, caplog):
+    fill(tmp_path / "whole", 2)
+    data, index = files(tmp_path / "whole", 0)
+    lines = index.read_bytes().splitlines(keepends=True)
+    for kept in (0, 1, 17, len(lines[1]) - 1):
+        directory = tmp_path / f"incomplete-{kept}"
+        shutil.copytree(tmp_path / "whole", directory)
+        _, incomplete = files(directory, 0)
+        incomplete.write_bytes(lines[0] + lines[1][:kept])
+        assert len(read_all(directory)) == 1, "a reader must not take half a line"
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), BankWriter(directory, 3) as writer:
+            assert writer.done_positions() == {0}
+            assert "cut off" in caplog.text
+            writer.append(make_group(1))
+        for p, group in enumerate(read_all(directory)):
+            assert_same_group(group, make_group(p))
+        assert files(directory, 0)[0].stat().st_size == data.stat().st_size
+
+
+@pytest.mark.parametrize("damage", ["short", "changed", "zero index"])
+def test_a_tail_lost_in_a_power_failure_is_cut(tmp_path, caplog, damage):
+    fill(tmp_path, 2)
+    data, index = files(tmp_path, 0)
+    if damage == "short":
+        os.truncate(data, data.stat().st_size - 1)
+    elif damage == "changed":
+        content = bytearray(data.read_bytes())
+        content[-3] ^= 1
+        data.write_bytes(content)
+    else:
+        lines = index.read_bytes().splitlines(keepends=True)
+        index.write_bytes(lines[0] + bytes(len(lines[1])))
+    with caplog.at_level(logging.WARNING), BankWriter(tmp_path, 3) as writer:
+        assert "cut off" in caplog.text
+        assert writer.num_train_groups == 1
+        writer.append(make_group(1))
+    assert len(read_all(tmp_path)) == 2
+
+
+def test_data_lost_behind_a_surviving_index_is_cut(tmp_path, caplog):
+    """Without a flush per record, a power failure can take data of several records and leave their lines."""
+    with BankWriter(tmp_path, 5, fsync=False) as writer:
+        for p in range(4):
+            writer.append(make_group(p))
+        writer.drop(9, 0, "aborted")
+    reader = BankReader(tmp_path)
+    reader.refresh()
+    data, _ = files(tmp_path, 0)
+    os.truncate(data, reader.entries(2, 3)[0].offset + 10)
+    with caplog.at_level(logging.WARNING), BankWriter(tmp_path, 5) as writer:
+        assert "cut off" in caplog.text
+        assert writer.done_positions() == {0, 1}
+    assert [g.prompt.position for g in read_all(tmp_path)] == [0, 1]
+
+
+def test_a_damaged_group_before_a_whole_one_is_refused(tmp_path):
+    fill(tmp_path, 3)
+    data = files(tmp_path, 0)[0]
+    content = bytearray(data.read_bytes())
+    content[40] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(BankCorruption, match="record 0: its data does not match its checksum, yet record 1"):
+        BankWriter(tmp_path, 3)
+    assert data.read_bytes() == content
+
+
+def test_whole_files_are_not_touched_on_opening(tmp_path, caplog):
+    fill(tmp_path, 4)
+    before = {path: path.read_bytes() for path in tmp_path.glob("segment-*")}
+    with caplog.at_level(logging.WARNING):
+        BankWriter(tmp_path, 3).close()
+    assert before == {path: path.read_bytes() for path in tmp_path.glob("segment-*")}
+    assert not caplog.records
+
+
+def test_a_crash_between_the_files_of_a_new_segment_is_repaired(tmp_path):
+    fill(tmp_path, 3)
+    files(tmp_path, 1)[0].write_bytes(b"half a blob")
+    fill(tmp_path, 2, start=3)
+    assert [g.prompt.position for g in read_all(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+def test_damage_before_whole_records_is_refused_not_cut(tmp_path):
+    fill(tmp_path, 3)
+    index = files(tmp_path, 0)[1]
+    lines = index.read_bytes().splitlines(keepends=True)
+    index.write_bytes(lines[0] + b"#" * (len(lines[1]) - 1) + b"\n" + lines[2])
+    with pytest.raises(BankCorruption, match=r"segment-000000\.jsonl: record 1: .*yet record 2 is whole"):
+        BankWriter(tmp_path, 3)
+    with pytest.raises(BankCorruption, match="record 1 is not readable"):
+        BankReader(tmp_path).refresh()
+
+
+def test_a_missing_index_is_refused(tmp_path):
+    fill(tmp_path, 7)
+    files(tmp_path, 1)[1].unlink()
+    with pytest.raises(BankCorruption, match=r"segment-000001\.jsonl: missing"):
+        BankWriter(tmp_path, 3)
+
+
+def test_old_data_may_be_deleted(tmp_path):
+    fill(tmp_path, 7)
+    files(tmp_path, 0)[0].unlink()
+    fill(tmp_path, 2, start=7)
+    reader = BankReader(tmp_path)
+    assert reader.refresh() == 9
+    assert_same_group(reader.read(reader.entries(8, 9)[0]), make_group(8))
+    with pytest.raises(BankCorruption, match=r"segment-000000\.bin: group 0 .*gone"):
+        reader.read(reader.entries(0, 1)[0])
+
+
+def test_a_flipped_bit_is_named(tmp_path):
+    fill(tmp_path, 5)
+    reader = BankReader(tmp_path)
+    reader.refresh()
+    entry = reader.entries(4, 5)[0]
+    data = files(tmp_path, 1)[0]
+    content = bytearray(data.read_bytes())
+    content[entry.offset + entry.size // 2] ^= 16
+    data.write_bytes(content)
+    with pytest.raises(BankCorruption, match=r"segment-000001\.bin: group 4 \(record 1 of segment 1.*checksum"):
+        reader.read(entry)
+    assert_same_group(reader.read(reader.entries(3, 4)[0]), make_group(3))
+    os.truncate(data, entry.offset + 5)
+    with pytest.raises(BankCorruption, match=f"only 5 of {entry.size} bytes"):
+        reader.read(entry)
+
+
+def test_an_index_that_shrinks_under_a_reader_is_an_error(tmp_path):
+    fill(tmp_path, 2)
+    reader = BankReader(tmp_path)
+    reader.refresh()
+    os.truncate(files(tmp_path, 0)[1], 10)
+    with pytest.raises(BankCorruption, match="shorter than when last read"):
+        reader.refresh()
+
+
+def test_one_writer_at_a_time(tmp_path):
+    writer = BankWriter(tmp_path, 3)
+    with pytest.raises(BankLocked, match=f"process {os.getpid()} on .* since"):
+        BankWriter(tmp_path, 3)
+    writer.append(make_group(0))
+    writer.close()
+    process = start_writer(tmp_path, fsync=False)
+    try:
+        process.stdout.readline()
+        with pytest.raises(BankLocked, match=f"process {process.pid} on"):
+            BankWriter(tmp_path, 3)
+    finally:
+        process.kill()
+        process.communicate()
+    BankWriter(tmp_path, 3).close()
+
+
+def refusal(call, *arguments) -> BankWriteError | None:
+    try:
+        call(*arguments)
+    except BankWriteError as error:
+        return error
+    return None
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 256 KiB."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    if not shutil.which("mount"):
+        pytest.skip("no mount command")
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"may not mount a small file system here: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_full_disk_loses_nothing(small_disk):
+    bank, ballast = small_disk / "bank", small_disk / "ballast"
+    ballast.write_bytes(bytes(100_000))
+    reader = BankReader(bank)
+    with BankWriter(bank, 1000) as writer:
+        written = 0
+        while (error := refusal(writer.append, make_group(written, longest=500))) is None:
+            written += 1
+        assert error.errno == errno.ENOSPC
+        message = str(error)
+        assert "segment-000000.bin" in message
+        assert " bytes free" in message
+        assert "run.dir" in message
+        assert written > 3
+        assert reader.refresh() == written == writer.num_train_groups
+        data, index = files(bank, 0)
+        assert data.stat().st_size == sum(entry.size for entry in reader.entries(0, written)), "not rolled back"
+        assert index.read_bytes().endswith(b"\n")
+        with pytest.raises(BankWriteError):
+            writer.append(make_group(written, longest=500))
+        ballast.unlink()
+        assert writer.append(make_group(written, longest=500)) == written
+    reader.refresh()
+    for p, entry in enumerate(reader.entries(0, written + 1)):
+        assert_same_group(reader.read(entry), make_group(p, longest=500))
+
+
+def test_a_disk_full_for_the_index_or_the_next_segment(small_disk):
+    """Fills the disk to the last page, so that index lines and new segments fail too."""
+    with BankWriter(small_disk / "bank", 2) as writer:
+        written, refused = 0, 0
+        while refused < 3:
+            error = refusal(writer.drop, written, 0, "aborted", "x" * 3000)
+            if error is None:
+                written += 1
+            else:
+                assert error.errno == errno.ENOSPC
+                refused += 1
+    with BankWriter(small_disk / "bank", 2) as writer:
+        assert writer.done_positions() == set(range(written))
+
+
+def test_a_failing_flush_of_the_index_stops_the_writer(tmp_path, monkeypatch):
+    # A device that accepts a write and then fails to flush it cannot be had without special hardware.
+    writer = BankWriter(tmp_path, 3, fsync=True)
+    writer.append(make_group(0))
+    real, calls = os.fdatasync, []
+
+    def flush(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", flush)
+    with pytest.raises(BankWriteError, match="may not survive"):
+        writer.append(make_group(1))
+    with pytest.raises(BankWriteError, match="restart"):
+        writer.append(make_group(2))
+    writer.close()
+    with BankWriter(tmp_path, 3) as writer:
+        assert writer.done_positions() == {0, 1}
+
+
+def test_the_lock_file_says_who(tmp_path):
+    with BankWriter(tmp_path, 1):
+        assert json.loads((tmp_path / "writer.lock").read_text())["pid"] == os.getpid()

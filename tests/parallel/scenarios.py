@@ -1,0 +1,60 @@
+"""What the spawned ranks of the parity suite do: train on the bank in one layout."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from dppo_megatron.actor import forward, optimizer
+from dppo_megatron.bank import BankReader
+from dppo_megatron.objectives import build_objective
+from dppo_megatron.trainer.batches import BankBatches
+from tests.parallel.cases import CASES, STEPS, sections
+from tests.support.actor_ranks import Rank
+
+
+def find(case: str) -> Any:
+    return lambda rank: train(rank, case)
+
+
+def train(rank: Rank, case: str) -> dict[str, list]:
+    """STEPS steps of DPPO over the listed tokens; what the last layout or one process must agree on."""
+    model, _ = case.split(":")
+    name, _, variant = model.partition("+")
+    bank = rank.models.parent / "banks" / name
+    layout = CASES[rank.world_size][case]
+    # Megatron's buckets hold 40 M parameters, all of these models: here each has its own.
+    buckets = partial(optimizer.DistributedDataParallelConfig, bucket_size=1)
+    late = []  # buckets that are still being gathered when the head reads its weight
+
+    def head_statistics(model, *args, **settings):
+        late.extend(group for group in model.bucket_groups if group.param_gather_handle is not None)
+        return compute_head(model, *args, **settings)
+
+    compute_head = forward.head_statistics
+    with (
+        mock.patch.object(optimizer, "DistributedDataParallelConfig", buckets),
+        mock.patch.object(forward, "head_statistics", head_statistics),
+        rank.actor(name, sections=sections(bank, variant), **layout) as actor,
+    ):
+        objective = build_objective(actor.config.objective.name, **actor.config.objective.settings)
+        place = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
+        batches = BankBatches(actor.config, BankReader(bank), objective, *place)
+        stats = []
+        for step in range(STEPS):
+            (update,) = batches.read(step).updates
+            another = step + 1 < STEPS  # with `overlap`, new parameters reach the other ranks behind its forward pass
+            stats.append(actor.train_update(update.micro_batches, objective, another_follows=another))
+    return {
+        "loss": [s.loss for s in stats],
+        "grad_norm": [s.grad_norm for s in stats],
+        "masked": [s.metrics["masked/share"] for s in stats],
+        "entropy": [s.metrics["entropy"] for s in stats],
+        "disagreement": [s.metrics.get("moe/routing_replay_disagreement", 0.0) for s in stats],
+        "tokens": [s.tokens for s in stats],
+        "loss_tokens": [s.loss_tokens for s in stats],
+        "masked_tokens": [s.masked for s in stats],
+        "skipped": [s.skipped for s in stats],
+        "late_buckets": len(late),
+    }

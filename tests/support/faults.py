@@ -1,0 +1,219 @@
+"""A run in the background and the means to hurt it: signals to its parts, a proxy that garbles what an engine says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from aiohttp import web
+
+from dppo_megatron.bank import BankReader
+from tests.support.runs import (
+    GROUPS,
+    config_tree,
+    descendants,
+    end_session,
+    records,
+    start,
+    steps_done,
+    weights_digest,
+    write_config,
+)
+
+STEPS = 6
+PROBES = {"health_interval_s": 0.5, "health_timeout_s": 2.0, "health_failures": 3}
+NOTICED_S = 3 * (0.5 + 2.0)  # until an engine that answers nothing is dead: health_failures probes
+
+
+def fault_config(task: Path, run_dir: Path, *, urls: list[str], **engine: Any) -> dict:
+    """Six steps of four groups of four on one trainer rank; responses long enough to be caught at."""
+    tree = config_tree(task, run_dir, urls=tuple(urls))
+    tree["parallel"] = {"world_size": 1, "timeout_s": 120}
+    tree["rollout"]["max_response_tokens"] = 48
+    tree["train"] = {"steps": STEPS, "updates_per_step": 2}
+    tree["engine"] |= {**PROBES, "unavailable_timeout_s": 120.0, **engine}
+    tree["checkpoint"] = {"every": 0}
+    return tree
+
+
+class Run:
+    """`dppo-megatron train` in the background."""
+
+    def __init__(self, tree: dict, directory: Path):
+        self.dir = Path(tree["run"]["dir"])
+        self.output = directory / "out"
+        self._process = start("train", write_config(tree, directory / "c.yaml"), output=self.output)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: step in steps_done(self.dir), f"step {step}", 120)
+
+    def wait_for_log(self, process: str, text: str, timeout_s: float) -> None:
+        path = self.dir / "logs" / f"{process}.log"
+        self.wait_until(lambda: path.exists() and text in path.read_text(), f"{text!r} in {path.name}", timeout_s)
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self._process.poll() is None, f"the run ended while waiting for {what}:\n{self.story()}"
+            assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s in vain for {what}:\n{self.story()}"
+            time.sleep(0.005)
+
+    def wait_to_end(self, timeout_s: float) -> None:
+        code = self._process.wait(timeout_s)
+        assert code == 0, self.story()
+
+    @contextlib.contextmanager
+    def held(self):
+        """Inside, the trainer stands still: the run cannot end, and everything else goes on."""
+        (trainer,) = [p for p in descendants(self._process) if "dppo_megatron trainer" in command_line(p)]
+        trainer.suspend()
+        try:
+            yield
+        finally:
+            trainer.resume()
+
+    def engine_pid(self, name: str) -> int:
+        return json.loads((self.dir / "services" / f"{name}.json").read_text())["pid"]
+
+    def engine_url(self, name: str) -> str:
+        return json.loads((self.dir / "services" / f"{name}.json").read_text())["url"]
+
+    def total(self, metric: str) -> float:
+        return sum(record.get(metric, 0) for record in records(self.dir))
+
+    def story(self) -> str:
+        logs = [self.output, *sorted((self.dir / "logs").glob("*.log"))]
+        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in logs if path.exists())
+
+    def check_equals(self, reference: Path) -> None:
+        """Every step trained once, every prompt sampled once, the weights those of the undisturbed run."""
+        assert steps_done(self.dir) == list(range(1, STEPS + 1))
+        reader = BankReader(self.dir / "bank")
+        assert reader.refresh() == STEPS * GROUPS
+        assert sorted(e.position for e in reader.entries(0, STEPS * GROUPS)) == list(range(STEPS * GROUPS))
+        for index, entry in enumerate(reader.entries(0, STEPS * GROUPS)):
+            versions = {int(v) for rollout in reader.read(entry).rollouts for v in rollout.versions}
+            assert versions == {index // GROUPS}, "stale samples"
+        assert weights_digest(self.dir) == weights_digest(reference), self.story()
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            end_session(self._process)
+
+
+def command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it is gone, or about to be
+        return ""
+
+
+def info(url: str) -> dict:
+    with urllib.request.urlopen(f"{url}/dppo/info", timeout=10) as reply:
+        return json.load(reply)
+
+
+def wait_while_generating(run: Run, url: str) -> None:
+    """Returns when the engine at `url` has just begun to sample: later it may be done before it is hurt."""
+    run.wait_until(lambda: info(url)["running"] == 0, "an idle engine", 60)
+    run.wait_until(lambda: info(url)["running"] > 0, "a running request", 60)
+
+
+@contextlib.contextmanager
+def frozen(pid: int):
+    """The server and its own processes stand still inside."""
+    process = psutil.Process(pid)
+    family = [process, *process.children(recursive=True)]
+    for member in family:
+        member.suspend()
+    try:
+        yield
+    finally:
+        for member in family:
+            member.resume()
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+Hook = Callable[[str, bytes, Callable[[], Awaitable[bytes]]], Awaitable[bytes | None]]
+
+
+class Proxy:
+    """Stands before the engine at `url` in a thread of its own.
+
+    `hook(path, body, forward)` gives the bytes to answer with status 200, after calling `forward` for the engine's
+    own where it likes; None hangs up in the middle of the reply. `seen` holds the paths in the order they came.
+    """
+
+    def __init__(self, url: str, hook: Hook):
+        self._target = url
+        self._hook = hook
+        self.seen: list[str] = []
+        self.url = ""
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._start())
+        self._loop.run_forever()
+
+    async def _start(self) -> None:
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._ready.set()
+
+    async def _close(self) -> None:
+        await self._runner.cleanup()
+        await self._session.close()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.seen.append(request.path)
+        body = await request.read()
+        status = 200
+
+        async def forward() -> bytes:
+            nonlocal status
+            async with self._session.request(request.method, self._target + request.path, data=body or None) as reply:
+                status = reply.status
+                return await reply.read()
+
+        try:
+            answer = await self._hook(request.path, body, forward)
+        except aiohttp.ClientError:
+            answer = None  # the engine is gone, and so is this connection
+        if answer is None:
+            request.transport.abort()
+            return web.Response(status=500)
+        return web.Response(body=answer, status=status)

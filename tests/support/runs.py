@@ -1,0 +1,127 @@
+"""Starting runs from the command line, as a user does, and reading what they leave behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import yaml
+
+STEPS, GROUPS, SAMPLES = 4, 4, 4
+TIMEOUT_S = 300
+
+
+@dataclass
+class Engine:
+    url: str
+    process: subprocess.Popen
+    directory: Path
+
+    def end(self) -> None:
+        end_session(self.process)
+
+
+def config_tree(task: Path, run_dir: Path, *, urls: tuple[str, ...] = ()) -> dict:
+    """Four steps of four groups of four: seconds on two cores, every part of a run exercised."""
+    return {
+        "run": {"dir": str(run_dir), "stall_timeout_s": 120},
+        "model": {"path": str(task / "random_model"), "dtype": "fp32"},
+        "parallel": {"world_size": 2, "tensor": 2, "timeout_s": 120},
+        "objective": {"name": "dppo_binary_tv", "settings": {"delta": 0.2}},
+        # A random policy is never right: its reward must come from something it sometimes does.
+        "reward": {"name": "tests.support.rewards:even_digits"},
+        "data": {"train": str(task / "train.jsonl"), "eval": str(task / "heldout.jsonl"), "max_prompt_tokens": 16},
+        "rollout": {"prompts_per_step": GROUPS, "group_size": SAMPLES, "max_response_tokens": 4},
+        "train": {"steps": STEPS, "updates_per_step": 2},
+        "optimizer": {"lr": 1e-3},
+        "engine": {"dtype": "fp32", "max_model_len": 64, "kv_cache_bytes": 1 << 28, "urls": list(urls)},
+        "checkpoint": {"every": 2},
+    }
+
+
+def write_config(tree: dict, path: Path) -> Path:
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "dppo_megatron", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def start(*arguments: str | Path, output: Path) -> subprocess.Popen:
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            command(*arguments), stdout=file, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+        )
+
+
+def run(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess:
+    result = subprocess.run(command(*arguments), env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    if check:
+        assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return result
+
+
+def start_engine(task: Path, directory: Path) -> Engine:
+    config = write_config(config_tree(task, directory), directory / "config.yaml")
+    process = start("engine", config, output=directory / "engine.out")
+    service = directory / "services" / "engine-0.json"
+    wait_until(service.exists, "the engine", process, directory / "engine.out")
+    return Engine(json.loads(service.read_text())["url"], process, directory)
+
+
+def wait_until(condition, what: str, process: subprocess.Popen, output: Path, timeout_s: float = TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        shown = output.read_text() if output.exists() else ""
+        assert process.poll() is None, f"ended with {process.returncode} while waiting for {what}:\n{shown}"
+        assert time.monotonic() < deadline, f"timed out waiting for {what}:\n{shown}"
+        time.sleep(0.02)
+
+
+def end_session(process: subprocess.Popen) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def descendants(process: subprocess.Popen) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def records(run_dir: Path) -> list[dict]:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def steps_done(run_dir: Path) -> list[int]:
+    """Steps with a training record, in the order of the file."""
+    return [r["step"] for r in records(run_dir) if "time/step_s" in r]
+
+
+def weights_digest(run_dir: Path) -> str:
+    """Of the final model's tensors, in name order."""
+    from safetensors import safe_open
+
+    digest = hashlib.sha256()
+    for path in sorted((run_dir / "model").glob("*.safetensors")):
+        with safe_open(path, framework="np") as file:
+            for name in sorted(file.keys()):
+                digest.update(name.encode() + file.get_tensor(name).tobytes())
+    return digest.hexdigest()

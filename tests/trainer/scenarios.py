@@ -1,0 +1,142 @@
+"""Ranks that run the real loop on the tiny bank, one method after the other."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from dppo_megatron.fleet.registry import free_port
+from tests.support.tiny_task import EOS, make_config
+
+Method = tuple[str, dict[str, Any]]  # preset, settings
+
+
+def train_methods(methods: dict[str, Method], task: Path, directory: Path, world_size: int = 2) -> dict[str, Any]:
+    """Label -> what rank 0 saw of its training at TP `world_size`. Raises what a rank raised, with its label."""
+    mp.spawn(_rank, args=(world_size, free_port(), methods, task, directory), nprocs=world_size)
+    return {label: torch.load(directory / f"{label}.pt", weights_only=False) for label in methods}
+
+
+def _rank(rank: int, world_size: int, port: int, methods: dict[str, Method], task: Path, directory: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from dppo_megatron.actor import init_layout
+
+    layout = init_layout(make_config(task, tensor=world_size))
+    try:
+        for label, (name, settings) in methods.items():
+            config = make_config(task, tensor=world_size, objective=_chosen(name, settings))
+            try:
+                result = train_one(config, layout)
+            except Exception as error:
+                raise RuntimeError(f"{label} failed on rank {rank}") from error
+            if rank == 0:
+                torch.save(result, directory / f"{label}.pt")
+    finally:
+        layout.close()
+
+
+def _chosen(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The method with the advantage and aggregation of its paper."""
+    from dppo_megatron.objectives import PRESETS
+
+    preset = PRESETS[name]
+    return {
+        "name": name, "settings": settings, "advantage": preset.advantage, "aggregation": preset.aggregation
+    }  # fmt: skip
+
+
+def train_one(config, layout) -> dict[str, Any]:
+    """Trains from the task's model to the end; the log's head, every update's stats and every step's record."""
+    from dppo_megatron.actor import Actor
+    from dppo_megatron.bank import BankReader
+    from dppo_megatron.objectives import build_objective
+    from dppo_megatron.trainer.batches import BankBatches, SupervisedBatches
+    from dppo_megatron.trainer.loop import train
+    from dppo_megatron.trainer.main import head
+    from dppo_megatron.trainer.old_policies import OldPolicies
+
+    objective = build_objective(config.objective.name, **config.objective.settings)
+    actor = Actor(config, layout)
+    actor.load_hf(config.model.path)
+    if config.objective.supervised:
+        source = SupervisedBatches(config, BankPrompts(config), Tokenizer(), 0, 1)
+    else:
+        source = BankBatches(config, BankReader(config.rollout.bank), objective, 0, 1)
+    updates, records = [], []
+    train_update = actor.train_update
+
+    def observed(micro_batches, method, **follows):
+        updates.append(train_update(micro_batches, method, **follows))
+        return updates[-1]
+
+    actor.train_update = observed
+    steps = train(
+        config,
+        actor=actor,
+        objective=objective,
+        source=source,
+        old_policies=OldPolicies(actor, objective),
+        publisher=None,
+        checkpoints=Never(),
+        control=Ready(),
+        recorder=Recorded(records),
+        first_step=0,
+    )
+    return {
+        "head": head(config, actor, objective),
+        "steps": steps,
+        "records": records,
+        "updates": [{"loss": u.loss, "grad_norm": u.grad_norm, "skipped": u.skipped, **u.metrics} for u in updates],
+    }
+
+
+class BankPrompts:
+    """The bank's prompts with their answers, as `PromptSource` gives them."""
+
+    def __init__(self, config):
+        from dppo_megatron.bank import BankReader
+
+        reader = BankReader(config.rollout.bank)
+        self._prompts = [reader.read(entry).prompt for entry in reader.entries(0, reader.refresh())]
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def prompt(self, position: int):
+        return self._prompts[position]
+
+
+class Tokenizer:
+    eos_token_id = EOS
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+class Never:
+    def due(self, step: int) -> bool:
+        return False
+
+
+class Ready:
+    def wait_until_ready(self, source, step: int, publisher) -> bool:
+        return source.ready(step)
+
+
+class Recorded:
+    def __init__(self, records: list):
+        self._records = records
+
+    def log(self, step: int, metrics: dict) -> None:
+        self._records.append(metrics)
+
+    def log_masked(self, step: int, counts: dict[int, int]) -> None:
+        self._records[-1]["masked_tokens"] = dict(counts)

@@ -1,0 +1,371 @@
+"""Two trainer ranks over gloo that publish tiny models to fake engines, many scenarios in one spawn."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+
+from dppo_megatron import hf
+from dppo_megatron.config import Config
+from dppo_megatron.engines.protocol import EngineError, EngineRefused, EngineTimeout
+from dppo_megatron.fleet.live_engines import LiveEngines
+from dppo_megatron.fleet.registry import Service
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weight_sync import WeightSyncError, build_publisher
+from dppo_megatron.weight_sync.engine_thread import EngineThread
+from dppo_megatron.weights.published import PublishedPolicy
+from tests.support.fakes.engine import SCORES, FakeEngine
+
+TIMEOUT_S = 2.0
+LONG_TIMEOUT_S = 30.0
+FP8 = {"dtype": "bf16", "quantization": "fp8_block"}
+
+
+@dataclass
+class Trainer:
+    """What a scenario works with on one rank; `engines` act on rank 0 alone."""
+
+    models: Path
+    run: Path
+    publisher: Any = None
+    actor: Any = None
+    engines: list[FakeEngine] = field(default_factory=list)
+
+    def load(self, policy: str) -> None:
+        hf.load_into(self.actor.model_chunks, self.models / f"{self.actor.family}-{policy}")
+
+    def difference(self, policy: str, engine: int = 0) -> float:
+        """Largest difference between what the engine holds and the policy's directory; inf where names differ."""
+        source = hf.SafetensorsDirectory(self.models / f"{self.actor.family}-{policy}")
+        held = self.engines[engine].weights
+        if held.keys() != set(source.tensors):
+            return float("inf")
+        return max(float((held[name] - source.tensor(name)).abs().max()) for name in held)
+
+    def unlike_fp8(self, policy: str) -> list[str]:
+        """Names of the tensors that the engine does not hold bit for bit as the policy's bf16 weights in FP8."""
+        source = hf.SafetensorsDirectory(self.models / f"{self.actor.family}-{policy}")
+        plain = ((name, source.tensor(name).bfloat16()) for name in source.tensors)
+        expected, held = dict(hf.fp8.quantized(plain)), self.engines[0].weights
+
+        def same(name: str) -> bool:
+            if name not in expected or name not in held or held[name].dtype != expected[name].dtype:
+                return False
+            return torch.equal(held[name].view(torch.uint8), expected[name].view(torch.uint8))
+
+        return sorted(name for name in expected.keys() | held.keys() if not same(name))
+
+
+@contextmanager
+def trainer(models: Path, run: Path, family: str, *, tp=1, pp=1, ep=1, engines=1, engine=(), **weight_sync):
+    from megatron.core import parallel_state, tensor_parallel
+
+    from tests.support.models import build_gpt
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tp,
+        pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1 if ep > 1 else tp,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    model = models / f"{family}-a"
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(run)},
+            "model": {"path": str(model)},
+            "train": {"steps": 1},
+            "data": {"train": "unused"},
+            "engine": {"dtype": "fp32", "unavailable_timeout_s": TIMEOUT_S} | dict(engine),
+            "weight_sync": {"transport": "broadcast", "bucket_bytes": 6000, "timeout_s": TIMEOUT_S, **weight_sync},
+        }
+    )
+    hf_config = hf.read_hf_config(model)
+    actor = SimpleNamespace(
+        model_chunks=build_gpt(hf_config, tp, pp, None, ep),
+        hf=hf_config,
+        family=family,
+        layout=SimpleNamespace(device=torch.device("cpu")),
+        score=lambda tokens: SCORES,
+    )
+    t = Trainer(models, run, actor=actor)
+    thread = None
+    if torch.distributed.get_rank() == 0:
+        t.engines = [FakeEngine(f"http://127.0.0.1:{90 + i}") for i in range(engines)]
+        by_url = {engine.url: engine for engine in t.engines}
+        book = {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(by_url)}
+        thread = EngineThread(lambda: LiveEngines(config, lambda: book, lambda _, url: by_url[url]))
+    t.publisher = build_publisher(config, actor, thread, None if thread is None else SCORES)
+    try:
+        yield t
+    finally:
+        t.publisher.close()
+
+
+def there_and_back(**layout: Any) -> Callable[[Path, Path], dict]:
+    def scenario(models: Path, run: Path) -> dict:
+        with trainer(models, run, **layout) as t:
+            differences, published = [], []
+            for version, policy in enumerate("aba"):
+                t.load(policy)
+                published.append(t.publisher.publish(version))
+                if t.engines:
+                    differences += [t.difference(policy, i) for i in range(len(t.engines))]
+            return {
+                "differences": differences,
+                "groups": [len(engine.joined) for engine in t.engines],
+                "streams": len(getattr(t.publisher._transport, "_streams", ())),
+                "published": published,
+                "policy": PublishedPolicy.read(RunDir(run).published) if t.engines else None,
+            }
+
+    return scenario
+
+
+def in_fp8(**layout: Any) -> Callable[[Path, Path], dict]:
+    """Two policies to an FP8 engine, then the refusal of one that computes otherwise."""
+
+    def scenario(models: Path, run: Path) -> dict:
+        with trainer(models, run, engine=FP8, **layout) as t:
+            unlike, names = [], []
+            for version, policy in enumerate("ab"):
+                t.load(policy)
+                t.publisher.publish(version)
+                if t.engines:
+                    unlike += t.unlike_fp8(policy)
+                    names = sorted(t.engines[0].weights)
+            for engine in t.engines:
+                engine.score_offset = 1.5
+            try:
+                t.publisher.publish(2)
+                message = "nothing raised"
+            except WeightSyncError as error:
+                message = str(error)
+            streams = getattr(t.publisher._transport, "_streams", ())
+            return {"unlike": unlike, "names": names, "message": message, "buckets": [len(s) for s in streams]}
+
+    return scenario
+
+
+def colocated(models: Path, run: Path) -> dict:
+    """Two publishes to an engine on the trainer's GPUs; at the second turn it does not go to sleep."""
+    settings = {"engine": {"placement": "colocated"}, "transport": "shared_storage", "bucket_bytes": None}
+    with trainer(models, run, "qwen3", tp=2, **settings) as t:
+        events: list[str] = []
+        at_home = {id(p): p.data for chunk in t.actor.model_chunks for p in chunk.parameters()}
+
+        @contextmanager
+        def offloaded():
+            parameters = [p for chunk in t.actor.model_chunks for p in chunk.parameters()]
+            for parameter in parameters:
+                parameter.data = torch.empty(0)
+            events.append("lent")
+            yield 0
+            for parameter in parameters:
+                parameter.data = at_home[id(parameter)]
+            events.append("taken back")
+
+        t.actor.offloaded = offloaded
+        t.actor.score = lambda tokens: events.append("score") or SCORES
+        for engine in t.engines:
+            engine.events = events
+        t.load("a")
+        t.publisher.publish(0)
+        t.publisher.rest()
+        t.load("b")
+        t.publisher.publish(1)
+
+        async def stay_awake() -> None:
+            raise EngineError("http://127.0.0.1:90: busy")
+
+        for engine in t.engines:
+            engine.sleep = stay_awake
+        try:
+            t.publisher.rest()
+            message = "nothing raised"
+        except WeightSyncError as error:
+            message = str(error)
+        differences = [t.difference("b")] if t.engines else []
+        return {"events": t.publisher._ranks.gather(events), "message": message, "differences": differences}
+
+
+def one_of_two_disagrees(models: Path, run: Path) -> dict:
+    with trainer(models, run, "qwen3", tp=2, engines=2) as t:
+        if t.engines:
+            t.engines[1].score_offset = 0.5
+        published = t.publisher.publish(0)
+        confirmed = PublishedPolicy.read(RunDir(run).published).confirmed if t.engines else {}
+        return {"unconfirmed": published.unconfirmed, "confirmed": confirmed}
+
+
+def one_token_differs(models: Path, run: Path) -> dict:
+    with trainer(models, run, "qwen3", tp=2, probe_tolerance=0.1) as t:
+        for engine in t.engines:
+            engine.score_offset = np.float32([0, 0, 0.5, 0, 0, 0, 0])
+        return {"difference": t.publisher.publish(0).probe_difference}
+
+
+def one_of_two_freezes(models: Path, run: Path) -> dict:
+    """The second engine freezes within a bucket of the second publish, whose steps may take very long."""
+    probes = {"health_interval_s": 0.1, "health_timeout_s": 0.2, "health_failures": 2}
+    with trainer(models, run, "qwen3", tp=2, engines=2, engine=probes, timeout_s=LONG_TIMEOUT_S) as t:
+        t.load("a")
+        t.publisher.publish(0)
+        if t.engines:
+            t.engines[1].freezes_at = 3
+        t.load("b")
+        started = time.monotonic()
+        second = t.publisher.publish(1)
+        return {
+            "unconfirmed": second.unconfirmed,
+            "seconds": time.monotonic() - started,
+            "differences": [t.difference("b")] if t.engines else [],
+        }
+
+
+def one_of_two_dies(place: str | int) -> Callable[[Path, Path], dict]:
+    """The second engine dies at `place` of the second publish and is back for the third."""
+
+    def scenario(models: Path, run: Path) -> dict:
+        with trainer(models, run, "qwen3", tp=2, engines=2) as t:
+            t.load("a")
+            t.publisher.publish(0)
+            if t.engines:
+                t.engines[1].dies_at = place
+            t.load("b")
+            started = time.monotonic()
+            second = t.publisher.publish(1)
+            seconds = time.monotonic() - started
+            lags = []
+            if t.engines:
+                differences = [t.difference("b")]
+                t.engines[1].down = False
+                t.engines[1].instance = "second"
+                lags = [t.publisher.engines_lag(), t.publisher.engines_lag()]
+            third = t.publisher.publish(1)  # the same policy again, for the one that came back
+            if t.engines:
+                lags.append(t.publisher.engines_lag())
+            return {
+                "unconfirmed": [second.unconfirmed, third.unconfirmed],
+                "lags": lags,
+                "seconds": seconds,
+                "served": [engine.served for engine in t.engines],
+                "differences": [*differences, t.difference("b"), t.difference("b", 1)] if t.engines else [],
+            }
+
+    return scenario
+
+
+def fails(corrupt: Callable[[FakeEngine], None], **settings: Any) -> Callable[[Path, Path], dict]:
+    """What a publish to one engine with a fault raises, on every rank, and when."""
+
+    def scenario(models: Path, run: Path) -> dict:
+        with trainer(models, run, "qwen3", **{"pp": 2, **settings}) as t:
+            for engine in t.engines:
+                corrupt(engine)
+            started = time.monotonic()
+            try:
+                t.publisher.publish(1)
+                message = "nothing raised"
+            except WeightSyncError as error:
+                message = str(error)
+            everyone = t.publisher._ranks.gather(message)
+            written = RunDir(run).published.exists()
+            return {"messages": everyone, "seconds": time.monotonic() - started, "written": written}
+
+    return scenario
+
+
+def _frozen(engine: FakeEngine) -> None:
+    """Says nothing and takes nothing until the client gives up."""
+
+    async def nothing(*_: Any) -> None:
+        await asyncio.sleep(TIMEOUT_S / 4)
+        raise EngineTimeout(f"engine {engine.url}: no answer")
+
+    engine.receive_weights = nothing
+
+
+def _refuses(engine: FakeEngine) -> None:
+    async def refuse(*_: Any) -> None:
+        raise EngineRefused(f"engine {engine.url}: not the served model")
+
+    engine.receive_weights = refuse
+
+
+def _fails(engine: FakeEngine) -> None:
+    async def fail(*_: Any) -> None:
+        raise EngineError(f"engine {engine.url}: out of memory")
+
+    engine.receive_weights = fail
+
+
+SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
+    "tensor": there_and_back(family="qwen3", tp=2),
+    "pipeline": there_and_back(family="qwen3", pp=2),
+    "data": there_and_back(family="qwen3", engines=2),
+    "expert": there_and_back(family="qwen3_moe", ep=2),
+    "expert_in_tensor": there_and_back(family="qwen3_moe", tp=2, ep=2),
+    "shared_storage": there_and_back(family="qwen3", tp=2, transport="shared_storage"),
+    "fp8_broadcast": in_fp8(family="wide", tp=2, bucket_bytes=1 << 20),
+    "fp8_broadcast_small_buckets": in_fp8(family="qwen3_moe", ep=2),
+    "fp8_shared_storage": in_fp8(family="wide", pp=2, transport="shared_storage"),
+    "colocated": colocated,
+    "dies_at_join": one_of_two_dies("join"),
+    "dies_at_receive": one_of_two_dies("receive"),
+    "dies_at_bucket": one_of_two_dies(3),
+    "disagrees": one_of_two_disagrees,
+    "one_token": one_token_differs,
+    "freezes": one_of_two_freezes,
+    "dead": fails(lambda engine: setattr(engine, "down", True)),
+    "dies_for_good": fails(lambda engine: setattr(engine, "dies_at", 2)),
+    "frozen": fails(_frozen),
+    "refuses": fails(_refuses),
+    "cannot_load": fails(_fails),
+    "other_weights": fails(lambda engine: setattr(engine, "score_offset", 0.5)),
+    "not_a_number": fails(lambda engine: setattr(engine, "score_offset", float("nan"))),
+    "other_weights_stored": fails(lambda engine: setattr(engine, "score_offset", 0.5), transport="shared_storage"),
+}
+
+
+def run_scenarios(models: Path, root: Path) -> dict[str, Any]:
+    mp.spawn(_rank, args=(2, models, root), nprocs=2)
+    results = {}
+    for name in SCENARIOS:
+        failed = sorted(root.glob(f"{name}.*.error"))
+        results[name] = failed[0].read_text() if failed else torch.load(root / f"{name}.pt", weights_only=False)
+    return results
+
+
+def _rank(rank: int, world: int, models: Path, root: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+    from dppo_megatron.actor.cpu import without_cuda
+
+    without_cuda.install()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{root / 'store'}", rank=rank, world_size=world)
+    for name, scenario in SCENARIOS.items():
+        try:
+            result = scenario(models, root / name)
+            if rank == 0:
+                torch.save(result, root / f"{name}.pt")
+        except Exception:
+            (root / f"{name}.{rank}.error").write_text(traceback.format_exc())
+        torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
