@@ -16,47 +16,41 @@ from .merge import Coefficients, Merged, join_sums
 # Columns of a tile: wide enough that a row is few iterations, small enough to stay in registers with 8 warps.
 _TILE = 4096
 _WARPS = 8
+# Neighbouring columns that one thread loads at once: 16 bytes of bf16.
+_CHUNK = 8
 # Programs that fill a GPU a few times over; with fewer rows than that, a row is split between programs.
 _PROGRAMS = 1024
 
 
 @triton.jit
-def _add_tile(
-    z,
-    column,
-    start,
-    m,
-    s,
-    u,
-    tau,
-    local,
-    owned,
-    ids,
-    first,
-    listed: tl.constexpr,
-    tile: tl.constexpr,
-    entropy: tl.constexpr,
-):
-    """m, s, u of a row after one more tile z, without the columns that the row's ids name."""
-    inside = owned & (local >= start) & (local < start + tile)
-    if tl.sum(inside.to(tl.int32), axis=0) > 0:
-        for k in range(listed):
-            # Scalar test first: only the ids of this tile are compared with its columns.
-            hidden = tl.load(ids + k) - first
-            if (hidden >= start) & (hidden < start + tile):
-                z = tl.where(column == hidden, float("-inf"), z)
-    top = tl.maximum(m, tl.max(z, axis=0))
+def _next_owned(offset, tile: tl.constexpr):
+    """The smallest of the offsets [n] that lies inside the tile; `tile` when none does."""
+    return tl.min(tl.where((offset >= 0) & (offset < tile), offset, tile), axis=0)
+
+
+@triton.jit
+def _add_tile(z, place, m, s, u, scale, offset, tile: tl.constexpr, entropy: tl.constexpr):
+    """m, s, u [lanes] of a row after one more tile z [lanes, chunk], without the columns that `offset` names.
+
+    Every lane of a thread keeps sums of its own, so that no thread waits for another inside the loop over tiles.
+    place: [lanes, chunk] int32, the columns' offsets inside the tile. offset: [n] int32, those of the row's ids; the
+    ones outside the tile are not in it. scale: log2(e) / tau, so u is in units of ln 2.
+    """
+    owned = _next_owned(offset, tile)
+    while owned < tile:  # as often as the tile owns an id: to compare all n with every column costs 5 times the rest
+        z = tl.where(place == owned, float("-inf"), z)
+        offset = tl.where(offset == owned, -1, offset)
+        owned = _next_owned(offset, tile)
+    top = tl.maximum(m, tl.max(z, axis=1))
     safe = tl.where(top == float("-inf"), 0.0, top)
-    # Not tl.maximum: it may drop a NaN, which has to reach the sums to be reported.
-    d = (z - safe) * tau
-    d = tl.where(d < -1.0e4, -1.0e4, d)
-    e = tl.exp(d)
-    shift = (m - safe) * tau
-    shift = tl.where(shift < -1.0e4, -1.0e4, shift)
-    factor = tl.exp(shift)
+    d = (z - tl.expand_dims(safe, 1)) * scale
+    e = tl.exp2(d)
+    shift = (m - safe) * scale
+    factor = tl.exp2(shift)
     if entropy:
-        u = factor * (u + shift * s) + tl.sum(d * e, axis=0)
-    s = factor * s + tl.sum(e, axis=0)
+        # -inf times 0 would be NaN. The maximum drops a NaN here, and s reports it.
+        u = factor * (u + tl.maximum(shift, -2.0e4) * s) + tl.sum(tl.maximum(d, -2.0e4) * e, axis=1)
+    s = factor * s + tl.sum(e, axis=1)
     return top, s, u
 
 
@@ -78,42 +72,50 @@ def _forward_kernel(
     listed: tl.constexpr,
     listed_padded: tl.constexpr,
     tile: tl.constexpr,
+    chunk: tl.constexpr,
     entropy: tl.constexpr,
     acc: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     line = logits + row * row_stride
-    ids += row * listed
-    tau = tl.load(scale + row * scale_stride)
+    log2 = tl.load(scale + row * scale_stride) * 1.4426950408889634
 
     slot = tl.arange(0, listed_padded)
-    local = tl.load(ids + slot, mask=slot < listed, other=-1) - first
+    local = tl.load(ids + row * listed + slot, mask=slot < listed, other=-1) - first
     owned = (slot < listed) & (local >= 0) & (local < columns)
     if split == 0:
         score = tl.load(line + local * column_stride, mask=owned, other=0.0)
         tl.store(scores + row * scores_stride + slot, score.to(acc), mask=slot < listed)
 
-    m = tl.full((), float("-inf"), acc)
-    s = tl.full((), 0.0, acc)
-    u = tl.full((), 0.0, acc)
+    lanes: tl.constexpr = tile // chunk
+    place = tl.expand_dims(tl.arange(0, lanes) * chunk, 1) + tl.expand_dims(tl.arange(0, chunk), 0)
+    m = tl.full((lanes,), float("-inf"), acc)
+    s = tl.zeros((lanes,), acc)
+    u = tl.zeros((lanes,), acc)
     begin = split * tiles_per_split
     full = columns // tile
-    start = begin.to(tl.int64) * tile
+    offset = tl.where(owned, local, -1).to(tl.int32) - begin * tile
+    where = line + begin.to(tl.int64) * tile * column_stride + place * column_stride
     # Whole tiles without a mask: masked by an odd width, loads would not be vectorised.
     for _ in range(begin, tl.minimum(begin + tiles_per_split, full)):
-        column = start + tl.arange(0, tile)
-        z = tl.load(line + column * column_stride).to(acc)
-        m, s, u = _add_tile(z, column, start, m, s, u, tau, local, owned, ids, first, listed, tile, entropy)
-        start += tile
+        z = tl.load(where).to(acc)
+        m, s, u = _add_tile(z, place, m, s, u, log2, offset, tile, entropy)
+        where += tile * column_stride
+        offset -= tile
     if (begin <= full) & (full < begin + tiles_per_split) & (full * tile < columns):
-        column = start + tl.arange(0, tile)
-        z = tl.load(line + column * column_stride, mask=column < columns, other=float("-inf")).to(acc)
-        m, s, u = _add_tile(z, column, start, m, s, u, tau, local, owned, ids, first, listed, tile, entropy)
+        z = tl.load(where, mask=place < columns - full * tile, other=float("-inf")).to(acc)
+        m, s, u = _add_tile(z, place, m, s, u, log2, offset, tile, entropy)
+
+    top = tl.max(m, axis=0)
+    shift = (m - tl.where(top == float("-inf"), 0.0, top)) * log2
+    w = tl.exp2(shift)
     out = sums + row * sums_stride + split * 3
-    tl.store(out, m)
-    tl.store(out + 1, s)
-    tl.store(out + 2, u)
+    tl.store(out, top)
+    tl.store(out + 1, tl.sum(w * s, axis=0))
+    if entropy:
+        u = w * (u + tl.maximum(shift, -2.0e4) * s) * 0.6931471805599453
+    tl.store(out + 2, tl.sum(u, axis=0))
 
 
 @triton.jit
@@ -138,36 +140,39 @@ def _backward_kernel(
     acc: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1).to(tl.int64) * tile
-    column = start + tl.arange(0, tile)
-    where = logits + row * row_stride + column * column_stride
-    whole = start + tile <= columns
+    start = tl.program_id(1) * tile
+    place = tl.arange(0, tile)
+    line = logits + row * row_stride + start.to(tl.int64) * column_stride
+    where = line + place * column_stride
+    inside = columns - start
+    live = tl.load(dead + row) == 0
+    whole = tile <= inside
     if whole:  # noqa: SIM108 (Triton compiles both sides of a conditional expression)
         z = tl.load(where).to(acc)
     else:
-        z = tl.load(where, mask=column < columns, other=0.0).to(acc)
-    d = (z - tl.load(other_max + row)) * tl.load(scale + row * scale_stride)
-    d = tl.where(d < -1.0e4, -1.0e4, d)
-    factor = tl.load(a + row) + tl.zeros_like(d)
+        z = tl.load(where, mask=place < inside, other=0.0).to(acc)
+    tau = tl.load(scale + row * scale_stride)
+    d = (z - tl.load(other_max + row)) * tau
     if with_b:
-        factor += tl.load(b + row) * d
-    gradient = tl.exp(d) * factor
-
-    # Listed columns are replaced in registers: a second store to the same addresses would need a barrier.
-    slot = tl.arange(0, listed_padded)
-    local = tl.load(ids + row * listed + slot, mask=slot < listed, other=-1) - first
-    inside = (slot < listed) & (local >= start) & (local < start + tile)
-    if tl.sum(inside.to(tl.int32), axis=0) > 0:
-        for k in range(listed):
-            one = tl.load(ids + row * listed + k) - first
-            if (one >= start) & (one < start + tile):
-                gradient = tl.where(column == one, tl.load(at_listed + row * listed + k), gradient)
-    gradient = tl.where(tl.load(dead + row) != 0, 0.0, gradient)
-    gradient = gradient.to(logits.dtype.element_ty)
+        d = tl.where(d < -1.0e4, -1.0e4, d)
+        gradient = tl.exp2(d * 1.4426950408889634) * (tl.load(a + row) + tl.load(b + row) * d)
+    else:
+        gradient = tl.exp2((z - tl.load(other_max + row)) * (tau * 1.4426950408889634)) * tl.load(a + row)
+    gradient = tl.where(live, gradient, 0.0).to(logits.dtype.element_ty)
     if whole:
         tl.store(where, gradient)
     else:
-        tl.store(where, gradient, mask=column < columns)
+        tl.store(where, gradient, mask=place < inside)
+
+    # Top-K columns are written over the tile's own values, which this program's other threads may have stored.
+    slot = tl.arange(0, listed_padded)
+    local = tl.load(ids + row * listed + slot, mask=slot < listed, other=-1) - first - start
+    owned = (slot < listed) & (local >= 0) & (local < tl.minimum(inside, tile))
+    if tl.sum(owned.to(tl.int32), axis=0) > 0:
+        tl.debug_barrier()
+        value = tl.load(at_listed + row * listed + slot, mask=owned, other=0.0)
+        value = tl.where(live, value, 0.0).to(logits.dtype.element_ty)
+        tl.store(line + local * column_stride, value, mask=owned)
 
 
 def _by_row(scale: float | Tensor, like: Tensor) -> tuple[Tensor, int]:
@@ -226,6 +231,7 @@ def forward(
             listed=n,
             listed_padded=triton.next_power_of_2(n),
             tile=tile,
+            chunk=min(_CHUNK, tile),
             entropy=entropy,
             acc=_accumulator(out.dtype),
             num_warps=_WARPS,
