@@ -28,8 +28,8 @@ import yaml
 from dppo_megatron.actor import Actor, init_layout
 from dppo_megatron.config import Config, load_config
 from dppo_megatron.data.packing import TokenSequence, pack
+from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import GenerateRequest
-from dppo_megatron.engines.registry import build_engine
 from dppo_megatron.fleet.registry import engine_urls
 from dppo_megatron.hf import make_random_hf_model
 from dppo_megatron.objectives import build_objective

@@ -33,9 +33,9 @@ import numpy as np
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from dppo_megatron.engines.http_pools import HttpPools
+from dppo_megatron.engines.http import HttpPools
+from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
-from dppo_megatron.engines.registry import build_engine
 from tests.support.engines import engine_config, running_server
 
 KS = (0, 1, 20, 64)

@@ -32,7 +32,7 @@ from dppo_megatron.actor import init_layout
 from dppo_megatron.actor.model import build_model
 from dppo_megatron.actor.model_config import transformer_config
 from dppo_megatron.config import Config
-from dppo_megatron.engines.registry import build_engine, server_command, server_environment
+from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
 from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.fleet.registry import engine_services, free_port
 from dppo_megatron.hf import load_into, make_random_hf_model, read_hf_config

@@ -161,7 +161,7 @@ def _engine(config: Config, findings: Findings) -> None:
 
 def _missing_engine(config: Config) -> str | None:
     """Why the interpreter that is to run the server cannot, or None."""
-    from dppo_megatron.engines.registry import server_python
+    from dppo_megatron.engines.kinds import server_python
 
     kind, python = config.engine.kind, server_python(config)
     remedy = f"install {kind} there, or set engine.python to the interpreter of an environment that has it"

@@ -1,9 +1,84 @@
-"""What an engine cannot serve, known from the model's config.json before a server starts."""
+"""What the engines of a run serve: the model they start with, and whether a model and a running server suit the run."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Literal
+
+from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
-from dppo_megatron.hf import HFModelConfig, fp8
+from dppo_megatron.hf import HFModelConfig, fp8, read_hf_config
+from dppo_megatron.run_dir import RunDir
+
+from .protocol import EngineIncompatible, EngineInfo
+
+Device = Literal["cpu", "cuda"]
+
+
+def device_here() -> Device:
+    """What servers started on this machine run on."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def start_model(config: Config) -> Path:
+    """`model.path`, or with `engine.quantization` the quantised copy in the run directory (`launch.quantized`),
+    for an engine takes only weights that are stored as those it started with."""
+    quantized = config.engine.quantization != "none"
+    if not quantized or read_hf_config(config.model.path).quantization is not None:
+        return config.model.path
+    return RunDir(config.run.dir).quantized_start
+
+
+def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | None) -> None:
+    """Raises `EngineIncompatible` with every setting of the server that disagrees with `config`, and its remedy.
+
+    `vocab_size` is that of the trainer's model; None leaves it unchecked.
+    """
+    rollout, engine = config.rollout, config.engine
+    cap = info.max_logprobs if info.max_logprobs >= 0 else info.vocab_size
+    dtype = DTYPES[engine.dtype].long
+    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    problems = [
+        (
+            info.logprobs_mode != "processed_logprobs",
+            f"logprobs mode {info.logprobs_mode}: log-probs are not those of the sampled distribution; start it "
+            "with --logprobs-mode processed_logprobs (vLLM) or without SGLANG_RETURN_ORIGINAL_LOGPROB (SGLang)",
+        ),
+        (
+            rollout.topk_logprobs > cap,
+            f"lists at most {cap} log-probs a token, rollout.topk_logprobs = {rollout.topk_logprobs}; start it "
+            "with a higher --max-logprobs (engine.max_logprobs) or lower K",
+        ),
+        (
+            rollout.topk_logprobs > info.vocab_size,
+            f"vocabulary of {info.vocab_size}, rollout.topk_logprobs = {rollout.topk_logprobs}; lower K",
+        ),
+        (
+            info.max_model_len < longest,
+            f"sequences of at most {info.max_model_len} tokens, data.max_prompt_tokens = "
+            f"{config.data.max_prompt_tokens} + rollout.max_response_tokens = {rollout.max_response_tokens}: responses "
+            "would be cut short; raise --max-model-len or --context-length (engine.max_model_len)",
+        ),
+        (
+            info.dtype != dtype,
+            f"runs in {info.dtype}, engine.dtype = {engine.dtype}; start it with --dtype {dtype} or change the setting",
+        ),
+        (
+            vocab_size is not None and info.vocab_size != vocab_size,
+            f"vocabulary of {info.vocab_size}, the model in {config.model.path} has {vocab_size}; start it from "
+            "that model",
+        ),
+        (
+            rollout.routing_replay and not info.routed_experts,
+            "does not return routed experts, which rollout.routing_replay needs; start it with "
+            "--enable-return-routed-experts, or set rollout.routing_replay to false",
+        ),
+    ]
+    wrong = [*info.problems, *(message for is_wrong, message in problems if is_wrong)]
+    if wrong:
+        raise EngineIncompatible(f"engine {url} does not suit this run:\n  " + "\n  ".join(wrong))
 
 
 def serving_problems(hf: HFModelConfig, config: Config) -> list[str]:

@@ -8,7 +8,7 @@ from dppo_megatron.engines.protocol import Engine, GenerateRequest
 from dppo_megatron.types import Rollout
 
 
-class EnginePool:
+class FixedEngines:
     """Each request goes to the engine with the fewest running requests."""
 
     def __init__(self, engines: Sequence[Engine]):

@@ -13,8 +13,8 @@ import numpy as np
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import Engine, EngineError, EngineInfo, EngineUnavailable
 
+from .engine_checks import check_health, while_healthy
 from .registry import Service
-from .watch import probe_health, while_healthy
 
 PATIENCE_S = 1.0  # with an engine that was silent before: leaving it out costs it one load by the orchestrator
 
@@ -58,7 +58,7 @@ class LiveEngines:
         async def ask(service: Service, client: Engine) -> EngineInfo | EngineError:
             patience = min(PATIENCE_S, engine.health_timeout_s) if service in self._silent else engine.health_timeout_s
             try:
-                return await probe_health(client, self._config, patience)
+                return await check_health(client, self._config, patience)
             except EngineError as error:
                 return error
 

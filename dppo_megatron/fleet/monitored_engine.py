@@ -17,6 +17,7 @@ from dppo_megatron.engines.protocol import Engine, EngineError, EngineUnavailabl
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.published import PublishedPolicy
 
+from .engine_checks import ScoreDifference, check_health
 from .health import (
     Answered,
     EngineHealth,
@@ -33,8 +34,6 @@ from .health import (
     VerifyStarted,
 )
 from .registry import Service
-from .watch import probe_health
-from .weight_check import ProbeDifference
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ _ROUTINE = {State.STALE, State.SERVING}  # between them at every publish
 _BAD = {State.SUSPECT, State.DEAD}
 
 
-class WatchedEngine:
+class MonitoredEngine:
     """Probes the engine every `engine.health_interval_s`, feeds its `health`, and proves its weights where needed."""
 
     def __init__(
@@ -193,7 +192,7 @@ class WatchedEngine:
         """False when the question changed meanwhile, so that the answer is worth nothing."""
         service, policy = self._service, self.policy
         try:
-            info = await probe_health(self._client, self._config)
+            info = await check_health(self._client, self._config)
         except EngineError as error:
             event = Silent(str(error))
         else:
@@ -238,11 +237,11 @@ class WatchedEngine:
             log.info("%s %s policy %d and scores it as the trainer does", self.name, done, policy.version)
             self.apply(Verified(info.instance, info.version))
 
-    async def _probe_difference(self, client: Engine, policy: PublishedPolicy) -> ProbeDifference:
+    async def _probe_difference(self, client: Engine, policy: PublishedPolicy) -> ScoreDifference:
         if not policy.probe_tokens:
-            return ProbeDifference(0.0, 0.0)
+            return ScoreDifference(0.0, 0.0)
         scores = await client.score(np.array(policy.probe_tokens, np.int32))
-        return ProbeDifference.between(scores, np.array(policy.probe_logprobs, np.float32))
+        return ScoreDifference.between(scores, np.array(policy.probe_logprobs, np.float32))
 
 
 def _report_failure(watcher: asyncio.Task) -> None:

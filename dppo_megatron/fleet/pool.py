@@ -25,7 +25,7 @@ from dppo_megatron.types import Rollout
 from dppo_megatron.weights.published import PublishedFollower
 
 from .health import Delivered, Failed, HealthRules, Published, State
-from .monitored_engine import WatchedEngine
+from .monitored_engine import MonitoredEngine
 from .registry import Service
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class NoEngineServes(EngineUnavailable):
     """No engine could be given a request in time; the message says of each why."""
 
 
-class WatchedPool:
+class EnginePool:
     """Sends each request to the least loaded engine that is proven to serve the published policy.
 
     Every engine of `book` (name -> where it is announced at this moment) is probed in the background. The requests of
@@ -66,13 +66,13 @@ class WatchedPool:
         self._rules = HealthRules(
             config.engine.health_failures, config.engine.health_interval_s, publish_s=config.weight_sync.timeout_s
         )
-        self._engines: dict[str, WatchedEngine] = {}
+        self._engines: dict[str, MonitoredEngine] = {}
         self._policy = None  # as last told to the engines
         self._changed = asyncio.Event()
         self._counts: Counter[str] = Counter()
         self._reader: asyncio.Task | None = None
 
-    async def __aenter__(self) -> WatchedPool:
+    async def __aenter__(self) -> EnginePool:
         self._follow(self._book())
         self._reader = asyncio.create_task(self._read_book())
         return self
@@ -126,7 +126,7 @@ class WatchedPool:
             self._counts["rollout/invalid_samples"] += 1
         log.warning("sending a request again: %s", error)
 
-    async def _wait_for_one(self, request: GenerateRequest, avoid: Collection[str]) -> WatchedEngine | None:
+    async def _wait_for_one(self, request: GenerateRequest, avoid: Collection[str]) -> MonitoredEngine | None:
         """The engine to ask next, or None when only those to avoid are alive."""
         deadline = time.monotonic() + self._config.engine.unavailable_timeout_s
         while True:
@@ -141,7 +141,7 @@ class WatchedPool:
                 async with asyncio.timeout(RECHECK_S):
                     await self._changed.wait()
 
-    def _serving(self, avoid: Collection[str] = ()) -> list[WatchedEngine]:
+    def _serving(self, avoid: Collection[str] = ()) -> list[MonitoredEngine]:
         return [e for e in self._engines.values() if e.health.state is State.SERVING and e.name not in avoid]
 
     def _why_none(self, request: GenerateRequest) -> str:
@@ -161,7 +161,7 @@ class WatchedPool:
             for engine in self._engines.values():
                 self._tell_policy(engine)
 
-    def _tell_policy(self, engine: WatchedEngine) -> None:
+    def _tell_policy(self, engine: MonitoredEngine) -> None:
         if self._policy is not None:
             engine.policy = self._policy
             engine.apply(Published(self._policy.version, self._policy.confirmed.get(engine.url)))
@@ -179,7 +179,7 @@ class WatchedPool:
         for name, service in book.items():
             engine = self._engines.get(name)
             if engine is None:
-                engine = self._engines[name] = WatchedEngine(
+                engine = self._engines[name] = MonitoredEngine(
                     name,
                     self._config,
                     rules=self._rules,

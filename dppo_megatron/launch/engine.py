@@ -12,11 +12,11 @@ from pathlib import Path
 
 from dppo_megatron.common.process import end_with_parent, exit_reason
 from dppo_megatron.config import Config
+from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
 from dppo_megatron.engines.protocol import EngineError
-from dppo_megatron.engines.registry import build_engine, server_command, server_environment
 from dppo_megatron.errors import ExpectedError
+from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.fleet.registry import forget, free_port, port_in_use, register
-from dppo_megatron.fleet.watch import probe_health
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
@@ -120,7 +120,7 @@ async def _watch(config: Config, url: str, server: subprocess.Popen) -> int:
             if time.monotonic() < due:
                 continue
             try:
-                await probe_health(engine, config)
+                await check_health(engine, config)
                 silent = 0
             except EngineError as error:
                 silent += 1

@@ -11,7 +11,7 @@ from dppo_megatron.checks.devices import device_problem, engine_devices, visible
 from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config, ConfigError, save_resolved
 from dppo_megatron.config.schema import ObjectiveConfig
-from dppo_megatron.engines.registry import build_engine
+from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.fleet.registry import engine_names, engine_urls
 from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.orchestrator.main import evaluate_once

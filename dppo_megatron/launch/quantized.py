@@ -11,7 +11,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.convert.job import Worker
 from dppo_megatron.convert.processes import convert
 from dppo_megatron.convert.to_hf import ToHF
-from dppo_megatron.engines.start_model import start_model
+from dppo_megatron.engines.serving import start_model
 from dppo_megatron.errors import ExpectedError
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from dppo_megatron.bank import BankWriter
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import PromptSource
 from dppo_megatron.data.tokenizer import end_token_ids, load_tokenizer
+from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineTimeout, EngineUnavailable
-from dppo_megatron.engines.registry import build_engine
-from dppo_megatron.fleet.fixed_pool import EnginePool
-from dppo_megatron.fleet.pool import WatchedPool
+from dppo_megatron.fleet.fixed_pool import FixedEngines
+from dppo_megatron.fleet.pool import EnginePool
 from dppo_megatron.fleet.registry import engine_services, engine_urls
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.observability.logs import setup_logging
@@ -54,7 +54,7 @@ async def evaluate_once(config: Config, engines: Sequence[Engine]) -> float:
     """Greedy accuracy of what the engines serve now; the record goes to the run's rollout metrics."""
     setting = _Setting(config)
     with RewardPool(config.reward) as rewards:
-        return await setting.evaluator(rewards).start(0, EnginePool(engines).generate)
+        return await setting.evaluator(rewards).start(0, FixedEngines(engines).generate)
 
 
 async def _fill_bank(config: Config) -> None:
@@ -66,7 +66,7 @@ async def _fill_bank(config: Config) -> None:
         await engine.check_compatible(config, vocab_size=setting.vocab_size)
 
     await _check_all(config, check)
-    pool = WatchedPool(
+    pool = EnginePool(
         config, book=lambda: engine_services(config, run), published=published, build=build_engine, check=check
     )
     with BankWriter(run.bank, groups) as bank, RewardPool(config.reward) as rewards:

@@ -17,8 +17,8 @@ import numpy as np
 
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import GenerateRequest
-from dppo_megatron.fleet.fixed_pool import EnginePool
-from dppo_megatron.fleet.pool import WatchedPool
+from dppo_megatron.fleet.fixed_pool import FixedEngines
+from dppo_megatron.fleet.pool import EnginePool
 from dppo_megatron.types import Prompt, RolloutGroup
 from dppo_megatron.weights.published import POLL_S, PublishedFollower
 
@@ -59,7 +59,7 @@ class Orchestrator:
         self,
         config: Config,
         *,
-        engines: EnginePool | WatchedPool,
+        engines: FixedEngines | EnginePool,
         prompts,
         tokenizer,
         rewards,

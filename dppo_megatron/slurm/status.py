@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.config import Config, ConfigError, load_config
+from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import EngineError
-from dppo_megatron.engines.registry import build_engine
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import Service, engine_services
 from dppo_megatron.observability.logs import last_lines

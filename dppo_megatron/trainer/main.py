@@ -10,7 +10,7 @@ from dppo_megatron.bank import BankReader
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import PromptSource
 from dppo_megatron.data.tokenizer import load_tokenizer
-from dppo_megatron.engines.registry import build_engine
+from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.fleet.registry import engine_services, engine_urls
 from dppo_megatron.hf import save_hf

@@ -19,7 +19,7 @@ from dppo_megatron.weights.process_group import (
     BUCKET_BYTES,
     Bucket,
     Channel,
-    Meeting,
+    Rendezvous,
     TensorSpec,
     WeightGroupError,
     WeightGroupPlan,
@@ -49,15 +49,15 @@ class Broadcast:
         self._stored = stored
         self._timeout_s = config.weight_sync.timeout_s
         self._on_update = config.rollout.on_update
-        self._first_byte = actor.layout.device if config.engine.kind == "vllm" else None  # see `Meeting.channel`
+        self._first_byte = actor.layout.device if config.engine.kind == "vllm" else None  # see `Rendezvous.channel`
         self._backend = "nccl" if actor.layout.device.type == "cuda" else "gloo"
         self._bucket_bytes = config.weight_sync.bucket_bytes or BUCKET_BYTES[self._backend]
         self._streams: tuple[tuple[Bucket, ...], ...] = ()  # of all senders
         self._sender: int | None = None  # this rank's number among them
         self._plan: WeightGroupPlan | None = None
         self._members: Sequence[str] = ()
-        self._meeting: Meeting | None = None
-        self._caller: Meeting | None = None  # rank 0's second connection, for aborting
+        self._rendezvous: Rendezvous | None = None
+        self._caller: Rendezvous | None = None  # rank 0's second connection, for aborting
         self._channel: Channel | None = None
         self._step = 0
         self.nbytes = 0
@@ -89,7 +89,7 @@ class Broadcast:
         stream = None
         if self._sender is not None:
             stream = _Stream(
-                self._channel, self._streams[self._sender], self._actor.layout.device, self._meeting, self._step_name
+                self._channel, self._streams[self._sender], self._actor.layout.device, self._rendezvous, self._step_name
             )
         failure = None
         for name, tensor in self._export():  # to the end in any case: other ranks wait in its gathers
@@ -128,7 +128,7 @@ class Broadcast:
         """Ends this rank's part of the group; whoever waits for it fails at once."""
         if self._channel is not None:
             self._channel.close()
-        self._channel = self._meeting = self._caller = self._plan = None
+        self._channel = self._rendezvous = self._caller = self._plan = None
 
     def _join(self, engines: Mapping[str, EngineInfo]) -> None:
         workers = sum(info.workers for info in engines.values())
@@ -138,8 +138,8 @@ class Broadcast:
 
         def host() -> int:
             loopback = all(local_address(peer).startswith("127.") for peer in [first, *hosts])
-            self._meeting = Meeting.host(name, workers, self._timeout_s, loopback=loopback)
-            return self._meeting.port
+            self._rendezvous = Rendezvous.host(name, workers, self._timeout_s, loopback=loopback)
+            return self._rendezvous.port
 
         port = self._ranks.from_first(host)
         self._plan = WeightGroupPlan(name, first, port, self._backend, self._timeout_s, workers, self._streams)
@@ -147,16 +147,16 @@ class Broadcast:
         replies = None
         if self._ranks.rank == 0:
             # A waiting store connection is busy until it has its answer; what must not wait gets one of its own.
-            self._caller = Meeting.visit("127.0.0.1", port, name, workers, self._timeout_s)
+            self._caller = Rendezvous.connect("127.0.0.1", port, name, workers, self._timeout_s)
             replies = self._engines.start(
                 lambda live: live.on(engines, lambda engine: self._invite(engine, self._plan_for(engine.url, engines)))
             )
         problem = None
         if self._sender is not None:
             try:
-                self._meeting = self._meeting or Meeting.visit(first, port, name, workers, self._timeout_s)
-                self._meeting.wait("join")
-                self._channel = self._meeting.channel(
+                self._rendezvous = self._rendezvous or Rendezvous.connect(first, port, name, workers, self._timeout_s)
+                self._rendezvous.wait("join")
+                self._channel = self._rendezvous.channel(
                     self._plan.group(self._sender), 0, self._backend, local_address(hosts[0]), self._first_byte
                 )
             except WeightGroupError as error:
@@ -200,11 +200,11 @@ class _Stream:
     """Packs tensors into the announced buckets; one is on its way while the next fills."""
 
     def __init__(
-        self, channel: Channel, buckets: tuple[Bucket, ...], device: torch.device, meeting: Meeting, step: str
+        self, channel: Channel, buckets: tuple[Bucket, ...], device: torch.device, rendezvous: Rendezvous, step: str
     ):
         self._channel = channel
         self._buckets = buckets
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._step = step
         size = max(map(bucket_bytes, buckets))
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(buckets)))]
@@ -224,7 +224,7 @@ class _Stream:
         place.copy_(tensor)
         if not self._open:
             if not self._tickets:
-                self._meeting.wait(self._step)
+                self._rendezvous.wait(self._step)
             self._tickets.append(self._channel.broadcast(self._flat))
 
     def finish(self) -> None:

@@ -21,8 +21,8 @@ from dppo_megatron.engines.protocol import (
     EngineTimeout,
     EngineUnavailable,
 )
+from dppo_megatron.fleet.engine_checks import ScoreDifference
 from dppo_megatron.fleet.live_engines import Confirmation
-from dppo_megatron.fleet.weight_check import ProbeDifference
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
 
@@ -47,7 +47,7 @@ class Published:
     export_s: float  # before the engines are told
     load_s: float  # of the slowest engine
     probe_s: float
-    probe_difference: ProbeDifference  # of the engine that differs most, among those that agree
+    probe_difference: ScoreDifference  # of the engine that differs most, among those that agree
     unconfirmed: int = 0  # engines that were left out
 
     def metrics(self) -> dict[str, float]:
@@ -180,7 +180,7 @@ class Publisher:
                 failures |= {f"sender {number}": problem for number, problem in enumerate(problems)}
                 counts = any(not isinstance(e, EngineUnavailable | EngineTimeout) for e in failed.values())
                 return Outcome(failures=failures, counts=counts)
-            differences = {reply.url: ProbeDifference.between(reply.scores, expected) for reply in confirmed}
+            differences = {reply.url: ScoreDifference.between(reply.scores, expected) for reply in confirmed}
             tolerance = self._config.probe_tolerance
             agreed = {url: difference for url, difference in differences.items() if difference.within(tolerance)}
             failures |= {url: self._disagreement(differences[url]) for url in differences.keys() - agreed.keys()}
@@ -190,7 +190,7 @@ class Publisher:
             load_s = max(confirmation.load_s for confirmation in confirmed)
             probe_s = time.perf_counter() - started - load_s
             self._name(version, expected, [reply for reply in confirmed if reply.url in agreed])
-            worst = ProbeDifference.worst(agreed.values())
+            worst = ScoreDifference.worst(agreed.values())
             return Outcome(Published(version, self._transport.nbytes, export_s, load_s, probe_s, worst), failures)
 
         return self._ranks.from_first(judge)
@@ -215,7 +215,7 @@ class Publisher:
             self._transport.give_up(str(error) or f"engine {engine.url} was given up")
             raise
 
-    def _disagreement(self, difference: ProbeDifference) -> str:
+    def _disagreement(self, difference: ScoreDifference) -> str:
         engine, quantised = self._config.engine, ""
         if engine.quantization != "none":
             quantised = (

@@ -145,7 +145,7 @@ def views(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         start += spec.nbytes
 
 
-class Meeting:
+class Rendezvous:
     """The store at which senders and workers find each other and agree on every step before bytes flow.
 
     A step begins when all workers said they are ready, and is aborted for everybody by one `abort`: those that
@@ -161,10 +161,10 @@ class Meeting:
         store.set_timeout(timedelta(seconds=timeout_s))
 
     @classmethod
-    def host(cls, plan_name: str, workers: int, timeout_s: float, *, loopback: bool) -> Meeting:
+    def host(cls, plan_name: str, workers: int, timeout_s: float, *, loopback: bool) -> Rendezvous:
         """Opens the store on a free port, of the loopback interface alone where nobody is elsewhere.
 
-        The first to open it keeps it; other parties, of this process too, `visit`.
+        The first to open it keeps it; other parties, of this process too, `connect`.
         """
         listener = socket.socket()
         listener.bind(("127.0.0.1" if loopback else "", 0))
@@ -181,7 +181,7 @@ class Meeting:
         return cls(store, plan_name, workers, timeout_s)
 
     @classmethod
-    def visit(cls, host: str, port: int, plan_name: str, workers: int, timeout_s: float) -> Meeting:
+    def connect(cls, host: str, port: int, plan_name: str, workers: int, timeout_s: float) -> Rendezvous:
         try:
             store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
         except Exception as error:
@@ -244,9 +244,9 @@ class Channel:
     is under way, which gloo cannot end before its time-out.
     """
 
-    def __init__(self, group: Any, meeting: Meeting, timeout_s: float):
+    def __init__(self, group: Any, rendezvous: Rendezvous, timeout_s: float):
         self._group = group
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._works: dict[int, Any] = {}
         self._started = 0
         self._timeout = timedelta(seconds=timeout_s)
@@ -274,7 +274,7 @@ class Channel:
             while not work.is_completed() and time.monotonic() < started + self._timeout.total_seconds():
                 time.sleep(POLL_S)
                 if time.monotonic() > asked + CALLED_OFF_POLL_S:
-                    self._meeting.check(step)
+                    self._rendezvous.check(step)
                     asked = time.monotonic()
             work.wait(timedelta(milliseconds=1))  # raises unless it has completed
         except WeightGroupError:

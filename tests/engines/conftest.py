@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.config import Config
+from dppo_megatron.engines.kinds import server_python
 from dppo_megatron.engines.protocol import Engine
-from dppo_megatron.engines.registry import server_python
 from tests.support.engines import EXPERTS, Reference, engine_config, make_model, running_server, with_engine
 
 MAX_NUM_SEQS = 32

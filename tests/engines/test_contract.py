@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
+from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import EngineIncompatible, EngineRefused
-from dppo_megatron.engines.registry import build_engine
 from tests.support.engines import EOS, MAX_LOGPROBS, MAX_MODEL_LEN, PROMPT, VOCAB, group
 
 pytestmark = pytest.mark.timeout(300)

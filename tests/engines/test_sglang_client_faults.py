@@ -15,7 +15,7 @@ from dppo_megatron.engines.sglang import client as sglang_client
 from dppo_megatron.engines.sglang.client import SglangEngine
 from dppo_megatron.engines.sglang.server import sglang_command
 from dppo_megatron.engines.sglang.wire import child_ids
-from dppo_megatron.fleet.watch import probe_health
+from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.hf import read_hf_config
 from tests.support.engines import EOS, MAX_MODEL_LEN, VOCAB, engine_config, group, make_model
 from tests.support.fakes.http_server import against, http
@@ -169,8 +169,8 @@ def test_an_update_that_fails_leaves_weights_that_nobody_may_use(config, model, 
 def test_a_server_that_updates_its_weights_is_alive_though_its_scheduler_is_silent(config, model):
     async def probe_twice(engine):
         await engine.info()
-        first = await probe_health(engine, config)
-        return first, await probe_health(engine, config)
+        first = await check_health(engine, config)
+        return first, await check_health(engine, config)
 
     labels = [say({"weight_version": label, "model_path": str(model)}) for label in ["3"] + ["updating-1"] * 4]
     replies = {"/server_info": [say(SERVER), None], "/model_info": labels}

@@ -9,8 +9,8 @@ import httpx
 import numpy as np
 import pytest
 
+from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import InvalidSample
-from dppo_megatron.engines.registry import build_engine
 from dppo_megatron.engines.vllm.extension.wire import decode_frame, encode_frame
 from tests.support.engines import VOCAB, group
 

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 pytest.importorskip("vllm", reason="needs vLLM")
 
 from dppo_megatron.engines.vllm.extension.routes import DppoRoutes
-from dppo_megatron.engines.vllm.extension.weights import WeightsTorn, WeightUpdater
+from dppo_megatron.engines.vllm.extension.weights import WeightsInconsistent, WeightUpdater
 from dppo_megatron.engines.vllm.extension.worker import WorkerExtension
 from dppo_megatron.weights.manifest import BadWeights, UnreadableWeights
 from dppo_megatron.weights.process_group import TensorSpec, WeightGroupPlan
@@ -169,7 +169,7 @@ def test_a_broadcast_that_fails_leaves_the_group(policy):
         updater = WeightUpdater(engine, policy)
         await updater.join(plan())
         engine.fails_at = "update"
-        with pytest.raises(WeightsTorn):
+        with pytest.raises(WeightsInconsistent):
             await updater.receive("group", "step-1", 4, "keep", 5.0)
         assert updater.group == ""
 
@@ -182,10 +182,10 @@ def test_a_sleeper_serves_nothing_until_it_woke_and_loaded(policy):
         updater = WeightUpdater(engine, policy)
         await load(updater, policy)
         await updater.sleep()
-        with pytest.raises(WeightsTorn, match="put to sleep"):
+        with pytest.raises(WeightsInconsistent, match="put to sleep"):
             updater.check_whole()
         await updater.wake()
-        with pytest.raises(WeightsTorn, match="put to sleep"):
+        with pytest.raises(WeightsInconsistent, match="put to sleep"):
             updater.check_whole()
         await load(updater, policy)
         updater.check_whole()
@@ -211,10 +211,10 @@ def test_a_step_that_fails_refuses_generation_until_one_succeeds(policy, step):
         engine = FakeEngine(fails_at=step)
         updater = WeightUpdater(engine, policy)
         updater.check_whole()
-        with pytest.raises(WeightsTorn, match="out of memory"):
+        with pytest.raises(WeightsInconsistent, match="out of memory"):
             await load(updater, policy)
         assert engine.calls[-2:] == ["pause abort", "resume"]
-        with pytest.raises(WeightsTorn, match="load them again"):
+        with pytest.raises(WeightsInconsistent, match="load them again"):
             updater.check_whole()
         engine.fails_at = ""
         await load(updater, policy)

@@ -197,7 +197,7 @@ def test_tokens_of_an_older_policy_than_the_engine_was_admitted_with_are_refused
         await until(lambda: pool.take_metrics()["engine/serving"] == 2)
         w.servers[A].claims = 2  # says so only in its samples: no probe comes in between
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dppo_megatron.fleet.monitored_engine.WatchedEngine._probe", lambda self: asyncio.sleep(60))
+            patch.setattr("dppo_megatron.fleet.monitored_engine.MonitoredEngine._probe", lambda self: asyncio.sleep(60))
             results = await many(pool, 2)
         assert {int(v) for result in results for r in result for v in r.versions} == {3}
 

@@ -17,8 +17,8 @@ from typing import TypeVar
 import numpy as np
 
 from dppo_megatron.config.schema import Config
+from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
-from dppo_megatron.engines.registry import build_engine, server_command, server_environment
 from dppo_megatron.fleet.registry import free_port
 
 VOCAB = 64

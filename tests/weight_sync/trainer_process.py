@@ -21,7 +21,7 @@ def main(config_path: str, out: str, *policies: str) -> None:
     warnings.simplefilter("ignore")
     from dppo_megatron.actor import Actor, init_layout
     from dppo_megatron.config import Config
-    from dppo_megatron.engines.registry import build_engine
+    from dppo_megatron.engines.kinds import build_engine
     from dppo_megatron.fleet.live_engines import LiveEngines
     from dppo_megatron.fleet.registry import engine_services
     from dppo_megatron.run_dir import RunDir

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dppo_megatron.weights.process_group import (
-    Meeting,
+    Rendezvous,
     TensorSpec,
     WeightGroupError,
     WeightGroupPlan,
@@ -40,9 +40,9 @@ def test_scales_travel_with_their_weights_in_few_aligned_buckets():
 
 def test_a_bucket_under_way_ends_when_its_step_is_called_off():
     """The sender froze: it keeps its connections, and says nothing for as long as a step may take."""
-    meeting = Meeting.host("group", 1, 30.0, loopback=True)
-    visit = partial(Meeting.visit, "127.0.0.1", meeting.port, "group", 1, 30.0)
-    joined = partial(meeting.channel, "sender", 0, "gloo", "127.0.0.1", torch.device("cpu"))
+    rendezvous = Rendezvous.host("group", 1, 30.0, loopback=True)
+    visit = partial(Rendezvous.connect, "127.0.0.1", rendezvous.port, "group", 1, 30.0)
+    joined = partial(rendezvous.channel, "sender", 0, "gloo", "127.0.0.1", torch.device("cpu"))
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(joined)
         channel = visit().channel("sender", 1, "gloo", "127.0.0.1", torch.device("cpu"))
@@ -69,7 +69,7 @@ def test_nccl_groups_have_no_watchdog(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    Meeting.host("group", 1, 5.0, loopback=True).channel("sender", 0, "nccl", "127.0.0.1")
+    Rendezvous.host("group", 1, 5.0, loopback=True).channel("sender", 0, "nccl", "127.0.0.1")
     assert seen == ["1"]
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 

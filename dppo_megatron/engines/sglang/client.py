@@ -13,8 +13,7 @@ from uuid import uuid4
 import numpy as np
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.calls import REQUEST_TIMEOUT_REMEDY, EngineCalls
-from dppo_megatron.engines.compatibility import check_info
+from dppo_megatron.engines.http import REQUEST_TIMEOUT_REMEDY, EngineCalls
 from dppo_megatron.engines.protocol import (
     EngineError,
     EngineIncompatible,
@@ -26,7 +25,7 @@ from dppo_megatron.engines.protocol import (
     UpdateMode,
 )
 from dppo_megatron.engines.samples import check_scores
-from dppo_megatron.engines.start_model import start_model
+from dppo_megatron.engines.serving import check_info, start_model
 from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.process_group import WeightGroupPlan

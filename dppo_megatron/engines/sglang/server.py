@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.vllm.server import Device, device_here
+from dppo_megatron.engines.serving import Device, device_here
 from dppo_megatron.hf import read_hf_config
 
 from .client import CONTEXT_MARGIN
@@ -69,11 +69,8 @@ def sglang_command(
     return [*command, *engine.extra_args]
 
 
-def sglang_environment(config: Config, *, threads: int | None = None, device: Device | None = None) -> dict[str, str]:
-    """Variables to add to the server's environment. `threads` is the CPU cores of one server, all by default.
-
-    `config.engine.env` wins.
-    """
+def sglang_environment(config: Config, _version: int, *, device: Device | None = None) -> dict[str, str]:
+    """Variables to add to the server's environment; its command line holds the version. `config.engine.env` wins."""
     environment = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs of the sampled distribution
@@ -87,7 +84,7 @@ def sglang_environment(config: Config, *, threads: int | None = None, device: De
             "SGLANG_USE_CPU_ENGINE": "1",
             "PYTHONPATH": str(CPU_ENVIRONMENT),
             "TORCHDYNAMO_DISABLE": "1",  # one small function, for which a compiler would have to be there
-            "OMP_NUM_THREADS": str(threads or len(os.sched_getaffinity(0))),
+            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
             "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the cores from trainer and API process
         }
     return environment | config.engine.env

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import get_args
 from uuid import uuid4
 
-from dppo_megatron.engines.calls import CONTROL_TIMEOUT_S, EngineCalls
+from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, EngineCalls
 from dppo_megatron.engines.protocol import EngineError, EngineRefused, EngineTimeout, UpdateMode
 from dppo_megatron.weights.manifest import BadWeights, Manifest, UnreadableWeights
-from dppo_megatron.weights.process_group import Meeting, WeightGroupError, WeightGroupPlan
+from dppo_megatron.weights.process_group import Rendezvous, WeightGroupError, WeightGroupPlan
 
 IDLE_POLL_S = 0.05
 CLEAN_UP_TIMEOUT_S = 5.0  # after a failure; the server may not answer at all
@@ -27,7 +27,7 @@ class _Group:
     """The trainer's weight group that the server joined through this client."""
 
     plan: WeightGroupPlan
-    meeting: Meeting
+    rendezvous: Rendezvous
     workers: int
 
 
@@ -69,11 +69,11 @@ class SglangWeights:
             await self._leave_group()
             visit = (plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
             try:
-                meeting = await asyncio.to_thread(Meeting.visit, *visit)
-                meeting.ready("join", workers)  # for the server, which knows nothing of meetings
+                rendezvous = await asyncio.to_thread(Rendezvous.connect, *visit)
+                rendezvous.ready("join", workers)  # for the server, which knows nothing of meetings
             except WeightGroupError as error:
                 raise EngineError(f"engine {self.url}: {what}: {error}") from None
-            self._group = _Group(plan, meeting, workers)
+            self._group = _Group(plan, rendezvous, workers)
             try:
                 for sender in range(len(plan.streams)):
                     await self._init_group(what, plan, sender)
@@ -115,7 +115,7 @@ class SglangWeights:
         await self._mark_updating(what, deadline)
         await self._calls.call(what, "/begin_weight_update", _left(deadline), body={})
         try:
-            group.meeting.ready(step, group.workers)
+            group.rendezvous.ready(step, group.workers)
             for sender, number, bucket in plan.order():
                 body = {
                     "names": [spec.name for spec in bucket],

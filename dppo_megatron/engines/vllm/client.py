@@ -11,8 +11,7 @@ from uuid import uuid4
 import numpy as np
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.calls import CONTROL_TIMEOUT_S, REQUEST_TIMEOUT_REMEDY, EngineCalls
-from dppo_megatron.engines.compatibility import check_info
+from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, REQUEST_TIMEOUT_REMEDY, EngineCalls
 from dppo_megatron.engines.protocol import (
     EngineError,
     EngineIncompatible,
@@ -23,6 +22,7 @@ from dppo_megatron.engines.protocol import (
     UpdateMode,
 )
 from dppo_megatron.engines.samples import GroupSamples, check_scores
+from dppo_megatron.engines.serving import check_info
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.process_group import WeightGroupPlan
 

@@ -6,23 +6,28 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Literal
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config
+from dppo_megatron.engines.serving import Device, device_here
 
-Device = Literal["cpu", "cuda"]
+
+def vllm_python(config: Config) -> Path:
+    """The interpreter that has vLLM: `engine.python`, else this one."""
+    return config.engine.python or Path(sys.executable)
 
 
-def vllm_command(config: Config, port: int, model_path: Path, *, device: Device | None = None) -> list[str]:
-    """The server's argv. `device` defaults to CUDA where this process sees one.
+def vllm_command(
+    config: Config, port: int, model_path: Path, _version: int, *, device: Device | None = None
+) -> list[str]:
+    """The server's argv; its environment holds the version. `device` defaults to CUDA where this process sees one.
 
     `config.engine.extra_args` come last and win.
     """
     engine = config.engine
     command = [
         # Not `vllm serve`: that script looks for a distribution named vllm, and the CPU build has another name.
-        *(str(engine.python or sys.executable), "-m", "vllm.entrypoints.openai.api_server"),
+        *(str(vllm_python(config)), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model_path)),
         *("--host", engine.host, "--port", str(port)),
         *("--dtype", DTYPES[engine.dtype].long),
@@ -56,13 +61,10 @@ def vllm_command(config: Config, port: int, model_path: Path, *, device: Device 
     return [*command, *engine.extra_args]
 
 
-def vllm_environment(
-    config: Config, *, version: int = 0, threads: int | None = None, device: Device | None = None
-) -> dict[str, str]:
-    """Variables to add to the server's environment.
+def vllm_environment(config: Config, version: int, *, device: Device | None = None) -> dict[str, str]:
+    """Variables to add to the server's environment. `version` is the policy version of the weights it starts with.
 
-    `version` is the policy version of the weights it starts with; `threads` the CPU cores of one server, all by
-    default. `config.engine.env` wins.
+    `config.engine.env` wins.
     """
     environment = {
         "VLLM_PLUGINS": "dppo_megatron",
@@ -73,19 +75,11 @@ def vllm_environment(
     if config.engine.host in ("127.0.0.1", "localhost"):
         environment |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     if (device or device_here()) == "cpu":
-        threads = threads or len(os.sched_getaffinity(0))
         environment |= {
             # On the CPU this keeps the only worker in the engine process: one process and one hop a step less.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
             "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the cores from trainer and API process
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
     return environment | config.engine.env
-
-
-def device_here() -> Device:
-    """What servers started on this machine run on."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,7 +13,7 @@ import numpy as np
 
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import EngineInfo, EngineRefused, EngineUnavailable, GenerateRequest, InvalidSample
-from dppo_megatron.fleet.pool import WatchedPool
+from dppo_megatron.fleet.pool import EnginePool
 from dppo_megatron.fleet.registry import Service
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Rollout
@@ -171,12 +171,12 @@ class World:
             policy_scores(version),
         ).write(RunDir(self.config.run.dir).published)
 
-    def live(self, use: Callable[[WatchedPool], Awaitable[None]], check=None, timeout_s: float = 20.0) -> None:
+    def live(self, use: Callable[[EnginePool], Awaitable[None]], check=None, timeout_s: float = 20.0) -> None:
         async def suits(engine: FakeEngine) -> None:
             pass
 
         async def main() -> None:
-            pool = WatchedPool(
+            pool = EnginePool(
                 self.config,
                 book=self.services,
                 published=PublishedFollower(RunDir(self.config.run.dir).published, 5.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dppo_megatron.engines.registry import build_engine
+from dppo_megatron.engines.kinds import build_engine
 
 
 def http(status: int, body: bytes) -> bytes:

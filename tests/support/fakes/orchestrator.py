@@ -16,7 +16,7 @@ from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.config import Config
 from dppo_megatron.config.checks import cross_field_violations
 from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
-from dppo_megatron.fleet.fixed_pool import EnginePool
+from dppo_megatron.fleet.fixed_pool import FixedEngines
 from dppo_megatron.fleet.registry import forget_all
 from dppo_megatron.orchestrator.evaluation import Evaluator
 from dppo_megatron.orchestrator.metrics import StepRecorder
@@ -144,7 +144,7 @@ class World:
             parts = {"tokenizer": Tokenizer(), "rewards": rewards, "stop_token_ids": (STOP,)}
             orchestrator = Orchestrator(
                 config,
-                engines=EnginePool([engine]),
+                engines=FixedEngines([engine]),
                 prompts=Prompts(),
                 bank=bank,
                 published=PublishedFollower(run.published, config.run.stall_timeout_s),

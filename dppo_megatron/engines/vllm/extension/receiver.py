@@ -10,7 +10,7 @@ from torch import Tensor
 from dppo_megatron.weights.process_group import (
     Bucket,
     Channel,
-    Meeting,
+    Rendezvous,
     WeightGroupError,
     WeightGroupPlan,
     bucket_bytes,
@@ -29,13 +29,13 @@ class WeightReceiver:
         self._plan = plan
         self._device = device
         self._channels: list[Channel] = []
-        self._meeting = Meeting.visit(plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
-        self._meeting.ready("join")
-        self._meeting.wait("join")
+        self._rendezvous = Rendezvous.connect(plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
+        self._rendezvous.ready("join")
+        self._rendezvous.wait("join")
         rank, address = 1 + plan.first_worker + worker, local_address(plan.host, plan.port)
         try:
             for sender in range(len(plan.streams)):
-                self._channels.append(self._meeting.channel(plan.group(sender), rank, plan.backend, address, device))
+                self._channels.append(self._rendezvous.channel(plan.group(sender), rank, plan.backend, address, device))
         except BaseException:
             self.close()
             raise
@@ -47,8 +47,8 @@ class WeightReceiver:
         keep views until its layer is complete.
         """
         try:
-            self._meeting.ready(step)
-            self._meeting.wait(step)
+            self._rendezvous.ready(step)
+            self._rendezvous.wait(step)
             yield from self._buckets(step)
         except BaseException:
             self.close()  # the sender and the other workers then fail at once instead of waiting

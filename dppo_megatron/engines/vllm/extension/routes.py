@@ -30,7 +30,7 @@ from dppo_megatron.weights.process_group import WeightGroupPlan
 
 from .experts import ExpertsReader
 from .generation import child_ids, parse_version, sample_group, score
-from .weights import WeightsTorn, WeightUpdater
+from .weights import WeightsInconsistent, WeightUpdater
 from .wire import MEDIA_TYPE, decode_request, encode_frame
 
 log = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ def _reporting_errors(handler: Callable[[Request], Awaitable[Response]]) -> Call
             return _error(400, error)
         except KeyError as error:
             return _error(400, ValueError(f"the request lacks {error}"))
-        except WeightsTorn as error:
+        except WeightsInconsistent as error:
             return _error(409, error)
         except TimeoutError:
             return _error(504, TimeoutError("running requests did not end in time; the old weights go on"))

@@ -19,7 +19,7 @@ from dppo_megatron.weights.process_group import WeightGroupPlan
 log = logging.getLogger(__name__)
 
 
-class WeightsTorn(RuntimeError):
+class WeightsInconsistent(RuntimeError):
     """An update failed half-way: the weights are neither the old nor the new ones until one succeeds."""
 
 
@@ -37,9 +37,9 @@ class WeightUpdater:
         self._group = ""
 
     def check_whole(self) -> None:
-        """Raises WeightsTorn after a failed update."""
+        """Raises WeightsInconsistent after a failed update."""
         if self._torn:
-            raise WeightsTorn(f"the weights are incomplete, load them again: {self._torn}")
+            raise WeightsInconsistent(f"the weights are incomplete, load them again: {self._torn}")
 
     @property
     def version(self) -> int:
@@ -83,7 +83,7 @@ class WeightUpdater:
                 raise BadWeights(f"weight group {group}: the workers are in {self._group or 'none'}; join it first")
             try:
                 return await self._update(f"group {group}", {"step": step}, version, mode, wait_s)
-            except WeightsTorn:
+            except WeightsInconsistent:
                 self._group = ""  # its connections are closed
                 raise
 
@@ -101,7 +101,7 @@ class WeightUpdater:
         """Serve `path` as policy `version`; returns the seconds generation stood still.
 
         Raises BadWeights or UnreadableWeights before anything is touched, TimeoutError when running requests do not end
-        within `wait_s` (mode wait; the old weights go on), and WeightsTorn when loading itself fails.
+        within `wait_s` (mode wait; the old weights go on), and WeightsInconsistent when loading itself fails.
         """
         async with self._alone():
             manifest = await asyncio.to_thread(self._read_and_check, path)
@@ -123,7 +123,7 @@ class WeightUpdater:
             log.exception("weight update from %s failed half-way", source)
             # Requests that were kept must not go on under such weights.
             await self._engine.pause_generation(mode="abort")
-            raise WeightsTorn(self._torn) from error
+            raise WeightsInconsistent(self._torn) from error
         finally:
             await self._engine.resume_generation()
         self._torn = None

@@ -1,10 +1,13 @@
-"""Asking an engine whether it lives, alone and beside a call that may take long."""
+"""Checks of one engine: whether it is healthy, and whether its log-probs are those of the trainer's weights."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import numpy as np
 
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import Engine, EngineError, EngineInfo, EngineTimeout
@@ -12,7 +15,7 @@ from dppo_megatron.engines.protocol import Engine, EngineError, EngineInfo, Engi
 Result = TypeVar("Result")
 
 
-async def probe_health(engine: Engine, config: Config, timeout_s: float | None = None) -> EngineInfo:
+async def check_health(engine: Engine, config: Config, timeout_s: float | None = None) -> EngineInfo:
     """What a healthy engine says of itself.
 
     Raises `EngineError` when it does not within `timeout_s` (default `engine.health_timeout_s`), or when the update
@@ -47,7 +50,7 @@ async def while_healthy(engine: Engine, config: Config, call: Coroutine[Any, Any
             if task.done():
                 return task.result()
             try:
-                await probe_health(engine, config)
+                await check_health(engine, config)
                 failures = 0
             except EngineError:
                 failures += 1
@@ -56,3 +59,31 @@ async def while_healthy(engine: Engine, config: Config, call: Coroutine[Any, Any
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreDifference:
+    """Between an engine's and the trainer's log-probs of the probe's tokens, nats.
+
+    The mean tells other weights from other rounding: in 16 bits a single token may be off by several nats, where the
+    router of a mixture of experts decides otherwise; with stale experts the mean is.
+    """
+
+    mean: float  # NaN where a score is
+    largest: float
+
+    @classmethod
+    def between(cls, scores: np.ndarray, expected: np.ndarray) -> ScoreDifference:
+        """Both fp32 [P - 1]."""
+        difference = np.abs(scores - expected)
+        return cls(float(difference.mean()), float(difference.max()))
+
+    @classmethod
+    def worst(cls, differences: Collection[ScoreDifference]) -> ScoreDifference:
+        return cls(max(d.mean for d in differences), max(d.largest for d in differences))
+
+    def within(self, tolerance: float) -> bool:
+        return self.mean <= tolerance  # False for NaN
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g} in the mean (at most {self.largest:.3g})"

@@ -1,0 +1,55 @@
+"""The kinds of engine that `engine.kind` names: one folder each, and one row of this table.
+
+To add one, write its folder (a client, the server's command line and environment), add its row here and its name to
+`EngineConfig.kind`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dppo_megatron.config import Config
+
+from .protocol import Engine
+from .sglang.client import SglangEngine
+from .sglang.server import sglang_command, sglang_environment, sglang_python
+from .vllm.client import VllmEngine
+from .vllm.server import vllm_command, vllm_environment, vllm_python
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """What the rest of the program needs of one kind of server. `version` is the policy that it starts with."""
+
+    client: Callable[[Config, str], Engine]  # (config, url); opens no connection yet
+    python: Callable[[Config], Path]  # the interpreter that runs the server
+    command: Callable[[Config, int, Path, int], list[str]]  # (config, port, model directory, version) -> argv
+    environment: Callable[[Config, int], dict[str, str]]  # (config, version) -> variables to add to this process's own
+
+
+KINDS = {
+    "vllm": EngineKind(VllmEngine, vllm_python, vllm_command, vllm_environment),
+    "sglang": EngineKind(SglangEngine, sglang_python, sglang_command, sglang_environment),
+}
+
+
+def build_engine(config: Config, url: str) -> Engine:
+    """A client of the running server at `url`."""
+    return KINDS[config.engine.kind].client(config, url)
+
+
+def server_python(config: Config) -> Path:
+    """The interpreter that runs the engine's server."""
+    return KINDS[config.engine.kind].python(config)
+
+
+def server_command(config: Config, port: int, model: Path, version: int) -> list[str]:
+    """Command line of a server of `model`, policy `version`, on `engine.host`:`port`."""
+    return KINDS[config.engine.kind].command(config, port, model, version)
+
+
+def server_environment(config: Config, version: int) -> dict[str, str]:
+    """What the environment of a server that starts with policy `version` needs besides this process's own."""
+    return KINDS[config.engine.kind].environment(config, version)
