@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config, ParallelConfig
 from dppo_megatron.hf import HFModelConfig, ModelError
+from dppo_megatron.hf.transformer_fields import transformer_fields, uncompared_fields
 
 from . import megatron_version
 from .precision import fuses_weight_gradient, installation_problems, precision_arguments, precision_problems, this_gpu
@@ -58,7 +58,8 @@ def transformer_config(hf: HFModelConfig, config: Config) -> TransformerConfig:
         raise ModelError(str(config.model.path), problems)
     build = TransformerConfig if hf.mla is None else MLATransformerConfig
     return build(
-        **_FAMILIES[hf.family](hf),
+        **transformer_fields(hf),
+        **uncompared_fields(hf),
         **_expert_arguments(hf, config),
         **_parallel_arguments(config),
         **_precision_arguments(hf, config),
@@ -67,91 +68,13 @@ def transformer_config(hf: HFModelConfig, config: Config) -> TransformerConfig:
     )
 
 
-def _decoder(hf: HFModelConfig) -> dict[str, Any]:
-    """What the dense families share: RMSNorm before each part, grouped queries, SwiGLU, no dropout."""
-    return {
-        "num_layers": hf.num_layers,
-        "hidden_size": hf.hidden_size,
-        "num_attention_heads": hf.num_heads,
-        "num_query_groups": hf.num_kv_heads,
-        "kv_channels": hf.head_dim,
-        "ffn_hidden_size": hf.ffn_hidden_size,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": hf.rms_norm_eps,
-        "qk_layernorm": hf.qk_norm,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": hf.qkv_bias,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "init_method_std": hf.initializer_range,
-    }
-
-
-def _latent_decoder(hf: HFModelConfig) -> dict[str, Any]:
-    """The same with latent attention (DeepSeek-V3), which rotates inside Megatron."""
-    mla, scaling = hf.mla, hf.rope_scaling
-    arguments = _decoder(hf) | {
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_head_dim": mla.qk_nope_head_dim,
-        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        "rotary_base": hf.rope_theta,
-        "rope_type": "rope",
-    }
-    if hf.rope_type != "yarn":
-        return arguments
-    return arguments | {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": float(scaling["factor"]),
-        "original_max_position_embeddings": _original_length(hf),
-        "beta_fast": float(scaling.get("beta_fast") or 32),
-        "beta_slow": float(scaling.get("beta_slow") or 1),
-        "mscale": float(scaling.get("mscale") or 1),
-        "mscale_all_dim": float(scaling.get("mscale_all_dim") or 0),
-    }
-
-
-_FAMILIES: dict[str, Callable[[HFModelConfig], dict[str, Any]]] = {
-    "qwen2": _decoder,
-    "qwen3": _decoder,
-    "llama": _decoder,
-    "qwen3_moe": _decoder,
-    "deepseek_v3": _latent_decoder,
-}
-
-
-def _original_length(hf: HFModelConfig) -> int:
-    """Positions that a model was trained on before YaRN stretched them."""
-    return int(hf.rope_scaling.get("original_max_position_embeddings") or hf.max_position_embeddings)
-
-
 def _expert_arguments(hf: HFModelConfig, config: Config) -> dict[str, Any]:
-    """Routing as the HF config says. No balancing loss, and the correction bias stays as loaded: RL adds nothing."""
-    moe = hf.moe
-    if moe is None:
+    """How this run dispatches and computes experts; which ones there are is the HF config's (`transformer_fields`)."""
+    if hf.moe is None:
         return {"moe_token_dispatcher_type": "alltoall"}  # packed lengths vary, for which Megatron insists on it
     return {
         "moe_token_dispatcher_type": config.parallel.expert_dispatcher,
-        "num_moe_experts": moe.num_experts,
-        "moe_router_topk": moe.top_k,
-        "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        "moe_layer_freq": [int(sparse) for sparse in moe.layers],
-        "moe_router_score_function": moe.score_function,
-        # Softmax of the selected logits alone is softmax of all, rescaled to sum to 1.
-        "moe_router_pre_softmax": moe.score_function == "softmax" and not moe.norm_topk_prob,
-        "moe_router_num_groups": moe.num_groups,
-        "moe_router_group_topk": moe.topk_groups,
-        "moe_router_topk_scaling_factor": None if moe.routed_scaling_factor == 1.0 else moe.routed_scaling_factor,
-        "moe_router_enable_expert_bias": moe.expert_bias,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32" if config.model.router_dtype == "fp32" else None,
-        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
         "moe_grouped_gemm": use_transformer_engine(config),
         "moe_enable_routing_replay": config.rollout.routing_replay,
     }
@@ -228,10 +151,6 @@ def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:
         out.append(
             f"model.layers = {config.model.layers}: Megatron's fused rotary embedding scales with fixed constants, "
             f"not those of {hf.source}; set it to local"
-        )
-    if hf.family not in _FAMILIES:
-        out.append(
-            f"{source}: the trainer does not build {hf.architecture} yet; it builds {', '.join(sorted(_FAMILIES))}"
         )
     if hf.quantization is not None:
         out.append(f"{source}: quantised weights cannot be trained; use the full-precision ones")

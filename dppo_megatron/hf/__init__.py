@@ -3,9 +3,11 @@
 from . import fp8
 from .errors import ModelError
 from .export import export_weights, save_hf
-from .hf_config import ARCHITECTURES, HFModelConfig, MLAConfig, MoEConfig, parse_hf_config, read_hf_config
+from .families import FAMILIES, Family
+from .hf_config import HFModelConfig, MLAConfig, MoEConfig
 from .load import load_into
 from .megatron_model import ParallelRanks, ShardGroup
+from .parse_config import parse_hf_config, read_hf_config
 from .random_init import make_random_hf_model
 from .rope import inverse_frequencies
 from .rules import Entry, HFTensor, MegatronLayout
@@ -15,8 +17,9 @@ from .weight_map import WeightMap
 from .weight_source import WeightSource, open_weights
 
 __all__ = [
-    "ARCHITECTURES",
+    "FAMILIES",
     "Entry",
+    "Family",
     "HFModelConfig",
     "HFTensor",
     "MLAConfig",

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from . import fp8
 from .errors import ModelError
-from .hf_config import HFModelConfig, read_hf_config
+from .hf_config import HFModelConfig
 from .megatron_model import ParallelRanks, ShardGroup, infer_layout, named_weights
+from .parse_config import read_hf_config
 from .rules import Entry
 from .safetensors_file import TensorInfo
 from .safetensors_writer import (

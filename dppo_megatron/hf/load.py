@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from .agreement import disagreements
 from .errors import ModelError
-from .hf_config import HFModelConfig, read_hf_config
+from .hf_config import HFModelConfig
 from .megatron_model import ParallelRanks, held_layers, holds_ends, infer_layout, named_weights
+from .parse_config import read_hf_config
 from .rules import Entry
 from .torch_dist_reader import model_directory
 from .weight_map import WeightMap

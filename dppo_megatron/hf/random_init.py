@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .hf_config import HFModelConfig, parse_hf_config
+from .hf_config import HFModelConfig
+from .parse_config import parse_hf_config
 from .safetensors_writer import (
     DEFAULT_SHARD_BYTES,
     PartWriter,

@@ -20,7 +20,7 @@ class MegatronLayout:
     """What the Megatron model decides about its shapes and the HF config does not."""
 
     padded_vocab_size: int  # rows of the embedding over all tensor-parallel ranks
-    shard_mla_down: bool = False  # MLA down-projections cut by rows (local spec), else replicated (TE)
+    shard_mla_down: bool = False  # MLA down-projections sharded by rows (local spec), else replicated (TE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,3 @@ class Entry:
     def is_expert(self) -> bool:
         """True where the expert-tensor-parallel group shards this parameter, not the tensor-parallel one."""
         return self.rule.is_expert
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """The table of one architecture."""
-
-    rules: tuple[Rule, ...]
-    ignored: tuple[str, ...] = ()  # regular expressions of HF names that carry no weights of the model

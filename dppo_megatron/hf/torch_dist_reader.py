@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from .checkpoint_keys import StoredAt, places
 from .errors import ModelError
-from .hf_config import HFModelConfig, read_hf_config
+from .hf_config import HFModelConfig
+from .parse_config import read_hf_config
 from .rules import Entry
 from .safetensors_file import TensorInfo
 from .weight_map import WeightMap

@@ -15,9 +15,11 @@ from .rules import Entry, HFTensor, MegatronLayout, Rule
 _LAYER = re.compile(r"(?<=\bdecoder\.layers\.)\d+(?=\.)")
 _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+(?=\.)|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
 
+_ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # written by old transformers
+
 
 class WeightMap:
-    """Names, shapes and tensor-parallel cuts of one model. Pure: no files, no process groups, no model instance.
+    """Names, shapes and tensor-parallel shards of one model. Pure: no files, no process groups, no model instance.
 
     `layout` says what the HF config does not; by default the vocabulary is not padded. Megatron names carry GLOBAL
     layer and expert indices (`megatron_model.named_weights` makes them) and may be those of the local or of the
@@ -30,13 +32,14 @@ class WeightMap:
         if self.layout.padded_vocab_size < config.vocab_size:
             rows = self.layout.padded_vocab_size
             raise ModelError(config.source, [f"vocab_size = {config.vocab_size}: the model has only {rows} rows"])
-        self._family = FAMILIES[config.family](config, self.layout)
+        self._rules = FAMILIES[config.family].rules(config, self.layout)
         # A spelling may serve dense layers in one rule and expert layers in another.
         self._by_name: dict[str, list[Rule]] = {}
-        for rule in self._family.rules:
+        for rule in self._rules:
             for name in rule.megatron:
                 self._by_name.setdefault(name, []).append(rule)
-        self._ignored = re.compile("|".join(self._family.ignored) or r"(?!)")
+        behind = (rf"model\.layers\.{config.num_layers + i}\..*" for i in range(config.mtp_layers))
+        self._ignored = re.compile("|".join((_ROTARY_BUFFERS, *behind)))
 
     def entry(self, megatron_name: str) -> Entry:
         """The entry of a parameter. Raises `KeyError` with the family's name where there is none."""
@@ -57,12 +60,12 @@ class WeightMap:
 
     def end_entries(self) -> list[Entry]:
         """Entries outside the layers: embedding, final norm, head."""
-        rules = [rule for rule in self._family.rules if rule.layers is None]
+        rules = [rule for rule in self._rules if rule.layers is None]
         return [_instance(rule, rule.megatron[0], None, None) for rule in rules]
 
     def layer_entries(self, layer: int, experts: Sequence[int] | None = None) -> Iterator[Entry]:
         """Entries of one layer, of all experts or of those with the given global indices."""
-        for rule in self._family.rules:
+        for rule in self._rules:
             if rule.layers is None or layer not in rule.layers:
                 continue
             held = [None] if not rule.is_expert else range(rule.experts) if experts is None else experts
@@ -72,10 +75,6 @@ class WeightMap:
     def hf_tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor a complete HF directory of this model holds."""
         return {t.name: t.shape for entry in self.entries() if not entry.rule.duplicate for t in entry.hf}
-
-    def hf_names(self) -> list[str]:
-        """Names of `hf_tensors`, in the order of `entries`."""
-        return list(self.hf_tensors())
 
     def is_ignored(self, hf_name: str) -> bool:
         """True for names that a directory may hold and the model does not need."""

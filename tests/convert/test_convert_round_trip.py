@@ -104,7 +104,7 @@ def test_multi_token_prediction_layers_are_left_out_aloud(tmp_path, convert):
 def test_dry_run_names_every_tensor_and_writes_nothing(models, tmp_path, convert, family):
     lines = convert("hf-to-megatron", models / family, tmp_path / "m", "--tensor", 2, "--dry-run").splitlines()
     names = {line.split(" ")[0] for line in lines[:-1]}
-    assert names == set(hf.WeightMap(hf.read_hf_config(models / family)).hf_names())
+    assert names == set(hf.WeightMap(hf.read_hf_config(models / family)).hf_tensors())
     assert not list(tmp_path.iterdir())
 
 

@@ -46,7 +46,7 @@ def test_every_layout_round_trips_bit_equal(two_ranks, case: Case):
 def test_each_tensor_is_exported_by_exactly_one_rank(two_ranks, case: Case):
     owned = [name for rank in (0, 1) for name in (two_ranks / case.name / f"owned.{rank}").read_text().split()]
     config = hf.read_hf_config(two_ranks / "models" / case.family)
-    assert sorted(owned) == sorted(hf.WeightMap(config).hf_names())
+    assert sorted(owned) == sorted(hf.WeightMap(config).hf_tensors())
 
 
 def test_logits_equal_those_of_transformers(two_ranks, transformers_logits, case: Case):

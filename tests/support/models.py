@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from dppo_megatron.hf import HFModelConfig
+from dppo_megatron.hf.transformer_fields import transformer_fields, uncompared_fields
 
 _BASE = {
     "hidden_size": 32,
@@ -127,73 +128,24 @@ def logits_of(chunk, token_ids: torch.Tensor) -> torch.Tensor:
 def _transformer_config(hf: HFModelConfig, tp: int, pp: int, vpp: int | None, ep: int, etp: int):
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    common = {
-        "num_layers": hf.num_layers,
-        "hidden_size": hf.hidden_size,
-        "num_attention_heads": hf.num_heads,
-        "ffn_hidden_size": hf.ffn_hidden_size,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": hf.rms_norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "virtual_pipeline_model_parallel_size": vpp,
-        "expert_model_parallel_size": ep,
-        "expert_tensor_parallel_size": etp,
-        "sequence_parallel": False,
-        "params_dtype": torch.float32,
-        "pipeline_dtype": torch.float32,
-        "use_cpu_initialization": True,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
-        **_experts(hf),
-    }
-    if hf.mla is None:
-        return TransformerConfig(
-            num_query_groups=hf.num_kv_heads,
-            kv_channels=hf.head_dim,
-            qk_layernorm=hf.qk_norm,
-            add_qkv_bias=hf.qkv_bias,
-            **common,
-        )
-    return MLATransformerConfig(
-        multi_latent_attention=True,
-        qk_layernorm=True,
-        q_lora_rank=hf.mla.q_lora_rank,
-        kv_lora_rank=hf.mla.kv_lora_rank,
-        qk_head_dim=hf.mla.qk_nope_head_dim,
-        qk_pos_emb_head_dim=hf.mla.qk_rope_head_dim,
-        v_head_dim=hf.mla.v_head_dim,
-        rope_type="rope",
-        rotary_base=hf.rope_theta,
-        rotary_percent=1.0,
-        **common,
+    build = TransformerConfig if hf.mla is None else MLATransformerConfig
+    return build(
+        **transformer_fields(hf),
+        **uncompared_fields(hf),
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        sequence_parallel=False,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=False,
     )
-
-
-def _experts(hf: HFModelConfig) -> dict:
-    if hf.moe is None:
-        return {}
-    moe = hf.moe
-    return {
-        "num_moe_experts": moe.num_experts,
-        "moe_router_topk": moe.top_k,
-        "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        "moe_layer_freq": [int(sparse) for sparse in moe.layers],
-        "moe_router_score_function": moe.score_function,
-        "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
-        "moe_router_enable_expert_bias": moe.expert_bias,
-        "moe_router_num_groups": moe.num_groups,
-        "moe_router_group_topk": moe.topk_groups,
-        "moe_router_topk_scaling_factor": moe.routed_scaling_factor if moe.expert_bias else None,
-        "moe_grouped_gemm": False,
-    }

@@ -1,22 +1,15 @@
-"""One table per architecture.
+"""The table of model families. Adding one takes its file in this folder and its line here.
 
-To add a family: a file here with `family(config, layout) -> Family`, a line in FAMILIES, and one in
-`hf_config.ARCHITECTURES`.
+A dense family is a line in `dense.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from .deepseek_v3 import DEEPSEEK_V3
+from .dense import LLAMA, QWEN2, QWEN3
+from .family import Family
+from .qwen3_moe import QWEN3_MOE
 
-from dppo_megatron.hf.hf_config import HFModelConfig
-from dppo_megatron.hf.rules import Family, MegatronLayout
+FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN2, QWEN3, LLAMA, QWEN3_MOE, DEEPSEEK_V3)}
 
-from . import deepseek_v3, llama, qwen2, qwen3, qwen3_moe
-
-FAMILIES: Mapping[str, Callable[[HFModelConfig, MegatronLayout], Family]] = {
-    "qwen2": qwen2.family,
-    "qwen3": qwen3.family,
-    "llama": llama.family,
-    "qwen3_moe": qwen3_moe.family,
-    "deepseek_v3": deepseek_v3.family,
-}
+__all__ = ["FAMILIES", "Family"]

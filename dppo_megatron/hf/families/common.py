@@ -6,7 +6,19 @@ from dppo_megatron.hf.hf_config import HFModelConfig
 from dppo_megatron.hf.operations import QKV, GateUp, Operation, Replicated, Sharded, Vocabulary
 from dppo_megatron.hf.rules import HFTensor, MegatronLayout, Rule
 
-ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # written by old transformers
+
+def decoder_rules(
+    config: HFModelConfig, layout: MegatronLayout, attention: tuple[Rule, ...] | None = None
+) -> tuple[Rule, ...]:
+    """Every row of a decoder whose layers are dense or have experts. `attention` None: grouped queries."""
+    sparse = tuple(i for i in range(config.num_layers) if config.is_moe_layer(i))
+    dense = tuple(i for i in range(config.num_layers) if not config.is_moe_layer(i))
+    return (
+        *ends(config, layout),
+        *(attention or grouped_query_attention(config)),
+        *dense_mlp(config, dense),
+        *(routed_experts(config, sparse) if config.moe else ()),
+    )
 
 
 def ends(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:

@@ -2,21 +2,82 @@
 
 from __future__ import annotations
 
-from dppo_megatron.hf.hf_config import HFModelConfig
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import AliasChoices, Field
+
+from dppo_megatron.hf.hf_config import MTP_NAMES, HFModelConfig, MLAConfig, MoEConfig
 from dppo_megatron.hf.operations import Operation, Replicated, Sharded
-from dppo_megatron.hf.rules import Family, MegatronLayout, Rule
+from dppo_megatron.hf.raw_config import RawConfig, Size
+from dppo_megatron.hf.rules import MegatronLayout, Rule
 
-from .common import ROTARY_BUFFERS, all_layers, dense_mlp, ends, layer_rule, norm, routed_experts, swiglu
+from .common import all_layers, decoder_rules, layer_rule, norm, swiglu
+from .family import Family
+
+# Keys that readers fill in differently where they are absent. For the first, null is an answer too.
+_NULLABLE = ("q_lora_rank", "n_shared_experts", "n_group", "topk_group")
+_STATED = ("first_k_dense_replace", "routed_scaling_factor")
+_ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
-def family(config: HFModelConfig, layout: MegatronLayout) -> Family:
+class DeepseekV3Config(RawConfig):
+    q_lora_rank: int | None = None
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size
+    n_routed_experts: Size = Field(validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
+    num_experts_per_tok: Size
+    moe_intermediate_size: Size
+    n_shared_experts: int = 0
+    first_k_dense_replace: int = 0
+    n_group: int | None = None
+    topk_group: int | None = None
+    routed_scaling_factor: float = 1.0
+    norm_topk_prob: bool = True
+    num_nextn_predict_layers: int = Field(0, validation_alias=AliasChoices(*MTP_NAMES))
+
+    def experts(self) -> MoEConfig:
+        return MoEConfig(
+            num_experts=self.n_routed_experts,
+            top_k=self.num_experts_per_tok,
+            ffn_hidden_size=self.moe_intermediate_size,
+            layers=tuple(i >= self.first_k_dense_replace for i in range(self.num_hidden_layers)),
+            norm_topk_prob=self.norm_topk_prob,
+            score_function="sigmoid",
+            shared_ffn_hidden_size=self.moe_intermediate_size * self.n_shared_experts,
+            expert_bias=True,
+            num_groups=self.n_group,
+            topk_groups=self.topk_group,
+            routed_scaling_factor=self.routed_scaling_factor,
+        )
+
+    def latent_attention(self) -> MLAConfig:
+        return MLAConfig(
+            self.q_lora_rank, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
+        )
+
+    def mtp_layers(self) -> int:
+        return self.num_nextn_predict_layers
+
+    def problems(self, given: Mapping[str, Any]) -> list[str]:
+        out = [
+            f"{name} = {given[name]!r}: only {only!r} is supported"
+            for name, only in _ONLY.items()
+            if given.get(name, only) != only
+        ]
+        out += [f"{name}: missing" for name in _STATED if given.get(name) is None]
+        out += [f"{name}: missing; write null where the model has none" for name in _NULLABLE if name not in given]
+        if (self.n_group or 1) > 1 and not self.topk_group:
+            out.append(f"topk_group = {self.topk_group}: n_group = {self.n_group} needs it")
+        return out
+
+
+def rules(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
     sparse = tuple(i for i in range(config.num_layers) if config.is_moe_layer(i))
-    dense = tuple(i for i in range(config.num_layers) if not config.is_moe_layer(i))
-    rules = [
-        *ends(config, layout),
-        *latent_attention(config, layout),
-        *dense_mlp(config, dense),
-        *routed_experts(config, sparse),
+    out = [
+        *decoder_rules(config, layout, latent_attention(config, layout)),
         layer_rule(
             sparse,
             ("mlp.router.expert_bias",),
@@ -27,12 +88,12 @@ def family(config: HFModelConfig, layout: MegatronLayout) -> Family:
     ]
     if shared := config.moe.shared_ffn_hidden_size:
         fc1, fc2 = (f"mlp.shared_experts.linear_{fc}.weight" for fc in ("fc1", "fc2"))
-        rules += swiglu(config, sparse, fc1, fc2, "mlp.shared_experts", shared)
-    return Family(tuple(rules), ignored=(ROTARY_BUFFERS, *_mtp_names(config)))
+        out += swiglu(config, sparse, fc1, fc2, "mlp.shared_experts", shared)
+    return tuple(out)
 
 
 def latent_attention(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
-    """Multi-head latent attention. Heads are contiguous on both sides, so every projection is a plain cut."""
+    """Multi-head latent attention. Heads are contiguous on both sides, so every projection is sharded as it is."""
     layers, mla = all_layers(config), config.mla
     hidden, heads = config.hidden_size, config.num_heads
     by_head = Sharded(0)
@@ -67,6 +128,6 @@ def latent_attention(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rul
     )
 
 
-def _mtp_names(config: HFModelConfig) -> tuple[str, ...]:
-    """Multi-token-prediction layers are stored as layers behind the last one."""
-    return tuple(rf"model\.layers\.{config.num_layers + i}\..*" for i in range(config.mtp_layers))
+DEEPSEEK_V3 = Family(
+    "deepseek_v3", "DeepseekV3ForCausalLM", rope_types=("default", "yarn"), raw=DeepseekV3Config, rules=rules
+)

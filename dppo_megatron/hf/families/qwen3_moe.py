@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from dppo_megatron.hf.hf_config import HFModelConfig
-from dppo_megatron.hf.rules import Family, MegatronLayout
+from pydantic import AliasChoices, Field
 
-from .common import dense_mlp, ends, grouped_query_attention, routed_experts
+from dppo_megatron.hf.hf_config import MoEConfig
+from dppo_megatron.hf.raw_config import RawConfig, Size
+
+from .family import Family
 
 
-def family(config: HFModelConfig, layout: MegatronLayout) -> Family:
-    sparse = tuple(i for i in range(config.num_layers) if config.is_moe_layer(i))
-    dense = tuple(i for i in range(config.num_layers) if not config.is_moe_layer(i))
-    rules = (
-        *ends(config, layout),
-        *grouped_query_attention(config),
-        *dense_mlp(config, dense),
-        *routed_experts(config, sparse),
-    )
-    return Family(rules)
+class Qwen3MoeConfig(RawConfig):
+    num_experts: Size = Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts_per_tok: Size
+    moe_intermediate_size: Size
+    decoder_sparse_step: Size = 1
+    mlp_only_layers: list[int] = Field([])
+    norm_topk_prob: bool = False
+
+    def experts(self) -> MoEConfig:
+        step, dense = self.decoder_sparse_step, self.mlp_only_layers
+        return MoEConfig(
+            num_experts=self.num_experts,
+            top_k=self.num_experts_per_tok,
+            ffn_hidden_size=self.moe_intermediate_size,
+            layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(self.num_hidden_layers)),
+            norm_topk_prob=self.norm_topk_prob,
+            score_function="softmax",
+        )
+
+
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm=True, raw=Qwen3MoeConfig)

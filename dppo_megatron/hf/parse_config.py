@@ -1,0 +1,148 @@
+"""Reading `config.json` of a Hugging Face model directory, with every problem reported at once.
+
+Not by transformers' AutoConfig: it fills in what a file leaves out without a word, and takes any value of any type.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import ModelError
+from .families import FAMILIES, Family
+from .hf_config import HFModelConfig
+from .raw_config import ROPE_TYPES, RawConfig, RopeSettings, read_fields
+
+# Features that would change the arithmetic without changing any tensor's name: the only value, and what it excludes.
+_ONLY = {
+    "hidden_act": ("silu", "only silu is supported"),
+    "use_sliding_window": (False, "sliding-window attention is not supported"),
+    "dual_chunk_attention_config": (None, "dual chunk attention is not supported"),
+    "attention_bias": (False, "a bias on the attention output is not supported"),
+    "mlp_bias": (False, "biases in the feed-forward layers are not supported"),
+    "rope_interleave": (True, "only interleaved rotary embeddings are supported"),
+}
+_ROPE_NAMES = ("rope_theta", "rope_type", "type")  # what HFModelConfig.rope_scaling does not repeat
+
+Rope = tuple[float, str, dict[str, Any]]  # base, type, settings of a type that is not "default"
+
+
+def read_hf_config(directory: str | Path) -> HFModelConfig:
+    """Reads and validates `directory/config.json`.
+
+    Raises `ModelError` naming every problem: missing directory or file, invalid JSON, unsupported
+    architecture, missing or ill-typed fields, sizes that do not divide, arithmetic that is not implemented.
+    """
+    directory = Path(directory)
+    path = directory / "config.json"
+    if not directory.is_dir():
+        raise ModelError(str(directory), ["no such directory; pass a local Hugging Face model directory"])
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ModelError(str(directory), ["no config.json: not a Hugging Face model directory"]) from None
+    except json.JSONDecodeError as error:
+        raise ModelError(str(path), [f"not valid JSON: {error}"]) from None
+    return parse_hf_config(raw, str(path))
+
+
+def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFModelConfig:
+    """The typed view of an already parsed `config.json`. Raises `ModelError` as `read_hf_config` does."""
+    if not isinstance(raw, Mapping):
+        raise ModelError(source, [f"the top level must be an object, found {type(raw).__name__}"])
+    family = _family(raw, source)
+    problems: list[str] = []
+    fields = read_fields(family.raw, raw, problems)
+    rope_theta, rope_type, rope_scaling = _rope(fields, family, problems)
+    kv_heads = fields.num_key_value_heads or fields.num_attention_heads
+    moe, mla = fields.experts(), fields.latent_attention()
+    head_dim = fields.head_dim or family.head_dim or fields.hidden_size // fields.num_attention_heads
+    if mla is not None:
+        head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    config = HFModelConfig(
+        family=family.name,
+        architecture=family.architecture,
+        hidden_size=fields.hidden_size,
+        num_layers=fields.num_hidden_layers,
+        num_heads=fields.num_attention_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_hidden_size=fields.intermediate_size,
+        vocab_size=fields.vocab_size,
+        rms_norm_eps=fields.rms_norm_eps,
+        rope_theta=rope_theta,
+        max_position_embeddings=fields.max_position_embeddings,
+        tied_embeddings=fields.tie_word_embeddings,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        rope_type=rope_type,
+        rope_scaling=rope_scaling,
+        moe=moe,
+        mla=mla,
+        mtp_layers=fields.mtp_layers(),
+        initializer_range=fields.initializer_range,
+        dtype=fields.dtype,
+        bos_token_id=fields.bos_token_id,
+        eos_token_ids=tuple(fields.eos_token_id),
+        pad_token_id=fields.pad_token_id,
+        quantization=fields.quantization_config,
+        source=source,
+        raw=dict(raw),
+    )
+    problems += _size_problems(fields, family, config) + fields.problems(raw)
+    problems += [
+        f"{name} = {raw[name]!r}: {why}" for name, (only, why) in _ONLY.items() if raw.get(name) not in (None, only)
+    ]
+    if problems:
+        raise ModelError(source, list(dict.fromkeys(problems)))
+    return config
+
+
+def _family(raw: Mapping[str, Any], source: str) -> Family:
+    named = raw.get("architectures") or []
+    known = {family.architecture: family for family in FAMILIES.values()}
+    if isinstance(named, list) and len(named) == 1 and named[0] in known:
+        return known[named[0]]
+    what = f"architectures = {named!r}: not supported" if named else "architectures: missing"
+    raise ModelError(source, [f"{what}; supported: {', '.join(known)}"])
+
+
+def _size_problems(fields: RawConfig, family: Family, config: HFModelConfig) -> list[str]:
+    """Sizes that do not fit together."""
+    hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
+    out = []
+    if config.moe is not None and config.moe.top_k > config.moe.num_experts:
+        out.append(f"num_experts_per_tok = {config.moe.top_k}: more than the {config.moe.num_experts} experts")
+    if config.mla is None and not (fields.head_dim or family.head_dim) and hidden % heads:
+        out.append(f"head_dim: missing, and num_attention_heads = {heads} does not divide hidden_size = {hidden}")
+    if heads % kv_heads:
+        out.append(f"num_attention_heads = {heads}: not a multiple of num_key_value_heads = {kv_heads}")
+    return out
+
+
+def _rope(fields: RawConfig, family: Family, problems: list[str]) -> Rope:
+    """Base, type and scaling from transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`)."""
+    spellings = {"rope_scaling": fields.rope_scaling, "rope_parameters": fields.rope_parameters}
+    found = [_rope_settings(name, given, fields, family, problems) for name, given in spellings.items() if given]
+    if len(found) == 2 and found[0] != found[1]:
+        problems.append("rope_scaling and rope_parameters: they differ; remove the one that is not meant")
+    return found[0] if found else (fields.rope_theta, "default", {})
+
+
+def _rope_settings(name: str, given: Mapping[str, Any], fields: RawConfig, family: Family, problems: list[str]) -> Rope:
+    """Of one of the two spellings; `rope_theta` may stand beside either."""
+    if nested := [key for key, value in given.items() if isinstance(value, Mapping)]:
+        problems.append(f"{name}: settings for kinds of layers ({', '.join(nested)}) are not supported")
+    rope_type = given.get("rope_type") or given.get("type") or "default"
+    supported = rope_type in family.rope_types
+    if not supported:
+        problems.append(f"rope_type = {rope_type!r}: {family.name} supports {', '.join(family.rope_types)}")
+    settings = read_fields(ROPE_TYPES[rope_type] if supported else RopeSettings, given, problems, f"{name}.")
+    if settings.partial_rotary_factor != 1.0:
+        problems.append(f"{name}.partial_rotary_factor = {settings.partial_rotary_factor}: not supported")
+    theta = settings.rope_theta or fields.rope_theta
+    if rope_type == "default" or not supported:
+        return theta, "default", {}
+    return theta, rope_type, {k: v for k, v in given.items() if v is not None and k not in _ROPE_NAMES}

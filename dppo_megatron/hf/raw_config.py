@@ -1,0 +1,122 @@
+"""`config.json` as pydantic reads it: types, bounds, and transformers' defaults for absent keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from .hf_config import MLAConfig, MoEConfig
+
+Size = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+M = TypeVar("M", bound=BaseModel)
+
+_TYPES = {
+    "int_type": "int", "float_type": "int or float", "bool_type": "bool", "string_type": "str", "list_type": "list",
+    "dict_type": "an object",
+}  # fmt: skip
+
+
+class _Fields(BaseModel):
+    # Strict: "64" is no size and true no number. A null counts as absent.
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class RawConfig(_Fields):
+    """The keys that every family has. A family with more of them derives its own class and overrides the methods."""
+
+    hidden_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    intermediate_size: Size
+    vocab_size: Size
+    max_position_embeddings: Size
+    rms_norm_eps: float = 1e-6
+    rope_theta: Positive = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    dtype: str | None = Field(None, validation_alias=AliasChoices("dtype", "torch_dtype"))
+    bos_token_id: int | None = None
+    eos_token_id: Annotated[list[int], BeforeValidator(lambda v: v if isinstance(v, list) else [v])] = Field([])
+    pad_token_id: int | None = None
+    quantization_config: dict[str, Any] | None = None
+
+    def experts(self) -> MoEConfig | None:
+        """The experts of the model; None = a dense model."""
+        return None
+
+    def latent_attention(self) -> MLAConfig | None:
+        """The sizes of latent attention; None = grouped queries."""
+        return None
+
+    def mtp_layers(self) -> int:
+        """Multi-token prediction layers stored behind the model."""
+        return 0
+
+    def problems(self, given: Mapping[str, Any]) -> list[str]:
+        """What the types do not show, one line each. `given` is the file as read, nulls included."""
+        return []
+
+
+class RopeSettings(_Fields):
+    """The numbers of `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
+
+    rope_theta: Positive | None = None
+    partial_rotary_factor: float = 1.0
+
+
+class Llama3Rope(RopeSettings):
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: Positive
+
+
+class YarnRope(RopeSettings):
+    factor: Positive
+    original_max_position_embeddings: float = 0.0
+    beta_fast: float = 0.0
+    beta_slow: float = 0.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float = 0.0
+
+
+ROPE_TYPES: Mapping[str, type[RopeSettings]] = {"default": RopeSettings, "llama3": Llama3Rope, "yarn": YarnRope}
+
+
+def read_fields(model: type[M], given: Mapping[str, Any], problems: list[str], prefix: str = "") -> M:
+    """`given` as `model`.
+
+    Every field that is missing or wrong adds a line to `problems`, its name after `prefix`. It is then read as
+    absent, or as 1 where it is required, so that all the problems of a file are found in one go.
+    """
+    present = {name: value for name, value in given.items() if value is not None}
+    try:
+        return model.model_validate(present)
+    except ValidationError as error:
+        found = error.errors()
+    problems += [prefix + _problem(error, present) for error in found]
+    wrong = {error["loc"][0] for error in found}
+    usable = {name: value for name, value in present.items() if name not in wrong}
+    try:
+        return model.model_validate(usable)
+    except ValidationError as error:
+        return model.model_validate(usable | {missing["loc"][0]: 1 for missing in error.errors()})
+
+
+def _problem(error: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    name = error["loc"][0]
+    if error["type"] == "missing":
+        return f"{name}: missing"
+    if error["type"] == "greater_than_equal":
+        return f"{name} = {given[name]}: must be at least {error['ctx']['ge']}"
+    if error["type"] == "greater_than":
+        return f"{name} = {given[name]}: must be above {error['ctx']['gt']:g}"
+    return f"{name} = {given[name]!r}: must be {_TYPES.get(error['type'], error['msg'])}"
