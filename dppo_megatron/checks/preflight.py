@@ -138,7 +138,7 @@ def _model(config: Config, findings: Findings) -> None:
 def _model_elsewhere(config: Config, findings: Findings) -> None:
     """Asks of the GPU what `slurm.gpu` tells; one of an unknown kind is taken for one that computes everything."""
     from dppo_megatron.actor.precision import RECIPES, precision_problems
-    from dppo_megatron.plan import hardware
+    from dppo_megatron.common.hardware import hardware
     from dppo_megatron.plan.ranks import buildable_here
 
     kind = config.slurm.gpu

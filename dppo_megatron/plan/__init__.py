@@ -1,7 +1,9 @@
 """What a run needs before it is started: the model of every kind of rank, its memory, and what to change."""
 
+from dppo_megatron.common.hardware import Hardware, UnknownHardware, hardware
+
 from .advice import Advice, advise
-from .hardware import Cluster, Hardware, UnknownHardware, hardware
+from .cluster import Cluster
 from .memory import Item, Load, Memory, estimate, largest_load
 from .planning import Plan, make_plan
 from .ranks import RankBuilder, RankModel

@@ -9,7 +9,7 @@ from typing import Any
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.hf import HFModelConfig
 
-from .hardware import Cluster
+from .cluster import Cluster
 from .planning import Plan, make_plan
 from .ranks import RankBuilder
 

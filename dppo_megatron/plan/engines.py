@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dppo_megatron.common.dtypes import DTYPES
+from dppo_megatron.common.hardware import Hardware
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig, WeightMap, fp8
 from dppo_megatron.hf.safetensors_file import TensorInfo
 
-from .hardware import Cluster, Hardware
+from .cluster import Cluster
 
 UNUSED = 0.1  # of the memory: what servers leave free by default, CUDA graphs and activations. An assumption.
 

@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 from dppo_megatron.common.dtypes import DTYPES
+from dppo_megatron.common.hardware import Hardware
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.export import DEFAULT_BUCKET_BYTES
 from dppo_megatron.weights.process_group import BUCKET_BYTES
 
 from .activations import FP32, Layer, Work, head, layer, recomputed
-from .hardware import Hardware
 from .ranks import RankModel
 
 INT64 = 8

@@ -10,8 +10,8 @@ from dppo_megatron.config.checks import cross_field_violations
 from dppo_megatron.engines.serving import serving_problems
 from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
 
+from .cluster import Cluster
 from .engines import EngineMemory, devices_needed, engine_devices, engine_memory, placement_problems
-from .hardware import Cluster
 from .memory import Load, Memory, estimate, largest_load
 from .ranks import RankBuilder, RankModel, buildable_here
 from .totals import Totals, totals

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from dppo_megatron.common.hardware import CONTEXT_BYTES, GIB, MARGIN, NCCL_BYTES
+
 from .activations import EXPERT_IMBALANCE
 from .advice import Advice
 from .engines import UNUSED, engine_devices
-from .hardware import CONTEXT_BYTES, GIB, MARGIN, NCCL_BYTES
 from .planning import Plan
 from .ranks import RankModel
 

@@ -1,15 +1,11 @@
-"""The machines a plan can be made for."""
+"""Kinds of GPU by name: how much memory each has and what it computes."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dppo_megatron.errors import ExpectedError
-
-if TYPE_CHECKING:
-    from .memory import Memory
 
 GIB = 1 << 30
 
@@ -30,7 +26,7 @@ MARGIN = 0.05  # of the memory, for the allocator's fragmentation and for sequen
 
 
 class UnknownHardware(ExpectedError, ValueError):
-    """`--gpu` names nothing that a plan can be made for."""
+    """Neither a GPU of the table nor `cpu-GIB`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +49,6 @@ class Hardware:
     @property
     def margin_bytes(self) -> int:
         return int(self.memory_bytes * MARGIN)
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """What there is to run on."""
-
-    nodes: int
-    gpus_per_node: int
-    hardware: Hardware
-
-    @property
-    def devices(self) -> int:
-        return self.nodes * self.gpus_per_node
-
-    def need(self, memory: Memory) -> int:
-        """Bytes of a device that `memory` asks for, with what libraries take and the margin."""
-        return memory.tensors + self.hardware.reserved_bytes + self.hardware.margin_bytes
-
-    def fits(self, memory: Memory) -> bool:
-        return self.need(memory) <= self.hardware.memory_bytes
 
 
 def hardware(name: str) -> Hardware:
