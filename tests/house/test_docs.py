@@ -1,0 +1,86 @@
+"""tools/check_docs.py: the documentation names what exists, and each kind of mistake is found."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("check_docs", ROOT / "tools" / "check_docs.py")
+check_docs = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check_docs)
+
+FIGURES = "2026-11-20-cpu-asynchronous.txt"
+
+
+def problems(tmp_path, text):
+    """Of a page in docs/ beside the repository's own files."""
+    for name in ("dppo_megatron", "benchmarks", "examples", "tools", "slurm", "Makefile", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "page.md"
+    page.write_text(text)
+    return list(check_docs.check_page(tmp_path, page))
+
+
+def test_the_documentation_names_what_exists(capsys):
+    assert check_docs.main(ROOT) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[here](nowhere.md)", "link to nowhere.md: no such file"),
+        ("[here](../README.md#no-such-part)", "link to ../README.md#no-such-part: no such heading"),
+        ("`trainer/lop.py`", "trainer/lop.py: no such file"),
+        ("`trainer/loop.py: trian`", "trainer/loop.py has no trian"),
+        ("`bank/writer.py: BankWriter.appendix`", "bank/writer.py has no BankWriter.appendix"),
+        ("`make quikstart`", "make quikstart: no such target"),
+        ("```\nmake instal   # first\n```", "make instal: no such target"),
+        ("`dppo-megatron trian CONFIG`", "dppo-megatron trian: no such command"),
+        ("`dppo-megatron convert hf-to-gguf SRC`", "dppo-megatron convert hf-to-gguf: no such command"),
+        ("`dppo-megatron trainer / enigne CONFIG`", "dppo-megatron enigne: no such command"),
+        ("```\ndppo-megatron train CONFIG --resum\n```", "dppo-megatron train --resum: no such flag"),
+        ("`--resum`", "--resum: no command has it"),
+        ("```\ndppo-megatron train CONFIG --set rollout.stale=1\n```", "--set rollout.stale: no such setting"),
+        ("`rollout.max_stale`", "rollout.max_stale: no such setting"),
+        ("`rollout.topk_logprobs = 20`, `train.stepz: 3`", "train.stepz: no such setting"),
+        ("```yaml\nrollout:\n  max_stale: 1\n```", "YAML block: rollout.max_stale: no such setting"),
+        ("`benchmarks/results/2020-never.txt`", "benchmarks/results/2020-never.txt: no such file"),
+        (f"<!-- figures: {FIGURES} -->\nIt took 17.2 s, or 99.9 s.", f"99.9: nothing in benchmarks/results/{FIGURES}"),
+    ],
+)
+def test_a_mistake_is_found(tmp_path, text, problem):
+    found = problems(tmp_path, f"# Page\n\n{text}\n")
+    assert len(found) == 1
+    assert found[0].startswith(problem)
+
+
+def test_what_exists_passes(tmp_path):
+    text = """# A page
+
+[above](#a-page), [README](../README.md#two-commands), [elsewhere](https://example.org/x), `trainer/loop.py: train`,
+`make quickstart`, `dppo-megatron trainer / engine CONFIG`, `dppo-megatron convert ...`, `--resume`, `rollout.bank: D`,
+`your_package.module:attribute`, `objective.settings.delta`
+"""
+    assert not problems(tmp_path, text)
+
+
+def test_a_measured_figure_may_be_rounded(tmp_path):
+    text = f"<!-- figures: {FIGURES} -->\n| 17 s | 17.2 s | 2.5e-2 | 26.0 % |\n\nElsewhere 99.9 s may stand.\n"
+    assert not problems(tmp_path, text)
+
+
+def test_main_names_the_page_and_fails(tmp_path, capsys):
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for name in ("dppo_megatron", "benchmarks", "examples", "tools", "slurm", "tests", "requirements"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("Makefile", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    assert check_docs.main(tmp_path) == 0, capsys.readouterr().out
+    (tmp_path / "docs" / "plan.md").write_text("[x](gone.md)")
+    assert check_docs.main(tmp_path) == 1
+    assert "docs/plan.md: link to gone.md: no such file" in capsys.readouterr().out
