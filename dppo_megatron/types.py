@@ -32,14 +32,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sampled response with what the engine said of every token, at the sampling temperature."""
+    """One sampled response with what the engine reported of every token, at the sampling temperature."""
 
     token_ids: np.ndarray  # [R] int32, the end-of-sequence token included
-    logprobs: np.ndarray  # [R] fp32, of the processed distribution the token was drawn from
+    rollout_logprob: np.ndarray  # [R] fp32, ln mu of the processed distribution the token was drawn from
     versions: np.ndarray  # [R] int32, policy version that sampled the token
     finish_reason: str  # "stop" | "length" | "abort"
     topk_ids: np.ndarray | None = None  # [R, K] int32, -1 = absent
-    topk_logprobs: np.ndarray | None = None  # [R, K] fp32
+    rollout_topk_logprob: np.ndarray | None = None  # [R, K] fp32
     # [P + R - 1, L, k] uint8 or uint16: the k experts of each of the L MoE layers, for every token the engine read
     # (all but the last sampled one), in the engine's order of preference. For routing replay.
     routed_experts: np.ndarray | None = None
@@ -76,14 +76,14 @@ class TokenBatch:
     mask: torch.Tensor  # [T] bool
     loss_weight: torch.Tensor  # [T] fp32, 0 where mask is False
     advantage: torch.Tensor | None = None  # [T] fp32
-    rollout_logprob: torch.Tensor | None = None  # [T] fp32
+    rollout_logprob: torch.Tensor | None = None  # [T] fp32, ln mu, as the engine reported it
     temperature: torch.Tensor | None = None  # [T] fp32; None = 1
     topk_ids: torch.Tensor | None = None  # [T, K] int32, -1 = absent
-    topk_logprob: torch.Tensor | None = None  # [T, K] fp32
+    rollout_topk_logprob: torch.Tensor | None = None  # [T, K] fp32
     # What the trainer scores itself before the step's first update, where the objective asks for it.
-    recomputed_logprob: torch.Tensor | None = None  # [T] fp32, by the weights the step starts from
-    recomputed_topk_logprob: torch.Tensor | None = None  # [T, K] fp32, of topk_ids by the same weights
-    recomputed_other_logprob: torch.Tensor | None = None  # [T] fp32, of everything that is neither listed nor target
+    old_logprob: torch.Tensor | None = None  # [T] fp32, by the weights the step starts from
+    old_topk_logprob: torch.Tensor | None = None  # [T, K] fp32, of topk_ids by the same weights
+    old_other_logprob: torch.Tensor | None = None  # [T] fp32, of all tokens but topk_ids and the target
     reference_logprob: torch.Tensor | None = None  # [T] fp32, by the run's start model
     # Routing replay: the experts of each MoE layer that read token_ids[t], -1 where the trainer chooses itself.
     routed_experts: torch.Tensor | None = None  # [T, L, k] int16

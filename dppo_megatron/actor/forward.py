@@ -73,7 +73,7 @@ class LossStep:
             rollout_logprob=rows.rollout_logprob,
             advantage=rows.advantage,
             topk=None if rows.topk_ids is None else self._topk(rows, stats),
-            recomputed_logprob=rows.recomputed_logprob,
+            old_logprob=rows.old_logprob,
             reference_logprob=rows.reference_logprob,
             sequence_ids=_sequence_ids(batch, self.layout) if objective.needs_sequences else None,
             entropy=stats.entropy,
@@ -89,13 +89,13 @@ class LossStep:
     def _topk(self, rows: TokenBatch, stats: TokenStatistics) -> TopKLogprobs:
         return TopKLogprobs(
             ids=rows.topk_ids,
-            rollout_logprob=rows.topk_logprob,
+            rollout_logprob=rows.rollout_topk_logprob,
             logprob=stats.topk_logprob,
             other_logprob=stats.other_logprob,
             target_ids=rows.target_ids,
             vocab_size=self.vocab_size,
-            recomputed_logprob=rows.recomputed_topk_logprob,
-            recomputed_other_logprob=rows.recomputed_other_logprob,
+            old_logprob=rows.old_topk_logprob,
+            old_other_logprob=rows.old_other_logprob,
         )
 
 

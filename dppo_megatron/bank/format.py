@@ -131,14 +131,14 @@ def encode_group(group: RolloutGroup) -> bytes:
         "prompt_ids": np.ascontiguousarray(group.prompt.token_ids),
         "lengths": np.array([len(r.token_ids) for r in rollouts], dtype=np.int32),
         "response_ids": np.concatenate([r.token_ids for r in rollouts]),
-        "logprobs": np.concatenate([r.logprobs for r in rollouts]),
+        "logprobs": np.concatenate([r.rollout_logprob for r in rollouts]),
         "versions": np.concatenate([r.versions for r in rollouts]),
         "rewards": np.ascontiguousarray(group.rewards),
         "reward_failed": np.ascontiguousarray(group.reward_failed),
     }
     if rollouts[0].topk_ids is not None:
         tensors["topk_ids"] = np.concatenate([r.topk_ids for r in rollouts])
-        tensors["topk_logprobs"] = np.concatenate([r.topk_logprobs for r in rollouts])
+        tensors["topk_logprobs"] = np.concatenate([r.rollout_topk_logprob for r in rollouts])
     if rollouts[0].routed_experts is not None:
         tensors["routed_experts"] = np.concatenate([r.routed_experts for r in rollouts])
     metadata = {
@@ -284,20 +284,20 @@ def _check(group: RolloutGroup) -> None:
     for i, r in enumerate(group.rollouts):
         size = len(r.token_ids)
         _expect(r.token_ids, np.int32, (size,), f"{where}, sample {i}: token_ids")
-        _expect(r.logprobs, np.float32, (size,), f"{where}, sample {i}: logprobs")
+        _expect(r.rollout_logprob, np.float32, (size,), f"{where}, sample {i}: rollout_logprob")
         _expect(r.versions, np.int32, (size,), f"{where}, sample {i}: versions")
         if r.finish_reason not in FINISH_REASONS:
             raise ValueError(
                 f"{where}, sample {i}: finish_reason {r.finish_reason!r}, expected one of {FINISH_REASONS}"
             )
-        if not np.isfinite(r.logprobs).all():
+        if not np.isfinite(r.rollout_logprob).all():
             raise ValueError(f"{where}, sample {i}: a sampled token has a log-prob that is not finite")
-        if (r.topk_ids is None) != (topk is None) or (r.topk_logprobs is None) != (topk is None):
+        if (r.topk_ids is None) != (topk is None) or (r.rollout_topk_logprob is None) != (topk is None):
             raise ValueError(f"{where}, sample {i}: top-K ids and log-probs must be present in all samples or in none")
         if topk is not None:
             shape = (size, *topk.shape[1:])
             _expect(r.topk_ids, np.int32, shape, f"{where}, sample {i}: topk_ids")
-            _expect(r.topk_logprobs, np.float32, shape, f"{where}, sample {i}: topk_logprobs")
+            _expect(r.rollout_topk_logprob, np.float32, shape, f"{where}, sample {i}: rollout_topk_logprob")
         _check_routing(r, group, f"{where}, sample {i}: routed_experts")
 
 

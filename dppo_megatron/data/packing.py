@@ -22,10 +22,10 @@ class TokenSequence:
     response_ids: np.ndarray  # [R] int32
     loss_weight: float  # of every response token, its share of the global batch; 0 = carries no loss
     advantage: float | np.ndarray | None = None  # scalar or [R] fp32
-    rollout_logprobs: np.ndarray | None = None  # [R] fp32
+    rollout_logprob: np.ndarray | None = None  # [R] fp32
     temperature: float = 1.0
     topk_ids: np.ndarray | None = None  # [R, K] int32, -1 = absent
-    topk_logprobs: np.ndarray | None = None  # [R, K] fp32
+    rollout_topk_logprob: np.ndarray | None = None  # [R, K] fp32
     routed_experts: np.ndarray | None = None  # [P + R - 1, L, k] of every token but the last, for routing replay
 
     @classmethod
@@ -45,10 +45,10 @@ class TokenSequence:
             rollout.token_ids,
             loss_weight,
             advantage,
-            rollout.logprobs,
+            rollout.rollout_logprob,
             temperature,
             rollout.topk_ids,
-            rollout.topk_logprobs,
+            rollout.rollout_topk_logprob,
             rollout.routed_experts if replay_routing else None,
         )
 
@@ -145,7 +145,7 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0, pad_to_multiple: 
         "loss_weight": per_row(loss_weight, np.float32),
     }
     first = sequences[0]
-    if first.rollout_logprobs is not None:
+    if first.rollout_logprob is not None:
         if any(isinstance(s.advantage, np.ndarray) for s in sequences):
             advantage = np.concatenate([np.broadcast_to(s.advantage, len(s.response_ids)) for s in sequences])
         else:
@@ -154,11 +154,11 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0, pad_to_multiple: 
         temperature = np.ones(total, dtype=np.float32)
         temperature[:tokens] = np.repeat(np.array([s.temperature for s in sequences], dtype=np.float32), sizes)
         batch["advantage"] = per_row(advantage, np.float32)
-        batch["rollout_logprob"] = per_row(np.concatenate([s.rollout_logprobs for s in sequences]), np.float32)
+        batch["rollout_logprob"] = per_row(np.concatenate([s.rollout_logprob for s in sequences]), np.float32)
         batch["temperature"] = torch.from_numpy(temperature)
     if first.topk_ids is not None:
         batch["topk_ids"] = per_row(np.concatenate([s.topk_ids for s in sequences]), np.int32, fill=-1)
-        batch["topk_logprob"] = per_row(np.concatenate([s.topk_logprobs for s in sequences]), np.float32)
+        batch["rollout_topk_logprob"] = per_row(np.concatenate([s.rollout_topk_logprob for s in sequences]), np.float32)
     if first.routed_experts is not None:
         # A response's last token is not read when sampling: the trainer routes it itself, and nothing depends on it.
         routed = np.full((total, *first.routed_experts.shape[1:]), -1, dtype=np.int16)
@@ -185,7 +185,7 @@ def _filler(topk: int, rows: int) -> TokenBatch:
         rollout_logprob=zeros.clone(),
         temperature=torch.ones(rows),
         topk_ids=torch.full((rows, topk), -1, dtype=torch.int32) if topk else None,
-        topk_logprob=torch.zeros(rows, topk) if topk else None,
+        rollout_topk_logprob=torch.zeros(rows, topk) if topk else None,
     )
 
 
@@ -232,12 +232,12 @@ def _problem(s: TokenSequence, first: TokenSequence) -> str:
     width = _width(first.topk_ids)
     if len(s.prompt_ids) == 0:
         return "empty prompt: nothing predicts the first response token"
-    if (s.rollout_logprobs is None) != (first.rollout_logprobs is None) or _width(s.topk_ids) != width:
+    if (s.rollout_logprob is None) != (first.rollout_logprob is None) or _width(s.topk_ids) != width:
         return "rollout log-probs or top-K differ from those of sequence 0 in presence or K"
-    if s.rollout_logprobs is not None and (s.advantage is None or len(s.rollout_logprobs) != responses):
+    if s.rollout_logprob is not None and (s.advantage is None or len(s.rollout_logprob) != responses):
         return "a rollout needs an advantage and one log-prob per response token"
     if s.topk_ids is not None and (
-        s.topk_logprobs is None or not s.topk_ids.shape == s.topk_logprobs.shape == (responses, width)
+        s.rollout_topk_logprob is None or not s.topk_ids.shape == s.rollout_topk_logprob.shape == (responses, width)
     ):
         return f"top-K ids and log-probs must both be [{responses}, {width}]"
     routed = None if s.routed_experts is None else s.routed_experts.shape

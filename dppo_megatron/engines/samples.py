@@ -21,10 +21,10 @@ class GroupSamples:
     lengths: np.ndarray  # [n] int32
     finish_reasons: tuple[str, ...]  # [n]
     token_ids: np.ndarray  # [S] int32
-    logprobs: np.ndarray  # [S] fp32
+    rollout_logprob: np.ndarray  # [S] fp32
     versions: np.ndarray  # [S] int32
     topk_ids: np.ndarray | None = None  # [S, K] int32
-    topk_logprobs: np.ndarray | None = None  # [S, K] fp32
+    rollout_topk_logprob: np.ndarray | None = None  # [S, K] fp32
     # [n (P - 1) + S, L, k] uint8 | uint16: P + R - 1 rows of every sample
     routed_experts: np.ndarray | None = None
 
@@ -39,11 +39,11 @@ class GroupSamples:
             out.append(
                 Rollout(
                     token_ids=self.token_ids[rows],
-                    logprobs=self.logprobs[rows],
+                    rollout_logprob=self.rollout_logprob[rows],
                     versions=self.versions[rows],
                     finish_reason=reason,
                     topk_ids=None if self.topk_ids is None else self.topk_ids[rows],
-                    topk_logprobs=None if self.topk_logprobs is None else self.topk_logprobs[rows],
+                    rollout_topk_logprob=None if self.rollout_topk_logprob is None else self.rollout_topk_logprob[rows],
                     routed_experts=None if self.routed_experts is None else self.routed_experts[routed],
                 )
             )
@@ -54,8 +54,8 @@ class GroupSamples:
         self._check_shapes(request)
         check = _Check(request.request_id, self.lengths)
         check.tokens((self.token_ids < 0) | (self.token_ids >= vocab_size), f"token id outside [0, {vocab_size})")
-        check.tokens(~np.isfinite(self.logprobs), "log-prob is missing or not finite")
-        check.tokens(self.logprobs > LOGPROB_TOLERANCE, "log-prob above 0")
+        check.tokens(~np.isfinite(self.rollout_logprob), "log-prob is missing or not finite")
+        check.tokens(self.rollout_logprob > LOGPROB_TOLERANCE, "log-prob above 0")
         check.tokens(self.versions < 0, "token carries no policy version")
         self._check_ends(request, check, max_model_len)
         if request.topk:
@@ -69,11 +69,14 @@ class GroupSamples:
         expected = {
             "lengths": (self.lengths, (n,)),
             "token_ids": (self.token_ids, (total,)),
-            "logprobs": (self.logprobs, (total,)),
+            "rollout_logprob": (self.rollout_logprob, (total,)),
             "versions": (self.versions, (total,)),
         }
         if k:
-            expected |= {"topk_ids": (self.topk_ids, (total, k)), "topk_logprobs": (self.topk_logprobs, (total, k))}
+            expected |= {
+                "topk_ids": (self.topk_ids, (total, k)),
+                "rollout_topk_logprob": (self.rollout_topk_logprob, (total, k)),
+            }
         for name, (array, shape) in expected.items():
             if array is None or array.shape != shape:
                 found = "missing" if array is None else f"of shape {array.shape}"
@@ -99,14 +102,14 @@ class GroupSamples:
         check.tokens(is_last & stopped & ~is_stop, "finish reason is stop but the last token is no stop token")
 
     def _check_topk(self, check: _Check, vocab_size: int) -> None:
-        ids, logprobs = self.topk_ids, self.topk_logprobs
+        ids, logprobs = self.topk_ids, self.rollout_topk_logprob
         check.tokens(((ids < 0) | (ids >= vocab_size)).any(1), f"listed id outside [0, {vocab_size})")
         check.tokens(~np.isfinite(logprobs).all(1), "listed log-prob is missing or not finite")
         check.tokens((np.diff(logprobs, axis=1) > LOGPROB_TOLERANCE).any(1), "listed log-probs are not in order")
         check.tokens(np.exp(logprobs).sum(1) > 1 + 1e-3, "listed probabilities sum to more than 1")
         check.tokens((np.diff(np.sort(ids, axis=1), axis=1) == 0).any(1), "an id is listed twice")
         sampled = ids == self.token_ids[:, None]
-        differs = sampled & (np.abs(logprobs - self.logprobs[:, None]) > LOGPROB_TOLERANCE)
+        differs = sampled & (np.abs(logprobs - self.rollout_logprob[:, None]) > LOGPROB_TOLERANCE)
         check.tokens(differs.any(1), "listed log-prob of the sampled token differs from its own")
 
     def _check_experts(self, request: GenerateRequest) -> None:

@@ -47,23 +47,23 @@ def over_sequence(value: Float[Tensor, " T"], tokens: Tokens, *, mean: bool) -> 
 def mismatch_weight(s: ObjectiveSettings, tokens: Tokens) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
     """(multiplier of A r [T], dropped [T]) for the axes `mismatch` and `rejection`.
 
-    The mismatch ratio is trainer / engine on the weights that sampled: recomputed / mu when the recomputed
-    log-probs are given, else sg(pi) / mu, which also holds the drift of pi since.
+    The mismatch ratio is trainer / engine on the weights that sampled: old / mu when the old log-probs are
+    given, else sg(pi) / mu, which also holds the drift of pi since.
     truncate: TIS, min(ratio, high). mask: IcePop, the ratio inside [low, high] and 0 outside. Where the
     importance ratio is already pi / mu the kept tokens are not weighted a second time.
     """
     weight, dropped = tokens.zeros + 1, torch.zeros_like(tokens.mask)
     if s.mismatch == "none" and s.rejection == "none":
         return weight, dropped
-    trainer = tokens.policy if tokens.recomputed is None else tokens.recomputed
-    log_ratio = trainer - tokens.rollout
+    trainer = tokens.policy if tokens.old_logprob is None else tokens.old_logprob
+    log_ratio = trainer - tokens.rollout_logprob
     if s.mismatch != "none":
         ratio = _at_level(s.mismatch_level, log_ratio, tokens)
         if s.mismatch == "truncate":
             weight = ratio.clamp(max=s.mismatch_high)
         else:
             dropped = _outside(ratio, s.mismatch_low, s.mismatch_high)
-            if s.importance == "recomputed":
+            if s.importance == "old":
                 weight = ratio
     if s.rejection == "any_token":
         bad = _outside(log_ratio.exp(), s.rejection_low, s.rejection_high)
@@ -84,7 +84,7 @@ def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"
     (GRPO's published term) is that of another divergence. `ratio` [T] is r, detached and truncated as in the
     policy term.
     """
-    gap = tokens.logprob - tokens.reference
+    gap = tokens.logprob - tokens.reference_logprob
     if s.reference_kl == "k1":
         value = gap
     elif s.reference_kl == "k2":

@@ -13,7 +13,7 @@ _DIVERGENCES = {
 }
 _POLICIES = {
     "rollout": "mu, the policy of the rollout engine",
-    "recomputed": "an old policy recomputed by the trainer",
+    "old": "the old policy, the weights the step starts from, recomputed by the trainer",
 }
 
 
@@ -40,7 +40,7 @@ def describe(name: str, s: ObjectiveSettings) -> str:
 def axes(s: ObjectiveSettings) -> dict[str, str]:
     """The main axes as the cells of a table, "-" where one has no meaning. The same keys for every method."""
     region = s.control != "none"
-    policies = {"rollout": "mu", "recomputed": "recomputed"}
+    policies = {"rollout": "mu", "old": "old"}
     if not region:
         threshold = "-"
     elif s.measures_ratio:

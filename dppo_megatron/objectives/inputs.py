@@ -26,8 +26,8 @@ class TopKLogprobs:
     other_logprob        [T] ln of pi's mass outside TopK united with the sampled token, from the kernel.
     target_ids           [T] int, the sampled token.
     vocab_size           tokens of the whole vocabulary, for the uniform tail of the predictive direction.
-    recomputed_logprob   [T, K] as rollout_logprob, of the recomputed old policy; anchor 'recomputed' only.
-    recomputed_other_logprob   [T] as other_logprob, of the same policy; None = what its list leaves of 1.
+    old_logprob          [T, K] as rollout_logprob, of the old policy (PPO's); for anchor 'old' only.
+    old_other_logprob    [T] as other_logprob, of the same policy; None = what its top K leave of 1.
     """
 
     ids: Int[Tensor, "T K"]
@@ -36,8 +36,8 @@ class TopKLogprobs:
     other_logprob: Float[Tensor, " T"]
     target_ids: Int[Tensor, " T"]
     vocab_size: int | None = None
-    recomputed_logprob: Float[Tensor, "T K"] | None = None
-    recomputed_other_logprob: Float[Tensor, " T"] | None = None
+    old_logprob: Float[Tensor, "T K"] | None = None
+    old_other_logprob: Float[Tensor, " T"] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class Tokens:
     mask: Bool[Tensor, " T"]
     logprob: Float[Tensor, " T"]  # with gradient
     policy: Float[Tensor, " T"]  # the same without
-    rollout: Float[Tensor, " T"] | None
-    recomputed: Float[Tensor, " T"] | None
-    reference: Float[Tensor, " T"] | None
+    rollout_logprob: Float[Tensor, " T"] | None
+    old_logprob: Float[Tensor, " T"] | None
+    reference_logprob: Float[Tensor, " T"] | None
     advantage: Float[Tensor, " T"]
     entropy: Float[Tensor, " T"] | None  # with gradient when it has one
     sequence_ids: Int[Tensor, " T"] | None
@@ -92,7 +92,7 @@ def check_and_clean(
     logprob: Tensor,
     mask: Tensor,
     rollout_logprob: Tensor | None,
-    recomputed_logprob: Tensor | None,
+    old_logprob: Tensor | None,
     reference_logprob: Tensor | None,
     advantage: Tensor | None,
     entropy: Tensor | None,
@@ -104,7 +104,7 @@ def check_and_clean(
     required = {
         "advantage": (advantage, not settings.supervised),
         "rollout_logprob": (rollout_logprob, needs_rollout(settings)),
-        "recomputed_logprob": (recomputed_logprob, needs_recomputed(settings)),
+        "old_logprob": (old_logprob, needs_old(settings)),
         "sequence_ids": (sequence_ids, needs_sequences(settings)),
         "reference_logprob": (reference_logprob, settings.reference_kl != "none"),
         "entropy": (entropy, settings.entropy_coefficient > 0),
@@ -115,7 +115,7 @@ def check_and_clean(
     fields = {
         "mask": mask,
         "rollout_logprob": rollout_logprob,
-        "recomputed_logprob": recomputed_logprob,
+        "old_logprob": old_logprob,
         "reference_logprob": reference_logprob,
         "advantage": advantage,
         "entropy": entropy,
@@ -141,9 +141,9 @@ def check_and_clean(
         mask=keep,
         logprob=current,
         policy=current.detach(),
-        rollout=_no_gradient(clean(rollout_logprob)),
-        recomputed=_no_gradient(clean(recomputed_logprob)),
-        reference=_no_gradient(clean(reference_logprob)),
+        rollout_logprob=_no_gradient(clean(rollout_logprob)),
+        old_logprob=_no_gradient(clean(old_logprob)),
+        reference_logprob=_no_gradient(clean(reference_logprob)),
         advantage=keep.to(dtype) if settings.supervised else clean(advantage).detach(),
         entropy=clean(entropy),
         sequence_ids=None if sequence_ids is None else torch.where(keep, sequence_ids, 0).long(),
@@ -156,11 +156,11 @@ def make_buckets(settings: ObjectiveSettings, name: str, tokens: Tokens, topk: T
         raise ObjectiveError(
             f"{name}: topk.ids has shape {tuple(topk.ids.shape)}, expected [{tokens.mask.shape[0]}, K]"
         )
-    recomputed = settings.anchor == "recomputed"
-    if recomputed and topk.recomputed_logprob is None:
-        raise ObjectiveError(f"{name} with anchor='recomputed' needs topk.recomputed_logprob")
-    anchor_list = topk.recomputed_logprob if recomputed else topk.rollout_logprob
-    anchor_sampled = tokens.recomputed if recomputed else tokens.rollout
+    old = settings.anchor == "old"
+    if old and topk.old_logprob is None:
+        raise ObjectiveError(f"{name} with anchor='old' needs topk.old_logprob")
+    anchor_list = topk.old_logprob if old else topk.rollout_logprob
+    anchor_sampled = tokens.old_logprob if old else tokens.rollout_logprob
     for key, value in (("logprob", topk.logprob), ("rollout_logprob", anchor_list)):
         if value.shape != topk.ids.shape:
             raise ObjectiveError(
@@ -187,8 +187,8 @@ def make_buckets(settings: ObjectiveSettings, name: str, tokens: Tokens, topk: T
     noise = 4 * eps * present.shape[1]
     remainder = 1 - (anchor.exp() * present).sum(dim=1)
     anchor_other = torch.where(remainder > noise, remainder, torch.zeros_like(remainder))
-    if recomputed and topk.recomputed_other_logprob is not None:
-        anchor_other = topk.recomputed_other_logprob.detach().to(dtype).exp()
+    if old and topk.old_other_logprob is not None:
+        anchor_other = topk.old_other_logprob.detach().to(dtype).exp()
     return Buckets(
         present=present,
         anchor_logprob=anchor,
@@ -208,8 +208,8 @@ def needs_rollout(settings: ObjectiveSettings) -> bool:
     return used or (settings.control != "none" and settings.anchor == "rollout") or settings.lists_tokens
 
 
-def needs_recomputed(settings: ObjectiveSettings) -> bool:
-    return settings.importance == "recomputed" or (settings.control != "none" and settings.anchor == "recomputed")
+def needs_old(settings: ObjectiveSettings) -> bool:
+    return settings.importance == "old" or (settings.control != "none" and settings.anchor == "old")
 
 
 def needs_sequences(settings: ObjectiveSettings) -> bool:

@@ -64,8 +64,8 @@ class Objective:
         return inputs.needs_rollout(self.settings)
 
     @property
-    def needs_recomputed(self) -> bool:
-        return inputs.needs_recomputed(self.settings)
+    def needs_old(self) -> bool:
+        return inputs.needs_old(self.settings)
 
     @property
     def needs_sequences(self) -> bool:
@@ -92,14 +92,14 @@ class Objective:
         rollout_logprob: Float[Tensor, " T"] | None = None,
         advantage: Float[Tensor, " T"] | None = None,
         topk: TopKLogprobs | None = None,
-        recomputed_logprob: Float[Tensor, " T"] | None = None,
+        old_logprob: Float[Tensor, " T"] | None = None,
         sequence_ids: Int[Tensor, " T"] | None = None,
         reference_logprob: Float[Tensor, " T"] | None = None,
         entropy: Float[Tensor, " T"] | None = None,
     ) -> ObjectiveOutput:
         """Per-token loss of the sampled tokens.
 
-        All [T]. logprob, rollout_logprob, recomputed_logprob, reference_logprob: fp32/fp64 ln p of the
+        All [T]. logprob, rollout_logprob, old_logprob, reference_logprob: fp32/fp64 ln p of the
         sampled token, temperature applied. mask: bool or 0/1, tokens that carry loss; whatever stands
         elsewhere, nan included, adds nothing to loss, gradient or metrics. sequence_ids: numbered from 0 and
         below T, each sequence whole in this call. The needs_* properties say what is required. Raises
@@ -113,7 +113,7 @@ class Objective:
             logprob=logprob,
             mask=mask,
             rollout_logprob=rollout_logprob,
-            recomputed_logprob=recomputed_logprob,
+            old_logprob=old_logprob,
             reference_logprob=reference_logprob,
             advantage=advantage,
             entropy=entropy,
@@ -175,7 +175,7 @@ class Objective:
             return None
         if anchor_logprob(self.settings.anchor, tokens) is None:
             return None
-        if not self.needs_topk and self.settings.anchor == "recomputed" and topk.recomputed_logprob is None:
+        if not self.needs_topk and self.settings.anchor == "old" and topk.old_logprob is None:
             return None  # only metrics would read it, and they are about the anchor
         if self.needs_topk_gradient and tokens.logprob.requires_grad and not topk.logprob.requires_grad:
             raise ObjectiveError(f"{self.name} needs a gradient through topk.logprob, which carries none")
@@ -231,13 +231,13 @@ def _call(path: str, factory: Callable[..., Any], overrides: dict[str, Any]) -> 
 def _lacking(target: Any) -> list[str]:
     if isinstance(target, type):
         return ["an instance"]
-    needs = ("topk", "recomputed", "reference", "sequences", "entropy")
+    needs = ("topk", "old", "reference", "sequences", "entropy")
     wanted = ("name", "settings", "describe", *(f"needs_{what}" for what in needs), "__call__")
     return [attribute for attribute in wanted if not hasattr(target, attribute)]
 
 
 def _importance_logprob(s: ObjectiveSettings, tokens: Tokens) -> Tensor | None:
-    return {"rollout": tokens.rollout, "recomputed": tokens.recomputed, "none": None}[s.importance]
+    return {"rollout": tokens.rollout_logprob, "old": tokens.old_logprob, "none": None}[s.importance]
 
 
 def _ratio_to(base: Tensor | None, s: ObjectiveSettings, tokens: Tokens) -> Tensor | None:
@@ -282,6 +282,6 @@ def _weight_over_plain_ratio(
     elif s.importance == "rollout" and s.ratio_level == "token":
         weight = torch.where(used == ratio, multiplier, coefficient / ratio)
     else:
-        base = tokens.recomputed if tokens.rollout is None else tokens.rollout
+        base = tokens.old_logprob if tokens.rollout_logprob is None else tokens.rollout_logprob
         weight = coefficient / (tokens.policy - base).exp()
     return torch.where(tokens.mask, weight, torch.zeros_like(weight))

@@ -100,12 +100,12 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             **_GROUP_STD,
         ),
         "minirl": Preset(
-            _ratio(0.2, 0.27, anchor="recomputed", gradient_path="logprob"),
-            "clip of pi over the recomputed policy, importance ratio to the rollout policy",
+            _ratio(0.2, 0.27, anchor="old", gradient_path="logprob"),
+            "clip of pi over the old policy, importance ratio to the rollout policy",
             "MiniRL, arXiv 2512.01374",
         ),
         "minirl_tis": Preset(
-            _ratio(0.2, 0.27, anchor="recomputed", ratio_cap=3.0),
+            _ratio(0.2, 0.27, anchor="old", ratio_cap=3.0),
             "MiniRL with a truncated importance ratio",
             _DPPO,
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,9 @@ class ObjectiveError(ExpectedError, ValueError):
     """A method that does not exist or does not make sense, or inputs it cannot work with."""
 
 
-def _choice(default: str, *others: str, doc: str) -> Any:
-    return dataclasses.field(default=default, metadata={"choices": (default, *others), "doc": doc})
+def _choice(default: str, *others: str, doc: str, aliases: Mapping[str, str] | None = None) -> Any:
+    meta = {"choices": (default, *others), "aliases": aliases or {}, "doc": doc}
+    return dataclasses.field(default=default, metadata=meta)
 
 
 def _number(
@@ -62,8 +64,9 @@ class ObjectiveSettings:
     )
     anchor: str = _choice(
         "rollout",
-        "recomputed",
-        doc="centre of the trust region: the engine's mu, or a recomputed old policy",
+        "old",
+        doc="centre of the trust region: the engine's mu, or the old policy, which the trainer recomputes",
+        aliases={"recomputed": "old"},
     )
     delta: float | None = _number(above=0.0, doc="threshold of a TV or KL divergence (a probability shift or nats)")
     penalty_delta: float | None = _number(
@@ -77,9 +80,10 @@ class ObjectiveSettings:
     # The importance ratio that multiplies the advantage.
     importance: str = _choice(
         "rollout",
-        "recomputed",
+        "old",
         "none",
-        doc="r = pi / mu, pi / recomputed old policy, or 1",
+        doc="r = pi / mu, pi / old policy, or 1",
+        aliases={"recomputed": "old"},
     )
     ratio_level: str = _choice("token", "sequence", doc="r of the token, or GSPO's geometric mean over the response")
     ratio_cap: float | None = _number(above=0.0, doc="r is truncated to at most this; None = no cap")
@@ -126,6 +130,10 @@ class ObjectiveSettings:
     entropy_coefficient: float = _number(0.0, at_least=0.0, doc="weight of the entropy bonus")
 
     def __post_init__(self) -> None:
+        for name, field in AXES.items():
+            aliases, value = field.metadata.get("aliases"), getattr(self, name)
+            if aliases and isinstance(value, str):
+                object.__setattr__(self, name, aliases.get(value, value))
         problems = _type_problems(self)
         if not problems:
             problems = _combination_problems(self)
@@ -307,8 +315,8 @@ def _combination_problems(s: ObjectiveSettings) -> list[str]:
         "supervised=true has no rollout policy: importance, control, mismatch and rejection must be 'none'",
     )
     refuse(
-        s.mismatch == "truncate" and s.importance != "recomputed",
-        "mismatch='truncate' multiplies a ratio taken to the recomputed policy: set importance='recomputed', "
+        s.mismatch == "truncate" and s.importance != "old",
+        "mismatch='truncate' multiplies a ratio taken to the old policy: set importance='old', "
         "or truncate r = pi / mu itself with ratio_cap",
     )
     refuse(

@@ -69,10 +69,10 @@ def token_metrics(
         }
         if s.ratio_cap is not None or s.ratio_floor is not None:
             metrics["ratio/capped_share"] = mean_metric(step.used_ratio != step.ratio, signed)
-    if tokens.rollout is not None:
-        metrics |= _mismatch("mismatch", tokens.rollout, tokens.policy, mask)
-        if tokens.recomputed is not None:
-            metrics |= _mismatch("mismatch_recomputed", tokens.rollout, tokens.recomputed, mask)
+    if tokens.rollout_logprob is not None:
+        metrics |= _mismatch("mismatch", tokens.rollout_logprob, tokens.policy, mask)
+        if tokens.old_logprob is not None:
+            metrics |= _mismatch("mismatch_recomputed", tokens.rollout_logprob, tokens.old_logprob, mask)
     if anchor_logprob(s.anchor, tokens) is not None:
         metrics |= {
             "divergence/mean": mean_metric(region.divergence, mask),

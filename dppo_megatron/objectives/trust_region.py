@@ -99,7 +99,7 @@ def distance(kind: str, anchor: str, tokens: Tokens, anchor_ratio: Tensor, bucke
 
 
 def anchor_logprob(anchor: str, tokens: Tokens) -> Tensor | None:
-    return tokens.recomputed if anchor == "recomputed" else tokens.rollout
+    return tokens.old_logprob if anchor == "old" else tokens.rollout_logprob
 
 
 def topk_penalty(s: ObjectiveSettings, tokens: Tokens, region: Region, buckets: Buckets) -> Float[Tensor, " T"]:

@@ -15,7 +15,7 @@ from .batches import BatchSource
 from .checkpoints import Checkpoints
 from .control import Control, StopRequested
 from .metrics import StepMetrics
-from .old_policies import OldPolicies
+from .policy_logprobs import PolicyLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def train(
     actor: Actor,
     objective: Objective,
     source: BatchSource,
-    old_policies: OldPolicies,
+    policy_logprobs: PolicyLogprobs,
     publisher: Publisher | None,
     checkpoints: Checkpoints,
     control: Control,
@@ -69,7 +69,7 @@ def train(
             with metrics.timed("read"):
                 batch = source.read(step)
             metrics.add(batch.metrics)
-            batch = old_policies.score(batch, metrics)
+            batch = policy_logprobs.add(batch, metrics)
             for number, update in enumerate(batch.updates, 1):
                 another = number < len(batch.updates)
                 stats = actor.train_update(update.micro_batches, objective, another_follows=another)

@@ -25,7 +25,7 @@ from .batches import BankBatches, SupervisedBatches
 from .checkpoints import Checkpoints
 from .control import Control
 from .loop import train
-from .old_policies import OldPolicies
+from .policy_logprobs import PolicyLogprobs
 from .recorder import RankZeroRecorder
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     if layout.rank == 0:
         for line in head(config, actor, objective):
             log.info("%s", line)
-    old_policies = OldPolicies(actor, objective)
+    policy_logprobs = PolicyLogprobs(actor, objective)
     checkpoints = Checkpoints(config, actor)
     first_step = checkpoints.load_latest() if resume else None
     if first_step is None:
@@ -81,7 +81,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
                 actor=actor,
                 objective=objective,
                 source=source,
-                old_policies=old_policies,
+                policy_logprobs=policy_logprobs,
                 publisher=publisher,
                 checkpoints=checkpoints,
                 control=control,

@@ -66,7 +66,7 @@ def test_responses_may_be_empty(tmp_path):
     group = replace_rollout(
         make_group(0),
         token_ids=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
+        rollout_logprob=np.zeros(0, np.float32),
         versions=np.zeros(0, np.int32),
         finish_reason="abort",
     )
@@ -120,12 +120,15 @@ def test_a_closed_writer_refuses(tmp_path):
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (lambda g: replace_rollout(g, logprobs=g.rollouts[0].logprobs.astype(np.float16)), "float32"),
-        (lambda g: replace_rollout(g, logprobs=g.rollouts[0].logprobs.tolist()), "found list"),
-        (lambda g: replace_rollout(g, logprobs=g.rollouts[0].logprobs * np.float32("nan")), "not finite"),
+        (lambda g: replace_rollout(g, rollout_logprob=g.rollouts[0].rollout_logprob.astype(np.float16)), "float32"),
+        (lambda g: replace_rollout(g, rollout_logprob=g.rollouts[0].rollout_logprob.tolist()), "found list"),
+        (lambda g: replace_rollout(g, rollout_logprob=g.rollouts[0].rollout_logprob * np.float32("nan")), "not finite"),
         (lambda g: replace_rollout(g, versions=g.rollouts[0].versions[:-1]), "versions"),
         (lambda g: replace_rollout(g, topk_ids=None), "top-K"),
-        (lambda g: replace_rollout(g, topk_logprobs=g.rollouts[0].topk_logprobs[:, :1]), "topk_logprobs"),
+        (
+            lambda g: replace_rollout(g, rollout_topk_logprob=g.rollouts[0].rollout_topk_logprob[:, :1]),
+            "rollout_topk_logprob",
+        ),
         (lambda g: replace_rollout(g, finish_reason="eos"), "finish_reason"),
         (lambda g: dataclasses.replace(g, rewards=g.rewards * np.float32("inf")), "rewards"),
         (lambda g: dataclasses.replace(g, reward_failed=g.reward_failed[:-1]), "reward_failed"),

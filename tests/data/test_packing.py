@@ -102,10 +102,12 @@ def test_packing_agrees_with_the_definition(shapes, topk, multiple):
             assert batch.target_ids[row] == (whole[t + 1] if learns else 0)
             assert batch.loss_weight[row] == (np.float32(s.loss_weight) if learns else 0)
             assert batch.advantage[row] == (0.5 if learns else 0)
-            assert batch.rollout_logprob[row] == (s.rollout_logprobs[j] if learns else 0)
+            assert batch.rollout_logprob[row] == (s.rollout_logprob[j] if learns else 0)
             if topk:
                 np.testing.assert_array_equal(batch.topk_ids[row], s.topk_ids[j] if learns else [-1] * topk)
-                np.testing.assert_array_equal(batch.topk_logprob[row], s.topk_logprobs[j] if learns else [0] * topk)
+                np.testing.assert_array_equal(
+                    batch.rollout_topk_logprob[row], s.rollout_topk_logprob[j] if learns else [0] * topk
+                )
             row += 1
     assert not batch.mask[row:].any()
     assert batch.position_ids[row:].tolist() == list(range(rows - row))
@@ -121,7 +123,7 @@ def test_dtypes():
     }
     assert batch.cu_seqlens.dtype == batch.topk_ids.dtype == torch.int32
     assert batch.mask.dtype == torch.bool
-    for name in ("loss_weight", "advantage", "rollout_logprob", "temperature", "topk_logprob"):
+    for name in ("loss_weight", "advantage", "rollout_logprob", "temperature", "rollout_topk_logprob"):
         assert getattr(batch, name).dtype == torch.float32
 
 
@@ -131,7 +133,7 @@ def test_supervised_sequences_have_no_rollout_fields():
     assert batch.target_ids.tolist() == [0, 9, 1, 0]
     assert batch.mask.tolist() == [False, True, True, False]
     assert batch.loss_weight.tolist() == [0, 0.5, 0.5, 0]
-    for name in ("advantage", "rollout_logprob", "temperature", "topk_ids", "topk_logprob"):
+    for name in ("advantage", "rollout_logprob", "temperature", "topk_ids", "rollout_topk_logprob"):
         assert getattr(batch, name) is None
 
 
@@ -187,7 +189,7 @@ def test_sequences_that_do_not_fit_together_are_refused():
         pack([sequence(rng, 0, 3)])
     plain = sequence(rng, 2, 3)
     with pytest.raises(ValueError, match="sequence 0: a rollout needs an advantage and one log-prob per"):
-        pack([TokenSequence(plain.prompt_ids, plain.response_ids, 1.0, 0.5, plain.rollout_logprobs[:2])])
+        pack([TokenSequence(plain.prompt_ids, plain.response_ids, 1.0, 0.5, plain.rollout_logprob[:2])])
     with pytest.raises(ValueError, match="loss_weight or advantage is not finite"):
         pack([sequence(rng, 2, 3, weight=float("nan"))])
 

@@ -41,7 +41,7 @@ def bank(tmp_path_factory) -> Path:
             rollouts = tuple(
                 Rollout(
                     token_ids=generator.integers(1, 16, size, dtype=np.int32),
-                    logprobs=generator.normal(-2.8, 0.3, size).astype(np.float32),
+                    rollout_logprob=generator.normal(-2.8, 0.3, size).astype(np.float32),
                     versions=np.zeros(size, np.int32),
                     finish_reason="length",
                 )

@@ -63,10 +63,12 @@ def test_logprobs_and_topk_match_the_reference(served, temperature):
         rows = np.arange(len(rollout.token_ids))
         assert rollout.finish_reason == "length"
         assert rollout.token_ids.dtype == rollout.topk_ids.dtype == rollout.versions.dtype == np.int32
-        assert rollout.logprobs.dtype == rollout.topk_logprobs.dtype == np.float32
-        assert np.abs(rollout.logprobs - expected[rows, rollout.token_ids]).max() < TOLERANCE
-        assert np.abs(rollout.topk_logprobs - np.take_along_axis(expected, rollout.topk_ids, 1)).max() < TOLERANCE
-        assert np.abs(rollout.topk_logprobs - -np.sort(-expected, 1)[:, :5]).max() < TOLERANCE
+        assert rollout.rollout_logprob.dtype == rollout.rollout_topk_logprob.dtype == np.float32
+        assert np.abs(rollout.rollout_logprob - expected[rows, rollout.token_ids]).max() < TOLERANCE
+        assert (
+            np.abs(rollout.rollout_topk_logprob - np.take_along_axis(expected, rollout.topk_ids, 1)).max() < TOLERANCE
+        )
+        assert np.abs(rollout.rollout_topk_logprob - -np.sort(-expected, 1)[:, :5]).max() < TOLERANCE
         assert (rollout.versions == 0).all()
         outside += int((rollout.topk_ids != rollout.token_ids[:, None]).all(1).sum())
     assert outside > 0, "no token outside the top-K was sampled: the test lost its point"
@@ -85,7 +87,7 @@ def test_same_seed_same_tokens_alone_or_in_a_crowd(served):
     alone, again, other = served.use(sample)
     for first, second in zip(alone, again, strict=True):
         np.testing.assert_array_equal(first.token_ids, second.token_ids)
-        np.testing.assert_allclose(first.logprobs, second.logprobs, atol=1e-5)
+        np.testing.assert_allclose(first.rollout_logprob, second.rollout_logprob, atol=1e-5)
     assert len({tuple(r.token_ids[:9]) for r in (*alone, *other)}) == 11, "different seeds gave equal samples"
 
 
@@ -128,7 +130,7 @@ def test_more_samples_than_run_at_once(served):
 
     for rollouts in served.use(crowd):
         expected = served.reference("a").logprobs(PROMPT, rollouts[0].token_ids)
-        assert np.abs(rollouts[0].topk_logprobs - -np.sort(-expected, 1)[:, :3]).max() < TOLERANCE
+        assert np.abs(rollouts[0].rollout_topk_logprob - -np.sort(-expected, 1)[:, :3]).max() < TOLERANCE
         assert len({tuple(r.token_ids) for r in rollouts}) == 8
 
 
@@ -181,12 +183,12 @@ def test_abort_returns_what_was_sampled_and_it_can_go_on(served):
     for rollout in partial:
         assert rollout.finish_reason == "abort"
         assert 0 < len(rollout.token_ids) < 480
-        assert rollout.topk_ids.shape == rollout.topk_logprobs.shape == (len(rollout.token_ids), 4)
+        assert rollout.topk_ids.shape == rollout.rollout_topk_logprob.shape == (len(rollout.token_ids), 4)
         if experts:
             assert len(rollout.routed_experts) == len(PROMPT) + len(rollout.token_ids) - 1
     whole = np.concatenate([partial[0].token_ids, rest.token_ids])
     expected = served.reference("a").logprobs(PROMPT, whole)[np.arange(len(whole)), whole]
-    assert np.abs(np.concatenate([partial[0].logprobs, rest.logprobs]) - expected).max() < TOLERANCE
+    assert np.abs(np.concatenate([partial[0].rollout_logprob, rest.rollout_logprob]) - expected).max() < TOLERANCE
 
 
 def test_another_client_may_use_the_ids_of_one_that_is_still_being_answered(served):

@@ -37,7 +37,7 @@ def test_weights_change_there_and_back(served, load):
         assert np.abs(score - reference.score(PROBE)).max() < TOLERANCE
         rows = np.arange(len(rollout.token_ids))
         expected = reference.logprobs(PROMPT, rollout.token_ids)[rows, rollout.token_ids]
-        assert np.abs(rollout.logprobs - expected).max() < TOLERANCE
+        assert np.abs(rollout.rollout_logprob - expected).max() < TOLERANCE
         if experts:
             text = np.concatenate([PROMPT, rollout.token_ids])
             np.testing.assert_array_equal(rollout.routed_experts, reference.experts(text)[:-1])
@@ -76,8 +76,8 @@ def test_update_in_flight_keeps_requests_and_tags_their_tokens(served, load):
         for name, version in (("a", 0), ("b", 7)):
             expected = served.reference(name).logprobs(PROMPT, rollout.token_ids)[rows, rollout.token_ids]
             mine = rollout.versions == version
-            assert np.abs(rollout.logprobs - expected)[mine].max() < TOLERANCE
-            assert np.abs(rollout.logprobs - expected)[~mine].max() > 0.1
+            assert np.abs(rollout.rollout_logprob - expected)[mine].max() < TOLERANCE
+            assert np.abs(rollout.rollout_logprob - expected)[~mine].max() > 0.1
 
 
 def test_update_that_aborts_returns_what_was_sampled(served, load):
@@ -92,7 +92,7 @@ def test_update_that_aborts_returns_what_was_sampled(served, load):
         assert 0 < len(rollout.token_ids) < 480
         assert (rollout.versions == 0).all()
         expected = served.reference("a").logprobs(PROMPT, rollout.token_ids)
-        assert np.abs(rollout.logprobs - expected[np.arange(len(expected)), rollout.token_ids]).max() < TOLERANCE
+        assert np.abs(rollout.rollout_logprob - expected[np.arange(len(expected)), rollout.token_ids]).max() < TOLERANCE
 
 
 def test_update_that_waits_lets_requests_finish_first(served, load):

@@ -43,7 +43,7 @@ def sglang(change):
 
 
 def _shorter(header, arrays):
-    for name in ("token_ids", "logprobs", "versions"):
+    for name in ("token_ids", "rollout_logprob", "versions"):
         arrays[name] = arrays[name][:-1]
 
 
@@ -59,11 +59,11 @@ def _foreign_token(sample, meta):
 TAMPERINGS = {
     "wrong length": (vllm(_shorter), sglang(_shorter_sample)),
     "no log-prob": (
-        vllm(lambda header, arrays: arrays["logprobs"].__setitem__(5, np.nan)),
+        vllm(lambda header, arrays: arrays["rollout_logprob"].__setitem__(5, np.nan)),
         sglang(lambda sample, meta: meta["output_token_logprobs"][5].__setitem__(0, None)),
     ),
     "infinite log-prob": (
-        vllm(lambda header, arrays: arrays["topk_logprobs"].__setitem__((5, 1), -np.inf)),
+        vllm(lambda header, arrays: arrays["rollout_topk_logprob"].__setitem__((5, 1), -np.inf)),
         sglang(lambda sample, meta: meta["output_token_logprobs"][5].__setitem__(0, float("-inf"))),
     ),
     "token outside the vocabulary": (

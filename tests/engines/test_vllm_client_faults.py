@@ -41,7 +41,7 @@ INFO_REPLY = {"/dppo/info": [http(200, json.dumps(INFO).encode())] * 9}
 GOOD_ARRAYS = {
     "lengths": np.array([4, 4], np.int32),
     "token_ids": np.arange(8, dtype=np.int32),
-    "logprobs": np.full(8, -1.0, np.float32),
+    "rollout_logprob": np.full(8, -1.0, np.float32),
     "versions": np.full(8, 3, np.int32),
 }
 GOOD_HEADER = {"request_id": "g~00000000", "finish_reasons": ["length", "length"]}
@@ -129,7 +129,10 @@ def test_errors_carry_the_servers_reason(config, status, error):
         (http(200, encode_frame({"request_id": "g~00000000"}, GOOD_ARRAYS)), "lacks 'finish_reasons'"),
         (http(200, encode_frame({**GOOD_HEADER, "request_id": "h"}, GOOD_ARRAYS)), "the reply is to 'h'"),
         (http(200, encode_frame(GOOD_HEADER, {"lengths": GOOD_ARRAYS["lengths"]})), "lacks 'token_ids'"),
-        (good_reply(logprobs=np.full(8, np.nan, np.float32)), "sample 0, token 0: log-prob is missing or not finite"),
+        (
+            good_reply(rollout_logprob=np.full(8, np.nan, np.float32)),
+            "sample 0, token 0: log-prob is missing or not finite",
+        ),
     ],
 )
 def test_garbled_replies_are_invalid_samples(config, reply, message):

@@ -98,7 +98,7 @@ class Garbler:
         if kind == "lengths":
             arrays["lengths"][0] += 1
         if kind == "nan":
-            arrays["logprobs"][-1] = np.nan
+            arrays["rollout_logprob"][-1] = np.nan
         if kind == "ids":
             arrays["token_ids"][0] = 100_000
         return encode_frame(header, arrays)

@@ -58,7 +58,7 @@ def make_case(
         "advantage": advantage.to(dtype),
         "mask": torch.ones_like(sampled, dtype=torch.bool) if mask is None else mask,
         "topk": topk,
-        "recomputed_logprob": rollout.clone(),
+        "old_logprob": rollout.clone(),
         "sequence_ids": torch.arange(len(sampled)),
     }
     return Case(logits, call)

@@ -19,10 +19,10 @@ IDS = torch.tensor([0] * 4 + [1] * 5 + [2] * 3)
 
 @pytest.fixture
 def case():
-    """Twelve tokens of three responses; the trainer's recomputed policy is off mu by a known ratio."""
+    """Twelve tokens of three responses; the trainer's old policy is off mu by a known ratio."""
     made = random_case(21, tokens=12, drift=0.3)
     gap = torch.tensor([0.0, 0.1, 0.1, 0.0, 0.9, 0.0, 0.0, 0.0, 0.0, -0.8, 0.3, 0.5], dtype=torch.float64)
-    made.call["recomputed_logprob"] = made.call["rollout_logprob"] + gap
+    made.call["old_logprob"] = made.call["rollout_logprob"] + gap
     made.call.update(sequence_ids=IDS, gap=gap)
     return made
 
@@ -44,28 +44,28 @@ def means(gap):
 def test_truncated_and_masked_weights(case, level, log_ratio):
     ratio = log_ratio(case.call["gap"]).exp()
     mu_to_pi = (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
-    to_recomputed = (case.call["logprob"] - case.call["recomputed_logprob"]).exp().detach()
+    to_old = (case.call["logprob"] - case.call["old_logprob"]).exp().detach()
 
-    # TIS: pi / recomputed weighted by min(recomputed / mu, C).
-    tis = call(case, importance="recomputed", mismatch="truncate", mismatch_level=level, mismatch_high=1.15)
+    # TIS: pi / old weighted by min(old / mu, C).
+    tis = call(case, importance="old", mismatch="truncate", mismatch_level=level, mismatch_high=1.15)
     assert (ratio > 1.15).any()
-    torch.testing.assert_close(tis.weight * mu_to_pi, to_recomputed * ratio.clamp(max=1.15))
+    torch.testing.assert_close(tis.weight * mu_to_pi, to_old * ratio.clamp(max=1.15))
 
     # IcePop keeps the ratio inside the bounds and drops the token outside, whichever base r has.
     inside = (ratio >= 0.7) & (ratio <= 1.15)
     assert inside.any()
     assert not inside.all()
     bounds = {"mismatch": "mask", "mismatch_level": level, "mismatch_low": 0.7, "mismatch_high": 1.15}
-    icepop = call(case, importance="recomputed", **bounds)
-    torch.testing.assert_close(icepop.weight * mu_to_pi, to_recomputed * ratio * inside)
+    icepop = call(case, importance="old", **bounds)
+    torch.testing.assert_close(icepop.weight * mu_to_pi, to_old * ratio * inside)
     rollout = call(case, **bounds)
     assert torch.equal(rollout.weight, inside.double())
     assert reduce_metrics(rollout.metrics)["correction/dropped_share"] == pytest.approx(1 - inside.double().mean())
 
 
 def test_token_level_weights_do_not_correct_twice(case):
-    """At token level recomputed importance times an untruncated TIS weight is pi / mu again."""
-    tis = call(case, importance="recomputed", mismatch="truncate", mismatch_high=1e6)
+    """At token level, importance to the old policy times an untruncated TIS weight is pi / mu again."""
+    tis = call(case, importance="old", mismatch="truncate", mismatch_high=1e6)
     torch.testing.assert_close(tis.weight, torch.ones(12, dtype=torch.float64))
     torch.testing.assert_close(tis.loss, call(case).loss)
 
@@ -92,7 +92,7 @@ def test_rejection_drops_whole_responses(case, rejection, low, high, kept):
         ("gspo", {}),
         (
             "pg_is",
-            {"importance": "recomputed", "mismatch": "truncate", "mismatch_level": "sequence", "mismatch_high": 1e9},
+            {"importance": "old", "mismatch": "truncate", "mismatch_level": "sequence", "mismatch_high": 1e9},
         ),
     ],
 )
@@ -108,7 +108,7 @@ def test_sequence_sums_are_the_same_bits_in_any_order(name, settings):
     def results(order):
         leaf = logprob[order].requires_grad_()
         out = objective(
-            logprob=leaf, rollout_logprob=mu[order], recomputed_logprob=leaf.detach(),
+            logprob=leaf, rollout_logprob=mu[order], old_logprob=leaf.detach(),
             advantage=-torch.ones(tokens), mask=mask[order], sequence_ids=ids[order],
         )  # fmt: skip
         back = order.argsort()
@@ -130,8 +130,8 @@ def test_a_sequence_keeps_what_is_not_finite_to_itself(case):
     assert torch.equal(out.loss.isfinite(), IDS >= 0)
 
 
-def test_without_recomputed_log_probs_the_mismatch_is_that_of_the_current_policy(case):
-    del case.call["recomputed_logprob"]
+def test_without_old_log_probs_the_mismatch_is_that_of_the_current_policy(case):
+    del case.call["old_logprob"]
     ratio = (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
     out = call(case, mismatch="mask", mismatch_low=0.8, mismatch_high=1.25)
     assert torch.equal(out.weight, ((ratio >= 0.8) & (ratio <= 1.25)).double())

@@ -15,7 +15,7 @@ def test_the_table_has_every_preset_with_its_axes():
     assert list(cells) == list(PRESETS)
     assert cells["dppo_binary_tv"][1:] == ["binary_tv", "mask", "sampled", "mu", "0.15", "pi/mu"]
     assert cells["nll"][1:] == ["-", "none", "-", "-", "-", "1"]
-    assert cells["minirl"][4] == "recomputed"
+    assert cells["minirl"][4] == "old"
     assert "in [0, 3]" in next(line for line in lines if line.startswith("pg_tis"))
     assert "penalty 12.5" in next(line for line in lines if line.startswith("mask_drpo"))
     assert max(map(len, [head, *lines])) <= 120

@@ -174,8 +174,7 @@ def test_no_gradient_flows_to_garbage(name, rubbish):
     ids[0, 0] = -1
     topk = dataclasses.replace(case.topk, ids=ids, logprob=listed)
     corrupted = {
-        key: torch.where(keep, case.call[key], rubbish)
-        for key in ("rollout_logprob", "recomputed_logprob", "advantage")
+        key: torch.where(keep, case.call[key], rubbish) for key in ("rollout_logprob", "old_logprob", "advantage")
     }
     call = {**case.call, **corrupted, "logprob": leaf, "topk": topk, "mask": keep}
     build_objective(name)(**call).loss.sum().backward()

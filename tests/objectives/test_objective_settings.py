@@ -68,7 +68,7 @@ def test_every_published_method_is_a_preset_and_ours_is_named_experimental():
         ("drpo", {"control": "quadratic", "delta": 12.5}),
         ("drpo_tr", {"control": "quadratic", "delta": 0.2}),
         ("grpo_clip_higher", {"divergence": "ratio", "epsilon_low": 0.2, "epsilon_high": 0.28}),
-        ("minirl", {"anchor": "recomputed", "importance": "rollout", "epsilon_high": 0.27}),
+        ("minirl", {"anchor": "old", "importance": "rollout", "epsilon_high": 0.27}),
         ("cispo", {"ratio_floor": 0.0, "ratio_cap": 5.0, "control": "none"}),
         ("gspo", {"ratio_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}),
     ],
@@ -133,14 +133,14 @@ def test_clip_ratio_is_explained_not_guessed():
             {"divergence": "ratio", "control": "mask_quadratic", "epsilon": 0.2, "penalty_delta": 2.0},
             "penalty_delta=2.0 has no effect",
         ),
-        ({"control": "none", "anchor": "recomputed"}, "anchor='recomputed' has no effect"),
+        ({"control": "none", "anchor": "old"}, "anchor='old' has no effect"),
         ({"importance": "none", "gradient_path": "ratio"}, "gradient_path='ratio' has no effect"),
         ({"reference_kl_gradient": "estimator"}, "reference_kl_gradient='estimator' has no effect"),
         ({"dual_clip": 3.0}, "dual_clip=3.0 has no effect"),
         ({"ratio_cap": 1.0, "ratio_floor": 2.0}, "ratio_floor=2.0 is above ratio_cap=1.0"),
         ({"ratio_level": "sequence"}, "ratio_level='sequence'"),
         ({"supervised": True}, "must be 'none'"),
-        ({"mismatch": "truncate", "mismatch_high": 2.0}, "importance='recomputed'"),
+        ({"mismatch": "truncate", "mismatch_high": 2.0}, "importance='old'"),
         ({"mismatch": "mask"}, "needs mismatch_high"),
         ({"mismatch_high": 2.0}, "mismatch_high=2.0 has no effect"),
         ({"rejection": "geometric"}, "needs rejection_low or rejection_high"),
@@ -171,7 +171,7 @@ def test_first_line_names_the_method_and_its_thresholds_are_in_the_words(name):
     text, s = objective.describe(), objective.settings
     assert text.splitlines()[0].startswith(f"objective {name}: ")
     if s.control != "none":
-        assert ("recomputed by the trainer" if s.anchor == "recomputed" else "mu, the policy") in text
+        assert ("recomputed by the trainer" if s.anchor == "old" else "mu, the policy") in text
     if s.delta is not None:
         assert f"delta = {s.delta:g}" in text
     if s.epsilon_high is not None:
@@ -184,7 +184,7 @@ def test_first_line_names_the_method_and_its_thresholds_are_in_the_words(name):
 def test_description_covers_the_corrections():
     text = build_objective(
         "ppo",
-        importance="recomputed",
+        importance="old",
         mismatch="truncate",
         mismatch_high=2.0,
         rejection="geometric",
@@ -199,7 +199,7 @@ def test_description_covers_the_corrections():
 
 def test_what_each_method_needs():
     needs = {
-        name: [f for f in ("topk", "topk_gradient", "recomputed", "sequences", "entropy") if getattr(o, f"needs_{f}")]
+        name: [f for f in ("topk", "topk_gradient", "old", "sequences", "entropy") if getattr(o, f"needs_{f}")]
         for name, o in ((name, build_objective(name)) for name in PRESETS)
     }
     assert {name: what for name, what in needs.items() if what} == {
@@ -207,8 +207,8 @@ def test_what_each_method_needs():
         "dppo_topk_kl": ["topk"],
         "dppo_predictive": ["topk"],
         "experimental_topk_quadratic": ["topk", "topk_gradient"],
-        "minirl": ["recomputed"],
-        "minirl_tis": ["recomputed"],
+        "minirl": ["old"],
+        "minirl_tis": ["old"],
         "gspo": ["sequences"],
     }
     assert build_objective("ppo", entropy_coefficient=0.1).needs_entropy
@@ -221,7 +221,7 @@ def test_what_each_method_needs():
         ("dppo_binary_tv", "rollout_logprob", "dppo_binary_tv needs rollout_logprob"),
         ("dppo_binary_tv", "advantage", "needs advantage"),
         ("dppo_topk_tv", "topk", "dppo_topk_tv needs topk"),
-        ("minirl", "recomputed_logprob", "needs recomputed_logprob"),
+        ("minirl", "old_logprob", "needs old_logprob"),
         ("gspo", "sequence_ids", "needs sequence_ids"),
     ],
 )
@@ -267,24 +267,31 @@ def test_nll_needs_only_logprob_and_mask():
     assert out.weight.tolist() == [1.0, 1.0, 0.0]
 
 
-def test_recomputed_anchor_moves_the_region_but_not_the_importance_ratio():
+def test_the_old_policy_may_be_written_by_its_former_name():
+    former = build_objective("minirl", anchor="recomputed")
+    assert former.settings == build_objective("minirl").settings
+    assert former.settings.anchor == "old"
+    assert build_objective("pg_is", importance="recomputed") == build_objective("pg_is", importance="old")
+
+
+def test_old_anchor_moves_the_region_but_not_the_importance_ratio():
     case = random_case(2, tokens=40)
-    drifted = case.call["logprob"].detach() + 0.05  # within 1.2 of the recomputed policy everywhere
-    call = {**case.call, "recomputed_logprob": drifted}
+    drifted = case.call["logprob"].detach() + 0.05  # within 1.2 of the old policy everywhere
+    call = {**case.call, "old_logprob": drifted}
     out = build_objective("minirl")(**call)
     assert not out.masked_tokens.any()
     assert torch.equal(out.weight, torch.ones(40, dtype=torch.float64))
     assert build_objective("grpo", epsilon_high=0.27)(**call).masked_tokens.any()
 
 
-def test_recomputed_anchor_of_a_topk_method_needs_its_own_list():
+def test_old_anchor_of_a_topk_method_needs_its_own_list():
     case = random_case(2)
-    objective = build_objective("dppo_topk_tv", anchor="recomputed")
-    with pytest.raises(ObjectiveError, match=r"topk\.recomputed_logprob"):
+    objective = build_objective("dppo_topk_tv", anchor="old")
+    with pytest.raises(ObjectiveError, match=r"topk\.old_logprob"):
         objective(**case.call)
     here = case.topk.logprob.detach()
-    topk = dataclasses.replace(case.topk, recomputed_logprob=here)
-    out = objective(**{**case.call, "topk": topk, "recomputed_logprob": case.call["logprob"].detach()})
+    topk = dataclasses.replace(case.topk, old_logprob=here)
+    out = objective(**{**case.call, "topk": topk, "old_logprob": case.call["logprob"].detach()})
     assert out.divergence.max() < 1e-12
 
 

@@ -42,7 +42,7 @@ def test_summary_says_what_was_trained_and_what_it_reached(make_run):
 def test_method_is_described_as_the_objective_resolves_it(make_run):
     pytest.importorskip("dppo_megatron.objectives")
     rows = summary_rows(load_history(make_run("a", "minirl"), "a"))
-    assert rows["anchor"] == "recomputed"
+    assert rows["anchor"] == "old"
     assert rows["trust region"].startswith("ratio in [")
     assert "delta 0.2" in summary_rows(load_history(make_run("b", delta=0.2), "b"))["trust region"]
 

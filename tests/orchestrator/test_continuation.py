@@ -59,7 +59,7 @@ def test_pieces_join_with_their_own_log_probs_versions_and_lists():
     (rollout,), counted = sample(engine)
     tokens = np.arange(100, 107)
     np.testing.assert_array_equal(rollout.token_ids, tokens)
-    np.testing.assert_array_equal(rollout.logprobs, -tokens)
+    np.testing.assert_array_equal(rollout.rollout_logprob, -tokens)
     np.testing.assert_array_equal(rollout.versions, [0, 0, 0, 2, 2, 2, 2])
     np.testing.assert_array_equal(rollout.topk_ids, np.stack([tokens, tokens + 1], 1))
     assert rollout.finish_reason == "stop"
@@ -92,7 +92,7 @@ def test_only_the_samples_that_were_cut_are_continued():
             rollouts = await super().generate(request)
             if request.n == 1:
                 return rollouts
-            whole = Rollout(rollouts[0].token_ids, rollouts[0].logprobs, rollouts[0].versions, "length")
+            whole = Rollout(rollouts[0].token_ids, rollouts[0].rollout_logprob, rollouts[0].versions, "length")
             return (whole, *rollouts[1:])
 
     engine = Mixed([3, 2])

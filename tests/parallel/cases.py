@@ -135,11 +135,11 @@ def _group(policy: Any, position: int, generator: torch.Generator) -> RolloutGro
     rollouts = tuple(
         Rollout(
             token_ids=tokens[i, size : size + n].int().numpy(),
-            logprobs=sampled[i, :n].numpy(),
+            rollout_logprob=sampled[i, :n].numpy(),
             versions=np.zeros(n, np.int32),
             finish_reason="stop",
             topk_ids=listed.indices[i, :n].int().numpy(),
-            topk_logprobs=listed.values[i, :n].numpy(),
+            rollout_topk_logprob=listed.values[i, :n].numpy(),
             routed_experts=None if routed is None else routed[i, : size + n - 1].numpy(),
         )
         for i, n in enumerate(lengths)

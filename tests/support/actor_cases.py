@@ -135,7 +135,7 @@ def sequences(count: int = 12, seed: int = 0) -> list[dict[str, torch.Tensor]]:
                 "advantage": torch.randn(1, generator=generator).expand(size).contiguous(),
                 "rollout_logprob": -3.5 + 0.5 * torch.randn(size, generator=generator),
                 "topk_ids": ids.int(),
-                "topk_logprob": logprobs,
+                "rollout_topk_logprob": logprobs,
                 "temperature": torch.full((size,), 0.9),
             }
         )
@@ -149,7 +149,7 @@ def pack(parts: list[dict[str, torch.Tensor]]) -> TokenBatch:
     sizes = torch.tensor([len(p["token_ids"]) for p in parts])
     mask = torch.cat([p["mask"] for p in parts])
     targets = torch.cat([p["token_ids"].roll(-1) for p in parts])
-    names = ("token_ids", "advantage", "rollout_logprob", "topk_ids", "topk_logprob", "temperature")
+    names = ("token_ids", "advantage", "rollout_logprob", "topk_ids", "rollout_topk_logprob", "temperature")
     return TokenBatch(
         **{name: torch.cat([p[name] for p in parts]) for name in names},
         position_ids=torch.cat([torch.arange(int(size)) for size in sizes]),

@@ -20,11 +20,11 @@ def make_group(
         rollouts.append(
             Rollout(
                 token_ids=rng.integers(0, 1000, size).astype(np.int32),
-                logprobs=-rng.exponential(size=size).astype(np.float32),
+                rollout_logprob=-rng.exponential(size=size).astype(np.float32),
                 versions=np.full(size, version, dtype=np.int32),
                 finish_reason="length" if size == longest else "stop",
                 topk_ids=rng.integers(0, 1000, (size, topk)).astype(np.int32) if topk else None,
-                topk_logprobs=-rng.exponential(size=(size, topk)).astype(np.float32) if topk else None,
+                rollout_topk_logprob=-rng.exponential(size=(size, topk)).astype(np.float32) if topk else None,
                 routed_experts=_routing(rng, PROMPT + size - 1, experts) if experts else None,
             )
         )
@@ -50,7 +50,7 @@ def assert_same_group(found: RolloutGroup, expected: RolloutGroup) -> None:
     assert len(found.rollouts) == len(expected.rollouts)
     for a, b in zip(found.rollouts, expected.rollouts, strict=True):
         assert a.finish_reason == b.finish_reason
-        for name in ("token_ids", "logprobs", "versions", "topk_ids", "topk_logprobs", "routed_experts"):
+        for name in ("token_ids", "rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "routed_experts"):
             assert_same_array(getattr(a, name), getattr(b, name))
 
 

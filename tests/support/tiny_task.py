@@ -70,11 +70,11 @@ def sample_group(model: Any, position: int, generator: torch.Generator) -> Rollo
         rollouts.append(
             Rollout(
                 token_ids=np.array(tokens[2:], np.int32),
-                logprobs=torch.stack(logprobs).numpy(),
+                rollout_logprob=torch.stack(logprobs).numpy(),
                 versions=np.zeros(size, np.int32),
                 finish_reason="stop" if tokens[-1] == EOS else "length",
                 topk_ids=torch.stack(ids).int().numpy(),
-                topk_logprobs=torch.stack(listed).numpy(),
+                rollout_topk_logprob=torch.stack(listed).numpy(),
             )
         )
     rewards = np.array([np.isin(r.token_ids, (1, 2)).sum() + 0.1 * i for i, r in enumerate(rollouts)], np.float32)

@@ -61,7 +61,7 @@ def train_one(config, layout) -> dict[str, Any]:
     from dppo_megatron.trainer.batches import BankBatches, SupervisedBatches
     from dppo_megatron.trainer.loop import train
     from dppo_megatron.trainer.main import head
-    from dppo_megatron.trainer.old_policies import OldPolicies
+    from dppo_megatron.trainer.policy_logprobs import PolicyLogprobs
 
     objective = build_objective(config.objective.name, **config.objective.settings)
     actor = Actor(config, layout)
@@ -83,7 +83,7 @@ def train_one(config, layout) -> dict[str, Any]:
         actor=actor,
         objective=objective,
         source=source,
-        old_policies=OldPolicies(actor, objective),
+        policy_logprobs=PolicyLogprobs(actor, objective),
         publisher=None,
         checkpoints=Never(),
         control=Ready(),

@@ -57,11 +57,11 @@ def _group(position: int, samples: list) -> RolloutGroup:
         rollouts.append(
             Rollout(
                 token_ids=np.full(length, i, np.int32),
-                logprobs=logprobs,
+                rollout_logprob=logprobs,
                 versions=np.zeros(length, np.int32),
                 finish_reason="length" if truncated else "stop",
                 topk_ids=ids,
-                topk_logprobs=np.full((length, K), -2.0, np.float32),
+                rollout_topk_logprob=np.full((length, K), -2.0, np.float32),
             )
         )
     rewards = np.array([reward for _, _, reward in samples], np.float32)

@@ -11,8 +11,8 @@ from tests.support.tiny_task import STEPS, VOCAB, make_task
 from tests.trainer.scenarios import train_methods
 
 VARIANTS = {
-    "dppo_topk_tv_recomputed": ("dppo_topk_tv", {"anchor": "recomputed"}),
-    "pg_tis_mismatch": ("pg_is", {"importance": "recomputed", "mismatch": "truncate", "mismatch_high": 2.0}),
+    "dppo_topk_tv_old": ("dppo_topk_tv", {"anchor": "old"}),
+    "pg_tis_mismatch": ("pg_is", {"importance": "old", "mismatch": "truncate", "mismatch_high": 2.0}),
     "dppo_reference_kl": ("dppo_binary_tv", {"reference_kl": "k3", "reference_kl_coefficient": 0.1}),
     "dppo_entropy": ("dppo_binary_tv", {"entropy_coefficient": 0.01}),
 }
@@ -67,14 +67,14 @@ def test_the_policy_moves_away_from_the_rollouts(trained, label):
 
 @pytest.mark.parametrize(
     "label",
-    [label for label, (name, settings) in METHODS.items() if build_objective(name, **settings).needs_recomputed],
+    [label for label, (name, settings) in METHODS.items() if build_objective(name, **settings).needs_old],
 )
-def test_the_recomputed_policy_is_that_of_the_steps_start(trained, label):
+def test_the_old_policy_is_that_of_the_steps_start(trained, label):
     found = trained[label]
     first, second = found["updates"][-2:]  # of the last step: far from the rollouts by then
     assert first["mismatch_recomputed/k3"] == pytest.approx(first["mismatch/k3"], rel=1e-3)
     assert second["mismatch_recomputed/k3"] != pytest.approx(second["mismatch/k3"], rel=1e-3)
-    if "masked/share" in first:  # the anchor is recomputed too
+    if "masked/share" in first:  # the anchor is the old policy too
         assert first["masked/share"] == 0
         assert first["divergence/max"] < 1e-4 < second["divergence/max"]
     assert all(record["time/recompute_s"] > 0 for record in found["records"])

@@ -24,7 +24,7 @@ def of_step(name: str, **settings) -> StepMetrics:
         parts = objective(
             logprob=policy,
             rollout_logprob=ROLLOUT,
-            recomputed_logprob=policy,
+            old_logprob=policy,
             advantage=torch.ones(6),
             mask=torch.ones(6, dtype=torch.bool),
             sequence_ids=torch.zeros(6, dtype=torch.long),
@@ -39,7 +39,7 @@ def of_step(name: str, **settings) -> StepMetrics:
     [
         ("dppo_binary_tv", {}),
         ("gspo", {}),  # its ratio is that of the response
-        ("pg_is", {"importance": "recomputed"}),  # this one is 1 everywhere
+        ("pg_is", {"importance": "old"}),  # this one is 1 everywhere
         ("pg_is", {"importance": "none"}),
     ],
 )

@@ -201,7 +201,7 @@ class SglangEngine:
         for temperature in (1.0, 2.0):
             request = GenerateRequest(f"temperature-{uuid4().hex}", prompt, 1, (0,), temperature, 1, topk=2)
             (rollout,) = await self.generate(request)
-            distance.append(float(rollout.topk_logprobs[0, 0] - rollout.topk_logprobs[0, 1]))
+            distance.append(float(rollout.rollout_topk_logprob[0, 0] - rollout.rollout_topk_logprob[0, 1]))
         return "raw_logprobs" if distance[1] > 0.75 * distance[0] else "processed_logprobs"
 
     def _admit(self, what: str, request: GenerateRequest, limits: EngineInfo) -> None:

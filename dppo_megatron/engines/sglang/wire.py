@@ -76,10 +76,10 @@ def decode_group(reply: bytes, request: GenerateRequest, model: HFModelConfig) -
         lengths=np.array([len(s.token_ids) for s in samples], dtype=np.int32),
         finish_reasons=tuple(s.finish_reason for s in samples),
         token_ids=np.concatenate([s.token_ids for s in samples]),
-        logprobs=np.concatenate([s.logprobs for s in samples]),
+        rollout_logprob=np.concatenate([s.rollout_logprob for s in samples]),
         versions=np.concatenate([s.versions for s in samples]),
         topk_ids=np.concatenate([s.topk[0] for s in samples]) if request.topk else None,
-        topk_logprobs=np.concatenate([s.topk[1] for s in samples]) if request.topk else None,
+        rollout_topk_logprob=np.concatenate([s.topk[1] for s in samples]) if request.topk else None,
         routed_experts=np.concatenate([s.experts for s in samples]) if request.routed_experts else None,
     )
 
@@ -106,7 +106,7 @@ def parse_version(label: str) -> int:
 @dataclass(frozen=True, slots=True)
 class _Sample:
     token_ids: np.ndarray
-    logprobs: np.ndarray
+    rollout_logprob: np.ndarray
     versions: np.ndarray
     finish_reason: str
     topk: tuple[np.ndarray, np.ndarray] | None
@@ -124,7 +124,7 @@ def _decode(output: dict[str, Any], name: str, request: GenerateRequest, model: 
     length = len(tokens)
     return _Sample(
         token_ids=np.array(tokens, dtype=np.int32),
-        logprobs=_floats([entry[0] for entry in entries]),
+        rollout_logprob=_floats([entry[0] for entry in entries]),
         versions=_versions(meta.get("weight_versions"), length),
         finish_reason=_finish_reason(meta["finish_reason"], tokens),
         topk=_topk(meta, length, request.topk) if request.topk else None,

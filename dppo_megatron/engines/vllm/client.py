@@ -70,10 +70,10 @@ class VllmEngine:
                 lengths=arrays["lengths"],
                 finish_reasons=tuple(header["finish_reasons"]),
                 token_ids=arrays["token_ids"],
-                logprobs=arrays["logprobs"],
+                rollout_logprob=arrays["rollout_logprob"],
                 versions=arrays["versions"],
                 topk_ids=arrays.get("topk_ids"),
-                topk_logprobs=arrays.get("topk_logprobs"),
+                rollout_topk_logprob=arrays.get("rollout_topk_logprob"),
                 routed_experts=arrays.get("routed_experts"),
             )
         except (KeyError, TypeError) as error:

@@ -99,12 +99,12 @@ def _flatten(samples: list[CompletionOutput], k: int, routed_experts: np.ndarray
         lengths=lengths,
         finish_reasons=tuple(sample.finish_reason or "" for sample in samples),
         token_ids=np.concatenate([np.asarray(sample.token_ids, dtype=np.int32) for sample in samples]),
-        logprobs=logprobs[:, 0],
+        rollout_logprob=logprobs[:, 0],
         versions=np.concatenate(
             [_versions(s.weight_versions, n) for s, n in zip(samples, lengths.tolist(), strict=True)]
         ),
         topk_ids=np.concatenate([ids for ids, _ in listed])[:, 1:] if k else None,
-        topk_logprobs=logprobs[:, 1:] if k else None,
+        rollout_topk_logprob=logprobs[:, 1:] if k else None,
         routed_experts=routed_experts,
     )
 

@@ -120,11 +120,11 @@ class DppoRoutes:
         arrays = {
             "lengths": samples.lengths,
             "token_ids": samples.token_ids,
-            "logprobs": samples.logprobs,
+            "rollout_logprob": samples.rollout_logprob,
             "versions": samples.versions,
         }
         if group.topk:
-            arrays |= {"topk_ids": samples.topk_ids, "topk_logprobs": samples.topk_logprobs}
+            arrays |= {"topk_ids": samples.topk_ids, "rollout_topk_logprob": samples.rollout_topk_logprob}
         if group.routed_experts:
             arrays["routed_experts"] = samples.routed_experts
         header = {
