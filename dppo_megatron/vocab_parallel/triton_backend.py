@@ -14,18 +14,12 @@ from . import torch_backend, triton_rows
 from .merge import Coefficients, Merged, join_sums
 
 # Columns of a tile: wide enough that a row is few iterations, small enough to stay in registers with 8 warps.
-_TILE = 4096
-_WARPS = 8
+TILE = 4096
+WARPS = 8
 # Neighbouring columns that one thread loads at once: 16 bytes of bf16.
-_CHUNK = 8
+CHUNK = 8
 # Programs that fill a GPU a few times over; with fewer rows than that, a row is split between programs.
 _PROGRAMS = 1024
-
-
-@triton.jit
-def _next_owned(offset, tile: tl.constexpr):
-    """The smallest of the offsets [n] that lies inside the tile; `tile` when none does."""
-    return tl.min(tl.where((offset >= 0) & (offset < tile), offset, tile), axis=0)
 
 
 @triton.jit
@@ -36,11 +30,12 @@ def _add_tile(z, place, m, s, u, scale, offset, tile: tl.constexpr, entropy: tl.
     place: [lanes, chunk] int32, the columns' offsets inside the tile. offset: [n] int32, those of the row's ids; the
     ones outside the tile are not in it. scale: log2(e) / tau, so u is in units of ln 2.
     """
-    owned = _next_owned(offset, tile)
+    pending = tl.where((offset >= 0) & (offset < tile), offset, tile)
+    owned = tl.min(pending, axis=0)
     while owned < tile:  # as often as the tile owns an id: to compare all n with every column costs 5 times the rest
         z = tl.where(place == owned, float("-inf"), z)
-        offset = tl.where(offset == owned, -1, offset)
-        owned = _next_owned(offset, tile)
+        pending = tl.where(pending == owned, tile, pending)
+        owned = tl.min(pending, axis=0)
     top = tl.maximum(m, tl.max(z, axis=1))
     safe = tl.where(top == float("-inf"), 0.0, top)
     d = (z - tl.expand_dims(safe, 1)) * scale
@@ -55,7 +50,7 @@ def _add_tile(z, place, m, s, u, scale, offset, tile: tl.constexpr, entropy: tl.
 
 
 @triton.jit
-def _forward_kernel(
+def forward_kernel(
     logits,
     row_stride,
     column_stride,
@@ -69,8 +64,8 @@ def _forward_kernel(
     sums,
     sums_stride,
     tiles_per_split,
-    listed: tl.constexpr,
-    listed_padded: tl.constexpr,
+    n: tl.constexpr,
+    n_padded: tl.constexpr,
     tile: tl.constexpr,
     chunk: tl.constexpr,
     entropy: tl.constexpr,
@@ -81,12 +76,12 @@ def _forward_kernel(
     line = logits + row * row_stride
     log2 = tl.load(scale + row * scale_stride) * 1.4426950408889634
 
-    slot = tl.arange(0, listed_padded)
-    local = tl.load(ids + row * listed + slot, mask=slot < listed, other=-1) - first
-    owned = (slot < listed) & (local >= 0) & (local < columns)
+    slot = tl.arange(0, n_padded)
+    local = tl.load(ids + row * n + slot, mask=slot < n, other=-1) - first
+    owned = (slot < n) & (local >= 0) & (local < columns)
     if split == 0:
         score = tl.load(line + local * column_stride, mask=owned, other=0.0)
-        tl.store(scores + row * scores_stride + slot, score.to(acc), mask=slot < listed)
+        tl.store(scores + row * scores_stride + slot, score.to(acc), mask=slot < n)
 
     lanes: tl.constexpr = tile // chunk
     place = tl.expand_dims(tl.arange(0, lanes) * chunk, 1) + tl.expand_dims(tl.arange(0, chunk), 0)
@@ -119,7 +114,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def backward_kernel(
     logits,
     row_stride,
     column_stride,
@@ -133,8 +128,8 @@ def _backward_kernel(
     a,
     b,
     dead,
-    listed: tl.constexpr,
-    listed_padded: tl.constexpr,
+    n: tl.constexpr,
+    n_padded: tl.constexpr,
     tile: tl.constexpr,
     with_b: tl.constexpr,
     acc: tl.constexpr,
@@ -165,12 +160,12 @@ def _backward_kernel(
         tl.store(where, gradient, mask=place < inside)
 
     # Top-K columns are written over the tile's own values, which this program's other threads may have stored.
-    slot = tl.arange(0, listed_padded)
-    local = tl.load(ids + row * listed + slot, mask=slot < listed, other=-1) - first - start
-    owned = (slot < listed) & (local >= 0) & (local < tl.minimum(inside, tile))
+    slot = tl.arange(0, n_padded)
+    local = tl.load(ids + row * n + slot, mask=slot < n, other=-1) - first - start
+    owned = (slot < n) & (local >= 0) & (local < tl.minimum(inside, tile))
     if tl.sum(owned.to(tl.int32), axis=0) > 0:
         tl.debug_barrier()
-        value = tl.load(at_listed + row * listed + slot, mask=owned, other=0.0)
+        value = tl.load(at_listed + row * n + slot, mask=owned, other=0.0)
         value = tl.where(live, value, 0.0).to(logits.dtype.element_ty)
         tl.store(line + local * column_stride, value, mask=owned)
 
@@ -187,7 +182,7 @@ def _accumulator(dtype: torch.dtype) -> tl.dtype:
 
 
 def _tile(columns: int) -> int:
-    return min(_TILE, triton.next_power_of_2(columns))
+    return min(TILE, triton.next_power_of_2(columns))
 
 
 def forward(
@@ -214,7 +209,7 @@ def forward(
     sums = out[:, n:] if splits == 1 else out.new_empty((tokens, splits, 3))
     tau, tau_stride = _by_row(scale, out)
     with torch.cuda.device_of(block):
-        _forward_kernel[(tokens, splits)](
+        forward_kernel[(tokens, splits)](
             block,
             block.stride(0),
             block.stride(1),
@@ -228,13 +223,13 @@ def forward(
             sums,
             sums.stride(0),
             per_split,
-            listed=n,
-            listed_padded=triton.next_power_of_2(n),
+            n=n,
+            n_padded=triton.next_power_of_2(n),
             tile=tile,
-            chunk=min(_CHUNK, tile),
+            chunk=min(CHUNK, tile),
             entropy=entropy,
             acc=_accumulator(out.dtype),
-            num_warps=_WARPS,
+            num_warps=WARPS,
         )
     if splits > 1:
         out[:, n:] = join_sums(sums.transpose(0, 1), scale)
@@ -261,7 +256,7 @@ def backward(
     mask = torch.zeros_like(other_max, dtype=torch.uint8) if dead is None else dead.to(torch.uint8)
     b = coefficients.b
     with torch.cuda.device_of(block):
-        _backward_kernel[(tokens, triton.cdiv(columns, tile))](
+        backward_kernel[(tokens, triton.cdiv(columns, tile))](
             block,
             block.stride(0),
             block.stride(1),
@@ -275,12 +270,12 @@ def backward(
             coefficients.a.contiguous(),
             coefficients.a if b is None else b.contiguous(),
             mask,
-            listed=n,
-            listed_padded=triton.next_power_of_2(n),
+            n=n,
+            n_padded=triton.next_power_of_2(n),
             tile=tile,
             with_b=b is not None,
             acc=_accumulator(other_max.dtype),
-            num_warps=_WARPS,
+            num_warps=WARPS,
         )
 
 

@@ -22,7 +22,7 @@ BASE = Case(seed=5, tokens=9, columns=(75,), vocab=70, topk=5)
 
 @pytest.fixture(autouse=True, params=[4096, 16], ids=["one_tile", "tiles"])
 def _tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "_TILE", request.param)
+    monkeypatch.setattr(triton_backend, "TILE", request.param)
     for dtype in ("bf16", "fp16"):
         monkeypatch.setitem(statistics_reference.HALF_ULP, dtype, 2.0 ** {"bf16": -7, "fp16": -10}[dtype])
 

@@ -1,0 +1,39 @@
+"""What the kernels' machine code may cost, on GPUs that this machine need not have."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+APART = Path(sys.prefix) / "triton-interpreter"
+
+
+@pytest.fixture(scope="module")
+def counts() -> list[dict]:
+    # A process of its own: on a machine without a GPU Triton lies apart (see test_triton_backend.py).
+    command = [sys.executable, "-W", "ignore", ROOT / "benchmarks" / "kernels.py", "--json", "--dtypes", "bf16"]
+    return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None and not APART.exists(),
+    reason=f"triton is not installed, nor in {APART}; `make install` puts it there",
+)
+def test_budgets(counts: list[dict]) -> None:
+    assert {(c["kernel"], c["capability"]) for c in counts} == {
+        (kernel, capability) for kernel in ("forward", "backward") for capability in (80, 90, 100)
+    }
+    for c in counts:
+        assert c["spills"] == 0, c
+        if c["kernel"] == "forward":
+            assert c["per_logit"] <= 13, c
+            # A warp holds 32 ids in one register each; longer lists take one more comparison for each 32.
+            assert c["topk"] == 1 or c["owned"] <= (40 if c["topk"] <= 32 else 60), c
+        else:
+            assert c["tile"] <= 345, c  # all ids of the tile included
