@@ -5,7 +5,7 @@
                          ▲ ◄───────────────another policy was published────────┘  │ fails │
                          └──────────────answers again, after its quarantine────── dead ◄──┘
 ```
-An engine serves only while its weights are proven to be those of the published policy: the publisher confirmed this
+An engine serves only while its weights are verified to be those of the published policy: the publisher confirmed this
 very life of it for that version, or the pool compared log-probs after it loaded them (of weights that were broadcast:
 after it found the confirmed life and version again). What an engine says of itself proves nothing, and every death
 takes the proof away.
@@ -130,7 +130,7 @@ class EngineHealth:
     version: int = -1  # that it said it serves
     published: int | None = None  # version to serve
     confirmed: tuple[str, int] | None = None  # instance and version that the publisher verified
-    proven: tuple[str, int] | None = None  # life and version it was admitted with
+    verified: tuple[str, int] | None = None  # life and version it was admitted with
     silent: int = 0  # failed probes in a row
     failed: int = 0  # failed requests in a row
     quarantines: int = 0  # in a row, without a request answered between them
@@ -188,28 +188,28 @@ class EngineHealth:
         after = replace(self, published=version, confirmed=verified)
         # Only the publisher loads a serving engine, so nothing can have come after what it confirmed.
         if self.state is State.SERVING and confirmed == self.instance:
-            return replace(after, proven=verified)
+            return replace(after, verified=verified)
         # A suspect must answer first; a verification goes on, and its result is judged by the new version.
         state = State.STALE if self.state is State.SERVING else self.state
-        return replace(after, state=state, proven=None)
+        return replace(after, state=state, verified=None)
 
     def _answered(self, instance: str, version: int, now: float) -> EngineHealth:
         seen = replace(self, instance=instance, version=version, silent=0)
         if instance != self.instance:
-            seen = replace(seen, proven=None)
+            seen = replace(seen, verified=None)
         if not instance and self.state is State.SUSPECT:  # it cannot say whether it was restarted meanwhile
-            seen = replace(seen, proven=None, confirmed=None)
+            seen = replace(seen, verified=None, confirmed=None)
         if self.state is State.DEAD:
             return replace(seen, state=State.STALE) if now >= self.quarantined_until else seen
         if self.state is State.VERIFYING:  # of another life: whoever verifies gave up
             return seen if instance == self.instance else replace(seen, state=State.STALE)
         claim, published = (instance, version), self.published
         # It may be ahead: the next policy reaches an engine before it is published.
-        if seen.proven == (instance, published) and version >= published:
+        if seen.verified == (instance, published) and version >= published:
             return replace(seen, state=State.SERVING)
         if version == published and seen.confirmed == claim and now >= self.quarantined_until:
-            return replace(seen, state=State.SERVING, proven=claim)
-        return replace(seen, state=State.STALE, proven=None)
+            return replace(seen, state=State.SERVING, verified=claim)
+        return replace(seen, state=State.STALE, verified=None)
 
     def _silent(self, reason: str, now: float, rules: HealthRules) -> EngineHealth:
         seen = replace(self, silent=self.silent + 1, reason=reason)
@@ -232,7 +232,7 @@ class EngineHealth:
             return self
         if instance != self.instance or version != self.published:
             return replace(self, state=State.STALE)
-        return replace(self, state=State.SERVING, proven=(instance, version), silent=0, failed=0)
+        return replace(self, state=State.SERVING, verified=(instance, version), silent=0, failed=0)
 
     def _quarantined(self, reason: str, now: float, rules: HealthRules) -> EngineHealth:
         wait = min(rules.quarantine_s * 2**self.quarantines, rules.longest_quarantine_s)
@@ -244,7 +244,7 @@ class EngineHealth:
             state=State.DEAD,
             reason=reason,
             confirmed=None,
-            proven=None,
+            verified=None,
             failed=0,
             quarantined_until=max(until, self.quarantined_until),
         )

@@ -13,15 +13,25 @@ from pathlib import Path
 import numpy as np
 
 from dppo_megatron.config import Config
-from dppo_megatron.engines.protocol import Engine, EngineError, EngineUnavailable, GenerateRequest
+from dppo_megatron.engines.protocol import (
+    Engine,
+    EngineError,
+    EngineIncompatible,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnavailable,
+    GenerateRequest,
+)
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.published import PublishedPolicy
 
 from .engine_checks import ScoreDifference, check_health
 from .health import (
     Answered,
+    Delivered,
     EngineHealth,
     Event,
+    Failed,
     HealthRules,
     Published,
     Registered,
@@ -59,13 +69,13 @@ class MonitoredEngine:
         self.health = EngineHealth(since=time.monotonic())
         self.policy: PublishedPolicy | None = None  # to serve
         self.running = 0
-        self.life = 0  # counts deaths and restarts: what was asked in another life says nothing of this one
         self._config = config
         self._rules = rules
         self._build = build
         self._check = check
         self._counts = counts
         self._on_change = on_change
+        self._epoch = 0  # counts deaths and restarts: the outcome of a request of before says nothing of its health now
         self._service: Service | None = None
         self._client: Engine | None = None
         self._lost = asyncio.Event()  # set when the requests that run now are given up
@@ -103,8 +113,24 @@ class MonitoredEngine:
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         """As `Engine.generate`. Raises `EngineUnavailable` as soon as the engine is given up, and `EngineError` for
-        tokens of an older policy than it was admitted with."""
-        (_, admitted), lost = self.health.proven, self._lost
+        tokens of an older policy than it was admitted with. The outcome counts for its health."""
+        epoch = self._epoch
+        try:
+            rollouts = await self._generate(request)
+        except (EngineRefused, EngineIncompatible):
+            raise  # as it should
+        except EngineError as error:
+            # Slow is not broken: whether an engine that takes too long still works, the health checks find out.
+            slow = isinstance(error, EngineTimeout) and not self.health.silent
+            if self._epoch == epoch and not slow:
+                self.apply(Failed(str(error)))
+            raise
+        if self._epoch == epoch:
+            self.apply(Delivered())
+        return rollouts
+
+    async def _generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
+        (_, admitted), lost = self.health.verified, self._lost
         call = asyncio.ensure_future(self._client.generate(request))
         gone = asyncio.ensure_future(lost.wait())
         self.running += 1
@@ -162,7 +188,7 @@ class MonitoredEngine:
         self._client = self._build(self._config, self.url)
 
     def _give_up_requests(self) -> None:
-        self.life += 1
+        self._epoch += 1
         self._lost.set()
         self._lost = asyncio.Event()
         if self._verification is not None:

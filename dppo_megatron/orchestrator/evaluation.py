@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,15 +13,13 @@ import numpy as np
 
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.observability.tail import read_records
-from dppo_megatron.types import Prompt, Rollout
+from dppo_megatron.types import Prompt
 
 from .metrics import append_record, show_progress
-from .redraw import draw
 
 log = logging.getLogger(__name__)
-
-Generate = Callable[[GenerateRequest], Awaitable[tuple[Rollout, ...]]]
 
 
 class Evaluator:
@@ -47,12 +45,12 @@ class Evaluator:
         at_ends = version in (0, self._config.train.steps)
         return version not in self._begun and (at_ends or (every > 0 and version % every == 0))
 
-    def start(self, version: int, generate: Generate) -> asyncio.Task[float]:
+    def start(self, version: int, sampler: Sampler) -> asyncio.Task[float]:
         """A task that returns the mean reward of the greedy answers; a failed verifier counts as 0. Raises as
-        `generate`. From now on `version` is not due any more."""
+        `Sampler.sample`. From now on `version` is not due any more."""
         self._begun.add(version)
         # Their tasks exist from here on, so they ask before all groups that are begun later.
-        answers = asyncio.gather(*(self._answer(version, prompt, generate) for prompt in self._prompts))
+        answers = asyncio.gather(*(self._answer(version, prompt, sampler) for prompt in self._prompts))
         return asyncio.create_task(self._record(answers))
 
     async def _record(self, running: asyncio.Future[list[_Answer]]) -> float:
@@ -76,10 +74,10 @@ class Evaluator:
         log.info("policy %s: greedy accuracy %.4f on %d held-out prompts", versions, accuracy, len(answers))
         return accuracy
 
-    async def _answer(self, version: int, prompt: Prompt, generate: Generate) -> _Answer:
+    async def _answer(self, version: int, prompt: Prompt, sampler: Sampler) -> _Answer:
         async with self._gate:
-            (rollout,) = await draw(
-                generate, lambda attempt: self._request(version, prompt, attempt), f"held-out prompt {prompt.position}"
+            (rollout,) = await sampler.sample(
+                lambda attempt: self._request(version, prompt, attempt), f"held-out prompt {prompt.position}"
             )
         (text,) = self._tokenizer.batch_decode([rollout.token_ids], skip_special_tokens=True)
         (reward,), (failed,) = await self._rewards.score(prompt, [text])

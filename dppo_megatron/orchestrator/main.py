@@ -14,9 +14,9 @@ from dppo_megatron.data.prompts import PromptSource
 from dppo_megatron.data.tokenizer import end_token_ids, load_tokenizer
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineTimeout, EngineUnavailable
-from dppo_megatron.fleet.fixed_pool import FixedEngines
-from dppo_megatron.fleet.pool import EnginePool
+from dppo_megatron.fleet.pool import EnginePool, FixedEngines
 from dppo_megatron.fleet.registry import engine_services, engine_urls
+from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.rewards import RewardPool
@@ -54,7 +54,7 @@ async def evaluate_once(config: Config, engines: Sequence[Engine]) -> float:
     """Greedy accuracy of what the engines serve now; the record goes to the run's rollout metrics."""
     setting = _Setting(config)
     with RewardPool(config.reward) as rewards:
-        return await setting.evaluator(rewards).start(0, FixedEngines(engines).generate)
+        return await setting.evaluator(rewards).start(0, Sampler(FixedEngines(engines)))
 
 
 async def _fill_bank(config: Config) -> None:
@@ -67,20 +67,21 @@ async def _fill_bank(config: Config) -> None:
 
     await _check_all(config, check)
     pool = EnginePool(
-        config, book=lambda: engine_services(config, run), published=published, build=build_engine, check=check
+        config, services=lambda: engine_services(config, run), published=published, build=build_engine, check=check
     )
+    sampler = Sampler(pool)
     with BankWriter(run.bank, groups) as bank, RewardPool(config.reward) as rewards:
         async with pool:
             await Orchestrator(
                 config,
-                engines=pool,
+                sampler=sampler,
                 prompts=setting.prompts(config.data.train),
                 tokenizer=setting.tokenizer,
                 rewards=rewards,
                 bank=bank,
                 published=published,
                 evaluator=None if config.data.eval is None else setting.evaluator(rewards),
-                recorder=StepRecorder(run.rollout_metrics, groups, pool.take_metrics),
+                recorder=StepRecorder(run.rollout_metrics, groups, sampler.take_metrics),
                 stop_token_ids=setting.stop_token_ids,
             ).run()
 

@@ -32,27 +32,18 @@ def last_progress(path: Path) -> str:
 class StepRecorder:
     """Collects what generation cost per training step and writes one record when the step's last group is in."""
 
-    def __init__(
-        self, path: Path, groups_per_step: int, engine_metrics: Callable[[], Mapping[str, float]] = lambda: {}
-    ):
-        """`engine_metrics` says what happened to the engines since it was last asked."""
+    def __init__(self, path: Path, groups_per_step: int, take_metrics: Callable[[], Mapping[str, float]]):
+        """`take_metrics`: that of the `Sampler`."""
         self._path = path
         self._groups_per_step = groups_per_step
-        self._engine_metrics = engine_metrics
+        self._take_metrics = take_metrics
         self._started: dict[int, float] = {}
         self._finished: dict[int, int] = {}
         self._response_tokens: dict[int, int] = {}
-        self._invalid = self._dropped = self._continued = self._given_up = 0
+        self._dropped = self._given_up = 0
 
     def started(self, step: int) -> None:
         self._started.setdefault(step, time.monotonic())
-
-    def invalid(self) -> None:
-        self._invalid += 1
-
-    def continued(self, samples: int) -> None:
-        """Counts samples that were cut off and go on from their tokens."""
-        self._continued += samples
 
     def given_up(self) -> None:
         """Counts one group that took longer than the staleness bound allows."""
@@ -72,22 +63,18 @@ class StepRecorder:
         seconds = time.monotonic() - self._started.pop(step)
         tokens = self._response_tokens.pop(step)
         del self._finished[step]
-        engines = dict(self._engine_metrics())
-        invalid = self._invalid + engines.pop("rollout/invalid_samples", 0)
         append_record(
             self._path,
             {
                 "step": step + 1,
                 "time/generate_s": seconds,
                 "rollout/generated_tokens_per_s": tokens / max(seconds, 1e-9),
-                "rollout/invalid_samples": invalid,
                 "rollout/dropped_groups": self._dropped,
                 "rollout/too_stale_groups": self._given_up,
-                "rollout/continued_samples": self._continued,
-                **engines,
+                **self._take_metrics(),
             },
         )
-        self._invalid = self._dropped = self._continued = self._given_up = 0
+        self._dropped = self._given_up = 0
 
     def _count_tokens(self, step: int, group: RolloutGroup) -> None:
         tokens = sum(len(r.token_ids) for r in group.rollouts)

@@ -17,16 +17,13 @@ import numpy as np
 
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import GenerateRequest
-from dppo_megatron.fleet.fixed_pool import FixedEngines
-from dppo_megatron.fleet.pool import EnginePool
+from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.types import Prompt, RolloutGroup
 from dppo_megatron.weights.published import POLL_S, PublishedFollower
 
-from .continuation import Continuation
 from .dynamic_sampling import NO_SIGNAL, SignalFilter, why_dropped
 from .evaluation import Evaluator
 from .metrics import StepRecorder
-from .redraw import draw
 from .staleness import StalenessBound
 
 log = logging.getLogger(__name__)
@@ -59,7 +56,7 @@ class Orchestrator:
         self,
         config: Config,
         *,
-        engines: FixedEngines | EnginePool,
+        sampler: Sampler,
         prompts,
         tokenizer,
         rewards,
@@ -70,7 +67,7 @@ class Orchestrator:
         stop_token_ids: Sequence[int],
     ):
         self._config = config
-        self._generate = Continuation(engines.generate, recorder.continued)
+        self._sampler = sampler
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._rewards = rewards
@@ -203,7 +200,7 @@ class Orchestrator:
                 routed_experts=rollout.routing_replay,
             )
 
-        return await draw(self._generate, request, f"prompt {prompt.position}", self._recorder.invalid)
+        return await self._sampler.sample(request, f"prompt {prompt.position}")
 
     async def _wait_for(self, version: int) -> None:
         """Waits for a policy of at least `version`, and evaluates what is due on the way there."""
@@ -216,7 +213,7 @@ class Orchestrator:
         policy = self._published.current
         if self._evaluator is None or policy is None or not self._evaluator.due(policy.version):
             return
-        evaluation = self._evaluator.start(policy.version, self._generate)
+        evaluation = self._evaluator.start(policy.version, self._sampler)
         if self._config.rollout.max_staleness == 0:  # before any group: the trainer cannot publish meanwhile
             await evaluation
         else:

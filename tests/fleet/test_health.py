@@ -93,7 +93,7 @@ def test_a_verification_overtaken_by_the_next_policy_does_not_admit():
 def test_a_new_policy_that_the_publisher_confirmed_is_served_at_once():
     health = after(Published(5, "a"), start=serving(4))
     assert health.state is State.SERVING
-    assert health.proven == ("a", 5)
+    assert health.verified == ("a", 5)
     assert after(Answered("a", 4), start=health).state is State.STALE  # not what the publisher left
 
 
@@ -211,8 +211,8 @@ def test_it_never_serves_without_proof(history):
         if died or isinstance(event, Registered | Vanished):
             verified = set()
         if health.state is State.SERVING:
-            assert health.proven == (health.instance, health.published)
-            assert health.proven in verified
+            assert health.verified == (health.instance, health.published)
+            assert health.verified in verified
             assert health.silent == 0
         if before.state is State.DEAD:
             assert health.state in (State.DEAD, State.STALE, State.STARTING)

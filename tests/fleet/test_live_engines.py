@@ -108,7 +108,7 @@ def test_a_load_may_take_long_but_not_longer_than_an_update(world):
 
 def test_one_that_was_announced_elsewhere_is_found(world):
     w = world(FakeServer(up=False), FakeServer())
-    w.book = {"engine-0": B}
+    w.registered = {"engine-0": B}
     confirmed, left_out = publish(w, 3)
     assert [c.url for c in confirmed] == [B]
     assert not left_out

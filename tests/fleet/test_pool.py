@@ -34,16 +34,16 @@ def tokens(rollouts) -> list[list[int]]:
     return [r.token_ids.tolist() for r in rollouts]
 
 
-async def many(pool, count: int):
-    return await asyncio.gather(*(pool.generate(request(f"g{i}")) for i in range(count)))
+async def many(sampler, count: int):
+    return await asyncio.gather(*(sampler.generate(request(f"g{i}")) for i in range(count)))
 
 
 def test_requests_go_to_the_least_loaded_engine(world):
     w = world(FakeServer(generate_s=0.05), FakeServer(generate_s=0.05))
 
-    async def use(pool):
-        await until(lambda: pool.take_metrics()["engine/serving"] == 2)
-        await many(pool, 10)
+    async def use(sampler):
+        await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
+        await many(sampler, 10)
 
     w.live(use)
     assert [len(server.asked) for server in w.servers.values()] == [5, 5]
@@ -54,8 +54,8 @@ def test_requests_go_to_the_least_loaded_engine(world):
 def test_requests_of_a_lost_engine_are_sent_unchanged_to_another(world, end):
     w = world(FakeServer(generate_s=30), FakeServer(up=False))
 
-    async def use(pool):
-        calls = asyncio.ensure_future(many(pool, 4))
+    async def use(sampler):
+        calls = asyncio.ensure_future(many(sampler, 4))
         await until(lambda: w.servers[A].running == 4)
         w.servers[B].up = True
         lost = time.monotonic()
@@ -64,11 +64,11 @@ def test_requests_of_a_lost_engine_are_sent_unchanged_to_another(world, end):
         if end == "freezes":
             w.servers[A].frozen = True
         if end == "vanishes":
-            del w.book["engine-0"]
+            del w.registered["engine-0"]
         results = await calls
         assert time.monotonic() - lost < 3  # 2 probes of 0.1 s and a reload, on a busy machine
         assert all(tokens(result) == tokens(results[0]) for result in results)
-        metrics = pool.take_metrics()
+        metrics = sampler.take_metrics()
         assert metrics["engine/retried_requests"] == 4
         assert metrics["engine/deaths"] == 1
 
@@ -81,17 +81,17 @@ def test_requests_of_a_lost_engine_are_sent_unchanged_to_another(world, end):
 def test_a_suspect_keeps_its_requests_and_gets_no_new_ones(world):
     w = world(FakeServer(generate_s=0.6), FakeServer(), health_failures=1000)
 
-    async def use(pool):
-        await until(lambda: pool.take_metrics()["engine/serving"] == 2)
-        first = asyncio.ensure_future(many(pool, 2))
+    async def use(sampler):
+        await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
+        first = asyncio.ensure_future(many(sampler, 2))
         await until(lambda: w.servers[A].running == 1)
         w.servers[A].frozen = True
-        await until(lambda: pool.take_metrics()["engine/serving"] == 1)
-        await many(pool, 5)
+        await until(lambda: sampler.take_metrics()["engine/serving"] == 1)
+        await many(sampler, 5)
         assert len(w.servers[A].asked) == 1
         w.servers[A].frozen = False
         await first
-        assert pool.take_metrics()["engine/retried_requests"] == 0
+        assert sampler.take_metrics()["engine/retried_requests"] == 0
 
     w.live(use)
 
@@ -101,30 +101,30 @@ def test_a_restarted_engine_is_loaded_and_scored_before_it_gets_a_request(world,
     w = world(FakeServer())
     w.publish(3)
 
-    async def use(pool):
-        await pool.generate(request())
+    async def use(sampler):
+        await sampler.generate(request())
         w.servers[A].restart(weights, claims)  # between two probes, at the same address
-        (rollout, _) = await pool.generate(request("after"))
+        (rollout, _) = await sampler.generate(request("after"))
         assert w.servers[A].loads == [3]
         expected = np.random.default_rng([7, 3]).integers(0, 99, 4)
         assert rollout.token_ids.tolist() == expected.tolist()
-        assert pool.take_metrics()["engine/caught_up"] == 1
+        assert sampler.take_metrics()["engine/caught_up"] == 1
 
     w.live(use)
 
 
 def test_one_that_comes_back_at_another_address_is_found_there(world):
     w = world(FakeServer(), FakeServer(weights=1, claims=3))
-    w.book = {"engine-0": A}
+    w.registered = {"engine-0": A}
     w.publish(3, to=(A,))
 
-    async def use(pool):
-        await pool.generate(request())
+    async def use(sampler):
+        await sampler.generate(request())
         w.servers[A].up = False
-        w.book = {"engine-0": B}
-        await pool.generate(request("after"))
+        w.registered = {"engine-0": B}
+        await sampler.generate(request("after"))
         assert w.servers[B].loads == [3]
-        assert pool.take_metrics()["engine/restarts"] == 1
+        assert sampler.take_metrics()["engine/restarts"] == 1
 
     w.live(use)
 
@@ -133,11 +133,11 @@ def test_one_that_only_says_it_loaded_is_never_admitted(world):
     w = world(FakeServer(), FakeServer(weights=1, claims=3, ignores_loads=True), health_interval_s=0.01)
     w.publish(3, to=(A,))
 
-    async def use(pool):
+    async def use(sampler):
         await until(lambda: len(w.servers[B].loads) >= 3)  # tried again, each time after a longer wait
-        await many(pool, 10)
+        await many(sampler, 10)
         assert w.servers[B].asked == []
-        assert pool.take_metrics()["engine/serving"] == 1
+        assert sampler.take_metrics()["engine/serving"] == 1
 
     w.live(use)
 
@@ -146,10 +146,10 @@ def test_a_published_policy_is_waited_for_before_the_next_request(world):
     """An engine that the publisher left out is behind: it must be caught up, however new the news are."""
     w = world()
 
-    async def use(pool):
+    async def use(sampler):
         for version in range(1, 6):
             w.publish(version, to=(A,))
-            results = await many(pool, 6)
+            results = await many(sampler, 6)
             assert {int(v) for result in results for r in result for v in r.versions} == {version}
 
     w.live(use)
@@ -160,15 +160,15 @@ def test_what_the_trainer_is_publishing_is_not_undone(world):
     """The next policy is in every engine, confirmed by none of them so far: the pool must not load the old one."""
     w = world()
 
-    async def use(pool):
-        await until(lambda: pool.take_metrics()["engine/serving"] == 2)
+    async def use(sampler):
+        await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
         for version in range(1, 4):
             for server in w.servers.values():
                 server.weights = server.claims = version
             await asyncio.sleep(0.1)  # several probes
-            await many(pool, 4)
+            await many(sampler, 4)
             w.publish(version)
-            await many(pool, 4)
+            await many(sampler, 4)
         assert w.servers[A].loads == w.servers[B].loads == []
         assert {len(server.asked) for server in w.servers.values()} == {12}  # neither was ever out
 
@@ -179,11 +179,11 @@ def test_one_loaded_over_by_an_older_policy_is_caught_up(world):
     """Confirmed for policy 2, but a load of policy 1 that was still on its way came after it."""
     w = world(FakeServer())
 
-    async def use(pool):
-        await pool.generate(request())
+    async def use(sampler):
+        await sampler.generate(request())
         w.publish(2)
         w.servers[A].weights = w.servers[A].claims = 1
-        (rollout, _) = await pool.generate(request("after"))
+        (rollout, _) = await sampler.generate(request("after"))
         assert rollout.versions.tolist() == [2] * 4
 
     w.live(use)
@@ -193,12 +193,12 @@ def test_tokens_of_an_older_policy_than_the_engine_was_admitted_with_are_refused
     w = world()
     w.publish(3)
 
-    async def use(pool):
-        await until(lambda: pool.take_metrics()["engine/serving"] == 2)
+    async def use(sampler):
+        await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
         w.servers[A].claims = 2  # says so only in its samples: no probe comes in between
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("dppo_megatron.fleet.monitored_engine.MonitoredEngine._probe", lambda self: asyncio.sleep(60))
-            results = await many(pool, 2)
+            results = await many(sampler, 2)
         assert {int(v) for result in results for r in result for v in r.versions} == {3}
 
     w.live(use)
@@ -207,11 +207,11 @@ def test_tokens_of_an_older_policy_than_the_engine_was_admitted_with_are_refused
 def test_invalid_samples_are_asked_of_another_engine(world):
     w = world(FakeServer(corrupts=True), FakeServer())
 
-    async def use(pool):
-        await until(lambda: pool.take_metrics()["engine/serving"] == 2)
-        results = await many(pool, 8)
+    async def use(sampler):
+        await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
+        results = await many(sampler, 8)
         assert all(tokens(result) == tokens(results[0]) for result in results)
-        metrics = pool.take_metrics()
+        metrics = sampler.take_metrics()
         assert metrics["rollout/invalid_samples"] == metrics["engine/retried_requests"] > 0
         assert metrics["engine/deaths"] >= 1  # an engine with invalid samples again and again is no longer asked
 
@@ -221,10 +221,10 @@ def test_invalid_samples_are_asked_of_another_engine(world):
 def test_samples_that_are_invalid_from_every_engine_are_an_error(world):
     w = world(FakeServer(corrupts=True), FakeServer(corrupts=True))
 
-    async def use(pool):
-        await until(lambda: pool.take_metrics()["engine/serving"] == 2)
+    async def use(sampler):
+        await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
         with pytest.raises(InvalidSample, match="NaN"):
-            await pool.generate(request())
+            await sampler.generate(request())
         assert [len(server.asked) for server in w.servers.values()] == [1, 1]
 
     w.live(use)
@@ -234,9 +234,9 @@ def test_without_any_engine_it_waits_and_says_for_what(world):
     w = world(FakeServer(up=False), FakeServer(weights=1, refuses=True), unavailable_timeout_s=0.5)
     w.publish(3, to=())
 
-    async def use(pool):
+    async def use(sampler):
         with pytest.raises(NoEngineServes) as error:
-            await pool.generate(request())
+            await sampler.generate(request())
         message = str(error.value)
         assert "waited 0.5 s (engine.unavailable_timeout_s)" in message
         assert "version 3" in message
@@ -250,10 +250,10 @@ def test_without_any_engine_it_waits_and_says_for_what(world):
 def test_the_only_engine_may_come_back(world):
     w = world(FakeServer())
 
-    async def use(pool):
-        await pool.generate(request())
+    async def use(sampler):
+        await sampler.generate(request())
         w.servers[A].up = False
-        call = asyncio.ensure_future(pool.generate(request("after")))
+        call = asyncio.ensure_future(sampler.generate(request("after")))
         await asyncio.sleep(0.2)
         assert not call.done()
         w.servers[A].restart(0, 0)
@@ -266,14 +266,14 @@ def test_broadcast_weights_that_an_engine_kept_while_it_froze_are_verified_witho
     w = world(FakeServer())
     w.publish(3, path=None)
 
-    async def use(pool):
-        await pool.generate(request())
+    async def use(sampler):
+        await sampler.generate(request())
         for kept in (True, False):
             w.servers[A].frozen = True
-            await until(lambda: pool.take_metrics()["engine/deaths"] == 1)
+            await until(lambda: sampler.take_metrics()["engine/deaths"] == 1)
             w.servers[A].weights = 3 if kept else 2
             w.servers[A].frozen = False
-            call = asyncio.ensure_future(pool.generate(request(f"kept {kept}")))
+            call = asyncio.ensure_future(sampler.generate(request(f"kept {kept}")))
             done, _ = await asyncio.wait((call,), timeout=2 if kept else 0.3)
             assert bool(done) == kept
         call.cancel()
@@ -286,10 +286,10 @@ def test_broadcast_weights_are_not_expected_of_a_life_that_never_had_them(world)
     w = world(FakeServer())
     w.publish(3, path=None)
 
-    async def use(pool):
-        await pool.generate(request())
+    async def use(sampler):
+        await sampler.generate(request())
         w.servers[A].restart(3, 3)
-        call = asyncio.ensure_future(pool.generate(request("after")))
+        call = asyncio.ensure_future(sampler.generate(request("after")))
         await asyncio.sleep(0.3)
         assert not call.done()
         w.publish(3, path=None)  # once more, by the trainer
@@ -302,9 +302,9 @@ def test_broadcast_weights_are_not_expected_of_a_life_that_never_had_them(world)
 def test_an_engine_that_is_closed_as_it_is_told_news_ends(world):
     w = world(FakeServer(), health_interval_s=5.0)
 
-    async def use(pool):
-        await pool.generate(request())
-        (engine,) = pool._engines.values()
+    async def use(sampler):
+        await sampler.generate(request())
+        (engine,) = w.pool._engines.values()
         await asyncio.sleep(0.05)  # between two probes
         engine._wake.set()
         async with asyncio.timeout(1):
@@ -316,10 +316,10 @@ def test_an_engine_that_is_closed_as_it_is_told_news_ends(world):
 def test_a_request_that_is_cancelled_as_it_is_told_news_ends(world):
     w = world(FakeServer(up=False))
 
-    async def use(pool):
-        call = asyncio.ensure_future(pool.generate(request()))
+    async def use(sampler):
+        call = asyncio.ensure_future(sampler.generate(request()))
         await asyncio.sleep(0.05)
-        pool._on_change()
+        w.pool._on_change()
         call.cancel()
         await asyncio.wait((call,), timeout=1)
         assert call.cancelled()
@@ -335,9 +335,9 @@ def test_one_with_settings_that_do_not_suit_is_not_admitted(world):
         if engine.url == B:
             raise EngineIncompatible("vocabulary of 10")
 
-    async def use(pool):
+    async def use(sampler):
         await asyncio.sleep(0.2)
-        await many(pool, 4)
+        await many(sampler, 4)
         assert w.servers[B].loads == w.servers[B].asked == []
 
     w.live(use, check=check)
@@ -355,12 +355,12 @@ def test_requests_that_take_too_long_are_no_failures_while_probes_are_answered(w
     w = world(FakeServer(generate_s=30))
     w.build = lambda config, url: Impatient(url, w.servers[url])
 
-    async def use(pool):
-        calls = asyncio.ensure_future(many(pool, 3))
+    async def use(sampler):
+        calls = asyncio.ensure_future(many(sampler, 3))
         await until(lambda: len(w.servers[A].asked) >= 6)
         w.servers[A].generate_s = 0.0
         await calls
-        metrics = pool.take_metrics()
+        metrics = sampler.take_metrics()
         assert (metrics["engine/deaths"], metrics["engine/retried_requests"] >= 3) == (0, True)
 
     w.live(use)
@@ -369,7 +369,7 @@ def test_requests_that_take_too_long_are_no_failures_while_probes_are_answered(w
 def test_a_request_that_ends_every_engine_is_given_up(world):
     w = world(FakeServer())
 
-    async def use(pool):
+    async def use(sampler):
         async def dies_of_it():
             while True:
                 if w.servers[A].running:
@@ -379,7 +379,7 @@ def test_a_request_that_ends_every_engine_is_given_up(world):
         w.servers[A].generate_s = 30
         killer = asyncio.ensure_future(dies_of_it())
         with pytest.raises(EngineError):
-            await pool.generate(request())
+            await sampler.generate(request())
         killer.cancel()
         assert len(w.servers[A].asked) == 8
 
@@ -390,8 +390,8 @@ def test_an_engine_that_dies_while_it_is_verified_is_verified_again(world):
     w = world(FakeServer(load_s=0.3))
     w.publish(3, to=())
 
-    async def use(pool):
-        call = asyncio.ensure_future(pool.generate(request()))
+    async def use(sampler):
+        call = asyncio.ensure_future(sampler.generate(request()))
         await until(lambda: len(w.servers[A].loads) == 1)
         w.servers[A].restart(2, 3)
         await call

@@ -15,12 +15,13 @@ from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import EngineInfo, EngineRefused, EngineUnavailable, GenerateRequest, InvalidSample
 from dppo_megatron.fleet.pool import EnginePool
 from dppo_megatron.fleet.registry import Service
+from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
 
 PROBE = [1, 2, 3]
-_LIVES = itertools.count()
+_INSTANCES = itertools.count()
 
 
 def policy_scores(version: int) -> list[float]:
@@ -34,7 +35,7 @@ class FakeServer:
 
     weights: int = 0
     claims: int = 0
-    instance: str = field(default_factory=lambda: f"life-{next(_LIVES)}")
+    instance: str = field(default_factory=lambda: f"instance-{next(_INSTANCES)}")
     up: bool = True
     frozen: bool = False
     ignores_loads: bool = False  # answers that it loaded, and keeps its weights
@@ -48,7 +49,7 @@ class FakeServer:
     began: float | None = None  # the load that goes on
 
     def restart(self, weights: int, claims: int) -> None:
-        self.instance = f"life-{next(_LIVES)}"
+        self.instance = f"instance-{next(_INSTANCES)}"
         self.weights, self.claims, self.up, self.frozen = weights, claims, True, False
 
 
@@ -58,18 +59,18 @@ class FakeEngine:
     def __init__(self, url: str, server: FakeServer):
         self.url = url
         self._server = server
-        self._life: str | None = None  # that it first sampled from
+        self._instance: str | None = None  # that it first sampled from
 
     async def _reach(self, seconds: float = 0.0) -> None:
-        life, deadline = self._server.instance, time.monotonic() + seconds
+        instance, deadline = self._server.instance, time.monotonic() + seconds
         await asyncio.sleep(0)
         while self._server.frozen or time.monotonic() < deadline:
-            self._check_up(life)
+            self._check_up(instance)
             await asyncio.sleep(0.001)
-        self._check_up(life)
+        self._check_up(instance)
 
-    def _check_up(self, life: str) -> None:
-        if not self._server.up or self._server.instance != life:
+    def _check_up(self, instance: str) -> None:
+        if not self._server.up or self._server.instance != instance:
             raise EngineUnavailable(f"engine {self.url}: connection refused")
 
     async def health(self) -> None:
@@ -112,8 +113,8 @@ class FakeEngine:
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         server = self._server
-        self._life = self._life or server.instance
-        if self._life != server.instance:
+        self._instance = self._instance or server.instance
+        if self._instance != server.instance:
             raise EngineUnavailable(f"engine {self.url}: the server was restarted")
         server.asked.append(request)
         server.running += 1
@@ -139,17 +140,18 @@ def request(name: str = "g") -> GenerateRequest:
 
 @dataclass
 class World:
-    """Some servers, the address book that announces them, and the trainer's publishing."""
+    """Some servers, the registry that names them, and the trainer's publishing."""
 
     config: Config
     servers: dict[str, FakeServer]
-    book: dict[str, str] = field(default_factory=dict)  # name -> url
+    registered: dict[str, str] = field(default_factory=dict)  # name -> url
+    pool: EnginePool | None = None  # while `live` runs
 
     def __post_init__(self):
-        self.book = self.book or {f"engine-{i}": url for i, url in enumerate(self.servers)}
+        self.registered = self.registered or {f"engine-{i}": url for i, url in enumerate(self.servers)}
 
     def services(self) -> dict[str, Service]:
-        return {name: Service(name, url, 0, "") for name, url in self.book.items()}
+        return {name: Service(name, url, 0, "") for name, url in self.registered.items()}
 
     def build(self, config: Config, url: str) -> FakeEngine:
         return FakeEngine(url, self.servers[url])
@@ -171,20 +173,20 @@ class World:
             policy_scores(version),
         ).write(RunDir(self.config.run.dir).published)
 
-    def live(self, use: Callable[[EnginePool], Awaitable[None]], check=None, timeout_s: float = 20.0) -> None:
+    def live(self, use: Callable[[Sampler], Awaitable[None]], check=None, timeout_s: float = 20.0) -> None:
         async def suits(engine: FakeEngine) -> None:
             pass
 
         async def main() -> None:
-            pool = EnginePool(
+            self.pool = EnginePool(
                 self.config,
-                book=self.services,
+                services=self.services,
                 published=PublishedFollower(RunDir(self.config.run.dir).published, 5.0),
                 build=self.build,
                 check=check or suits,
             )
-            async with asyncio.timeout(timeout_s), pool:
-                await use(pool)
+            async with asyncio.timeout(timeout_s), self.pool:
+                await use(Sampler(self.pool))
 
         asyncio.run(main())
 

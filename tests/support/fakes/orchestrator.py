@@ -16,8 +16,9 @@ from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.config import Config
 from dppo_megatron.config.checks import cross_field_violations
 from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
-from dppo_megatron.fleet.fixed_pool import FixedEngines
+from dppo_megatron.fleet.pool import FixedEngines
 from dppo_megatron.fleet.registry import forget_all
+from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.orchestrator.evaluation import Evaluator
 from dppo_megatron.orchestrator.metrics import StepRecorder
 from dppo_megatron.orchestrator.orchestrator import Orchestrator
@@ -142,14 +143,15 @@ class World:
         with BankWriter(run.bank, config.rollout.prompts_per_step, fsync=False) as bank:
             trainer = asyncio.create_task(self._train(bank))
             parts = {"tokenizer": Tokenizer(), "rewards": rewards, "stop_token_ids": (STOP,)}
+            sampler = Sampler(FixedEngines([engine]))
             orchestrator = Orchestrator(
                 config,
-                engines=FixedEngines([engine]),
+                sampler=sampler,
                 prompts=Prompts(),
                 bank=bank,
                 published=PublishedFollower(run.published, config.run.stall_timeout_s),
                 evaluator=Evaluator(config, prompts=Prompts(2), output=run.rollout_metrics, **parts),
-                recorder=StepRecorder(run.rollout_metrics, config.rollout.prompts_per_step),
+                recorder=StepRecorder(run.rollout_metrics, config.rollout.prompts_per_step, sampler.take_metrics),
                 **parts,
             )
             life = asyncio.create_task(orchestrator.run())

@@ -1,4 +1,4 @@
-"""Samples that are cut off and continued: joined token for token, drawn anew, never stored as if complete."""
+"""Interrupted samples go on: joined token for token, with draws of their own, never stored as if complete."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from dppo_megatron.engines.protocol import GenerateRequest
-from dppo_megatron.orchestrator.continuation import Continuation
+from dppo_megatron.fleet.pool import FixedEngines
+from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.types import Rollout
 
 PROMPT = np.array([7, 8, 9], np.int32)
 
 
-class CuttingEngine:
+class InterruptingEngine:
     """Token i of a response is 100 + i; each call ends after `pieces[k]` tokens, k counting calls, by policy k."""
 
     def __init__(self, pieces: list[int], last: str = "stop"):
@@ -41,21 +42,22 @@ class CuttingEngine:
         return (rollout,) * request.n
 
 
-def sample(engine: CuttingEngine, n: int = 1, max_tokens: int = 12):
-    counted = []
+def sample(engine: InterruptingEngine, n: int = 1, max_tokens: int = 12):
+    """The samples, and how often one was continued."""
+    sampler = Sampler(FixedEngines([engine]))
     request = GenerateRequest("g", PROMPT, n, tuple(range(50, 50 + n)), 0.8, max_tokens, (99,), topk=2)
-    return asyncio.run(Continuation(engine.generate, counted.append)(request)), counted
+    return asyncio.run(sampler.generate(request)), sampler.take_metrics()["rollout/continued_samples"]
 
 
 def test_complete_samples_pass_unchanged():
-    engine = CuttingEngine([5])
+    engine = InterruptingEngine([5])
     (rollout,), counted = sample(engine)
     assert rollout.token_ids.tolist() == [100, 101, 102, 103, 104]
-    assert (len(engine.requests), counted) == (1, [])
+    assert (len(engine.requests), counted) == (1, 0)
 
 
 def test_pieces_join_with_their_own_log_probs_versions_and_lists():
-    engine = CuttingEngine([3, 0, 4])
+    engine = InterruptingEngine([3, 0, 4])
     (rollout,), counted = sample(engine)
     tokens = np.arange(100, 107)
     np.testing.assert_array_equal(rollout.token_ids, tokens)
@@ -66,11 +68,11 @@ def test_pieces_join_with_their_own_log_probs_versions_and_lists():
     # Call 0 read the prompt and all of its own tokens but the last, call 2 everything after those.
     assert rollout.routed_experts[:, 0, 0].tolist() == [0] * 5 + [2] * 4
     assert len(rollout.routed_experts) == 3 + 7 - 1
-    assert counted == [1, 1]
+    assert counted == 2
 
 
 def test_a_continuation_asks_for_what_is_left_with_draws_of_its_own():
-    engine = CuttingEngine([3, 2, 1])
+    engine = InterruptingEngine([3, 2, 1])
     sample(engine, max_tokens=12)
     _, second, third = engine.requests
     assert [len(r.token_ids) for r in engine.requests] == [3, 6, 8]
@@ -81,13 +83,13 @@ def test_a_continuation_asks_for_what_is_left_with_draws_of_its_own():
 
 
 def sample_again_seeds() -> tuple[int, ...]:
-    engine = CuttingEngine([3, 2, 1])
+    engine = InterruptingEngine([3, 2, 1])
     sample(engine)
     return engine.requests[2].seeds
 
 
-def test_only_the_samples_that_were_cut_are_continued():
-    class Mixed(CuttingEngine):
+def test_only_interrupted_samples_are_continued():
+    class Mixed(InterruptingEngine):
         async def generate(self, request):
             rollouts = await super().generate(request)
             if request.n == 1:
@@ -98,11 +100,11 @@ def test_only_the_samples_that_were_cut_are_continued():
     engine = Mixed([3, 2])
     rollouts, counted = sample(engine, n=3)
     assert [len(r.token_ids) for r in rollouts] == [3, 5, 5]
-    assert counted == [2]
-    assert len({r.seeds for r in engine.requests[1:]}) == 2, "samples cut at the same place must not become one"
+    assert counted == 2
+    assert len({r.seeds for r in engine.requests[1:]}) == 2, "samples interrupted at the same place must not become one"
 
 
 @pytest.mark.parametrize("size", [12])
-def test_cut_at_the_very_end_is_the_length_limit(size):
-    (rollout,), _ = sample(CuttingEngine([size, 1]), max_tokens=size)
+def test_interrupted_at_the_very_end_is_the_length_limit(size):
+    (rollout,), _ = sample(InterruptingEngine([size, 1]), max_tokens=size)
     assert (len(rollout.token_ids), rollout.finish_reason) == (12, "length")

@@ -1,0 +1,168 @@
+"""What happens to a request: everything between a group that is wanted and an engine that may fail.
+
+| when an engine | then the request | at most |
+|---|---|---|
+| dies, freezes, times out or fails | is sent unchanged to one that serves: same seeds and tokens | `ENGINE_ATTEMPTS` |
+| returns an invalid sample | is sent unchanged to one that did not | `ENGINE_ATTEMPTS` |
+| did so and no other is left | is made anew with other seeds | `SEED_ATTEMPTS` |
+| interrupts samples, as for an update | goes on from their tokens, with seeds derived from theirs | any number |
+| refuses it or does not suit the run | is given up: the run ends with the error | |
+| cannot be had, for none serves | waits for one | `engine.unavailable_timeout_s` |
+
+Nothing else repeats a request; the HTTP client only waits while a server answers "503, try again", within
+`engine.request_timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from dppo_megatron.engines.protocol import (
+    EngineError,
+    EngineIncompatible,
+    EngineRefused,
+    GenerateRequest,
+    InvalidSample,
+)
+from dppo_megatron.types import Rollout
+
+log = logging.getLogger(__name__)
+
+# The retry budget. An interruption is no failure: every continuation is a request of its own.
+ENGINE_ATTEMPTS = 8  # of one request; one that ends every engine it is sent to must not do so for ever
+SEED_ATTEMPTS = 3  # of one group
+
+Failures = Mapping[str, EngineError]
+"""Of one request: the last error of every engine that it was sent to, by the engine's name."""
+
+
+class SamplingEngine(Protocol):
+    name: str
+
+    async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
+        """As `Engine.generate`."""
+        ...
+
+
+class SamplingEngines(Protocol):
+    """Where requests can be sent: `EnginePool` or `FixedEngines`."""
+
+    async def select(self, request_id: str, failures: Failures) -> SamplingEngine | None:
+        """The engine to send a request to next, None when no engine is left that might answer it."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """What happened since the last call."""
+        ...
+
+
+class Sampler:
+    """Samples groups by whichever engines serve. See the table above."""
+
+    def __init__(self, engines: SamplingEngines):
+        self._engines = engines
+        self._counts: Counter[str] = Counter()
+
+    async def sample(self, request: Callable[[int], GenerateRequest], what: str) -> tuple[Rollout, ...]:
+        """The complete samples of `request(0)`, or of the first later attempt that no engine made invalid.
+
+        `request` gives every attempt seeds and an id of its own; `what` names the group in messages. Raises
+        `InvalidSample` when all attempts were invalid, otherwise as `generate`.
+        """
+        for attempt in range(SEED_ATTEMPTS):
+            try:
+                return await self.generate(request(attempt))
+            except InvalidSample as error:
+                log.warning("%s: refused an invalid sample (%s)", what, error)
+        raise InvalidSample(f"{what}: the engine returned an invalid group {SEED_ATTEMPTS} times; see its log")
+
+    async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
+        """The `n` samples in the order of `seeds`, all complete.
+
+        A sample that was interrupted may hold tokens of several policies; every token keeps the log-prob and the
+        version it was sampled with. Raises `InvalidSample` when no engine is left that returned no invalid sample,
+        `EngineRefused`, `EngineIncompatible`, and the last `EngineError` when the budget is spent.
+        """
+        rollouts = await self._send(request)
+        if all(rollout.finish_reason != "abort" for rollout in rollouts):
+            return rollouts
+        return tuple(await asyncio.gather(*(self._complete(request, i, r) for i, r in enumerate(rollouts))))
+
+    async def _complete(self, request: GenerateRequest, sample: int, rollout: Rollout) -> Rollout:
+        piece = 0
+        while rollout.finish_reason == "abort":
+            left = request.max_tokens - len(rollout.token_ids)
+            if left == 0:
+                return replace(rollout, finish_reason="length")
+            piece += 1
+            self._counts["rollout/continued_samples"] += 1
+            (rest,) = await self._send(_continuation(request, sample, rollout.token_ids, left, piece))
+            rollout = _join(len(request.token_ids), rollout, rest)
+        return rollout
+
+    async def _send(self, request: GenerateRequest) -> tuple[Rollout, ...]:
+        """The request, unchanged, to one engine after another until one answers."""
+        failures: dict[str, EngineError] = {}
+        for attempt in range(ENGINE_ATTEMPTS):
+            engine = await self._engines.select(request.request_id, failures)
+            if engine is None:
+                break
+            # The server may still be busy ending the attempt before, and takes each id once.
+            again = replace(request, request_id=f"{request.request_id}~{attempt}") if attempt else request
+            try:
+                return await engine.generate(again)
+            except (EngineRefused, EngineIncompatible):
+                raise
+            except EngineError as error:
+                failures[engine.name] = last = error
+                self._count_failure(error)
+        raise last
+
+    def take_metrics(self) -> dict[str, float]:
+        """What happened since the last call, to requests and to engines."""
+        names = ("engine/retried_requests", "rollout/invalid_samples", "rollout/continued_samples")
+        counted = {name: float(self._counts[name]) for name in names}
+        self._counts.clear()
+        return {**self._engines.take_metrics(), **counted}
+
+    def _count_failure(self, error: EngineError) -> None:
+        self._counts["engine/retried_requests"] += 1
+        if isinstance(error, InvalidSample):
+            self._counts["rollout/invalid_samples"] += 1
+        log.warning("a request failed: %s", error)
+
+
+def _continuation(request: GenerateRequest, sample: int, tokens: np.ndarray, left: int, piece: int) -> GenerateRequest:
+    # The engine draws from the start of a seed's stream: the same seed would repeat the draws of the first tokens.
+    seed = np.random.SeedSequence([request.seeds[sample], len(tokens)]).generate_state(1, np.uint64)[0]
+    return replace(
+        request,
+        request_id=f"{request.request_id}+{sample}.{piece}",
+        token_ids=np.concatenate([request.token_ids, tokens]),
+        n=1,
+        seeds=(int(seed) >> 1,),
+        max_tokens=left,
+    )
+
+
+def _join(prompt_tokens: int, first: Rollout, rest: Rollout) -> Rollout:
+    """One sample of two pieces, the second sampled behind the tokens of the first."""
+
+    def both(name: str) -> np.ndarray | None:
+        one, two = getattr(first, name), getattr(rest, name)
+        return None if one is None or two is None else np.concatenate([one, two])
+
+    experts = None
+    if first.routed_experts is not None and rest.routed_experts is not None:
+        # Of the tokens that both pieces read, those that the policy of the time was routed to.
+        read = max(prompt_tokens + len(first.token_ids) - 1, 0)
+        experts = np.concatenate([first.routed_experts[:read], rest.routed_experts[read:]])
+    names = ("token_ids", "rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob")
+    return Rollout(**{name: both(name) for name in names}, finish_reason=rest.finish_reason, routed_experts=experts)
