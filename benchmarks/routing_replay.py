@@ -26,7 +26,8 @@ import torch
 import yaml
 
 from dppo_megatron.actor import Actor, init_layout
-from dppo_megatron.config import Config, load_config
+from dppo_megatron.checks import load_config
+from dppo_megatron.config import Config
 from dppo_megatron.data.packing import TokenSequence, pack
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import GenerateRequest

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from .config import ConfigError, load_config, save_resolved
-from .config.load import read_config
+from .checks import load_config
+from .config import ConfigError, read_config, save_resolved
 from .convert.commands import app as convert_app
 from .errors import ExpectedError
 from .run_dir import RunDir
@@ -36,7 +36,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
 
     Ctrl-C or SIGTERM ends all of them and leaves a run that --resume continues.
     """
-    from .checks.preflight import check_run_dir, preflight
+    from .checks import check_run_dir, preflight
     from .launch.supervisor import Supervisor
     from .observability.report import write_report
 
@@ -106,7 +106,7 @@ def evaluate(
 @app.command()
 def validate(config_file: ConfigFile, overrides: Overrides = None) -> None:
     """Check a config, its model directory, its data, its objective and its ports, and start nothing."""
-    from .checks.preflight import preflight
+    from .checks import preflight
 
     config = read_config(config_file, overrides or ())
     for note in preflight(config, str(config_file)):

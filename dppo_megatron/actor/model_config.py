@@ -14,7 +14,7 @@ from dppo_megatron.hf import HFModelConfig, ModelError
 from dppo_megatron.hf.transformer_fields import transformer_fields, uncompared_fields
 
 from . import megatron_version
-from .precision import fuses_weight_gradient, installation_problems, precision_arguments, precision_problems, this_gpu
+from .precision import capability_problems, fuses_weight_gradient, installation_problems, precision_arguments, this_gpu
 
 _SHARD_UNIT = 128  # columns of the head per rank, for its GEMM
 _SMALL_VOCAB = 4096  # below it, padding to the unit would cost more than it gains
@@ -136,7 +136,7 @@ def machine_problems(config: Config) -> list[str]:
             out.append("model.layers = transformer_engine: needs a CUDA device; set it to local or auto")
         elif not megatron_version.has_transformer_engine():
             out.append("model.layers = transformer_engine: it is not installed; install it or use auto")
-    return out + precision_problems(config, this_gpu()) + installation_problems(config)
+    return out + capability_problems(config, this_gpu()) + installation_problems(config)
 
 
 def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:

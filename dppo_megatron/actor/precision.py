@@ -50,27 +50,22 @@ def row_multiple(config: Config) -> int:
     return 1 if config.model.fp8 == "none" else RECIPES[config.model.fp8].rows
 
 
-def precision_problems(config: Config, capability: Capability | None) -> list[str]:
-    """Every reason why a device of `capability` (None = CPU) cannot compute as configured; installation aside."""
-    m, out = config.model, []
-    if m.fp8 != "none":
-        needed = RECIPES[m.fp8].capability
-        if capability is None:
-            out.append(f"model.fp8 = {m.fp8}: needs a CUDA device; set it to none")
-        elif capability < needed:
-            can = [name for name, recipe in RECIPES.items() if recipe.capability <= capability]
-            remedy = f"use one of {', '.join(can)} or none" if can else "set it to none"
-            out.append(
-                f"model.fp8 = {m.fp8}: needs compute capability {_dotted(needed)} or newer, the GPU has "
-                f"{_dotted(capability)}; {remedy}"
-            )
-        if m.dtype != "bf16":
-            out.append(f"model.fp8 = {m.fp8}: the rest is computed in bf16; set model.dtype to bf16")
-        if m.layers == "local":
-            out.append(f"model.fp8 = {m.fp8}: local layers have no FP8; set model.layers to transformer_engine or auto")
-    if m.fp32_head and m.logits == "fused":
-        out.append("model.fp32_head = true: the fused head multiplies in model.dtype; set model.logits to stored")
-    return out
+def capability_problems(config: Config, capability: Capability | None) -> list[str]:
+    """Why a device of `capability` (None = CPU) cannot compute as configured; installation aside."""
+    m = config.model
+    if m.fp8 == "none":
+        return []
+    needed = RECIPES[m.fp8].capability
+    if capability is None:
+        return [f"model.fp8 = {m.fp8}: needs a CUDA device; set it to none"]
+    if capability >= needed:
+        return []
+    can = [name for name, recipe in RECIPES.items() if recipe.capability <= capability]
+    remedy = f"use one of {', '.join(can)} or none" if can else "set it to none"
+    return [
+        f"model.fp8 = {m.fp8}: needs compute capability {_dotted(needed)} or newer, the GPU has "
+        f"{_dotted(capability)}; {remedy}"
+    ]
 
 
 def installation_problems(config: Config) -> list[str]:

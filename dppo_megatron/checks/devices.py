@@ -1,5 +1,4 @@
-"""Which GPUs of this machine serve and which train: trainer ranks take the first ones, engines those after them or,
-colocated, the same."""
+"""Rules of this machine's GPUs: trainer ranks take the first ones, engines those after them or, colocated, the same."""
 
 from __future__ import annotations
 
@@ -38,28 +37,38 @@ def engine_devices(config: Config, index: int, visible: list[str], *, trains: bo
     return visible[first : first + each]
 
 
-def device_problem(config: Config, visible: list[str], *, trains: bool = True) -> str | None:
-    """Why trainer ranks (where it `trains`) and the engines to start do not fit on this machine's GPUs, or None."""
+def problems(config: Config, *, trains: bool = True) -> list[str]:
+    """Why trainer ranks (where it `trains`) and the engines to start do not fit on this machine's GPUs."""
+    return gpu_problems(config, visible_devices(), trains=trains)
+
+
+def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> list[str]:
+    """The same for a machine with these GPUs; one without any computes on the CPU."""
+    engine, engines = config.engine, config.started_engines
     if not visible:
-        return None
-    engines = config.engine.count if config.samples and not config.engine.urls else 0
-    serving = engines * config.engine.tensor_parallel
+        if not engines or engine.quantization == "none":
+            return []
+        return [
+            f"engine.quantization = {engine.quantization}: needs a GPU, {engine.kind} does not multiply in FP8 on "
+            "CPUs; set it to none"
+        ]
+    serving = engines * engine.tensor_parallel
     if not trains:
         if serving <= len(visible):
-            return None
-        return (
-            f"engine.count = {engines}: engines of engine.tensor_parallel = {config.engine.tensor_parallel} need "
+            return []
+        return [
+            f"engine.count = {engines}: engines of engine.tensor_parallel = {engine.tensor_parallel} need "
             f"{serving} GPUs, {len(visible)} are visible; lower one of them"
-        )
+        ]
     trainers = config.parallel.world_size
     needed = max(trainers, _first_of_engines(config) + serving)
     if needed <= len(visible):
-        return None
-    return (
+        return []
+    return [
         f"parallel.world_size = {trainers}: with {engines} engines of engine.tensor_parallel = "
-        f"{config.engine.tensor_parallel} the run needs {needed} GPUs, {len(visible)} are visible; lower "
+        f"{engine.tensor_parallel} the run needs {needed} GPUs, {len(visible)} are visible; lower "
         "one of them, or serve elsewhere and set engine.urls"
-    )
+    ]
 
 
 def _first_of_engines(config: Config) -> int:

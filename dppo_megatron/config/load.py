@@ -27,22 +27,11 @@ class ConfigError(ExpectedError, ValueError):
         super().__init__(f"{source}: {count} problem{'s' if count != 1 else ''}\n{lines}")
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Reads `path`, applies overrides (`a.b=value`, the value in YAML), validates types, names and cross-field rules.
-
-    Relative paths in the file are relative to the working directory, as on a command line.
-    Raises `ConfigError` naming every violation. Reads no model or data files (see `checks.preflight`).
-    """
-    from .checks import cross_field_violations
-
-    config = read_config(path, overrides)
-    if violations := cross_field_violations(config):
-        raise ConfigError(str(path), violations)
-    return config
-
-
 def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """The same without the rules between settings. Raises `ConfigError` naming every violation of types and names."""
+    """Reads `path` and applies overrides; `checks.load_config` also applies the rules between settings.
+
+    Raises `ConfigError` naming every violation of types and names.
+    """
     source = str(path)
     tree, violations = _read_file(Path(path))
     violations += _apply_overrides(tree, overrides)

@@ -373,6 +373,11 @@ class Config(Section):
         return not self.objective.supervised and self.rollout.bank is None
 
     @property
+    def started_engines(self) -> int:
+        """Engines that the run starts itself."""
+        return self.engine.count if self.samples and not self.engine.urls else 0
+
+    @property
     def request_timeout_s(self) -> float:
         """Seconds that one request to an engine may take."""
         longest = max(self.rollout.max_response_tokens, self.eval.max_response_tokens or 0)

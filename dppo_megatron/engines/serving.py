@@ -1,4 +1,4 @@
-"""What the engines of a run serve: the model they start with, and whether a model and a running server suit the run."""
+"""What the engines of a run serve: the model they start with, and whether a running server suits the run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
-from dppo_megatron.hf import HFModelConfig, fp8, read_hf_config
+from dppo_megatron.hf import read_hf_config
 from dppo_megatron.run_dir import RunDir
 
 from .protocol import EngineIncompatible, EngineInfo
@@ -79,39 +79,3 @@ def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | Non
     wrong = [*info.problems, *(message for is_wrong, message in problems if is_wrong)]
     if wrong:
         raise EngineIncompatible(f"engine {url} does not suit this run:\n  " + "\n  ".join(wrong))
-
-
-def serving_problems(hf: HFModelConfig, config: Config) -> list[str]:
-    """Each `setting = value: why; remedy`. Both servers split attention by whole heads, and FP8 by whole blocks."""
-    engine, out = config.engine, []
-    if engine.max_model_len > hf.max_position_embeddings:
-        out.append(
-            f"engine.max_model_len = {engine.max_model_len}: the model was made for {hf.max_position_embeddings} "
-            f"positions (max_position_embeddings); set it to at most {hf.max_position_embeddings}"
-        )
-    tensor, kv_heads = engine.tensor_parallel, hf.num_kv_heads
-    if hf.num_heads % tensor:
-        out.append(f"engine.tensor_parallel = {tensor}: does not divide {hf.num_heads} attention heads; lower it")
-    elif hf.mla is None and kv_heads % tensor and tensor % kv_heads:
-        out.append(
-            f"engine.tensor_parallel = {tensor}: {kv_heads} key-value heads are neither a multiple nor a divisor of "
-            "it; change it"
-        )
-    if engine.quantization == "fp8_block":
-        out += [
-            f"engine.tensor_parallel = {tensor}: cuts {name} = {width} into parts that are no multiple of the "
-            f"{fp8.BLOCK} values of an FP8 block; lower it, or set engine.quantization to none"
-            for name, width in _feed_forwards(hf).items()
-            if width % (tensor * fp8.BLOCK)
-        ]
-    return out
-
-
-def _feed_forwards(hf: HFModelConfig) -> dict[str, int]:
-    """Widths of those that the model has, by their names in config.json."""
-    if hf.moe is None:
-        return {"intermediate_size": hf.ffn_hidden_size}
-    widths = {"moe_intermediate_size": hf.moe.ffn_hidden_size}
-    if not all(hf.moe.layers):
-        widths["intermediate_size"] = hf.ffn_hidden_size
-    return widths

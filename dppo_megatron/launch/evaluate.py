@@ -7,7 +7,7 @@ import itertools
 import shutil
 from pathlib import Path
 
-from dppo_megatron.checks.devices import device_problem, engine_devices, visible_devices
+from dppo_megatron.checks.devices import engine_devices, gpu_problems, visible_devices
 from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config, ConfigError, save_resolved
 from dppo_megatron.config.schema import ObjectiveConfig
@@ -38,8 +38,8 @@ def evaluate_model(config: Config, model: Path, source: str) -> float:
         }
     )
     visible = visible_devices()
-    if problem := device_problem(config, visible, trains=False):
-        raise ConfigError(source, [problem])
+    if problems := gpu_problems(config, visible, trains=False):
+        raise ConfigError(source, problems)
     directory = _new_directory(config.run.dir / "eval", model.absolute().name)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
     run = RunDir(directory)

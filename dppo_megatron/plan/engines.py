@@ -33,8 +33,7 @@ class EngineMemory:
 
 def engine_devices(config: Config) -> int:
     """Devices of the engines that the run starts."""
-    starts = config.samples and not config.engine.urls
-    return config.engine.count * config.engine.tensor_parallel if starts else 0
+    return config.started_engines * config.engine.tensor_parallel
 
 
 def devices_needed(config: Config) -> int:

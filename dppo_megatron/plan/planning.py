@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dppo_megatron.checks import serving, settings_problems
+from dppo_megatron.checks.model import on_any_machine
 from dppo_megatron.config import Config, ConfigError
-from dppo_megatron.config.checks import cross_field_violations
-from dppo_megatron.engines.serving import serving_problems
 from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
 
 from .cluster import Cluster
-from .engines import EngineMemory, devices_needed, engine_devices, engine_memory, placement_problems
+from .engines import EngineMemory, devices_needed, engine_memory, placement_problems
 from .memory import Load, Memory, estimate, largest_load
-from .ranks import RankBuilder, RankModel, buildable_here
+from .ranks import RankBuilder, RankModel
 from .totals import Totals, totals
 
 
@@ -76,19 +76,19 @@ def make_plan(
 
 def _problems(config: Config, cluster: Cluster, rank: int | None) -> tuple[HFModelConfig | None, list[str]]:
     from dppo_megatron.actor.model_config import model_problems
-    from dppo_megatron.actor.precision import precision_problems
+    from dppo_megatron.actor.precision import capability_problems
 
-    out = [*cross_field_violations(config), *placement_problems(config, cluster)]
+    out = [*settings_problems(config), *placement_problems(config, cluster)]
     if rank is not None and not 0 <= rank < config.parallel.world_size:
         out.append(f"--rank {rank}: parallel.world_size = {config.parallel.world_size}")
-    out += precision_problems(config, cluster.hardware.capability)
+    out += capability_problems(config, cluster.hardware.capability)
     try:
         hf = read_hf_config(config.model.path)
     except ModelError as error:
         return None, out + [f"model.path = {error.source}: {problem}" for problem in error.problems]
-    out += model_problems(hf, buildable_here(config))
-    if engine_devices(config):
-        out += serving_problems(hf, config)
+    out += model_problems(hf, on_any_machine(config))
+    if config.started_engines:
+        out += serving.problems(config, hf)
     return hf, list(dict.fromkeys(out))
 
 

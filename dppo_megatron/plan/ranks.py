@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
 
+from dppo_megatron.checks.model import on_any_machine
 from dppo_megatron.config import Config
 
 
@@ -60,12 +61,6 @@ class RankBuilder:
         return self._built[key]
 
 
-def buildable_here(config: Config) -> Config:
-    """Without what belongs to the machine that is planned for; no parameter depends on it."""
-    model = config.model.model_copy(update={"layers": "local", "fp8": "none"})
-    return config.model_copy(update={"model": model})
-
-
 def _without_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -90,7 +85,7 @@ def _build(config: Config, rank: int) -> RankModel:
     from dppo_megatron.actor.model_config import transformer_config
     from dppo_megatron.hf import read_hf_config
 
-    config = buildable_here(config)
+    config = on_any_machine(config)
     os.environ["WORLD_SIZE"] = str(config.parallel.world_size)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.parallel.world_size)
     layout = replace(init_layout(config), device=torch.device("meta"))

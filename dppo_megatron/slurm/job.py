@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dppo_megatron.checks.preflight import check_run_dir
+from dppo_megatron.checks import check_run_dir, load_config
+from dppo_megatron.checks.slurm import problems as slurm_problems
 from dppo_megatron.common.process import exit_reason
-from dppo_megatron.config import Config, ConfigError, load_config, save_resolved, with_absolute_paths
-from dppo_megatron.config.checks import slurm_violations
+from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
 from dppo_megatron.fleet.registry import forget, forget_all
 from dppo_megatron.launch.restarts import RestartedServer, RestartPolicy
 from dppo_megatron.run_dir import RunDir
@@ -48,7 +48,7 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
     config = with_absolute_paths(load_config(source, overrides))
     run = RunDir(config.run.dir)
     resume = resume or allocation.restart > 0
-    if violations := slurm_violations(config) + node_violations(config, allocation):
+    if violations := slurm_problems(config) + node_violations(config, allocation):
         raise ConfigError(str(source), violations)
     check_run_dir(config, str(source), resume=resume)
     queue.retry_until_answered(lambda: refuse_second_job(run, allocation.job_id), config.slurm.signal_lead_s)

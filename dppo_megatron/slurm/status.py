@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.config import Config, ConfigError, load_config
+from dppo_megatron.checks import load_config
+from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import EngineError
 from dppo_megatron.errors import ExpectedError

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dppo_megatron.checks.preflight import Place, check_run_dir, preflight
-from dppo_megatron.config import Config, ConfigError, load_config, save_resolved, with_absolute_paths
-from dppo_megatron.config.checks import cross_field_violations, slurm_violations
+from dppo_megatron.checks import Place, check_run_dir, load_config, preflight, settings_problems
+from dppo_megatron.checks.slurm import problems as slurm_problems
+from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 
@@ -33,7 +33,7 @@ def prepare(config_file: Path, overrides: Sequence[str], nodes: str | None, *, r
     config = with_absolute_paths(load_config(config_file, overrides))
     if nodes is not None:
         config = scaled(config, nodes)
-    if violations := cross_field_violations(config) + slurm_violations(config):
+    if violations := settings_problems(config) + slurm_problems(config):
         raise ConfigError(str(config_file), violations)
     check_run_dir(config, str(config_file), resume=resume)
     if config.slurm.command:  # what the model, the data and the plan need is in there

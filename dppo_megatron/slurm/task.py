@@ -14,10 +14,11 @@ from pathlib import Path
 
 import psutil
 
+from dppo_megatron.checks import load_config
 from dppo_megatron.checks.devices import visible_devices
 from dppo_megatron.common.files import read_json, write_json
 from dppo_megatron.common.process import Child, exit_reason
-from dppo_megatron.config import Config, load_config
+from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import ServiceTimeout, port_in_use
 from dppo_megatron.launch.supervisor import dppo_command

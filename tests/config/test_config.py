@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dppo_megatron.config import ConfigError, load_config, save_resolved, with_absolute_paths
+from dppo_megatron.checks import load_config
+from dppo_megatron.config import ConfigError, save_resolved, with_absolute_paths
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
 MINIMAL = {
@@ -151,10 +152,13 @@ def test_missing_file_and_broken_yaml(tmp_path):
                 "weight_sync": {"transport": "broadcast"},
                 "parallel": {"world_size": 256, "tensor": 8, "pipeline": 16, "expert": 16, "expert_tensor": 1},
             },
-            "parallel.pipeline x parallel.expert = 256 ranks own weights",
+            "parallel.pipeline x parallel.expert = 256 ranks send weights",
         ),
         ({"optimizer": {"min_lr": 1.0}}, "above optimizer.lr"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature = 0"),
+        ({"model": {"path": "m", "dtype": "fp32", "fp8": "tensorwise"}}, "set model.dtype to bf16"),
+        ({"model": {"path": "m", "fp8": "tensorwise", "layers": "local"}}, "local layers have no FP8"),
+        ({"model": {"path": "m", "fp32_head": True, "logits": "fused"}}, "set model.logits to stored"),
     ],
 )
 def test_what_would_be_silently_wrong_is_refused(tmp_path, sections, expected):

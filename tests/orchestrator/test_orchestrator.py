@@ -10,8 +10,8 @@ import resource
 
 import pytest
 
+from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import ConfigError
-from dppo_megatron.config.checks import cross_field_violations
 from dppo_megatron.engines.protocol import EngineUnavailable, InvalidSample
 from dppo_megatron.orchestrator.dynamic_sampling import NoSignal
 from dppo_megatron.orchestrator.metrics import last_progress
@@ -295,7 +295,7 @@ def test_the_limit_of_open_files_is_raised_or_named(tmp_path, monkeypatch):
 def test_dynamic_sampling_needs_a_run_that_samples(tmp_path):
     config = make_config(tmp_path)
     changed = config.rollout.model_copy(update={"dynamic_sampling": True, "bank": tmp_path})
-    (violation,) = cross_field_violations(config.model_copy(update={"rollout": changed}))
+    (violation,) = settings_problems(config.model_copy(update={"rollout": changed}))
     assert violation.startswith("rollout.dynamic_sampling = true: nothing is sampled (rollout.bank is given)")
 
 

@@ -9,10 +9,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from dppo_megatron.checks import serving
 from dppo_megatron.cli import app
-from dppo_megatron.config import ConfigError
-from dppo_megatron.config.load import read_config
-from dppo_megatron.engines.serving import serving_problems
+from dppo_megatron.config import ConfigError, read_config
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.plan import Advice, Cluster, RankBuilder, advise, hardware, make_plan, report
 
@@ -111,12 +110,12 @@ def test_engines_are_placed_on_one_node_each(builder, gpus, sets, reason):
         make_plan(made, cluster, builder)
 
 
-def test_fp8_blocks_are_not_cut():
+def test_fp8_blocks_are_not_sharded():
     fp8 = "engine.quantization=fp8_block"
     model = read_hf_config(EXAMPLES / "models" / "qwen3-30b-a3b")
-    (problem,) = serving_problems(model, config("qwen3_30b_a3b", fp8, "engine.tensor_parallel=4"))
-    assert "cuts moe_intermediate_size = 768" in problem
-    assert serving_problems(model, config("qwen3_30b_a3b", fp8)) == []
+    (problem,) = serving.problems(config("qwen3_30b_a3b", fp8, "engine.tensor_parallel=4"), model)
+    assert "shards moe_intermediate_size = 768" in problem
+    assert serving.problems(config("qwen3_30b_a3b", fp8), model) == []
 
 
 def test_engines_too_small_for_the_model_do_not_fit(builder):

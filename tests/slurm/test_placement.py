@@ -6,8 +6,8 @@ import tempfile
 
 import pytest
 
+from dppo_megatron.checks.slurm import problems as slurm_problems
 from dppo_megatron.config import ConfigError, save_resolved
-from dppo_megatron.config.checks import slurm_violations
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import ServiceTimeout
 from dppo_megatron.run_dir import RunDir
@@ -38,7 +38,7 @@ def test_engines_on_shared_nodes_take_the_gpus_after_the_ranks():
 
 def test_colocated_engines_take_the_ranks_gpus():
     colocated = config(engine_nodes=0, sections=COLOCATED)
-    assert slurm_violations(colocated) == []
+    assert slurm_problems(colocated) == []
     plans = engine_plans(colocated, Allocation("7", 0, (("a", "b"),)))
     assert [(p.nodes, p.arguments[-1]) for p in plans] == [(("a",), "0"), (("b",), "0"), (("a",), "2"), (("b",), "2")]
 
@@ -93,8 +93,8 @@ def test_one_task_per_rank_on_the_first_nodes():
     ],
 )
 def test_refusals(changes, said):
-    assert slurm_violations(config()) == []
-    (violation,) = slurm_violations(config(**changes))
+    assert slurm_problems(config()) == []
+    (violation,) = slurm_problems(config(**changes))
     assert said in violation
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.config import ConfigError, load_config
-from dppo_megatron.config.checks import slurm_violations
+from dppo_megatron.checks import load_config
+from dppo_megatron.checks.slurm import problems as slurm_problems
+from dppo_megatron.config import ConfigError
 from dppo_megatron.slurm.submit import planned
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -16,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b", "deepseek_v3"])
 def test_the_multi_node_examples_ask_for_the_nodes_they_use(name):
     config = load_config(EXAMPLES / name / "config.yaml")
-    assert slurm_violations(config) == []
+    assert slurm_problems(config) == []
     assert config.slurm.engine_nodes > 0
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from dppo_megatron.bank import BankWriter
+from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import Config
-from dppo_megatron.config.checks import cross_field_violations
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 
 VOCAB, EOS, K, TEMPERATURE = 23, 0, 4, 0.9  # not a multiple of the ranks: the head is padded
@@ -103,5 +103,5 @@ def make_config(task: Path, name: str = "dppo_binary_tv", *, tensor: int = 1, **
     for section, changes in sections.items():
         tree[section] = {**tree.get(section, {}), **changes}
     config = Config.model_validate(tree)
-    assert not cross_field_violations(config)
+    assert not settings_problems(config)
     return config

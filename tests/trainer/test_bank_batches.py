@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dppo_megatron.bank import BankReader, BankWriter
-from dppo_megatron.config.checks import cross_field_violations
+from dppo_megatron.checks import settings_problems
 from dppo_megatron.objectives import Objective, ObjectiveSettings, build_objective
 from dppo_megatron.orchestrator.metrics import append_record, show_progress
 from dppo_megatron.run_dir import RunDir
@@ -270,5 +270,5 @@ def test_routing_is_replayed_only_where_it_fits_the_model(tmp_path):
 def test_a_buffer_longer_than_the_response_is_refused(tmp_path):
     config = make_config(tmp_path)
     longer = config.model_copy(update={"reward": config.reward.model_copy(update={"overlong_buffer": LONGEST + 1})})
-    (violation,) = cross_field_violations(longer)
+    (violation,) = settings_problems(longer)
     assert violation.startswith("reward.overlong_buffer = 7: longer than rollout.max_response_tokens = 6")

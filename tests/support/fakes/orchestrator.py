@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.bank import BankReader, BankWriter
+from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import Config
-from dppo_megatron.config.checks import cross_field_violations
 from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
 from dppo_megatron.fleet.pool import FixedEngines
 from dppo_megatron.fleet.registry import forget_all
@@ -40,7 +40,7 @@ def make_config(run_dir: Path, *, steps: int = 3, **rollout: Any) -> Config:
             "rollout": {"prompts_per_step": 4, "group_size": 3, "max_response_tokens": 8, **rollout},
         }
     )
-    assert not cross_field_violations(config)
+    assert not settings_problems(config)
     return config
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.checks.preflight import check_fresh, check_resume, preflight
-from dppo_megatron.config import Config, ConfigError, save_resolved
+from dppo_megatron.checks import preflight
+from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.convert.job import Worker
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.processes import convert
@@ -78,9 +78,9 @@ def test_fp8_engines_are_refused_on_a_cpu(tree, task, tmp_path, monkeypatch):
     (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 512}))
     tree["model"]["path"] = str(model)
     tree["engine"] |= {"quantization": "fp8_block", "dtype": "bf16"}
-    monkeypatch.setattr("dppo_megatron.checks.preflight.visible_devices", list)
+    monkeypatch.setattr("dppo_megatron.checks.devices.visible_devices", list)
     assert "engine.quantization = fp8_block: needs a GPU" in found(tree)
-    monkeypatch.setattr("dppo_megatron.checks.preflight.visible_devices", lambda: ["0", "1"])
+    monkeypatch.setattr("dppo_megatron.checks.devices.visible_devices", lambda: ["0", "1"])
     preflight(Config.model_validate(tree), "config.yaml")
 
 
@@ -174,22 +174,3 @@ def test_a_port_in_use_is_refused(tree):
         taken.listen()
         tree["engine"]["port"] = taken.getsockname()[1]
         assert f"engine.port = {tree['engine']['port']}: already in use" in found(tree)
-
-
-def test_a_directory_that_holds_a_run_needs_resume(tree, tmp_path):
-    check_fresh(Config.model_validate(tree), "config.yaml")
-    (tmp_path / "run" / "bank").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="--resume"):
-        check_fresh(Config.model_validate(tree), "config.yaml")
-
-
-def test_resume_allows_what_cannot_change_the_run_and_names_the_rest(tree, tmp_path):
-    before = Config.model_validate(tree)
-    save_resolved(before, tmp_path / "saved.yaml")
-    tree["train"]["steps"] = 5
-    tree["engine"]["max_num_seqs"] = 8
-    tree["optimizer"] = {**tree.get("optimizer", {}), "lr": before.optimizer.lr / 2}
-    check_resume(Config.model_validate(tree), before, "config.yaml")
-    tree["run"]["seed"] = 2
-    with pytest.raises(ConfigError, match=r"run\.seed = 2: the run was started with 1"):
-        check_resume(Config.model_validate(tree), before, "config.yaml")

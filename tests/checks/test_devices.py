@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch
 
-from dppo_megatron.checks.devices import device_problem, engine_devices, require_gpu
+from dppo_megatron.checks.devices import engine_devices, gpu_problems, require_gpu
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
 
@@ -29,35 +29,37 @@ def test_engines_take_the_gpus_after_the_trainer_ranks():
     two = config(world_size=4, count=2, tensor_parallel=2)
     assert engine_devices(two, 0, EIGHT) == ["4", "5"]
     assert engine_devices(two, 1, EIGHT) == ["6", "7"]
-    assert device_problem(two, EIGHT) is None
+    assert gpu_problems(two, EIGHT) == []
     assert engine_devices(two, 1, EIGHT, trains=False) == ["2", "3"]
 
 
 def test_a_machine_without_gpus_has_nothing_to_share():
     assert engine_devices(config(), 0, []) == []
-    assert device_problem(config(), []) is None
+    assert gpu_problems(config(), []) == []
 
 
 @pytest.mark.parametrize("engine", [{"count": 5}, {"count": 1, "tensor_parallel": 8}])
 def test_too_few_gpus_are_refused_with_the_sum(engine):
-    assert "8 are visible" in device_problem(config(**engine), EIGHT)
+    assert "8 are visible" in "".join(gpu_problems(config(**engine), EIGHT))
 
 
 def test_an_evaluation_needs_gpus_for_its_engines_alone():
-    assert device_problem(config(world_size=8, count=8), EIGHT, trains=False) is None
-    assert "engine.count = 9: " in device_problem(config(world_size=1, count=9), EIGHT, trains=False)
+    assert gpu_problems(config(world_size=8, count=8), EIGHT, trains=False) == []
+    assert "engine.count = 9: " in "".join(gpu_problems(config(world_size=1, count=9), EIGHT, trains=False))
 
 
 def test_engines_elsewhere_need_no_gpu_here():
-    assert device_problem(config(world_size=8, urls=["http://a:1"]), EIGHT) is None
+    assert gpu_problems(config(world_size=8, urls=["http://a:1"]), EIGHT) == []
 
 
 def test_colocated_engines_share_the_trainers_gpus():
     both = config(world_size=8, count=2, tensor_parallel=4, placement="colocated")
     assert engine_devices(both, 0, EIGHT) == EIGHT[:4]
     assert engine_devices(both, 1, EIGHT) == EIGHT[4:]
-    assert device_problem(both, EIGHT) is None
-    assert "12 GPUs, 8 are visible" in device_problem(config(count=3, tensor_parallel=4, placement="colocated"), EIGHT)
+    assert gpu_problems(both, EIGHT) == []
+    assert "12 GPUs, 8 are visible" in "".join(
+        gpu_problems(config(count=3, tensor_parallel=4, placement="colocated"), EIGHT)
+    )
 
 
 def test_a_rank_that_should_have_a_gpu_does_not_train_on_the_cpu(monkeypatch):

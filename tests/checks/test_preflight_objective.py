@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dppo_megatron.checks.preflight import preflight
+from dppo_megatron.checks import preflight
 from dppo_megatron.config import Config, ConfigError
 
 
@@ -37,8 +37,8 @@ def test_an_unknown_axis_suggests_the_nearest(tmp_path):
     assert "unknown axis 'dleta': did you mean 'delta'" in found
 
 
-def test_a_topk_method_needs_listed_log_probs(tmp_path):
-    assert "rollout.topk_logprobs = 0: objective dppo_topk_tv compares listed tokens" in problems(
+def test_a_topk_method_needs_topk_log_probs(tmp_path):
+    assert "rollout.topk_logprobs = 0: objective dppo_topk_tv compares top-K tokens" in problems(
         tmp_path, name="dppo_topk_tv"
     )
 

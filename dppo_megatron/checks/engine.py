@@ -1,0 +1,66 @@
+"""Rules of `engine` and `weight_sync`: where engines run, how weights reach them, what they compute in."""
+
+from __future__ import annotations
+
+from dppo_megatron.config import Config
+
+MOST_SENDERS = 32  # of broadcast weights: a communicator for each, with buffers of its own in every engine worker
+
+
+def problems(config: Config) -> list[str]:
+    if config.objective.supervised:
+        return []
+    e = config.engine
+    out = []
+    if e.urls and e.count != 1 and e.count != len(e.urls):
+        out.append(f"engine.count = {e.count}: engine.urls names {len(e.urls)} engines; remove engine.count")
+    if e.placement == "colocated":
+        out += _colocated(config)
+    return out + _transport(config) + _quantization(config)
+
+
+def _colocated(config: Config) -> list[str]:
+    e = config.engine
+    out = []
+    if config.weight_sync.transport == "broadcast":
+        out.append(
+            "weight_sync.transport = broadcast: NCCL does not connect two processes on one GPU, as with "
+            "engine.placement = colocated; set it to shared_storage (a run directory in memory is as fast)"
+        )
+    if e.urls:
+        out.append("engine.urls: colocated engines are started by the run, on the trainer's GPUs; remove one of them")
+    if e.kind == "sglang":
+        out.append(
+            "engine.placement = colocated: only vLLM engines give the memory of weights and cache back when they "
+            "sleep; set engine.kind to vllm or give the engines GPUs of their own"
+        )
+    return out
+
+
+def _transport(config: Config) -> list[str]:
+    senders = config.parallel.pipeline * config.parallel.expert
+    if not config.samples or config.weight_sync.transport != "broadcast" or senders <= MOST_SENDERS:
+        return []
+    return [
+        f"weight_sync.transport = broadcast: parallel.pipeline x parallel.expert = {senders} ranks send weights, "
+        f"and every engine worker would be in a group with each of them (at most {MOST_SENDERS}); set it to "
+        "shared_storage"
+    ]
+
+
+def _quantization(config: Config) -> list[str]:
+    e = config.engine
+    if e.quantization == "none":
+        return []
+    out = []
+    if e.dtype == "fp32":
+        out.append(
+            f"engine.dtype = fp32: what engine.quantization = {e.quantization} leaves as it is must be bf16 or fp16; "
+            "set engine.dtype to bf16"
+        )
+    if e.urls and e.kind == "sglang":
+        out.append(
+            f"engine.quantization = {e.quantization}: not with engine.urls of SGLang servers, whose weights are "
+            "checked against a model that the run makes for engines it starts; let it start them, or use vllm"
+        )
+    return out

@@ -1,0 +1,45 @@
+"""Rules of `objective`: the method exists and makes sense, and what it needs of the other settings."""
+
+from __future__ import annotations
+
+from dppo_megatron.config import Config
+
+
+def problems(config: Config, notes: list[str]) -> list[str]:
+    """Adds to `notes` the method in words and where it departs from its paper."""
+    from dppo_megatron.objectives import PRESETS, ObjectiveError, build_objective
+
+    chosen = config.objective
+    try:
+        objective = build_objective(chosen.name, **chosen.settings)
+    except ObjectiveError as error:
+        setting = f"settings = {chosen.settings}" if chosen.name in PRESETS else f"name = {chosen.name}"
+        return [f"objective.{setting}: {error}"]
+    notes.append(objective.describe())
+    if preset := PRESETS.get(chosen.name):
+        for setting in ("advantage", "aggregation"):
+            published, given = getattr(preset, setting), getattr(chosen, setting)
+            if given != published:
+                notes.append(f"objective.{setting} = {given}: {chosen.name} was published with {published}")
+    out = []
+    if objective.settings.supervised != chosen.supervised:
+        out.append(_other_batches(chosen.name, objective.settings.supervised))
+    if objective.needs_topk and config.rollout.topk_logprobs == 0:
+        out.append(
+            f"rollout.topk_logprobs = 0: objective {chosen.name} compares top-K tokens; set it to the K it should "
+            "compare, e.g. 20"
+        )
+    return out
+
+
+def _other_batches(name: str, supervised: bool) -> str:
+    """Whether answers are given or sampled follows from objective.name; the objective's settings contradict it."""
+    if supervised:
+        return (
+            f"objective.settings.supervised = true: objective.name = {name} learns from sampled rollouts; "
+            "set objective.name to nll to learn from given answers"
+        )
+    return (
+        f"objective.settings.supervised = false: objective.name = {name} learns from given answers; remove "
+        "the setting, or choose a method that learns from rollouts"
+    )

@@ -1,0 +1,16 @@
+"""Rules of what `model` is computed in. What a GPU can compute is `actor.precision.capability_problems`."""
+
+from __future__ import annotations
+
+from dppo_megatron.config import Config
+
+
+def problems(config: Config) -> list[str]:
+    m, out = config.model, []
+    if m.fp8 != "none" and m.dtype != "bf16":
+        out.append(f"model.fp8 = {m.fp8}: the rest is computed in bf16; set model.dtype to bf16")
+    if m.fp8 != "none" and m.layers == "local":
+        out.append(f"model.fp8 = {m.fp8}: local layers have no FP8; set model.layers to transformer_engine or auto")
+    if m.fp32_head and m.logits == "fused":
+        out.append("model.fp32_head = true: the fused head multiplies in model.dtype; set model.logits to stored")
+    return out

@@ -1,0 +1,74 @@
+"""Rules of the run directory: a resumed run must be the same run, and a new one needs a directory of its own."""
+
+from __future__ import annotations
+
+from dppo_megatron.config import Config, ConfigError, read_config, with_absolute_paths
+from dppo_megatron.run_dir import RunDir
+
+# Changing these between attempts of a run is safe; changing anything else would make the second attempt another run.
+RESUMABLE_CHANGES = (
+    "train.steps",
+    "tracking",
+    "checkpoint",
+    "eval.every",
+    "engine",
+    "parallel",
+    "slurm",
+    "weight_sync",
+    "run.stall_timeout_s",
+    "train.micro_batch_tokens",
+    "optimizer.lr",
+    "optimizer.min_lr",
+    "optimizer.offload",
+    "model.recompute",
+    "model.logits",
+    "rollout.max_concurrent_groups",
+    "rollout.max_prompts_per_group",
+    "reward.timeout_s",
+    "reward.workers",
+)
+
+
+def check_run_dir(config: Config, source: str, *, resume: bool) -> None:
+    """Raises `ConfigError` for a new run in the directory of an old one, and for a resume that would be another run."""
+    if found := problems(config, resume=resume):
+        raise ConfigError(source, found)
+
+
+def problems(config: Config, *, resume: bool) -> list[str]:
+    saved = RunDir(config.run.dir).config
+    if resume and saved.exists():
+        return changed_settings(config, read_config(saved))  # without rules between settings: they may be newer
+    return earlier_run(config)
+
+
+def changed_settings(config: Config, saved: Config) -> list[str]:
+    """Settings that differ from the saved ones and would make the resumed run another run."""
+    before, now = (_flat(with_absolute_paths(c).model_dump(mode="json")) for c in (saved, config))
+    return [
+        f"{key} = {now.get(key)!r}: the run was started with {before.get(key)!r}; use that or another run.dir"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key) and not _resumable(key)
+    ]
+
+
+def earlier_run(config: Config) -> list[str]:
+    """That the run directory holds another run already."""
+    run = RunDir(config.run.dir)
+    if not run.bank.exists() and not run.checkpoints.exists():
+        return []
+    return [f"run.dir = {run.root}: already holds a run; pass --resume to continue it, or choose another run.dir"]
+
+
+def _resumable(key: str) -> bool:
+    return any(key == allowed or key.startswith(allowed + ".") for allowed in RESUMABLE_CHANGES)
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,71 @@
+"""Rules of `rollout`: samples are of the policy whose log-probs are kept, fit the engine, and come in time."""
+
+from __future__ import annotations
+
+from dppo_megatron.config import Config
+
+
+def problems(config: Config) -> list[str]:
+    out = []
+    if config.rollout.dynamic_sampling and not config.samples:
+        why = "objective.name is nll" if config.objective.supervised else "rollout.bank is given"
+        out.append(f"rollout.dynamic_sampling = true: nothing is sampled ({why}); set it to false")
+    if config.objective.supervised:
+        return out
+    return out + _distribution(config) + _staleness(config) + _lengths(config)
+
+
+def _distribution(config: Config) -> list[str]:
+    r, e = config.rollout, config.engine
+    out = []
+    if r.top_p != 1.0:
+        out.append(
+            f"rollout.top_p = {r.top_p}: truncated sampling removes tokens the policy still has, so every ratio "
+            "would be biased; set rollout.top_p to 1"
+        )
+    if r.top_k not in (-1, 0):
+        out.append(
+            f"rollout.top_k = {r.top_k}: truncated sampling removes tokens the policy still has, so every ratio "
+            "would be biased; set rollout.top_k to -1 (rollout.topk_logprobs is the number of top-K log-probs)"
+        )
+    if e.logprobs_mode != "processed_logprobs":
+        out.append(
+            f"engine.logprobs_mode = {e.logprobs_mode}: raw log-probs ignore the temperature, so they are not those "
+            "of the distribution that was sampled; set engine.logprobs_mode to processed_logprobs"
+        )
+    if r.topk_logprobs > e.max_logprobs:
+        out.append(
+            f"rollout.topk_logprobs = {r.topk_logprobs}: above the engine's cap engine.max_logprobs = "
+            f"{e.max_logprobs}; lower K or raise the cap"
+        )
+    return out
+
+
+def _staleness(config: Config) -> list[str]:
+    r = config.rollout
+    out = []
+    if config.engine.placement == "colocated" and r.max_staleness:
+        out.append(
+            f"rollout.max_staleness = {r.max_staleness}: with engine.placement = colocated engines sleep while the "
+            "trainer trains, so nothing is sampled ahead; set it to 0 or give the engines GPUs of their own"
+        )
+    if r.max_staleness == 0 and r.beyond_bound != "wait":
+        out.append(
+            f"rollout.beyond_bound = {r.beyond_bound}: with rollout.max_staleness = 0 every step waits for its own "
+            "groups; raise the latter or remove it"
+        )
+    return out
+
+
+def _lengths(config: Config) -> list[str]:
+    prompt, room = config.data.max_prompt_tokens, config.engine.max_model_len
+    responses = {"rollout.max_response_tokens": config.rollout.max_response_tokens}
+    if config.data.eval is not None and config.eval.max_response_tokens is not None:
+        responses["eval.max_response_tokens"] = config.eval.max_response_tokens
+    name, response = max(responses.items(), key=lambda item: item[1])
+    if not config.samples or prompt + response <= room:
+        return []
+    return [
+        f"engine.max_model_len = {room}: less than data.max_prompt_tokens = {prompt} + {name} = {response}, so "
+        f"responses to long prompts would be truncated; set it to {prompt + response}, or lower one of those"
+    ]

@@ -1,0 +1,50 @@
+"""Rules of what engines can serve, from the model's config.json."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dppo_megatron.config import Config
+
+if TYPE_CHECKING:
+    from dppo_megatron.hf import HFModelConfig
+
+
+def problems(config: Config, hf: HFModelConfig | None) -> list[str]:
+    """Both servers split attention by whole heads, and FP8 by whole blocks. `hf`: None for an unreadable model."""
+    from dppo_megatron.hf import fp8
+
+    if not config.samples or hf is None:
+        return []
+    engine, out = config.engine, []
+    if engine.max_model_len > hf.max_position_embeddings:
+        out.append(
+            f"engine.max_model_len = {engine.max_model_len}: the model was made for {hf.max_position_embeddings} "
+            f"positions (max_position_embeddings); set it to at most {hf.max_position_embeddings}"
+        )
+    tensor, kv_heads = engine.tensor_parallel, hf.num_kv_heads
+    if hf.num_heads % tensor:
+        out.append(f"engine.tensor_parallel = {tensor}: does not divide {hf.num_heads} attention heads; lower it")
+    elif hf.mla is None and kv_heads % tensor and tensor % kv_heads:
+        out.append(
+            f"engine.tensor_parallel = {tensor}: {kv_heads} key-value heads are neither a multiple nor a divisor of "
+            "it; change it"
+        )
+    if engine.quantization == "fp8_block":
+        out += [
+            f"engine.tensor_parallel = {tensor}: shards {name} = {width} into parts that are no multiple of the "
+            f"{fp8.BLOCK} values of an FP8 block; lower it, or set engine.quantization to none"
+            for name, width in _feed_forwards(hf).items()
+            if width % (tensor * fp8.BLOCK)
+        ]
+    return out
+
+
+def _feed_forwards(hf: HFModelConfig) -> dict[str, int]:
+    """Widths of those that the model has, by their names in config.json."""
+    if hf.moe is None:
+        return {"intermediate_size": hf.ffn_hidden_size}
+    widths = {"moe_intermediate_size": hf.moe.ffn_hidden_size}
+    if not all(hf.moe.layers):
+        widths["intermediate_size"] = hf.ffn_hidden_size
+    return widths

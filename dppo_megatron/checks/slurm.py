@@ -1,0 +1,68 @@
+"""Rules of `slurm`: whether the run fits the nodes that it requests. Only the Slurm commands check them."""
+
+from __future__ import annotations
+
+from dppo_megatron.config import Config
+
+
+def problems(config: Config) -> list[str]:
+    """Why the run does not fit the nodes that the `slurm` section asks for; only the Slurm commands ask."""
+    s, p = config.slurm, config.parallel
+    engines = config.started_engines
+    out = []
+    if p.world_size % s.trainer_nodes:
+        out.append(
+            f"slurm.trainer_nodes = {s.trainer_nodes}: does not divide parallel.world_size = {p.world_size}; every "
+            "trainer node runs the same number of ranks"
+        )
+    if s.engine_nodes and not engines:
+        out.append(f"slurm.engine_nodes = {s.engine_nodes}: the run starts no engine; set it to 0")
+    if s.engine_nodes > engines > 0:
+        out.append(
+            f"slurm.engine_nodes = {s.engine_nodes}: more than engine.count = {engines}, so some would idle; raise "
+            "engine.count (an engine is on one node)"
+        )
+    if s.heterogeneous and not s.engine_nodes:
+        out.append("slurm.heterogeneous = true: needs slurm.engine_nodes of at least 1; set it, or this to false")
+    if not s.heterogeneous:
+        for name in ("engine_gpus_per_node", "engine_partition", "engine_sbatch_args"):
+            if (value := getattr(s, name)) not in (None, ()):
+                out.append(f"slurm.{name} = {value}: needs slurm.heterogeneous = true; set it, or remove this")
+    ranks = -(-p.world_size // s.trainer_nodes)
+    serving = -(-engines // (s.engine_nodes or s.trainer_nodes)) * config.engine.tensor_parallel
+    colocated = config.engine.placement == "colocated"
+    if colocated and s.engine_nodes:
+        out.append(
+            f"slurm.engine_nodes = {s.engine_nodes}: with engine.placement = colocated engines share the trainers' "
+            "GPUs; set it to 0, or engine.placement to disaggregated"
+        )
+    if s.engine_nodes:
+        trainer_need, beside = ranks, ""
+    elif colocated:
+        trainer_need, beside = max(ranks, serving), f" and, colocated, engines on {serving}"
+    else:
+        trainer_need, beside = ranks + serving, f" and engines on {serving}"
+    if 0 < s.gpus_per_node < trainer_need:
+        out.append(
+            f"slurm.gpus_per_node = {s.gpus_per_node}: a trainer node runs {ranks} ranks{beside}; use more nodes or "
+            "fewer ranks and engines"
+        )
+    if s.engine_nodes and 0 < s.serving_gpus_per_node < serving:
+        out.append(
+            f"slurm.engine_nodes = {s.engine_nodes}: an engine node would serve on {serving} GPUs and has "
+            f"{s.serving_gpus_per_node}; use more nodes, or lower engine.count or engine.tensor_parallel"
+        )
+    return out + _need_gpus(config, engines)
+
+
+def _need_gpus(config: Config, engines: int) -> list[str]:
+    """Settings that need a GPU, on nodes that are asked for without."""
+    m, s, quantization = config.model, config.slurm, config.engine.quantization
+    trains, serves = s.gpus_per_node > 0, s.serving_gpus_per_node > 0
+    refused = {
+        f"model.fp8 = {m.fp8}": m.fp8 != "none" and not trains,
+        f"model.layers = {m.layers}": m.layers == "transformer_engine" and not trains,
+        f"engine.quantization = {quantization}": quantization != "none" and engines > 0 and not serves,
+    }
+    why = "needs GPUs, and its nodes have none; set slurm.gpus_per_node (engine_gpus_per_node), or change this"
+    return [f"{setting}: {why}" for setting, wrong in refused.items() if wrong]

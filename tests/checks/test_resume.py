@@ -1,0 +1,51 @@
+"""A run directory belongs to one run, and a resumed run is the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.checks import check_run_dir
+from dppo_megatron.config import Config, ConfigError, save_resolved
+from dppo_megatron.run_dir import RunDir
+
+
+@pytest.fixture
+def tree(tmp_path) -> dict:
+    return {
+        "run": {"dir": str(tmp_path / "run")},
+        "model": {"path": "model"},
+        "data": {"train": "train.jsonl"},
+        "train": {"steps": 1},
+    }
+
+
+def check(tree: dict, *, resume: bool) -> None:
+    check_run_dir(Config.model_validate(tree), "config.yaml", resume=resume)
+
+
+def test_a_directory_that_holds_a_run_needs_resume(tree, tmp_path):
+    check(tree, resume=False)
+    (tmp_path / "run" / "bank").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="--resume"):
+        check(tree, resume=False)
+
+
+@pytest.fixture
+def started(tree, tmp_path) -> Path:
+    """The run directory of a run that was started with `tree`."""
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    save_resolved(Config.model_validate(tree), run.config)
+    return run.root
+
+
+def test_resume_allows_what_cannot_change_the_run_and_names_the_rest(tree, started):
+    tree["train"]["steps"] = 5
+    tree["engine"] = {"max_num_seqs": 8}
+    tree["optimizer"] = {"lr": Config.model_validate(tree).optimizer.lr / 2}
+    check(tree, resume=True)
+    tree["run"]["seed"] = 2
+    with pytest.raises(ConfigError, match=r"run\.seed = 2: the run was started with 1"):
+        check(tree, resume=True)

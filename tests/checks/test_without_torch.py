@@ -1,0 +1,25 @@
+"""The node that drives a Slurm job checks a config in an environment that may have no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+sys.modules["torch"] = sys.modules["transformers"] = None  # importing them raises
+import dppo_megatron.cli, dppo_megatron.slurm.job, dppo_megatron.slurm.submit
+from dppo_megatron.checks import check_run_dir, load_config
+from dppo_megatron.checks.slurm import problems
+config = load_config("config.yaml", ["objective.settings.delta=0.2"])
+check_run_dir(config, "config.yaml", resume=False)
+assert problems(config) == []
+"""
+
+
+def test_settings_are_checked_without_torch(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "run: {dir: run}\nmodel: {path: m}\ndata: {train: t}\ntrain: {steps: 1}\nslurm: {gpus_per_node: 2}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
