@@ -3,7 +3,8 @@
 # make test-parallel  every parallel layout trains as one process does; kill -9 and resume in several of them
 # make test-engines   the engine contract, weight transports and faults, on real vLLM and SGLang servers
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
-# make lint           ruff
+# make lint           ruff, mypy on the public surface, retired words, docs-check
+# make docs-check     links, files, commands, flags, settings and figures named in the docs exist
 # make format         ruff, which mends what it can
 # make install        the pinned CPU environment in .venv (the others do it when needed)
 # make sglang         SGLang's own pinned CPU environment in .venv-sglang, 3.3 GB (for engine.kind: sglang)
@@ -18,7 +19,7 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart test test-engines test-parallel test-slurm lint format install sglang clean
+.PHONY: quickstart test test-engines test-parallel test-slurm lint docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -43,9 +44,14 @@ test-engines: install sglang
 	$(BIN)/python -m pytest tests -m engines
 	$(BIN)/python -m pytest tests/faults -m faults
 
-lint: install
+lint: install docs-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/check_words.py
+	$(BIN)/mypy
+
+docs-check: install
+	$(BIN)/python tools/check_docs.py
 
 format: install
 	$(BIN)/ruff check --fix .

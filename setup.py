@@ -43,7 +43,15 @@ setup(
         "vllm": ["vllm>=0.32"],
         "sglang": ["sglang>=0.5.23"],
         "wandb": ["wandb>=0.31"],
-        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.9", "jaxtyping>=0.3"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "ruff>=0.9",
+            "mypy>=2.4",  # types of the public surface (make lint)
+            "types-PyYAML",
+            "jaxtyping>=0.3",
+        ],
     },
     entry_points={
         "console_scripts": ["dppo-megatron = dppo_megatron.cli:main"],

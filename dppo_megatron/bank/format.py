@@ -305,7 +305,7 @@ def _check_routing(rollout: Rollout, group: RolloutGroup, what: str) -> None:
     routed, first = rollout.routed_experts, group.rollouts[0].routed_experts
     if (routed is None) != (first is None):
         raise ValueError(f"{what}: must be present in all samples or in none")
-    if routed is None:
+    if routed is None or first is None:
         return
     read = len(group.prompt.token_ids) + len(rollout.token_ids) - 1
     dtype = routed.dtype if routed.dtype in (np.uint8, np.uint16) else np.uint8

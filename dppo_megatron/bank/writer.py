@@ -167,8 +167,8 @@ def _acquire_lock(path: Path) -> int:
             "Stop it first, or use another run.dir"
         ) from None
     os.ftruncate(descriptor, 0)
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+    this_process = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    os.pwrite(descriptor, json.dumps(this_process).encode(), 0)
     return descriptor
 
 

@@ -94,7 +94,8 @@ def _parse(text: str) -> tuple[Any, list[str]]:
         return loader.get_single_data(), loader.repeated
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark
-        raise ValueError(f"not valid YAML: line {at.line + 1}, column {at.column + 1}: {error.problem}") from None
+        place = "" if at is None else f"line {at.line + 1}, column {at.column + 1}: "
+        raise ValueError(f"not valid YAML: {place}{error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. a date with 13 months
         raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from None
     finally:

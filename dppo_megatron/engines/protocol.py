@@ -66,7 +66,7 @@ class GenerateRequest:
     topk: int = 0  # K listed tokens per position; 0 = none
     routed_experts: bool = False  # return the experts that each token was routed to
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.ascontiguousarray(self.token_ids, dtype=np.int32))
         object.__setattr__(self, "seeds", tuple(int(seed) for seed in self.seeds))
         object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from .settings import ObjectiveSettings as S
 
@@ -27,7 +28,7 @@ _DPPO, _DRPO, _SPO = "DPPO, arXiv 2602.04879", "DRPO, arXiv 2606.09821", "SPO, a
 _GROUP_STD = {"advantage": "group_mean_std"}
 
 
-def _ratio(low: float = 0.2, high: float = 0.2, **axes: object) -> S:
+def _ratio(low: float = 0.2, high: float = 0.2, **axes: Any) -> S:
     return S(divergence="ratio", epsilon_low=low, epsilon_high=high, **axes)
 
 

@@ -73,7 +73,7 @@ def check_id_values(target_ids: Tensor, topk_ids: Tensor | None, scale: float | 
     if isinstance(scale, Tensor):
         extremes.append((torch.isfinite(scale) & (scale > 0)).all())
     if target_ids.device.type != "cpu":
-        extremes = torch.stack([extreme.long() for extreme in extremes]).cpu()
+        extremes = list(torch.stack([extreme.long() for extreme in extremes]).cpu())
     values = [int(extreme) for extreme in extremes]
     for name, low, ids in (("target_ids", 0, target_ids), ("topk_ids", -1, topk_ids)):
         if ids is None or ids.numel() == 0:
@@ -86,6 +86,6 @@ def check_id_values(target_ids: Tensor, topk_ids: Tensor | None, scale: float | 
                 f"{name} must be within [{low}, {vocab}), found {lowest} to {highest}; {bad.shape[0]} out of "
                 f"range, the first at {bad[0].tolist()}"
             )
-    if values and not values[0]:
+    if isinstance(scale, Tensor) and not values[0]:
         bad = torch.nonzero(~(torch.isfinite(scale) & (scale > 0))).flatten()
         raise ValueError(f"temperature must be positive and finite; {bad.numel()} are not, first at {int(bad[0])}")

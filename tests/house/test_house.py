@@ -120,7 +120,6 @@ def test_no_file_is_over_the_limit():
     assert not long_files(ROOT, FILE_LINES)
 
 
-@pytest.mark.xfail(strict=False, reason="actor has 13.2 %")
 def test_no_room_is_over_the_limit():
     assert not large_rooms(ROOT, ROOM_SHARE)
 
