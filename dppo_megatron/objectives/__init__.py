@@ -1,7 +1,7 @@
 """Reinforcement-learning objectives on [T]: pure torch, no process groups, no vocabulary dimension."""
 
 from .advantages import ADVANTAGE_KINDS, RewardMoments, group_advantages, group_has_signal, reward_moments
-from .aggregation import AGGREGATION_KINDS, BatchCounts, sequence_weights, spread_weights, token_weights
+from .aggregation import AGGREGATION_KINDS, BatchCounts, sequence_weights
 from .corrections import keep_finished, sequence_ids_from_cu_seqlens, soft_overlong_penalty
 from .inputs import TopKLogprobs
 from .metrics import (
@@ -51,8 +51,6 @@ __all__ = [
     "sequence_ids_from_cu_seqlens",
     "sequence_weights",
     "soft_overlong_penalty",
-    "spread_weights",
     "sum_metric",
-    "token_weights",
     "unflatten_metrics",
 ]

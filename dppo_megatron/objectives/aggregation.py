@@ -75,19 +75,3 @@ def sequence_weights(
         elif kind == "seq_mean_token_sum_norm":
             weights = weights / horizon
     return torch.where(response_lengths > 0, weights, 0.0).float()
-
-
-def token_weights(
-    kind: str,
-    response_lengths: Int[Tensor, " B"],
-    horizon: int | None = None,
-    total: BatchCounts | None = None,
-) -> Float[Tensor, " N"]:
-    """sequence_weights for each of the N = sum(response_lengths) loss-carrying tokens, by sequence."""
-    return sequence_weights(kind, response_lengths, horizon, total).repeat_interleave(response_lengths)
-
-
-def spread_weights(weights: Float[Tensor, " B"], sequence_ids: Int[Tensor, " T"], mask: Tensor) -> Float[Tensor, " T"]:
-    """sequence_weights laid out over packed tokens: weights[sequence_ids] where mask, 0 elsewhere."""
-    keep = mask != 0
-    return torch.where(keep, weights[torch.where(keep, sequence_ids, 0).long()], 0.0)

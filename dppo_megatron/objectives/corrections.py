@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 def sequence_ids_from_cu_seqlens(cu_seqlens: Int[Tensor, " B+1"], total: int) -> Int[Tensor, " T"]:
     """Sequence number of each of `total` packed tokens, from the packed boundaries [B + 1] (first is 0)."""
-    places = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens, places, right=True) - 1
+    positions = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens, positions, right=True) - 1
 
 
 @torch.no_grad()
 def over_sequence(value: Float[Tensor, " T"], tokens: Tokens, *, mean: bool) -> Float[Tensor, " T"]:
-    """Sum or mean of `value` over the loss-carrying tokens of each sequence, given back to every token of it.
+    """Sum or mean of `value` over the loss-carrying tokens of each sequence, repeated for every token of it.
 
     Sequences are numbered from 0 and below T, and each lies whole in this call. The same bits whatever the order
     of the additions, which on a GPU varies: a threshold may not fall differently on ranks that hold the same
@@ -55,7 +55,7 @@ def mismatch_weight(s: ObjectiveSettings, tokens: Tokens) -> tuple[Float[Tensor,
     weight, dropped = tokens.zeros + 1, torch.zeros_like(tokens.mask)
     if s.mismatch == "none" and s.rejection == "none":
         return weight, dropped
-    trainer = tokens.policy if tokens.old_logprob is None else tokens.old_logprob
+    trainer = tokens.detached_logprob if tokens.old_logprob is None else tokens.old_logprob
     log_ratio = trainer - tokens.rollout_logprob
     if s.mismatch != "none":
         ratio = _at_level(s.mismatch_level, log_ratio, tokens)
@@ -94,7 +94,7 @@ def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"
     if s.reference_kl_gradient == "estimator":
         return value
     coefficient = ratio * gap.detach()
-    return value.detach() + coefficient * (tokens.logprob - tokens.policy)
+    return value.detach() + coefficient * (tokens.logprob - tokens.detached_logprob)
 
 
 def keep_finished(truncated: Bool[Tensor, " B"], response_lengths: Int[Tensor, " B"]) -> Int[Tensor, " B"]:

@@ -86,7 +86,7 @@ def _region(s: ObjectiveSettings) -> list[str]:
         threshold = f"r outside [{1 - s.epsilon_low:g}, {1 + s.epsilon_high:g}]"
     else:
         threshold = f"D > delta = {s.delta:g}"
-    tail = f", unlisted mass {s.tail}"
+    tail = f", tail {s.tail}"
     side = {
         "sampled": "and it is moving away (A > 0 and r > 1, or A < 0 and r < 1)",
         "predictive": f"and the update would raise D (A times the predicted change > 0{tail})",
@@ -104,7 +104,7 @@ def _region(s: ObjectiveSettings) -> list[str]:
     what = {
         "ratio": "the ratio",
         "binary_tv": "the sampled token's probability",
-        "topk_tv": "every listed token's probability (ours, experimental)",
+        "topk_tv": "the probability of every top-K token (ours, experimental)",
     }[s.divergence]
     where = "on every token" if s.control == "quadratic" else f"where {threshold} {side}"
     lines.append(f"  control: quadratic penalty on the shift of {what}, times |A| {scale}, {where}")

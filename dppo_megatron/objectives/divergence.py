@@ -51,25 +51,25 @@ def binary_kl(anchor: Float[Tensor, " T"], policy: Float[Tensor, " T"]) -> Float
 
 def topk_tv(buckets: Buckets) -> Float[Tensor, " T"]:
     """1/2 sum over S and the rest of |mu - pi|, S = TopK(mu, K) united with {a}. DPPO, top-K."""
-    listed = (buckets.policy.detach() - buckets.anchor).abs().sum(dim=1)
-    return 0.5 * (listed + (buckets.policy_other_logprob.exp() - buckets.anchor_other).abs())
+    inside = (buckets.policy.detach() - buckets.anchor).abs().sum(dim=1)
+    return 0.5 * (inside + (buckets.policy_other_logprob.exp() - buckets.anchor_other).abs())
 
 
 def topk_kl(buckets: Buckets) -> Float[Tensor, " T"]:
     """Sum over S and the rest of mu ln(mu/pi). DPPO, top-K approximation.
 
-    The rest drops out where mu's unlisted mass is below the rounding of 1 - sum(mu).
+    The rest drops out where mu's mass outside S is below the rounding of 1 - sum(mu).
     """
-    listed = _times_log_ratio(buckets.anchor, buckets.anchor_logprob, buckets.policy_logprob.detach()).sum(dim=1)
+    inside = _times_log_ratio(buckets.anchor, buckets.anchor_logprob, buckets.policy_logprob.detach()).sum(dim=1)
     rest = _times_log_ratio(buckets.anchor_other, buckets.anchor_other_logprob, buckets.policy_other_logprob)
-    return (listed + rest).clamp(min=0.0)
+    return (inside + rest).clamp(min=0.0)
 
 
 def predicted_change(buckets: Buckets, tail: str) -> Float[Tensor, " T"]:
     """How D moves when the sampled token's logit is raised: (pi_a - mu_a) + sum_i pi_i (mu_i - pi_i).
 
-    The sum runs over S; unlisted mass enters as one token ('aggregated') or spread evenly over the unlisted
-    tokens ('uniform', needs TopKLogprobs.vocab_size). Predictive divergence masks, arXiv 2607.10848.
+    The sum runs over S; the mass outside S enters as one token ('aggregated') or spread evenly over the
+    tokens there ('uniform', needs TopKLogprobs.vocab_size). Predictive divergence masks, arXiv 2607.10848.
     """
     mu, pi = buckets.anchor, buckets.policy.detach()
     pi_other = buckets.policy_other_logprob.exp()

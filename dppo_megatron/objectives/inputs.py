@@ -44,7 +44,7 @@ class TopKLogprobs:
 class Buckets:
     """S = TopK(mu, K) united with the sampled token: [T, K + 1] columns, the last one the sampled token.
 
-    Absent columns, and listed copies of the sampled token, have `present` False and probability 0 under both.
+    Absent columns, and copies of the sampled token among the top K, have `present` False and probability 0 under both.
     `*_other` is the mass of everything else; anchor_other is 0 where it is below the rounding of its own sum.
     """
 
@@ -54,7 +54,7 @@ class Buckets:
     anchor_other: Float[Tensor, " T"]
     anchor_other_logprob: Float[Tensor, " T"]
     policy_other_logprob: Float[Tensor, " T"]
-    sampled_listed: Bool[Tensor, " T"]
+    sampled_in_topk: Bool[Tensor, " T"]
     vocab_size: int | None
 
     @property
@@ -71,8 +71,8 @@ class Tokens:
     """The [T] inputs with neutral values where `mask` is False, so that garbage there can reach nothing."""
 
     mask: Bool[Tensor, " T"]
-    logprob: Float[Tensor, " T"]  # with gradient
-    policy: Float[Tensor, " T"]  # the same without
+    logprob: Float[Tensor, " T"]  # ln pi(a), with gradient
+    detached_logprob: Float[Tensor, " T"]  # the same without
     rollout_logprob: Float[Tensor, " T"] | None
     old_logprob: Float[Tensor, " T"] | None
     reference_logprob: Float[Tensor, " T"] | None
@@ -82,7 +82,7 @@ class Tokens:
 
     @property
     def zeros(self) -> Float[Tensor, " T"]:
-        return torch.zeros_like(self.policy)
+        return torch.zeros_like(self.detached_logprob)
 
 
 def check_and_clean(
@@ -140,7 +140,7 @@ def check_and_clean(
     return Tokens(
         mask=keep,
         logprob=current,
-        policy=current.detach(),
+        detached_logprob=current.detach(),
         rollout_logprob=_no_gradient(clean(rollout_logprob)),
         old_logprob=_no_gradient(clean(old_logprob)),
         reference_logprob=_no_gradient(clean(reference_logprob)),
@@ -151,7 +151,7 @@ def check_and_clean(
 
 
 def make_buckets(settings: ObjectiveSettings, name: str, tokens: Tokens, topk: TopKLogprobs) -> Buckets:
-    """The listed tokens and the sampled one as disjoint columns, anchored as the settings say."""
+    """The top K and the sampled token as disjoint columns, under pi and under the anchor that the settings name."""
     if topk.ids.ndim != 2 or topk.ids.shape[0] != tokens.mask.shape[0]:
         raise ObjectiveError(
             f"{name}: topk.ids has shape {tuple(topk.ids.shape)}, expected [{tokens.mask.shape[0]}, K]"
@@ -171,14 +171,14 @@ def make_buckets(settings: ObjectiveSettings, name: str, tokens: Tokens, topk: T
         if value.shape != tokens.mask.shape:
             raise ObjectiveError(f"{name}: topk.{key} has shape {tuple(value.shape)}, expected [T]")
 
-    dtype, keep = tokens.policy.dtype, tokens.mask[:, None]
+    dtype, keep = tokens.detached_logprob.dtype, tokens.mask[:, None]
     is_target = topk.ids == topk.target_ids[:, None]
-    # The sampled token has its own column, taken from the [T] log-probs, whether or not the engine listed it.
-    listed = keep & (topk.ids >= 0) & ~is_target
-    present = torch.cat([listed, keep], dim=1)
+    # The sampled token has its own column, taken from the [T] log-probs, whether or not it is in the top K.
+    in_topk = keep & (topk.ids >= 0) & ~is_target
+    present = torch.cat([in_topk, keep], dim=1)
 
     def columns(values: Tensor, sampled: Tensor) -> Tensor:
-        values = torch.where(listed, values, torch.zeros_like(values)).to(dtype)
+        values = torch.where(in_topk, values, torch.zeros_like(values)).to(dtype)
         return torch.cat([values, sampled[:, None]], dim=1)
 
     anchor = columns(anchor_list, anchor_sampled).detach()
@@ -196,7 +196,7 @@ def make_buckets(settings: ObjectiveSettings, name: str, tokens: Tokens, topk: T
         anchor_other=torch.where(tokens.mask, anchor_other, torch.zeros_like(anchor_other)),
         anchor_other_logprob=torch.where(anchor_other > 0, anchor_other, 1.0).log(),
         policy_other_logprob=torch.where(tokens.mask, topk.other_logprob.detach().to(dtype), 0.0),
-        sampled_listed=(is_target & (topk.ids >= 0)).any(dim=1),
+        sampled_in_topk=(is_target & (topk.ids >= 0)).any(dim=1),
         vocab_size=topk.vocab_size,
     )
 
@@ -205,7 +205,7 @@ def needs_rollout(settings: ObjectiveSettings) -> bool:
     if settings.supervised:
         return False
     used = settings.importance == "rollout" or settings.mismatch != "none" or settings.rejection != "none"
-    return used or (settings.control != "none" and settings.anchor == "rollout") or settings.lists_tokens
+    return used or (settings.control != "none" and settings.anchor == "rollout") or settings.reads_topk
 
 
 def needs_old(settings: ObjectiveSettings) -> bool:

@@ -1,4 +1,4 @@
-"""Metrics that say how they reduce: over micro-batches by merging, over ranks by a sum and a max all-reduce.
+"""Metrics that know how they reduce: over micro-batches by merging, over ranks by a sum and a max all-reduce.
 
 No communication happens here. A trainer does
 
@@ -66,13 +66,13 @@ def quantiles_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> M
     """Histogram of a non-negative `value` over `where`, in fixed bins so that it merges exactly."""
     decades = value.detach().double().clamp(min=1e-30).log10() - _LOWEST_DECADE
     # nan_to_num: a nan cannot be put in a bin; the count of non-finite tokens reports it.
-    place = (decades * _BINS_PER_DECADE).nan_to_num(nan=-1.0).floor().clamp(-1, _BINS - 2).long() + 1
+    bin_ = (decades * _BINS_PER_DECADE).nan_to_num(nan=-1.0).floor().clamp(-1, _BINS - 2).long() + 1
     counts = torch.zeros(_BINS, dtype=torch.float64, device=value.device)
-    return _summing("quantiles", counts.index_add(0, place, where.double()))
+    return _summing("quantiles", counts.index_add(0, bin_, where.double()))
 
 
 def effective_size_metric(weight: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
-    """(sum w)^2 / (n sum w^2) in (0, 1]: share of the samples that a weighted mean is really made of."""
+    """(sum w)^2 / (n sum w^2) in (0, 1]: effective share of the samples in a weighted mean."""
     kept = torch.where(where, weight.detach().double(), 0.0)
     return _summing("effective_size", torch.stack([kept.sum(), kept.square().sum(), where.sum().double()]))
 
@@ -154,13 +154,13 @@ def _quantiles(counts: list[float]) -> dict[str, float]:
     if not total:
         return {}
     result, seen, wanted = {}, 0.0, list(_QUANTILES.items())
-    for place, count in enumerate(counts):
+    for bin_, count in enumerate(counts):
         seen += count
         while wanted and seen >= wanted[0][1] * total:
             # The geometric middle of the bin; the open bins at the ends report the edge they have.
-            middle = 10 ** (_LOWEST_DECADE + (place - 0.5) / _BINS_PER_DECADE)
+            middle = 10 ** (_LOWEST_DECADE + (bin_ - 0.5) / _BINS_PER_DECADE)
             ends = {0: 0.0, _BINS - 1: 10.0 ** (_LOWEST_DECADE + _DECADES)}
-            result["/" + wanted.pop(0)[0]] = ends.get(place, middle)
+            result["/" + wanted.pop(0)[0]] = ends.get(bin_, middle)
     return result
 
 

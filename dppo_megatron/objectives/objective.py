@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from . import inputs
-from .corrections import mismatch_weight, over_sequence, reference_kl
+from .controls import CONTROLS
+from .corrections import mismatch_weight, reference_kl
 from .describe import describe
 from .inputs import Buckets, Tokens, TopKLogprobs
 from .metrics import Metric
 from .presets import PRESETS
 from .settings import ObjectiveError, ObjectiveSettings, nearest, override
 from .token_metrics import Step, token_metrics
-from .trust_region import Region, anchor_logprob, find_region, topk_penalty
+from .trust_region import locate, logprob_of, ratio_to
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """What an objective says of every token.
+    """What an objective returns for every token.
 
     loss [T]: per token, unreduced, with gradient, 0 where mask is False.
     weight [T]: d loss / d z = -A r weight (e_a - pi) for the policy term, r = pi/mu (1 where there is no
@@ -53,7 +54,7 @@ class Objective:
 
     @property
     def needs_topk(self) -> bool:
-        return self.settings.lists_tokens
+        return self.settings.reads_topk
 
     @property
     def needs_topk_gradient(self) -> bool:
@@ -102,7 +103,7 @@ class Objective:
         All [T]. logprob, rollout_logprob, old_logprob, reference_logprob: fp32/fp64 ln p of the
         sampled token, temperature applied. mask: bool or 0/1, tokens that carry loss; whatever stands
         elsewhere, nan included, adds nothing to loss, gradient or metrics. sequence_ids: numbered from 0 and
-        below T, each sequence whole in this call. The needs_* properties say what is required. Raises
+        below T, each sequence whole in this call. The needs_* properties name what is required. Raises
         ObjectiveError for inputs that are missing, misshapen, or of 16-bit precision. Does not synchronise
         with the host.
         """
@@ -120,52 +121,49 @@ class Objective:
             sequence_ids=sequence_ids,
         )
         buckets = self._buckets(tokens, topk)
-        with torch.no_grad():
-            ratio = _ratio_to(_importance_logprob(s, tokens), s, tokens)
-            anchor_ratio = _ratio_to(anchor_logprob(s.anchor, tokens), s, tokens)
-            ratio = torch.ones_like(tokens.policy) if ratio is None else ratio
-            region = find_region(s, tokens, anchor_ratio, buckets)
-            used = ratio.clamp(s.ratio_floor, s.ratio_cap) if _truncates(s) else ratio
-            correction, dropped = mismatch_weight(s, tokens)
-            multiplier = _product(region.weight, correction)
-            if s.path == "ratio":
-                multiplier = torch.where(used == ratio, multiplier, torch.zeros_like(multiplier))
-            coefficient = _product(used, multiplier)
-            slope = _product(coefficient, tokens.advantage)
-            if s.path == "logprob":
-                value = -slope * tokens.policy
-            else:
-                value = _product(_policy_value(s, tokens, region, used), correction * (tokens.advantage != 0))
-        # Value and gradient are set apart: d loss = -A r w d ln pi holds exactly, whatever the value's form.
-        loss = value - slope * (tokens.logprob - tokens.policy)
-        if self.needs_topk_gradient:
-            penalty = topk_penalty(s, tokens, region, buckets)
-            loss = loss + torch.where(dropped, torch.zeros_like(penalty), penalty)
+        position = locate(s, tokens, buckets)
+        ratio = _importance_ratio(s, tokens)
+        used = ratio.clamp(s.ratio_floor, s.ratio_cap) if _truncates(s) else ratio
+        controlled = CONTROLS[s.control, s.divergence](s, position, used, buckets)
+        correction, dropped = mismatch_weight(s, tokens)
+        w = _product(controlled.weight, correction)
+        if s.path == "ratio":  # a truncated ratio is constant
+            w = torch.where(used == ratio, w, torch.zeros_like(w))
+        coefficient = _product(used, w)  # r w
+        slope = _product(coefficient, tokens.advantage)  # A r w
+        if s.path == "logprob":
+            value = -slope * tokens.detached_logprob
+        else:
+            value = _product(controlled.loss, correction * (tokens.advantage != 0))
+        # The value of the formula; its gradient is exactly -A r w, the difference is 0.
+        loss = value - slope * (tokens.logprob - tokens.detached_logprob)
+        if controlled.penalty is not None:
+            loss = loss + torch.where(dropped, torch.zeros_like(controlled.penalty), controlled.penalty)
         kl = reference_kl(s, tokens, used) if self.needs_reference else None
         if kl is not None:
             loss = loss + s.reference_kl_coefficient * kl
         if self.needs_entropy:
             loss = loss - s.entropy_coefficient * tokens.entropy
 
-        with torch.no_grad():
-            weight = _weight_over_plain_ratio(s, tokens, coefficient, multiplier, ratio, used)
-            outside = region.outside & (tokens.advantage != 0)
-            known = s.importance != "none"
-            step = Step(
-                loss=loss.detach(),
-                weight=weight,
-                ratio=ratio if known else None,
-                used_ratio=used if known else None,
-                dropped=dropped,
-                reference_kl=None if kl is None else kl.detach(),
-            )
-            metrics = token_metrics(s, tokens, region, buckets, step)
+        weight = _weight_over_plain_ratio(s, tokens, coefficient, w, ratio, used)
+        outside = controlled.outside & (tokens.advantage != 0)
+        known = s.importance != "none"
+        step = Step(
+            loss=loss.detach(),
+            weight=weight,
+            ratio=ratio if known else None,
+            used_ratio=used if known else None,
+            divergence=position.divergence,
+            outside=controlled.outside,
+            dropped=dropped,
+            reference_kl=None if kl is None else kl.detach(),
+        )
         return ObjectiveOutput(
             loss=loss,
             weight=weight,
             masked_tokens=outside,
-            divergence=torch.where(tokens.mask, region.divergence, tokens.zeros),
-            metrics=metrics,
+            divergence=torch.where(tokens.mask, position.divergence, tokens.zeros),
+            metrics=token_metrics(s, tokens, buckets, step),
         )
 
     def _buckets(self, tokens: Tokens, topk: TopKLogprobs | None) -> Buckets | None:
@@ -173,7 +171,7 @@ class Objective:
             if self.needs_topk:
                 raise ObjectiveError(f"{self.name} needs topk: {self.settings.divergence}, {self.settings.direction}")
             return None
-        if anchor_logprob(self.settings.anchor, tokens) is None:
+        if logprob_of(self.settings.anchor, tokens) is None:
             return None
         if not self.needs_topk and self.settings.anchor == "old" and topk.old_logprob is None:
             return None  # only metrics would read it, and they are about the anchor
@@ -236,18 +234,11 @@ def _lacking(target: Any) -> list[str]:
     return [attribute for attribute in wanted if not hasattr(target, attribute)]
 
 
-def _importance_logprob(s: ObjectiveSettings, tokens: Tokens) -> Tensor | None:
-    return {"rollout": tokens.rollout_logprob, "old": tokens.old_logprob, "none": None}[s.importance]
-
-
-def _ratio_to(base: Tensor | None, s: ObjectiveSettings, tokens: Tokens) -> Tensor | None:
-    """pi(a) / base(a) [T], of the token or of its response; None without a base."""
-    if base is None:
-        return None
-    log_ratio = tokens.policy - base
-    if s.ratio_level == "sequence":
-        log_ratio = over_sequence(log_ratio, tokens, mean=True)
-    return log_ratio.exp()
+def _importance_ratio(s: ObjectiveSettings, tokens: Tokens) -> Tensor:
+    """r = pi(a) / mu(a), or to the old policy, before cap and floor; 1 without importance sampling."""
+    if s.importance == "none":
+        return torch.ones_like(tokens.detached_logprob)
+    return ratio_to(logprob_of(s.importance, tokens), s, tokens)
 
 
 def _product(value: Tensor, factor: Tensor) -> Tensor:
@@ -259,29 +250,15 @@ def _truncates(s: ObjectiveSettings) -> bool:
     return s.ratio_cap is not None or s.ratio_floor is not None
 
 
-def _policy_value(s: ObjectiveSettings, tokens: Tokens, region: Region, ratio: Tensor) -> Tensor:
-    """The value of the policy term along the ratio path; its gradient is not taken from here."""
-    advantage = tokens.advantage
-    if s.control == "mask":
-        held = torch.zeros_like(ratio) if region.held is None else region.held
-        return -advantage * torch.where(region.outside, held, ratio)
-    if s.control == "none" or s.divergence == "topk_tv":
-        return -advantage * ratio
-    penalty = 0.5 * advantage.abs() * region.shift * (ratio - 1)
-    if s.control == "mask_quadratic":
-        penalty = torch.where(region.outside, penalty, torch.zeros_like(penalty))
-    return -advantage * ratio + penalty
-
-
 def _weight_over_plain_ratio(
-    s: ObjectiveSettings, tokens: Tokens, coefficient: Tensor, multiplier: Tensor, ratio: Tensor, used: Tensor
+    s: ObjectiveSettings, tokens: Tokens, coefficient: Tensor, w: Tensor, ratio: Tensor, used: Tensor
 ) -> Tensor:
-    """coefficient / r, r = pi(a)/mu(a) of the token; exactly the multiplier where no other ratio is used."""
+    """coefficient / r, r = pi(a)/mu(a) of the token; exactly w where no other ratio is used."""
     if s.importance == "none":
-        weight = multiplier
+        weight = w
     elif s.importance == "rollout" and s.ratio_level == "token":
-        weight = torch.where(used == ratio, multiplier, coefficient / ratio)
+        weight = torch.where(used == ratio, w, coefficient / ratio)
     else:
         base = tokens.old_logprob if tokens.rollout_logprob is None else tokens.rollout_logprob
-        weight = coefficient / (tokens.policy - base).exp()
+        weight = coefficient / (tokens.detached_logprob - base).exp()
     return torch.where(tokens.mask, weight, torch.zeros_like(weight))

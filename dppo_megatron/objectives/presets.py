@@ -138,7 +138,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "experimental_topk_quadratic": Preset(
             S(divergence="topk_tv", control="quadratic", delta=0.2),
-            "ours, experimental: DRPO's penalty on every listed token, gradient through their log-probs",
+            "ours, experimental: DRPO's penalty on every top-K token, gradient through their log-probs",
             "this project",
         ),
     }

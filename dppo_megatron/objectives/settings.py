@@ -60,7 +60,7 @@ class ObjectiveSettings:
     tail: str = _choice(
         "aggregated",
         "uniform",
-        doc="predictive direction: unlisted mass as one token, or spread evenly over the tail",
+        doc="predictive direction: the mass outside the top K as one token, or spread evenly over the tail",
     )
     anchor: str = _choice(
         "rollout",
@@ -153,8 +153,8 @@ class ObjectiveSettings:
         return self.divergence == "ratio"
 
     @property
-    def lists_tokens(self) -> bool:
-        """True when the method reads the top-K list."""
+    def reads_topk(self) -> bool:
+        """True when the method reads the rollout policy's top K."""
         return self.divergence in ("topk_tv", "topk_kl") or self.direction == "predictive"
 
 

@@ -11,7 +11,7 @@ from . import divergence as measure
 from .inputs import Buckets, Tokens
 from .metrics import Metric, effective_size_metric, max_metric, mean_metric, min_metric, quantiles_metric, sum_metric
 from .settings import ObjectiveSettings
-from .trust_region import Region, anchor_logprob
+from .trust_region import logprob_of
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Step:
     weight: Tensor
     ratio: Tensor | None  # r before cap and floor
     used_ratio: Tensor | None  # after
+    divergence: Tensor  # D
+    outside: Tensor  # masked, clipped or penalised by the control
     dropped: Tensor  # by mismatch or rejection
     reference_kl: Tensor | None
 
 
 @torch.no_grad()
-def token_metrics(
-    s: ObjectiveSettings, tokens: Tokens, region: Region, buckets: Buckets | None, step: Step
-) -> dict[str, Metric]:
+def token_metrics(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None, step: Step) -> dict[str, Metric]:
     """Metrics of one call. Which ones exist depends on settings and inputs given, not on values."""
     mask = tokens.mask
     metrics = {
@@ -54,9 +54,9 @@ def token_metrics(
     }
     if s.control != "none":
         metrics |= {
-            "masked/share": mean_metric(region.outside, signed),
-            "masked/positive": mean_metric(region.outside, positive),
-            "masked/negative": mean_metric(region.outside, negative),
+            "masked/share": mean_metric(step.outside, signed),
+            "masked/positive": mean_metric(step.outside, positive),
+            "masked/negative": mean_metric(step.outside, negative),
         }
     if s.mismatch != "none" or s.rejection != "none":
         metrics["correction/dropped_share"] = mean_metric(step.dropped, mask)
@@ -70,14 +70,14 @@ def token_metrics(
         if s.ratio_cap is not None or s.ratio_floor is not None:
             metrics["ratio/capped_share"] = mean_metric(step.used_ratio != step.ratio, signed)
     if tokens.rollout_logprob is not None:
-        metrics |= _mismatch("mismatch", tokens.rollout_logprob, tokens.policy, mask)
+        metrics |= _mismatch("mismatch", tokens.rollout_logprob, tokens.detached_logprob, mask)
         if tokens.old_logprob is not None:
             metrics |= _mismatch("mismatch_recomputed", tokens.rollout_logprob, tokens.old_logprob, mask)
-    if anchor_logprob(s.anchor, tokens) is not None:
+    if logprob_of(s.anchor, tokens) is not None:
         metrics |= {
-            "divergence/mean": mean_metric(region.divergence, mask),
-            "divergence/max": max_metric(region.divergence, mask),
-            "divergence": quantiles_metric(region.divergence, mask),
+            "divergence/mean": mean_metric(step.divergence, mask),
+            "divergence/max": max_metric(step.divergence, mask),
+            "divergence": quantiles_metric(step.divergence, mask),
         }
     if buckets is not None:
         metrics |= _topk(s, tokens, buckets, signed)
@@ -101,18 +101,20 @@ def _mismatch(name: str, engine: Tensor, trainer: Tensor, mask: Tensor) -> dict[
 
 def _topk(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets, signed: Tensor) -> dict[str, Metric]:
     mask = tokens.mask
-    ln_mu = anchor_logprob(s.anchor, tokens)
-    binary_tv, topk_tv = measure.binary_tv(ln_mu, tokens.policy), measure.topk_tv(buckets)
+    ln_mu = logprob_of(s.anchor, tokens)
+    binary_tv, topk_tv = measure.binary_tv(ln_mu, tokens.detached_logprob), measure.topk_tv(buckets)
     metrics = {
         "topk/tail_mass_rollout": mean_metric(buckets.anchor_other, mask),
         "topk/tail_mass_policy": mean_metric(buckets.policy_other_logprob.exp(), mask),
-        "topk/sampled_outside_share": mean_metric(~buckets.sampled_listed, mask),
+        "topk/sampled_outside_share": mean_metric(~buckets.sampled_in_topk, mask),
         "topk/binary_tv_mean": mean_metric(binary_tv, mask),
         "topk/topk_tv_mean": mean_metric(topk_tv, mask),
     }
     if s.delta is not None:
         if s.divergence.endswith("kl"):
-            differ = (measure.binary_kl(ln_mu, tokens.policy) > s.delta) != (measure.topk_kl(buckets) > s.delta)
+            differ = (measure.binary_kl(ln_mu, tokens.detached_logprob) > s.delta) != (
+                measure.topk_kl(buckets) > s.delta
+            )
         else:
             differ = (binary_tv > s.delta) != (topk_tv > s.delta)
         metrics["topk/binary_disagreement"] = mean_metric(differ, signed)

@@ -15,8 +15,6 @@ from dppo_megatron.objectives import (
     group_has_signal,
     reward_moments,
     sequence_weights,
-    spread_weights,
-    token_weights,
 )
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1]], dtype=torch.float64)
@@ -118,12 +116,3 @@ def test_sequences_without_loss_count_nowhere():
     for kind, wanted in expected.items():
         torch.testing.assert_close(sequence_weights(kind, lengths, horizon=10), torch.tensor(wanted))
     assert sequence_weights("token_mean", torch.tensor([0, 0])).tolist() == [0, 0]
-
-
-def test_weights_spread_over_packed_tokens():
-    lengths, mask = torch.tensor([2, 1]), torch.tensor([0, 1, 1, 0, 0, 1])
-    ids = torch.tensor([0, 0, 0, 1, 1, 1])
-    weights = sequence_weights("seq_mean_token_mean", lengths)
-    spread = spread_weights(weights, torch.where(mask != 0, ids, -1), mask)
-    assert spread.tolist() == [0, 0.25, 0.25, 0, 0, 0.5]
-    assert torch.equal(spread[mask != 0], token_weights("seq_mean_token_mean", lengths))

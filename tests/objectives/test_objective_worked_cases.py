@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dppo_megatron.objectives import BatchCounts, build_objective, sequence_weights, token_weights
+from dppo_megatron.objectives import BatchCounts, build_objective, sequence_weights
 from tests.objectives.cases import make_case
 from tests.objectives.worked_cases import CASES, METHODS, NOT_THE_PAPER, RUNS, VECTORS, close
 
@@ -102,7 +102,7 @@ def test_aggregation(kind, key):
     mask = torch.tensor(given["mask"]).bool()
     loss = torch.tensor(given["token_loss"], dtype=torch.float64)[mask]
     lengths = mask.sum(1)
-    weights = token_weights(kind, lengths, given["horizon"])
+    weights = sequence_weights(kind, lengths, given["horizon"]).repeat_interleave(lengths)
     assert (weights * loss).sum().item() == pytest.approx(given["expected"][key], abs=1e-6)
 
     # Two ranks with one sequence each, sharing their counts.

@@ -1,0 +1,145 @@
+"""What a trust region does to a token: one function per control, each the formula of its paper.
+
+mu = rollout policy, pi = policy in training, a = sampled token, A = advantage, r = pi(a) / mu(a), D = divergence.
+The papers maximise L; the loss here is -L. Every method's gradient is d L / d ln pi(a) = A r w, and a control gives
+L and w, both [T] and without gradient: `Objective` joins them, so that the gradient is exactly A r w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .inputs import Buckets
+from .settings import ObjectiveSettings
+from .trust_region import Position
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """A control's result, all [T]. loss: -L. weight: w. outside: tokens that it masks, clips or penalises.
+
+    penalty: a further term of the loss with a gradient of its own, where the method has one.
+    """
+
+    loss: Float[Tensor, " T"]
+    weight: Float[Tensor, " T"]
+    outside: Bool[Tensor, " T"]
+    penalty: Float[Tensor, " T"] | None = None
+
+
+# A control reads the settings, where the tokens stand, r as the loss uses it (truncated if it is), and the top K.
+Control = Callable[[ObjectiveSettings, Position, Tensor, Buckets | None], Controlled]
+
+
+def dppo_mask(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
+    """DPPO (arXiv 2602.04879):  L = M r A,  w = M, where
+
+        M = 0  iff  D > delta  and  (A > 0 and r > 1,  or  A < 0 and r < 1),  else 1.
+
+    `at.diverging` is the condition in brackets, or what the axis `direction` puts in its place.
+    """
+    outside = (at.divergence > s.delta) & at.diverging
+    return Controlled(-at.advantage * torch.where(outside, 0.0, r), (~outside).to(r.dtype), outside)
+
+
+def ppo_clip(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
+    """PPO (arXiv 1707.06347 eq. 7):  L = min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A).
+
+    w = 0 where the clipped ratio is taken, else 1. Dual clip (arXiv 1912.09729 eq. 4): where A < 0, L = max(that,
+    dual_clip A).
+    """
+    lower, upper = 1 - s.epsilon_low, 1 + s.epsilon_high
+    outside = ((at.ratio < lower) | (at.ratio > upper)) & at.diverging
+    clipped = at.ratio.clamp(lower, upper)
+    if s.dual_clip is not None:
+        runaway = (at.advantage < 0) & (at.ratio > s.dual_clip)
+        outside, clipped = outside | runaway, torch.where(runaway, s.dual_clip, clipped)
+    return Controlled(-at.advantage * torch.where(outside, clipped, r), (~outside).to(r.dtype), outside)
+
+
+def spo(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
+    """SPO (arXiv 2401.16025):  L = r A - |A| / (2 epsilon) (r - 1)^2,  w = 1 - sign(A) (r - 1) / epsilon."""
+    return _quadratic(at, r, _ratio_shift(s, at))
+
+
+def drpo(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
+    """DRPO (arXiv 2606.09821):  L = r A - |A| / (2 delta) mu (r - 1)^2,  w = 1 - sign(A) (pi - mu) / delta."""
+    return _quadratic(at, r, at.shift / s.delta)
+
+
+def mask_spo(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets | None) -> Controlled:
+    """SPO's penalty, but only where PPO clips."""
+    return _quadratic(at, r, _ratio_shift(s, at), only=ppo_clip(s, at, r, buckets).outside)
+
+
+def mask_drpo(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets | None) -> Controlled:
+    """Mask-DRPO (arXiv 2606.09821): DRPO's penalty, but only where DPPO masks."""
+    return _quadratic(at, r, at.shift / (s.penalty_delta or s.delta), only=dppo_mask(s, at, r, buckets).outside)
+
+
+def topk_quadratic(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets) -> Controlled:
+    """L = r A - |A| / (2 delta) sum over S and the rest of (pi - mu)^2. Ours, experimental, in no paper.
+
+    DRPO's penalty |A| / (2 delta) mu(a) (r - 1)^2 is one sample, a from mu, of |A| / (2 delta) sum (pi - mu)^2. This
+    is that sum over the top K and a. All other mass counts as one token; its gradient is minus that of the top-K
+    masses, so the kernel needs no gradient for `other`. w = 1: the penalty has its own gradient, through the top K.
+    """
+    scale = at.advantage.abs() / (2 * (s.penalty_delta or s.delta))
+    policy = buckets.policy
+    inside = policy.sum(dim=1)
+    other = buckets.policy_other_logprob.exp() - (inside - inside.detach())
+    squares = (policy - buckets.anchor).square().sum(dim=1) + (other - buckets.anchor_other).square()
+    plain = no_control(s, at, r, buckets)
+    return Controlled(plain.loss, plain.weight, plain.outside, scale * squares)
+
+
+def mask_topk_quadratic(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets) -> Controlled:
+    """The penalty of `topk_quadratic`, but only where DPPO masks."""
+    everywhere = topk_quadratic(s, at, r, buckets)
+    outside = dppo_mask(s, at, r, buckets).outside
+    return Controlled(everywhere.loss, everywhere.weight, outside, torch.where(outside, everywhere.penalty, 0.0))
+
+
+def no_control(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
+    """The plain policy gradient with importance sampling:  L = r A,  w = 1."""
+    return Controlled(-at.advantage * r, torch.ones_like(r), torch.zeros_like(at.diverging))
+
+
+# By the axes control and divergence.
+_TV_AND_KL = ("binary_tv", "binary_kl", "topk_tv", "topk_kl")
+CONTROLS: Mapping[tuple[str, str], Control] = {
+    **{("none", divergence): no_control for divergence in (*_TV_AND_KL, "ratio")},
+    **{("mask", divergence): dppo_mask for divergence in _TV_AND_KL},
+    ("mask", "ratio"): ppo_clip,
+    ("quadratic", "ratio"): spo,
+    ("quadratic", "binary_tv"): drpo,
+    ("quadratic", "topk_tv"): topk_quadratic,
+    ("mask_quadratic", "ratio"): mask_spo,
+    ("mask_quadratic", "binary_tv"): mask_drpo,
+    ("mask_quadratic", "topk_tv"): mask_topk_quadratic,
+}
+
+
+def _quadratic(at: Position, r: Tensor, shift: Tensor, only: Tensor | None = None) -> Controlled:
+    """L = r A - |A| / 2 shift (r - 1),  w = 1 - sign(A) shift;  r A and 1 where `only` is False.
+
+    shift [T]: distance from the anchor over its threshold, (r - 1) / epsilon or (pi - mu) / delta.
+    """
+    penalty = 0.5 * at.advantage.abs() * shift * (r - 1)
+    weight = 1 - at.advantage.sign() * shift
+    if only is None:
+        return Controlled(-at.advantage * r + penalty, weight, torch.zeros_like(at.diverging))
+    return Controlled(-at.advantage * r + torch.where(only, penalty, 0.0), torch.where(only, weight, 1.0), only)
+
+
+def _ratio_shift(s: ObjectiveSettings, at: Position) -> Tensor:
+    shift = at.ratio - 1
+    return torch.where(shift > 0, shift / s.epsilon_high, shift / s.epsilon_low)
