@@ -1,12 +1,11 @@
 """The rollout bank: the append-only, crash-safe directory through which every rollout reaches the trainer.
 
 The orchestrator holds the one `BankWriter`; trainer ranks and tools use `BankReader`. Training order is the
-order of
-appending: step s trains on groups [s G, (s + 1) G). See `bank_format` for the files.
+order of appending: step s trains on groups [s G, (s + 1) G). See `format` for the files.
 """
 
 from .format import BankCorruption, BankEntry, BankError, BankLocked, BankTimeout, BankWriteError
-from .reader import BankReader, SegmentSummary, describe
+from .reader import BankReader
 from .writer import BankWriter
 
 __all__ = [
@@ -18,6 +17,4 @@ __all__ = [
     "BankTimeout",
     "BankWriteError",
     "BankWriter",
-    "SegmentSummary",
-    "describe",
 ]

@@ -6,13 +6,9 @@ import os
 import time
 import zlib
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-
-import numpy as np
 
 from dppo_megatron.types import RolloutGroup
 
@@ -24,7 +20,6 @@ from .format import (
     BankTimeout,
     decode_group,
     parse_group_line,
-    segment_numbers,
     segment_paths,
 )
 
@@ -65,37 +60,28 @@ class BankReader:
             self._segment += 1
             self._offset = self._record = 0
 
-    def wait_for(
-        self,
-        count: int,
-        timeout_s: float,
-        poll_s: float = 0.01,
-        alive: Callable[[], bool] | None = None,
-    ) -> int:
+    def wait_for(self, count: int, timeout_s: float, poll_s: float = 0.01) -> int:
         """Returns `num_groups` once it is at least `count`.
 
         timeout_s: longest time without any new group, from the start of the call or the last arrival.
-        alive: whether anybody still writes; asked on every poll. It may also raise, which ends the wait.
         Raises `BankTimeout`.
         """
         started = last_arrival = time.monotonic()
         at_start = self.num_groups
         while True:
             before = self.num_groups
-            writing = alive is None or alive()
             if self.refresh() >= count:
                 return self.num_groups
             now = time.monotonic()
             if self.num_groups > before:
                 last_arrival = now
-            if not writing or now - last_arrival > timeout_s:
+            if now - last_arrival > timeout_s:
                 idle = now - last_arrival
                 arrived = self.num_groups - at_start
-                why = f"timeout {timeout_s:g} s" if writing else "nobody writes it any more"
                 raise BankTimeout(
                     f"{self._directory}: {self.num_groups} of {count} groups arrived and none for "
-                    f"{idle:.1f} s ({arrived} in the {now - started:.1f} s of this wait; {why}). Look at the "
-                    "orchestrator's log"
+                    f"{idle:.1f} s ({arrived} in the {now - started:.1f} s of this wait; timeout {timeout_s:g} s). "
+                    "Look at the orchestrator's log"
                 )
             time.sleep(poll_s)
 
@@ -147,7 +133,7 @@ class BankReader:
             with path.open("rb", buffering=0) as file:
                 if file.seek(0, os.SEEK_END) < self._offset:
                     raise BankCorruption(
-                        f"{path}: shorter than when last read: records that were in use were cut off; "
+                        f"{path}: shorter than when last read: records that were in use are gone; "
                         "restart the trainer from its last checkpoint"
                     )
                 file.seek(self._offset)
@@ -180,61 +166,3 @@ class BankReader:
                 raise BankCorruption(
                     f"{path}: record {self._records[number]} is not readable ({error}); restore the file"
                 ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentSummary:
-    """What the index says of one segment."""
-
-    segment: int
-    groups: int
-    dropped: dict[str, int]  # reason -> prompts
-    samples: int
-    failed_rewards: int  # samples whose verifier gave no reward
-    prompt_tokens: int  # counted once per sample
-    response_tokens: int
-    data_bytes: int
-    reward_mean: float  # over samples with a reward; nan when there is none
-    min_version: int  # -1 when there is no group
-    max_version: int
-    finish_reasons: dict[str, int]
-
-
-def describe(directory: str | Path) -> list[SegmentSummary]:
-    """Counts, tokens and rewards per segment, for inspection; reads index files only and no tokens."""
-    reader = BankReader(directory)
-    entries = reader.entries(0, reader.refresh())
-    by_segment = {segment: list(part) for segment, part in groupby(entries, key=lambda entry: entry.segment)}
-    return [
-        _summarise(number, by_segment.get(number, []), _dropped(segment_paths(Path(directory), number)[1]))
-        for number in segment_numbers(Path(directory))
-    ]
-
-
-def _dropped(path: Path) -> Counter[str]:
-    import json
-
-    lines = path.read_bytes().splitlines(keepends=True)
-    return Counter(
-        json.loads(line)["reason"] for line in lines if line.endswith(b"\n") and not line.startswith(GROUP_HEAD)
-    )
-
-
-def _summarise(number: int, entries: list[BankEntry], dropped: Counter[str]) -> SegmentSummary:
-    rewards = np.concatenate([e.rewards[~e.reward_failed] for e in entries]) if entries else np.zeros(0)
-    samples = sum(e.num_samples for e in entries)
-    finish: Counter[str] = sum((Counter(e.finish_reasons) for e in entries), Counter())
-    return SegmentSummary(
-        segment=number,
-        groups=len(entries),
-        dropped=dict(dropped),
-        samples=samples,
-        failed_rewards=sum(int(e.reward_failed.sum()) for e in entries),
-        prompt_tokens=sum(e.prompt_tokens * e.num_samples for e in entries),
-        response_tokens=sum(int(e.response_lengths.sum()) for e in entries),
-        data_bytes=sum(e.size for e in entries),
-        reward_mean=float(rewards.mean()) if len(rewards) else float("nan"),
-        min_version=min((e.min_version for e in entries if e.min_version >= 0), default=-1),
-        max_version=max((e.max_version for e in entries), default=-1),
-        finish_reasons=dict(finish),
-    )

@@ -67,7 +67,7 @@ class Segment:
             self._sync_index(len(line))
 
     def recover(self) -> list[int]:
-        """Cuts off an incomplete tail, sets the counters and returns the positions of the whole records."""
+        """Truncates an incomplete tail, sets the counters and returns the positions of the whole records."""
         lines = self._index_path.read_bytes().splitlines(keepends=True)
         stored = os.fstat(self._data).st_size
         positions: list[int] = []
@@ -82,7 +82,7 @@ class Segment:
                 self.groups += 1
                 self.data_size = entry.offset + entry.size
         self._refuse_damage(lines, len(positions), problem, stored)
-        self._cut(problem, stored)
+        self._truncate(problem, stored)
         return positions
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Segment:
         return entry, ""
 
     def _refuse_damage(self, lines: list[bytes], whole: int, problem: str, stored: int) -> None:
-        # A crash leaves an incomplete end. A whole group beyond an invalid record means damage; cutting would lose it.
+        # A crash leaves an incomplete end. A whole group behind an invalid record means damage, and would be lost.
         for record, line in enumerate(lines[whole + 1 :], start=whole + 1):
             entry, later_problem = self._examine(line, record, stored)
             if entry and not later_problem:
@@ -132,12 +132,12 @@ class Segment:
                     "again"
                 )
 
-    def _cut(self, problem: str, stored: int) -> None:
+    def _truncate(self, problem: str, stored: int) -> None:
         index_stored = os.fstat(self._index).st_size
         if stored == self.data_size and index_stored == self._index_size:
             return
         log.warning(
-            "%s: cut off a record that was not finished when its writer stopped (%s; %d bytes of data, %d of "
+            "%s: truncated a record that was not finished when its writer stopped (%s; %d bytes of data, %d of "
             "index); %d groups of this segment are whole",
             self._data_path,
             problem or "it had no index line yet",
@@ -145,7 +145,7 @@ class Segment:
             index_stored - self._index_size,
             self.groups,
         )
-        # The index first: a crash in between leaves surplus data, which the next opening cuts.
+        # The index first: a crash in between leaves surplus data, which the next opening truncates.
         os.ftruncate(self._index, self._index_size)
         os.ftruncate(self._data, self.data_size)
         os.fsync(self._index)

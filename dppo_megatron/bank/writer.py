@@ -1,4 +1,4 @@
-"""The one writer of a bank: appends records, survives being killed, rolls back what a full disk cut short."""
+"""The one writer of a bank: appends records, survives being killed, rolls back what a full disk interrupted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "
 class BankWriter:
     """Appends groups and dropped prompts to the bank in `directory`, which is created when missing.
 
-    Opening takes an exclusive lock for the life of the process, cuts off what a crash left half written (with
+    Opening takes an exclusive lock until the process ends, truncates what a crash left half written (with
     a log line) and reads which prompt positions are done. A segment holds `groups_per_segment` groups, so
     with one training step's groups in each, segment s is the batch of step s. Not thread-safe: one call at a
     time.

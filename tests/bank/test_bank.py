@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from dppo_megatron.bank import BankError, BankReader, BankTimeout, BankWriter, describe
+from dppo_megatron.bank import BankError, BankReader, BankTimeout, BankWriter
 from tests.support.bank import assert_same_group, make_group
 
 
@@ -202,30 +202,6 @@ def test_arrivals_prolong_the_wait(tmp_path):
     thread.start()
     assert BankReader(tmp_path).wait_for(5, timeout_s=0.45) == 5
     thread.join()
-
-
-def test_wait_ends_when_nobody_writes(tmp_path):
-    with BankWriter(tmp_path, 8) as writer:
-        writer.append(make_group(0))
-    reader = BankReader(tmp_path)
-    assert reader.wait_for(1, timeout_s=60, alive=lambda: False) == 1
-    with pytest.raises(BankTimeout, match=r"1 of 2 groups.*nobody writes"):
-        reader.wait_for(2, timeout_s=60, alive=lambda: False)
-
-
-def test_describe_sums_up_each_segment(tmp_path):
-    groups = [make_group(p) for p in range(3)]
-    with BankWriter(tmp_path, 2) as writer:
-        for group in groups:
-            writer.append(group)
-        writer.drop(7, 0, "aborted")
-    first, last = describe(tmp_path)
-    assert (first.groups, first.samples, first.failed_rewards, first.dropped) == (2, 8, 1, {})
-    assert (last.groups, last.samples, last.dropped) == (1, 4, {"aborted": 1})
-    assert last.prompt_tokens + last.response_tokens == groups[2].num_tokens
-    assert last.reward_mean == pytest.approx(groups[2].rewards.mean())
-    assert first.data_bytes == (tmp_path / "segment-000000.bin").stat().st_size
-    assert describe(tmp_path / "none") == []
 
 
 def test_index_lines_are_plain_json(tmp_path):

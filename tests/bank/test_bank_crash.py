@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.bank import BankCorruption, BankLocked, BankReader, BankWriteError, BankWriter, describe
+from dppo_megatron.bank import BankCorruption, BankLocked, BankReader, BankWriteError, BankWriter
 from tests.support.bank import assert_same_group, make_group
 
 
@@ -99,10 +99,12 @@ def test_a_writer_killed_in_the_middle_of_a_record(tmp_path, write, share):
             writer.append(make_group(p))
     for p, group in enumerate(read_all(tmp_path)):
         assert_same_group(group, make_group(p))
-    assert sum(path.stat().st_size for path in tmp_path.glob("*.bin")) == sum(s.data_bytes for s in describe(tmp_path))
+    reader = BankReader(tmp_path)
+    stored = sum(entry.size for entry in reader.entries(0, reader.refresh()))
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.bin")) == stored
 
 
-def test_every_torn_index_line_is_cut(tmp_path, caplog):
+def test_every_incomplete_index_line_is_truncated(tmp_path, caplog):
     fill(tmp_path / "whole", 2)
     data, index = files(tmp_path / "whole", 0)
     lines = index.read_bytes().splitlines(keepends=True)
@@ -115,7 +117,7 @@ def test_every_torn_index_line_is_cut(tmp_path, caplog):
         caplog.clear()
         with caplog.at_level(logging.WARNING), BankWriter(directory, 3) as writer:
             assert writer.done_positions() == {0}
-            assert "cut off" in caplog.text
+            assert "truncated a record" in caplog.text
             writer.append(make_group(1))
         for p, group in enumerate(read_all(directory)):
             assert_same_group(group, make_group(p))
@@ -123,7 +125,7 @@ def test_every_torn_index_line_is_cut(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("damage", ["short", "changed", "zero index"])
-def test_a_tail_lost_in_a_power_failure_is_cut(tmp_path, caplog, damage):
+def test_a_tail_lost_in_a_power_failure_is_truncated(tmp_path, caplog, damage):
     fill(tmp_path, 2)
     data, index = files(tmp_path, 0)
     if damage == "short":
@@ -136,13 +138,13 @@ def test_a_tail_lost_in_a_power_failure_is_cut(tmp_path, caplog, damage):
         lines = index.read_bytes().splitlines(keepends=True)
         index.write_bytes(lines[0] + bytes(len(lines[1])))
     with caplog.at_level(logging.WARNING), BankWriter(tmp_path, 3) as writer:
-        assert "cut off" in caplog.text
+        assert "truncated a record" in caplog.text
         assert writer.num_train_groups == 1
         writer.append(make_group(1))
     assert len(read_all(tmp_path)) == 2
 
 
-def test_data_lost_behind_a_surviving_index_is_cut(tmp_path, caplog):
+def test_data_lost_behind_a_surviving_index_is_truncated(tmp_path, caplog):
     """Without a flush per record, a power failure can take data of several records and leave their lines."""
     with BankWriter(tmp_path, 5, fsync=False) as writer:
         for p in range(4):
@@ -153,7 +155,7 @@ def test_data_lost_behind_a_surviving_index_is_cut(tmp_path, caplog):
     data, _ = files(tmp_path, 0)
     os.truncate(data, reader.entries(2, 3)[0].offset + 10)
     with caplog.at_level(logging.WARNING), BankWriter(tmp_path, 5) as writer:
-        assert "cut off" in caplog.text
+        assert "truncated a record" in caplog.text
         assert writer.done_positions() == {0, 1}
     assert [g.prompt.position for g in read_all(tmp_path)] == [0, 1]
 
@@ -185,7 +187,7 @@ def test_a_crash_between_the_files_of_a_new_segment_is_repaired(tmp_path):
     assert [g.prompt.position for g in read_all(tmp_path)] == [0, 1, 2, 3, 4]
 
 
-def test_damage_before_whole_records_is_refused_not_cut(tmp_path):
+def test_damage_before_whole_records_is_refused_not_truncated(tmp_path):
     fill(tmp_path, 3)
     index = files(tmp_path, 0)[1]
     lines = index.read_bytes().splitlines(keepends=True)
