@@ -11,7 +11,7 @@ import pytest
 
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import InvalidSample
-from dppo_megatron.engines.vllm.extension.wire import decode_frame, encode_frame
+from dppo_megatron.engines.vllm.extension.wire import decode_reply, encode_reply
 from tests.support.engines import VOCAB, group
 
 pytestmark = pytest.mark.timeout(300)
@@ -20,13 +20,13 @@ REQUEST = group("tampered", n=3, max_tokens=12, topk=3)
 
 
 def vllm(change):
-    """A tampering of the frame's header and arrays."""
+    """A tampering of the reply's header and arrays."""
 
     def tamper(body: bytes) -> bytes:
-        header, arrays = decode_frame(body)
+        header, arrays = decode_reply(body)
         arrays = {name: array.copy() for name, array in arrays.items()}
         change(header, arrays)
-        return encode_frame(header, arrays)
+        return encode_reply(header, arrays)
 
     return tamper
 

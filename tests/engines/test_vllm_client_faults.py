@@ -20,7 +20,7 @@ from dppo_megatron.engines.protocol import (
     InvalidSample,
 )
 from dppo_megatron.engines.vllm.client import VllmEngine
-from dppo_megatron.engines.vllm.extension.wire import encode_frame
+from dppo_megatron.engines.vllm.extension.wire import encode_reply
 from tests.support.engines import engine_config, with_engine
 from tests.support.fakes.http_server import against, http
 
@@ -63,7 +63,7 @@ def generate(engine):
 
 
 def good_reply(**changed) -> bytes:
-    return http(200, encode_frame(GOOD_HEADER, GOOD_ARRAYS | changed))
+    return http(200, encode_reply(GOOD_HEADER, GOOD_ARRAYS | changed))
 
 
 def test_a_good_reply_passes(config):
@@ -121,14 +121,14 @@ def test_errors_carry_the_servers_reason(config, status, error):
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (http(200, b"<html>hello</html>"), "not a frame"),
-        (http(200, b""), "not a frame"),
-        (http(200, encode_frame(GOOD_HEADER, GOOD_ARRAYS)[:-3]), "cut inside array 'versions'"),
-        (http(200, encode_frame(GOOD_HEADER, GOOD_ARRAYS) + b"x"), "1 bytes too many"),
-        (http(200, encode_frame(GOOD_HEADER, GOOD_ARRAYS)[:20]), "cut inside its header"),
-        (http(200, encode_frame({"request_id": "g~00000000"}, GOOD_ARRAYS)), "lacks 'finish_reasons'"),
-        (http(200, encode_frame({**GOOD_HEADER, "request_id": "h"}, GOOD_ARRAYS)), "the reply is to 'h'"),
-        (http(200, encode_frame(GOOD_HEADER, {"lengths": GOOD_ARRAYS["lengths"]})), "lacks 'token_ids'"),
+        (http(200, b"<html>hello</html>"), "not safetensors"),
+        (http(200, b""), "not safetensors"),
+        (http(200, encode_reply(GOOD_HEADER, GOOD_ARRAYS)[:-3]), "not fully covered"),
+        (http(200, encode_reply(GOOD_HEADER, GOOD_ARRAYS) + b"x"), "not fully covered"),
+        (http(200, encode_reply(GOOD_HEADER, GOOD_ARRAYS)[:20]), "invalid header length"),
+        (http(200, encode_reply({"request_id": "g~00000000"}, GOOD_ARRAYS)), "lacks 'finish_reasons'"),
+        (http(200, encode_reply({**GOOD_HEADER, "request_id": "h"}, GOOD_ARRAYS)), "the reply is to 'h'"),
+        (http(200, encode_reply(GOOD_HEADER, {"lengths": GOOD_ARRAYS["lengths"]})), "lacks 'token_ids'"),
         (
             good_reply(rollout_logprob=np.full(8, np.nan, np.float32)),
             "sample 0, token 0: log-prob is missing or not finite",
@@ -142,15 +142,15 @@ def test_garbled_replies_are_invalid_samples(config, reply, message):
 
 
 def test_samples_of_a_restarted_server_are_refused(config):
-    info = http(200, json.dumps(INFO | {"instance": "first life"}).encode())
-    reply = http(200, encode_frame(GOOD_HEADER | {"instance": "second life"}, GOOD_ARRAYS))
+    info = http(200, json.dumps(INFO | {"instance": "first instance"}).encode())
+    reply = http(200, encode_reply(GOOD_HEADER | {"instance": "second instance"}, GOOD_ARRAYS))
     with pytest.raises(EngineUnavailable, match="the server was restarted"):
         against(config, {"/dppo/info": [info], "/dppo/generate": [reply]}, generate)
 
 
 @pytest.mark.parametrize("logprobs", [[-1.0], [-1.0, np.nan], [-1.0, 0.5]])
 def test_invalid_scores(config, logprobs):
-    reply = http(200, encode_frame({"version": 3}, {"logprobs": np.array(logprobs, np.float32)}))
+    reply = http(200, encode_reply({"version": 3}, {"logprobs": np.array(logprobs, np.float32)}))
     with pytest.raises(InvalidSample, match="scoring of 3 tokens"):
         against(config, INFO_REPLY | {"/dppo/score": [reply]}, lambda engine: engine.score(np.arange(3)))
 

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from dppo_megatron.engines.vllm.extension.wire import decode_frame, encode_frame
+from dppo_megatron.engines.vllm.extension.wire import decode_reply, encode_reply
 from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
@@ -78,7 +78,7 @@ class Garbler:
     """Corrupts the first replies with samples, each in another way and every third not at all."""
 
     def __init__(self):
-        self.left = ["cut", "lengths", None, "nan", "ids", None, "reset", "text"]
+        self.left = ["truncated", "lengths", None, "nan", "ids", None, "reset", "text"]
         self.done: list[str] = []
 
     async def __call__(self, path, body, forward):
@@ -90,10 +90,9 @@ class Garbler:
         return self._corrupt(kind, await forward())
 
     def _corrupt(self, kind, reply):
-        if kind in (None, "reset", "cut", "text"):
-            return {None: reply, "reset": None, "cut": reply[:-7], "text": b"<html>502</html>"}[kind]
-        header, arrays = decode_frame(reply)
-        header.pop("arrays", None)
+        if kind in (None, "reset", "truncated", "text"):
+            return {None: reply, "reset": None, "truncated": reply[:-7], "text": b"<html>502</html>"}[kind]
+        header, arrays = decode_reply(reply)
         arrays = {name: array.copy() for name, array in arrays.items()}
         if kind == "lengths":
             arrays["lengths"][0] += 1
@@ -101,7 +100,7 @@ class Garbler:
             arrays["rollout_logprob"][-1] = np.nan
         if kind == "ids":
             arrays["token_ids"][0] = 100_000
-        return encode_frame(header, arrays)
+        return encode_reply(header, arrays)
 
 
 def test_garbage(start_run, engines, undisturbed):
@@ -111,7 +110,7 @@ def test_garbage(start_run, engines, undisturbed):
         # Enough patience with it that it is asked again and again.
         run = start_run(urls=[engines[0].url, proxy.url], health_failures=10)
         run.wait_to_end(REST_S + 30)
-    assert garbler.done == ["cut", "lengths", "nan", "ids", "reset", "text"]
+    assert garbler.done == ["truncated", "lengths", "nan", "ids", "reset", "text"]
     assert run.total("rollout/invalid_samples") == 5  # a lost connection makes no sample invalid
     assert run.total("engine/retried_requests") == 6
     run.check_equals(undisturbed)

@@ -26,7 +26,7 @@ from dppo_megatron.engines.serving import check_info
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.process_group import WeightGroupPlan
 
-from .extension.wire import decode_frame, encode_request
+from .extension.wire import decode_reply, encode_request
 
 
 class VllmEngine:
@@ -49,7 +49,6 @@ class VllmEngine:
         self._calls = EngineCalls(self.url, "is it a vLLM server started with VLLM_PLUGINS=dppo_megatron?")
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        """See `Engine.generate`. The arrays are read-only views of the reply."""
         what = f"generation of group {request.request_id}"
         limits = await self._static_info()
         sent = replace(request, request_id=request.request_id + self._suffix)
@@ -60,10 +59,17 @@ class VllmEngine:
             content=encode_request(sent),
             timeout_remedy=REQUEST_TIMEOUT_REMEDY,
         )
-        header, arrays = self._frame(what, reply)
+        # In a thread: top-K log-probs of a group of long responses take a third of a second.
+        samples = await asyncio.to_thread(self._decode_samples, what, reply, request, sent.request_id, limits)
+        return samples.rollouts(len(request.token_ids))
+
+    def _decode_samples(
+        self, what: str, reply: bytes, request: GenerateRequest, sent_id: str, limits: EngineInfo
+    ) -> GroupSamples:
+        header, arrays = self._decode(what, reply)
         if header.get("instance", limits.instance) != limits.instance:
             raise EngineUnavailable(f"engine {self.url}: {what}: the server was restarted; its weights are unknown")
-        if header.get("request_id") != sent.request_id:
+        if header.get("request_id") != sent_id:
             raise InvalidSample(f"engine {self.url}: {what}: the reply is to {header.get('request_id')!r}")
         try:
             samples = GroupSamples(
@@ -79,18 +85,15 @@ class VllmEngine:
         except (KeyError, TypeError) as error:
             raise InvalidSample(f"engine {self.url}: {what}: the reply lacks {error}") from error
         try:
-            # In a thread: listed log-probs of a group of long responses take a third of a second.
-            await asyncio.to_thread(
-                samples.check, request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len
-            )
+            samples.check(request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len)
         except InvalidSample as error:
             raise InvalidSample(f"engine {self.url}: {error}") from None
-        return samples.rollouts(len(request.token_ids))
+        return samples
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         what = f"scoring of {len(token_ids)} tokens"
         body = {"token_ids": np.asarray(token_ids).tolist()}
-        _, arrays = self._frame(what, await self._calls.call(what, "/dppo/score", self._generate_timeout_s, body=body))
+        _, arrays = self._decode(what, await self._calls.call(what, "/dppo/score", self._generate_timeout_s, body=body))
         return check_scores(f"engine {self.url}: {what}", arrays.get("logprobs"), len(token_ids) - 1)
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
@@ -153,8 +156,8 @@ class VllmEngine:
                 self._limits = await self.info()
             return self._limits
 
-    def _frame(self, what: str, reply: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _decode(self, what: str, reply: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         try:
-            return decode_frame(reply)
+            return decode_reply(reply)
         except ValueError as error:
             raise InvalidSample(f"engine {self.url}: {what}: garbled reply: {error}") from error

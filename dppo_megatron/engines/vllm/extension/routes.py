@@ -1,7 +1,7 @@
 """HTTP routes under /dppo of a stock vLLM server: sample a group, score, swap weights, say what is served.
 
-An endpoint plugin of vLLM, loaded when VLLM_PLUGINS names `dppo_megatron`. Replies with arrays are frames (see
-`wire`), everything else is JSON; errors are `{"error": text}` with status 400 (refused, nothing changed), 409 (the
+An endpoint plugin of vLLM, loaded when VLLM_PLUGINS names `dppo_megatron`. Replies with arrays are safetensors
+(see `wire`), everything else is JSON; errors are `{"error": text}` with status 400 (refused, nothing changed), 409 (the
 served weights are incomplete), 504 (running requests did not end in time) or 500.
 """
 
@@ -31,7 +31,7 @@ from dppo_megatron.weights.process_group import WeightGroupPlan
 from .experts import ExpertsReader
 from .generation import child_ids, parse_version, sample_group, score
 from .weights import WeightsInconsistent, WeightUpdater
-from .wire import MEDIA_TYPE, decode_request, encode_frame
+from .wire import MEDIA_TYPE, decode_request, encode_reply
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class DppoRoutes:
             "finish_reasons": samples.finish_reasons,
             "instance": self._instance,
         }
-        return Response(encode_frame(header, arrays), media_type=MEDIA_TYPE)
+        return Response(encode_reply(header, arrays), media_type=MEDIA_TYPE)
 
     def _admit(self, group: GenerateRequest) -> None:
         config = self._engine.model_config
@@ -165,7 +165,7 @@ class DppoRoutes:
         self._check_ids(token_ids)
         work = score(self._engine, token_ids.tolist(), f"score-{uuid4().hex}")
         logprobs, version = await _unless_gone(request, work)
-        return Response(encode_frame({"version": version}, {"logprobs": logprobs}), media_type=MEDIA_TYPE)
+        return Response(encode_reply({"version": version}, {"logprobs": logprobs}), media_type=MEDIA_TYPE)
 
     async def _abort(self, request: Request) -> Response:
         request_id = str(json.loads(await request.body())["request_id"])
