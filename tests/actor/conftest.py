@@ -1,24 +1,17 @@
-"""Model directories, and one spawn for each world size whose results many tests read."""
+"""Model directories, and scenarios on one rank and on two, whose results many tests read."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE, YARN, set_expert_bias
-from tests.support.actor_ranks import run_ranks
-
-ONE_RANK = [
-    "alone", "alone_tied", "packing", "variants", "against_transformers", "experts_against_transformers",
-    "idle_rank", "non_finite", "no_loss_rows", "scores", "schedules", "checkpoint_files", "unwritable", "resume",
-]  # fmt: skip
-TWO_RANKS = [
-    "experts_against_transformers", "idle_rank",
-    "tensor", "scores", "tensor_tied", "tensor_fused", "sequence", "sequence_fused_recompute", "data",
-    "data_plain_optimizer", "pipeline", "pipeline_virtual", "pipeline_tied",
-    "tensor_from_one_rank", "data_from_one_rank", "pipeline_from_one_rank", "resume", "late_rank",
-]  # fmt: skip
+from tests.support.actor_ranks import run_scenario
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
@@ -43,12 +36,20 @@ def models(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.fixture(scope="session")
-def one_rank(models, tmp_path_factory) -> dict:
-    return run_ranks(1, ONE_RANK, models, tmp_path_factory.mktemp("one_rank"))
+Run = Callable[[Callable[..., Any]], Any]
+
+
+def _results(ranks: Ranks, models: Path, root: Path) -> Run:
+    return functools.cache(lambda scenario: run_scenario(ranks, scenario, models, root / scenario.__name__))
 
 
 @pytest.fixture(scope="session")
-def two_ranks(one_rank, models, tmp_path_factory) -> dict:
-    """After one rank, whose checkpoint some of its scenarios load."""
-    return run_ranks(2, TWO_RANKS, models, tmp_path_factory.mktemp("two_ranks"))
+def one_rank(ranks, models, tmp_path_factory) -> Run:
+    """f(scenario) -> what it returned on one rank; it is run once."""
+    return _results(ranks(1), models, tmp_path_factory.mktemp("one_rank"))
+
+
+@pytest.fixture(scope="session")
+def two_ranks(ranks, models, tmp_path_factory) -> Run:
+    """f(scenario) -> what rank 0 of two returned; it is run once."""
+    return _results(ranks(2), models, tmp_path_factory.mktemp("two_ranks"))

@@ -11,13 +11,13 @@ import torch
 
 from dppo_megatron import hf
 from dppo_megatron.actor.checkpoint import checkpoint
+from tests.actor.scenarios import checkpoint as scenarios
 from tests.support.actor_cases import DEEPSEEK, YARN, make_config
 
 
 @pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
 def test_resume_is_bit_identical(request, world):
-    results = request.getfixturevalue(world)["resume"]
-    assert not isinstance(results, str), results
+    results = request.getfixturevalue(world)(scenarios.resume)
     assert len(results) == (3 if world == "one_rank" else 11)
     for layout, (state, equal_bits, equal_losses) in results.items():
         assert state == {"step": 2}, layout
@@ -26,8 +26,7 @@ def test_resume_is_bit_identical(request, world):
 
 
 def test_retention_pointer_and_leftovers(one_rank):
-    values = one_rank["checkpoint_files"]
-    assert not isinstance(values, str), values
+    values = one_rank(scenarios.checkpoint_files)
     assert values["missing"] is None
     assert values["kept"] == ["latest", "step-000003", "step-000004"]
     assert values["ignored"] == {"step": 4}
@@ -37,31 +36,31 @@ def test_retention_pointer_and_leftovers(one_rank):
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_every_difference(one_rank):
-    error = one_rank["checkpoint_files"]["error"]
+    error = one_rank(scenarios.checkpoint_files)["error"]
     assert "optimizer.beta1 = 0.5: the checkpoint was saved with 0.9" in error
     assert "hidden_size = 64: the checkpoint was saved with 32" in error
     assert "model.dtype = 'bf16': the checkpoint was saved with 'fp32'" in error
 
 
 def test_an_unwritable_checkpoint_names_rank_and_reason(one_rank):
-    error = one_rank["unwritable"]
+    error = one_rank(scenarios.unwritable)
     assert "could not be written" in error
     assert "rank 0: " in error
     assert "NotADirectoryError" in error
 
 
 def test_an_unreadable_checkpoint_is_named(one_rank):
-    error = one_rank["checkpoint_files"]["unreadable"]
+    error = one_rank(scenarios.checkpoint_files)["unreadable"]
     assert "damaged cannot be read" in error
     assert "JSONDecodeError" in error
     assert "remove the newest checkpoint to resume from the one before it" in error
-    truncated = one_rank["checkpoint_files"]["truncated"]
+    truncated = one_rank(scenarios.checkpoint_files)["truncated"]
     assert "step-000004 cannot be read" in truncated
     assert "remove the newest checkpoint" in truncated
 
 
 def test_a_resumed_run_may_have_another_learning_rate(one_rank):
-    assert one_rank["checkpoint_files"]["lowered"] == (1e-3, 1e-3, 1e-3)
+    assert one_rank(scenarios.checkpoint_files)["lowered"] == (1e-3, 1e-3, 1e-3)
 
 
 @pytest.mark.parametrize(

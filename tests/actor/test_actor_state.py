@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import signal
 import threading
@@ -14,48 +13,36 @@ import pytest
 import torch
 
 from dppo_megatron.actor.checkpoint.writer import BackgroundWrite, CheckpointError, HostFiles
+from tests.actor.scenarios import state as scenarios
 from tests.support.actor_cases import make_config, sequences
-from tests.support.actor_ranks import run_ranks
-
-ONE_RANK = ["asynchronous", "offloaded", "optimizer_on_host", "dtypes", "fp32_head"]
-TWO_RANKS = [
-    "asynchronous", "failing_write", "offloaded", "optimizer_on_host", "fp32_head", "tensor_to_pipeline",
-    "experts_elsewhere", "many_buckets",
-]  # fmt: skip
+from tests.support.actor_ranks import run_scenario
+from tests.support.ranks import fork_server
 
 
-@pytest.fixture(scope="module")
-def results(models, tmp_path_factory) -> dict[int, dict]:
-    return {
-        size: run_ranks(size, names, models, tmp_path_factory.mktemp(f"state{size}"), "tests.actor.scenarios.state")
-        for size, names in ((1, ONE_RANK), (2, TWO_RANKS))
-    }
-
-
-def of(results, size: int, name: str):
-    value = results[size][name]
-    assert not isinstance(value, str), value
-    return value
+@pytest.fixture
+def on(one_rank, two_ranks):
+    """f(size, scenario) -> what its rank 0 returned."""
+    return lambda size, scenario: {1: one_rank, 2: two_ranks}[size](scenario)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_checkpoint_is_written_while_training_goes_on(results, size):
-    value = of(results, size, "asynchronous")
+def test_a_checkpoint_is_written_while_training_goes_on(on, size):
+    value = on(size, scenarios.asynchronous)
     assert value["while_writing"] == ("step-000001", True)
     assert value["after"] == ("step-000002", ["latest", "step-000002"])
     assert value["state"] == {"step": 2}
     assert value["equal"]
 
 
-def test_a_rank_that_cannot_write_stops_all_and_keeps_the_last_good_one(results):
-    value = of(results, 2, "failing_write")
+def test_a_rank_that_cannot_write_stops_all_and_keeps_the_last_good_one(on):
+    value = on(2, scenarios.failing_write)
     assert "rank 1: OSError: [Errno 28] No space left on device" in value["error"]
     assert value["state"] == {"step": 1}
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_memory_on_the_host_and_back_changes_no_bit(results, size):
-    for layout, (held, freed, restored, equal) in of(results, size, "offloaded").items():
+def test_memory_on_the_host_and_back_changes_no_bit(on, size):
+    for layout, (held, freed, restored, equal) in on(size, scenarios.offloaded).items():
         assert held == 0, layout
         assert freed > 100_000, layout  # parameters, gradients, main parameters and moments of some 15,000 elements
         assert restored, layout
@@ -63,15 +50,15 @@ def test_memory_on_the_host_and_back_changes_no_bit(results, size):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_optimizer_on_the_host_changes_no_bit(results, size):
-    for layout, (held, state, equal) in of(results, size, "optimizer_on_host").items():
+def test_an_optimizer_on_the_host_changes_no_bit(on, size):
+    for layout, (held, state, equal) in on(size, scenarios.optimizer_on_host).items():
         assert held == 0, layout
         assert state > 100_000, layout
         assert equal, layout
 
 
-def test_bf16_keeps_gradients_and_optimizer_in_fp32(results):
-    value = of(results, 1, "dtypes")
+def test_bf16_keeps_gradients_and_optimizer_in_fp32(on):
+    value = on(1, scenarios.dtypes)
     assert value["parameters"] == {torch.bfloat16}
     assert value["gradients"] == value["main"] == value["states"] == {torch.float32}
     assert any("bf16 parameters and activations, fp32 gradients and optimizer" in line for line in value["log"])
@@ -79,8 +66,8 @@ def test_bf16_keeps_gradients_and_optimizer_in_fp32(results):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_fp32_head_is_exact_to_fp32(results, size):
-    value = of(results, size, "fp32_head")
+def test_an_fp32_head_is_exact_to_fp32(on, size):
+    value = on(size, scenarios.fp32_head)
     for model in ("qwen3", "tied"):
         (rounded, coarse, loss, norm), (exact, fine, wide_loss, wide_norm) = value[model, False], value[model, True]
         assert (rounded, exact) == ("torch.bfloat16", "torch.float32")
@@ -89,16 +76,16 @@ def test_an_fp32_head_is_exact_to_fp32(results, size):
         assert wide_norm == pytest.approx(norm, rel=0.05)
 
 
-def test_saved_in_one_layout_and_continued_in_another(results):
-    cases = {"tensor to pipeline": tuple(of(results, 2, "tensor_to_pipeline")[k] for k in ("expected", "got"))}
-    cases |= of(results, 2, "experts_elsewhere")
+def test_saved_in_one_layout_and_continued_in_another(on):
+    cases = {"tensor to pipeline": tuple(on(2, scenarios.tensor_to_pipeline)[k] for k in ("expected", "got"))}
+    cases |= on(2, scenarios.experts_elsewhere)
     for name, (expected, got) in cases.items():
         assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6, abs=1e-7), name
         assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), name
 
 
-def test_every_rank_saves_its_share_of_buffers_with_many_buckets(results):
-    for model, value in of(results, 2, "many_buckets").items():
+def test_every_rank_saves_its_share_of_buffers_with_many_buckets(on):
+    for model, value in on(2, scenarios.many_buckets).items():
         assert value["buckets"] > 5, model
         assert value["equal"], model
         expected, got = value["elsewhere"]
@@ -108,9 +95,8 @@ def test_every_rank_saves_its_share_of_buffers_with_many_buckets(results):
 
 
 @pytest.mark.parallel
-def test_experts_behind_a_stage_without_them(models, tmp_path):
-    value = run_ranks(4, ["dense_stage_then_experts"], models, tmp_path, "tests.actor.scenarios.state")
-    assert of({4: value}, 4, "dense_stage_then_experts")
+def test_experts_behind_a_stage_without_them(ranks, models, tmp_path):
+    assert run_scenario(ranks(4), scenarios.dense_stage_then_experts, models, tmp_path)
 
 
 # ---- without Megatron
@@ -180,7 +166,7 @@ def test_training_that_fails_leaves_the_checkpoint_in_flight_whole(tmp_path):
 
 
 def test_kill_9_while_writing_leaves_the_last_good_checkpoint(models, tmp_path):
-    process = multiprocessing.get_context("spawn").Process(target=_stuck_while_writing, args=(models, tmp_path))
+    process = fork_server().Process(target=_stuck_while_writing, args=(models, tmp_path))
     process.start()
     deadline = time.monotonic() + 120
     while not (tmp_path / "half").exists():
@@ -190,7 +176,7 @@ def test_kill_9_while_writing_leaves_the_last_good_checkpoint(models, tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert (tmp_path / "checkpoints" / "step-000002.tmp").exists()
-    reader = multiprocessing.get_context("spawn").Process(target=_load, args=(models, tmp_path))
+    reader = fork_server().Process(target=_load, args=(models, tmp_path))
     reader.start()
     reader.join()
     assert (tmp_path / "loaded").read_text() == "{'step': 1}"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.actor.scenarios import checkpoint, update
 from tests.support.actor_cases import micro_batches, sequences
+from tests.support.actor_ranks import run_scenario
+from tests.support.ranks import Ranks
 
 
-def result(results: dict, name: str):
-    """A scenario's result; a failed one shows its rank's traceback."""
-    value = results[name]
-    assert not isinstance(value, str), value
-    return value
+def name_of(scenario) -> str:
+    return scenario.__name__
 
 
 def assert_same_run(got: dict, expected: dict, *, rtol: float = 1e-5) -> None:
@@ -24,38 +24,43 @@ def assert_same_run(got: dict, expected: dict, *, rtol: float = 1e-5) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "tensor",
-        "tensor_fused",
-        "sequence",
-        "sequence_fused_recompute",
-        "data",
-        "data_plain_optimizer",
-        "pipeline",
-        "pipeline_virtual",
+        update.tensor,
+        update.tensor_fused,
+        update.sequence,
+        update.sequence_fused_recompute,
+        update.data,
+        update.data_plain_optimizer,
+        update.pipeline,
+        update.pipeline_virtual,
     ],
+    ids=name_of,
 )
 def test_two_ranks_train_as_one(one_rank, two_ranks, layout):
-    expected, got = result(one_rank, "alone"), result(two_ranks, layout)
+    expected, got = one_rank(update.alone), two_ranks(layout)
     assert_same_run(got, expected)
     assert got["tokens"] == expected["tokens"]
     assert got["loss_tokens"] == expected["loss_tokens"]
     assert got["masked_tokens"] == expected["masked_tokens"]
 
 
-@pytest.mark.parametrize("layout", ["tensor_tied", "pipeline_tied"])
+@pytest.mark.parametrize("layout", [update.tensor_tied, update.pipeline_tied], ids=name_of)
 def test_tied_embeddings(one_rank, two_ranks, layout):
-    assert_same_run(result(two_ranks, layout), result(one_rank, "alone_tied"))
+    assert_same_run(two_ranks(layout), one_rank(update.alone_tied))
 
 
-@pytest.mark.parametrize("layout", ["tensor_from_one_rank", "data_from_one_rank", "pipeline_from_one_rank"])
+@pytest.mark.parametrize(
+    "layout",
+    [checkpoint.tensor_from_one_rank, checkpoint.data_from_one_rank, checkpoint.pipeline_from_one_rank],
+    ids=name_of,
+)
 def test_a_checkpoint_of_one_rank_continues_in_another_layout(one_rank, two_ranks, layout):
-    expected, got = result(one_rank, "alone")["continued"], result(two_ranks, layout)
+    expected, got = one_rank(update.alone)["continued"], two_ranks(layout)
     assert got["state"] == {"step": 3}
     assert_same_run(got, expected)
 
 
 def test_scores_of_listed_tokens_and_of_the_reference(one_rank, two_ranks):
-    alone = result(one_rank, "scores")["alone"]
+    alone = one_rank(update.scores)["alone"]
     batches = micro_batches(sequences(), 3)
     mask, targets, ids = (torch.cat([getattr(b, f) for b in batches]) for f in ("mask", "target_ids", "topk_ids"))
     listed_target = (ids == targets[:, None]).any(1)
@@ -63,7 +68,7 @@ def test_scores_of_listed_tokens_and_of_the_reference(one_rank, two_ranks):
     torch.testing.assert_close(mass[mask], torch.ones(int(mask.sum())))
     for name in ("targets", "listed", "other"):
         assert not alone[name][~mask].any()
-    for layout, got in result(two_ranks, "scores").items():
+    for layout, got in two_ranks(update.scores).items():
         for name, expected in alone.items():
             torch.testing.assert_close(got[name], expected, rtol=1e-4, atol=2e-5, msg=f"{layout}: {name}")
     torch.testing.assert_close(alone["reference"], alone["targets"])  # the start model, whatever was learnt since
@@ -71,7 +76,7 @@ def test_scores_of_listed_tokens_and_of_the_reference(one_rank, two_ranks):
 
 
 def test_the_runs_learn_something(one_rank):
-    run = result(one_rank, "alone")
+    run = one_rank(update.alone)
     assert len(set(run["loss"])) == 3
     assert 0 < run["masked"][-1] < 1
     assert sum(run["masked_tokens"][-1].values()) == pytest.approx(run["masked"][-1] * run["loss_tokens"][-1])
@@ -83,7 +88,7 @@ def test_the_runs_learn_something(one_rank):
 
 
 def test_packing_does_not_matter(one_rank):
-    runs = result(one_rank, "packing")
+    runs = one_rank(update.packing)
     for split in (3, 12):  # 12: every sequence by itself
         assert_same_run(runs[split], runs[1])
         assert runs["gspo", split] == pytest.approx(runs["gspo", 1], rel=1e-5)
@@ -91,12 +96,12 @@ def test_packing_does_not_matter(one_rank):
 
 @pytest.mark.parametrize("name", ["fused", "selective", "full", "plain_optimizer"])
 def test_settings_that_change_no_number(one_rank, name):
-    runs = result(one_rank, "variants")
+    runs = one_rank(update.variants)
     assert_same_run(runs[name], runs["plain"])
 
 
 def test_bf16_is_near_fp32(one_rank):
-    runs = result(one_rank, "variants")
+    runs = one_rank(update.variants)
     assert runs["bf16"]["loss"][0] == pytest.approx(runs["plain"]["loss"][0], abs=0.02)
     assert runs["bf16"]["grad_norm"][0] == pytest.approx(runs["plain"]["grad_norm"][0], rel=0.05)
     assert runs["bf16"]["loss"][2] < runs["bf16"]["loss"][0]
@@ -114,19 +119,19 @@ def assert_transformers_agrees(values: dict) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_transformers_agrees(one_rank, family):
-    assert_transformers_agrees(result(one_rank, "against_transformers")[family])
+    assert_transformers_agrees(one_rank(update.against_transformers)[family])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek", "moonlight"])
 def test_transformers_agrees_with_experts(one_rank, two_ranks, family):
-    one, two = (result(world, "experts_against_transformers") for world in (one_rank, two_ranks))
+    one, two = (world(update.experts_against_transformers) for world in (one_rank, two_ranks))
     assert_transformers_agrees(one[family, "alone"])
     for layout in ("tensor", "tensor_experts"):
         assert_transformers_agrees(two[family, layout])
 
 
 def test_non_finite_updates_change_nothing_and_stop_the_run(one_rank):
-    values = result(one_rank, "non_finite")
+    values = one_rank(update.non_finite)
     assert values["skipped"] == [(True, 1), (True, 2)]
     assert values["unchanged"]
     assert values["recovered"] == (False, 0)
@@ -137,7 +142,7 @@ def test_non_finite_updates_change_nothing_and_stop_the_run(one_rank):
 
 
 def test_a_micro_batch_without_loss_adds_nothing(one_rank):
-    values = result(one_rank, "no_loss_rows")
+    values = one_rank(update.no_loss_rows)
     for name in ("loss", "grad_norm"):
         alone, both = values[name]
         assert both == pytest.approx(alone, rel=1e-6)
@@ -146,14 +151,14 @@ def test_a_micro_batch_without_loss_adds_nothing(one_rank):
 
 
 def test_a_rank_with_nothing_to_learn_serves_its_experts(one_rank, two_ranks):
-    (expected,) = result(one_rank, "idle_rank").values()
-    for layout, got in result(two_ranks, "idle_rank").items():
+    (expected,) = one_rank(update.idle_rank).values()
+    for layout, got in two_ranks(update.idle_rank).items():
         for mine, theirs in zip(got, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-5), layout
 
 
 def test_learning_rate(one_rank):
-    rates = result(one_rank, "schedules")
+    rates = one_rank(update.schedules)
     assert rates["constant", 0] == [0.1] * 10
     assert rates["constant", 4] == pytest.approx([0.025, 0.05, 0.075] + [0.1] * 7)
     linear = rates["linear", 4]
@@ -163,7 +168,8 @@ def test_learning_rate(one_rank):
     assert rates["cosine", 0][-1] == pytest.approx(0.01)
 
 
-def test_a_rank_that_does_not_come_raises(two_ranks):
-    values = result(two_ranks, "late_rank")
+def test_a_rank_that_does_not_come_raises(models, tmp_path):
+    with Ranks(2) as ranks:
+        values = run_scenario(ranks, checkpoint.late_rank, models, tmp_path)
     assert 2 < values["seconds"] < 6
     assert "timed out" in values["error"].lower() or "timeout" in values["error"].lower()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import shutil
-import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from dppo_megatron.convert.processes import convert as convert_in_process
 from dppo_megatron.convert.to_megatron import ToMegatron
 from dppo_megatron.hf import ModelError
 from tests.convert.helpers import edit_config, same_weights
-from tests.convert.scenarios import Case, run
+from tests.convert.scenarios import Case, load_with_megatron, save_with_actor
 from tests.support.models import CONFIGS, EXPERT_FAMILIES
 
 WITH_EXPERTS = (*EXPERT_FAMILIES, "all_experts")
@@ -32,44 +32,49 @@ LLAMA3 = {
 
 
 @pytest.fixture(scope="module")
-def ranks(models, tmp_path_factory) -> Path:
-    """Where the two ranks left their notes; the checkpoints they read are cut for other layouts than theirs."""
+def root(models, tmp_path_factory) -> Path:
+    """models/ and megatron/, checkpoints that are sharded for other layouts than those of the cases."""
     root = tmp_path_factory.mktemp("ranks")
     (root / "models").symlink_to(models)
     for family in (*CONFIGS, "all_experts"):
         layout = TargetLayout(pipeline=2, tensor=2, expert=2 if family in WITH_EXPERTS else 1, expert_tensor=1)
         target = root / "megatron" / family
-        convert_in_process(lambda f=family, t=target, cut=layout: ToMegatron(models / f, t, cut))
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in ACTOR]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        (root / "ports").write_text(" ".join(str(probe.getsockname()[1]) for probe in probes))
-    run(MEGATRON, ACTOR, root)
+        convert_in_process(lambda f=family, t=target, to=layout: ToMegatron(models / f, t, to))
     return root
 
 
+@pytest.fixture(scope="module")
+def saved(ranks, root) -> Callable[[Case], Path]:
+    """f(case) -> runs/CASE below root, where the actor saved it; each case is run once."""
+
+    @functools.cache
+    def run(case: Case) -> Path:
+        ranks(2).run(save_with_actor, case=case, root=root)
+        return root / "runs" / case.name
+
+    return run
+
+
 @pytest.mark.parametrize("case", MEGATRON, ids=lambda case: case.name)
-def test_megatron_loads_a_converted_checkpoint_at_other_sizes(ranks, case):
-    assert [(ranks / f"{case.name}.{rank}").read_text() for rank in (0, 1)] == ["ok", "ok"]
+def test_megatron_loads_a_converted_checkpoint_at_other_sizes(ranks, root, case):
+    ranks(2).run(load_with_megatron, case=case, root=root)
 
 
 @pytest.mark.parametrize("case", ACTOR, ids=lambda case: case.name)
-def test_trainer_starts_from_it_and_its_checkpoint_becomes_hf_again(ranks, convert, tmp_path, case):
-    assert [(ranks / f"actor-{case.name}.{rank}").read_text() for rank in (0, 1)] == ["ok", "ok"]
-    saved = ranks / "runs" / case.name
+def test_trainer_starts_from_it_and_its_checkpoint_becomes_hf_again(root, saved, convert, tmp_path, case):
+    run = saved(case)
     convert(
         "megatron-to-hf",
-        saved / "checkpoints" / "step-000003",
+        run / "checkpoints" / "step-000003",
         tmp_path / "a",
         "--template",
-        ranks / "models" / case.family,
+        root / "models" / case.family,
     )
-    same_weights(saved / "exported", tmp_path / "a")
-    same_weights(ranks / "models" / case.family, tmp_path / "a")
+    same_weights(run / "exported", tmp_path / "a")
+    same_weights(root / "models" / case.family, tmp_path / "a")
     # The run itself knows its model, and which checkpoint is the newest.
-    (saved / "config.yaml").write_text(yaml.safe_dump({"model": {"path": str(ranks / "models" / case.family)}}))
-    convert("megatron-to-hf", saved, tmp_path / "b")
+    (run / "config.yaml").write_text(yaml.safe_dump({"model": {"path": str(root / "models" / case.family)}}))
+    convert("megatron-to-hf", run, tmp_path / "b")
     same_weights(tmp_path / "a", tmp_path / "b")
 
 
@@ -81,10 +86,10 @@ def test_trainer_starts_from_it_and_its_checkpoint_becomes_hf_again(ranks, conve
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_a_template_that_computes_something_else_is_refused(ranks, convert, tmp_path, case, changes, differing):
-    template = Path(shutil.copytree(ranks / "models" / case.family, tmp_path / "template"))
+def test_a_template_that_computes_something_else_is_refused(root, saved, convert, tmp_path, case, changes, differing):
+    template = Path(shutil.copytree(root / "models" / case.family, tmp_path / "template"))
     edit_config(template, **changes)
-    saved = ranks / "runs" / case.name / "checkpoints" / "step-000003"
+    checkpoint = saved(case) / "checkpoints" / "step-000003"
     with pytest.raises(ModelError) as error:
-        convert("megatron-to-hf", saved, tmp_path / "a", "--template", template)
+        convert("megatron-to-hf", checkpoint, tmp_path / "a", "--template", template)
     assert {line.split(" = ")[0] for line in error.value.problems} == differing

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dppo_megatron.vocab_parallel import linear_token_statistics, token_statistics
-from tests.support.ranks import Ranks, shard_case
+from tests.support.ranks import TORCH, Ranks
+from tests.support.shards import shard_case
 from tests.support.statistics_reference import Case, assert_close_to_reference, make_inputs, reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
@@ -118,9 +119,8 @@ def test_tensors_need_not_be_on_the_current_device(backend: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(2, "nccl")
-    yield started
-    started.close()
+    with Ranks(2, "nccl", TORCH) as started:
+        yield started
 
 
 @TWO_DEVICES

@@ -1,15 +1,18 @@
-"""Tiny model directories, and the one spawn of two ranks whose results many tests read."""
+"""Tiny model directories, and every round trip on two ranks once."""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from dppo_megatron import hf
-from tests.hf.scenarios import Case, run_cases
+from tests.hf.scenarios import Case, round_trip
 from tests.support.models import CONFIGS, EXPERT_FAMILIES
 
 CASES = [
@@ -61,11 +64,26 @@ def models(tmp_path_factory) -> Path:
     return root
 
 
+@dataclass(frozen=True)
+class Trip:
+    """What two ranks did with a case."""
+
+    saved: Path
+    found: list[dict]  # one of each rank
+
+
 @pytest.fixture(scope="session")
-def two_ranks(models, token_ids) -> Path:
-    """Where `hf_ranks.run_cases` left the results of CASES."""
-    run_cases(CASES, models.parent, token_ids)
-    return models.parent
+def trip(ranks, models, token_ids) -> Callable[[Case], Trip]:
+    """f(case) -> the round trip of its model; each case is run once."""
+
+    @functools.cache
+    def run(case: Case) -> Trip:
+        out = models.parent / case.name
+        out.mkdir()
+        given = {"source": models / case.family, "out": out, "token_ids": token_ids}
+        return Trip(out / "saved", ranks(2).run(round_trip, case=case, **given))
+
+    return run
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case.name, scope="session")

@@ -36,48 +36,45 @@ def transformers_logits(models, token_ids):
     return {family: logits(family) for family in CONFIGS}
 
 
-def test_every_layout_round_trips_bit_equal(two_ranks, case: Case):
-    out = two_ranks / case.name
-    errors = "\n".join(file.read_text() for file in out.glob("error.*"))
-    assert not errors, errors
-    equal_directories(two_ranks / "models" / case.family, out / "saved")
+def test_every_layout_round_trips_bit_equal(models, trip, case: Case):
+    equal_directories(models / case.family, trip(case).saved)
 
 
-def test_each_tensor_is_exported_by_exactly_one_rank(two_ranks, case: Case):
-    owned = [name for rank in (0, 1) for name in (two_ranks / case.name / f"owned.{rank}").read_text().split()]
-    config = hf.read_hf_config(two_ranks / "models" / case.family)
-    assert sorted(owned) == sorted(hf.WeightMap(config).hf_tensors())
+def test_each_tensor_is_exported_by_exactly_one_rank(models, trip, case: Case):
+    exported = [name for rank in trip(case).found for name in rank["exported"]]
+    config = hf.read_hf_config(models / case.family)
+    assert sorted(exported) == sorted(hf.WeightMap(config).hf_tensors())
 
 
-def test_logits_equal_those_of_transformers(two_ranks, transformers_logits, case: Case):
+def test_logits_equal_those_of_transformers(models, trip, transformers_logits, case: Case):
     if case.pp > 1:
         pytest.skip("one pipeline stage at a time has no logits")
     expected = transformers_logits[case.family]
-    found = torch.load(two_ranks / case.name / "logits.pt")[..., : expected.shape[-1]]
+    found = trip(case).found[0]["logits"][..., : expected.shape[-1]]
     assert expected.abs().max() > 1
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_pipeline_stages_hold_their_own_layers(two_ranks, case: Case):
-    source = hf.SafetensorsDirectory(two_ranks / "models" / case.family)
+def test_pipeline_stages_hold_their_own_layers(models, trip, case: Case):
+    source = hf.SafetensorsDirectory(models / case.family)
     per_chunk = 4 // (case.pp * (case.vpp or 1))
-    for rank in (0, 1):
-        for stage, chunk in enumerate(torch.load(two_ranks / case.name / f"norms.{rank}.pt")):
+    for rank, found in enumerate(trip(case).found):
+        for stage, chunk in enumerate(found["norms"]):
             first = (stage * case.pp + (rank if case.pp > 1 else 0)) * per_chunk
             for offset, norm in enumerate(chunk):
                 name = f"model.layers.{first + offset}.input_layernorm.weight"
                 assert torch.equal(norm, source.tensor(name)), (rank, stage, offset)
 
 
-def test_saved_directory_is_complete(two_ranks):
-    saved = two_ranks / Case("qwen3", tp=2).name / "saved"
+def test_saved_directory_is_complete(trip):
+    saved = trip(Case("qwen3", tp=2)).saved
     files = {path.name for path in saved.iterdir()}
     assert files == {"model.safetensors", "config.json", "tokenizer.json", "generation_config.json"}
-    staged = Case("qwen3", pp=2)
-    files = {path.name for path in (two_ranks / staged.name / "saved").glob("model*")}
+    staged = trip(Case("qwen3", pp=2)).saved
+    files = {path.name for path in staged.glob("model*")}
     assert files == {
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
     }
-    assert not list((two_ranks / staged.name).glob(".*"))
+    assert not list(staged.parent.glob(".*"))

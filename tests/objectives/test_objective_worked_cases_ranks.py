@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dppo_megatron.objectives import TopKLogprobs, build_objective
 from tests.objectives.worked_cases import CASES, RUNS, close
-from tests.support.ranks import Ranks
+from tests.support.ranks import TORCH, Ranks
 
 Result = dict[tuple[str, str, str], dict[str, Tensor]]  # (case, loss, value) -> what one rank found
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
@@ -60,9 +60,8 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[str, list[Result]]]:
     if request.param == 1:
         yield {dtype: [worked_cases_on_a_shard(0, 1, dtype)] for dtype in DTYPES}
         return
-    ranks = Ranks(request.param)
-    yield {dtype: ranks.run(worked_cases_on_a_shard, world=request.param, dtype=dtype) for dtype in DTYPES}
-    ranks.close()
+    with Ranks(request.param, "gloo", TORCH) as ranks:
+        yield {dtype: ranks.run(worked_cases_on_a_shard, world=request.param, dtype=dtype) for dtype in DTYPES}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

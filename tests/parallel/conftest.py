@@ -1,15 +1,17 @@
-"""Models, their banks, and one spawn for each world size whose results many tests read."""
+"""Models, their banks, and every case once on ranks of its world size."""
 
 from __future__ import annotations
 
-import re
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.parallel.cases import CASES, write_bank
+from tests.parallel.scenarios import train
 from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE, set_expert_bias
-from tests.support.actor_ranks import run_ranks
+from tests.support.actor_ranks import run_scenario
 
 
 @pytest.fixture(scope="session")
@@ -25,19 +27,13 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ranks(models, request, tmp_path_factory):
-    """f(case) -> its result, with one spawn for all collected cases of its world size."""
-    wanted = {match[1] for item in request.session.items for match in re.finditer(r"\[(.+)\]", item.nodeid)}
-    results: dict[int, dict] = {}
+def trained(ranks, models, tmp_path_factory) -> Callable[[str], dict]:
+    """f(case) -> its result; each case is run once."""
+    root = tmp_path_factory.mktemp("parity")
 
+    @functools.cache
     def result(case: str) -> dict:
-        world = next(size for size, cases in CASES.items() if case in cases)
-        if world not in results:
-            names = [name for name in CASES[world] if name in wanted or world == 1]
-            directory = tmp_path_factory.mktemp(f"ranks{world}")
-            results[world] = run_ranks(world, names, models, directory, "tests.parallel.scenarios")
-        value = results[world][case]
-        assert not isinstance(value, str), value
-        return value
+        size = next(size for size, cases in CASES.items() if case in cases)
+        return run_scenario(ranks(size), train, models, root / case.replace(":", "-"), case)
 
     return result

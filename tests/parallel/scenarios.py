@@ -1,9 +1,8 @@
-"""What the spawned ranks of the parity suite do: train on the bank in one layout."""
+"""What the ranks of the parity suite do: train on the bank in one layout."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 from unittest import mock
 
 from dppo_megatron.actor import forward, optimizer
@@ -12,10 +11,6 @@ from dppo_megatron.objectives import build_objective
 from dppo_megatron.trainer.batches import BankBatches
 from tests.parallel.cases import CASES, STEPS, sections
 from tests.support.actor_ranks import Rank
-
-
-def find(case: str) -> Any:
-    return lambda rank: train(rank, case)
 
 
 def train(rank: Rank, case: str) -> dict[str, list]:

@@ -15,21 +15,21 @@ def marked(case: str):
 
 
 @pytest.mark.parametrize("case", [marked(case) for world in (2, 4) for case in CASES[world]])
-def test_trains_as_one_process(ranks, case):
-    expected, got = ranks(f"{case.split(':')[0]}:one"), ranks(case)
+def test_trains_as_one_process(trained, case):
+    expected, got = trained(f"{case.split(':')[0]}:one"), trained(case)
     for name in EXACT:
         assert got[name] == expected[name], name
     for name in CLOSE:
         assert got[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
 
 
-def test_the_reference_learns_and_masks(ranks):
+def test_the_reference_learns_and_masks(trained):
     """Else the comparison would say nothing."""
     for case in CASES[1]:
-        run = ranks(case)
+        run = trained(case)
         assert len(set(run["loss"])) == len(set(run["grad_norm"])) == 3
         assert all(0.001 < share < 0.9 for share in run["masked"])
         assert run["skipped"] == [False] * 3
-    replayed = ranks("qwen3_moe+replay:one")
+    replayed = trained("qwen3_moe+replay:one")
     assert all(0.01 < share < 0.5 for share in replayed["disagreement"])
-    assert replayed["loss"][0] != ranks("qwen3_moe:one")["loss"][0]
+    assert replayed["loss"][0] != trained("qwen3_moe:one")["loss"][0]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.multiprocessing as mp
 
 from dppo_megatron.config import Config
-from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.types import TokenBatch
+from tests.support.ranks import Ranks, rendezvous
 
 if TYPE_CHECKING:
     from dppo_megatron.actor import Actor
@@ -23,16 +20,12 @@ UPDATES, _UPDATE = 8, "one update"
 def measure_updates(config: Config, sequences: int, micro_batches: int, directory: Path) -> list[int]:
     """Peak of tensor bytes on each rank over an update of equal micro-batches of `train.micro_batch_tokens`."""
     world_size = config.parallel.world_size
-    mp.spawn(_rank, args=(free_port(), config, sequences, micro_batches, directory), nprocs=world_size)
-    return [torch.load(directory / f"{rank}.pt") for rank in range(world_size)]
+    with Ranks(world_size) as ranks:  # of their own: what other tests left in memory would be counted
+        return ranks.run(_measure, config=config, sequences=sequences, micro_batches=micro_batches, directory=directory)
 
 
-def _rank(rank: int, port: int, config: Config, sequences: int, micro_batches: int, directory: Path) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    world_size = config.parallel.world_size
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _measure(rank: int, config: Config, sequences: int, micro_batches: int, directory: Path) -> int:
+    rendezvous(directory)
     from dppo_megatron.actor import Actor, init_layout
     from dppo_megatron.objectives import build_objective
 
@@ -45,7 +38,7 @@ def _rank(rank: int, port: int, config: Config, sequences: int, micro_batches: i
             for _ in range(UPDATES):
                 with torch.profiler.record_function(_UPDATE):
                     actor.train_update([batch] * micro_batches, objective)
-        torch.save(_peak(profile, _state_bytes(actor)), directory / f"{rank}.pt")
+        return _peak(profile, _state_bytes(actor))
     finally:
         layout.close()
 

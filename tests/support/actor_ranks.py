@@ -1,28 +1,16 @@
-"""Real ranks over gloo that run many scenarios in one spawn: each builds its own layout, and returns plain values.
-
-A scenario is a function called as f(Rank): what `find(name)` of the module of scenarios gives. What rank 0 returns is
-kept under its name.
-"""
+"""Actors on ranks: what a scenario, a function called as f(Rank, ...) on every rank, works with."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.multiprocessing as mp
-
-from dppo_megatron.fleet.registry import free_port
 from tests.support.actor_cases import make_config
+from tests.support.ranks import Ranks, rendezvous
 
 
 @dataclass(frozen=True)
@@ -32,8 +20,7 @@ class Rank:
     rank: int
     world_size: int
     models: Path  # model directories, shared
-    directory: Path  # of this spawn, shared by its ranks
-    meetings: Iterator[int]
+    directory: Path  # of this scenario, shared by its ranks
 
     @contextmanager
     def actor(
@@ -45,7 +32,7 @@ class Rank:
         sections: dict[str, dict] | None = None,
         **parallel,
     ):
-        """An Actor in the layout `parallel` of this spawn's world, with the model's weights; closed afterwards."""
+        """An Actor in the layout `parallel` of these ranks, with the model's weights; closed afterwards."""
         from dppo_megatron.actor import Actor, init_layout
 
         config = make_config(
@@ -55,7 +42,7 @@ class Rank:
             sections=sections,
             **(settings or {}),
         )
-        self.meet()
+        self.rendezvous()
         layout = init_layout(config)
         try:
             actor = Actor(config, layout)
@@ -64,43 +51,18 @@ class Rank:
         finally:
             layout.close()
 
-    def meet(self) -> None:
-        """Rank 0 finds a port for the next layout's rendezvous and tells the others."""
-        note = self.directory / f"port-{next(self.meetings)}"
-        if self.rank == 0:
-            note.with_suffix(".tmp").write_text(str(free_port()))
-            note.with_suffix(".tmp").rename(note)
-        while not note.exists():
-            time.sleep(0.01)
-        os.environ["MASTER_PORT"] = note.read_text()
+    def rendezvous(self) -> None:
+        """Where the ranks find each other for the next layout."""
+        rendezvous(self.directory)
 
 
-def run_ranks(
-    world_size: int, names: list[str], models: Path, directory: Path, module: str = "tests.actor.scenarios.update"
-) -> dict[str, Any]:
-    """Scenario name -> what rank 0 returned, or the traceback (str) of the first rank that failed."""
-    mp.spawn(_rank, args=(world_size, names, models, directory, module), nprocs=world_size)
-    results = {}
-    for name in names:
-        failed = sorted(directory.glob(f"{name}.*.error"))
-        path = directory / f"{name}.pt"
-        results[name] = failed[0].read_text() if failed else torch.load(path, weights_only=False)
-    return results
+def run_scenario(ranks: Ranks, scenario: Callable[..., Any], models: Path, directory: Path, *arguments: Any) -> Any:
+    """What rank 0 returned of scenario(Rank, *arguments), run on all `ranks`. Raises RankError as `Ranks.run` does."""
+    directory.mkdir(parents=True, exist_ok=True)
+    run = {"scenario": scenario, "models": models, "directory": directory, "arguments": arguments}
+    return ranks.run(_on_rank, **run)[0]
 
 
-def _rank(rank: int, world_size: int, names: list[str], models: Path, directory: Path, module: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
-    find = importlib.import_module(module).find
-
-    for name in names:
-        scenario: Callable[[Rank], Any] = find(name)
-        own = directory / name
-        own.mkdir(exist_ok=True)
-        try:
-            result = scenario(Rank(rank, world_size, models, own, count()))
-            if rank == 0:
-                torch.save(result, directory / f"{name}.pt")
-        except Exception:
-            (directory / f"{name}.{rank}.error").write_text(traceback.format_exc())
+def _on_rank(rank: int, scenario: Callable[..., Any], models: Path, directory: Path, arguments: tuple) -> Any:
+    result = scenario(Rank(rank, int(os.environ["WORLD_SIZE"]), models, directory), *arguments)
+    return result if rank == 0 else None

@@ -1,102 +1,41 @@
-"""Ranks for the tests: processes over gloo or NCCL, started once per world size, that run one function at a time."""
+"""Ranks for the tests: processes that are started once per world size and run functions named by reference.
+
+Every suite that needs several ranks uses these. The processes come from one fork server, which imports torch and
+Megatron-core once.
+"""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import pickle
+import socket
 import tempfile
+import time
 import traceback
-from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.statistics_reference import Case, lay_out, make_inputs, weighted
-
-_PATIENCE = 120.0
-
-
-class CountCollectives(TorchDispatchMode):
-    """Counts every operation of torch.distributed that reaches the dispatcher, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.found[func.name()] += 1
-        return func(*args, **(kwargs or {}))
+TIMEOUT_S = 300.0
+TORCH = ("torch", "torch.distributed", "torch._dynamo")  # dispatch modes need Dynamo
+MEGATRON = (*TORCH, "dppo_megatron.actor")
 
 
-def shard_case(
-    case: Case, rank: int, backend: str = "torch", count: bool = True, device: str = "cpu", **options: Any
-) -> dict[str, Any]:
-    """Run token_statistics on this rank's columns. Returns its results and its gradient, on the CPU, and its
-    collectives.
-
-    count=False: without the dispatch modes that count them, under which torch.compile does nothing.
-    """
-    from dppo_megatron.vocab_parallel import token_statistics
-
-    inputs = make_inputs(case).to(device)
-    first = sum(case.columns[:rank])
-    shard = lay_out(inputs.logits[:, first : first + case.columns[rank]], case.layout)
-    logits = shard.requires_grad_()
-    uneven = len(set(case.columns)) > 1
-    if uneven:
-        options["vocab_start"] = first
-    forward, backward = CountCollectives(), CountCollectives()
-    with forward if count else nullcontext():
-        stats = token_statistics(
-            logits * 1.0 if case.layout == "contiguous" else logits,
-            inputs.target,
-            inputs.topk,
-            case.vocab,
-            inputs.temperature,
-            dist.group.WORLD if dist.is_initialized() else None,
-            case.entropy,
-            backend,
-            **options,
-        )
-    values = (stats.logprob, stats.entropy, stats.topk_logprob, stats.other_logprob)
-    loss = weighted(values, inputs.weights, case.entropy == "differentiable")
-    with backward if count else nullcontext():
-        loss.backward()
-    names = ("logprob", "entropy", "topk_logprob", "other_logprob")
-    return {
-        "values": {name: None if v is None else v.detach().cpu() for name, v in zip(names, values, strict=True)},
-        "nonfinite": stats.nonfinite.cpu(),
-        "gradient": None if logits.grad is None else logits.grad.cpu(),
-        "forward": dict(forward.found),
-        "backward": dict(backward.found),
-    }
-
-
-def _send(pipe: Any, answer: tuple[str, Any]) -> None:
-    # Plain pickle: torch would otherwise move each tensor through a shared-memory file of its own.
-    pipe.send_bytes(pickle.dumps(answer))
-
-
-def _serve(rank: int, world: int, store: str, backend: str, pipe: Any) -> None:
-    torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
-    _send(pipe, ("ready", None))
-    while (job := pipe.recv()) is not None:
-        function, arguments = job
-        try:
-            answer = ("done", function(rank=rank, **arguments))
-        except Exception as error:
-            answer = ("raised", (type(error).__name__, str(error), traceback.format_exc()))
-        _send(pipe, answer)
-    dist.destroy_process_group()
+@functools.cache
+def fork_server(preload: tuple[str, ...] = MEGATRON) -> ForkServerContext:
+    """Starts processes with `preload` already imported. The server is one for all: the first `preload` holds."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    return context
 
 
 class RankError(Exception):
@@ -108,47 +47,152 @@ class RankError(Exception):
 
 
 class Ranks:
-    def __init__(self, world: int, backend: str = "gloo") -> None:
-        # The fork server imports torch (and Dynamo, which dispatch modes need) once for all ranks.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._folder = tempfile.TemporaryDirectory()
-        self.world = world
-        self._pipes, self._processes = [], []
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world, f"{self._folder.name}/store", backend, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        for pipe in self._pipes:
-            self._receive(pipe)
+    """`size` processes that wait for functions to run.
 
-    def _receive(self, pipe: Any) -> tuple[str, Any]:
-        if not pipe.poll(_PATIENCE):
-            raise TimeoutError(f"a rank did not answer within {_PATIENCE} s")
-        return pickle.loads(pipe.recv_bytes())
+    Without `backend` they have no process group: a function opens its own, by `megatron_group` or by `init_layout`
+    after `rendezvous`, and closes it. With one they keep a group over all ranks. After a function that does not return
+    in time the processes are killed, and the next function starts others.
+    """
+
+    def __init__(self, size: int, backend: str | None = None, preload: tuple[str, ...] = MEGATRON) -> None:
+        self.size = size
+        self._backend = backend
+        self._context = fork_server(preload)
+        self._members: list[tuple[Any, Any]] = []  # process, its pipe
+        self._start()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
 
     def run(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
         """function(rank=..., **arguments) on every rank -> results in rank order. RankError if any raised."""
-        for pipe in self._pipes:
+        if not self._members:
+            self._start()
+        for _, pipe in self._members:
             pipe.send((function, arguments))
-        answers = [self._receive(pipe) for pipe in self._pipes]
+        answers = self._answers(function.__name__ if hasattr(function, "__name__") else str(function))
         raised = [(value[0], value[1]) for kind, value in answers if kind == "raised"]
         if raised:
             details = "\n".join(value[2] for kind, value in answers if kind == "raised")
-            raise RankError(raised, f"{len(raised)} of {self.world} ranks raised\n{details}")
+            raise RankError(raised, f"{len(raised)} of {self.size} ranks raised\n{details}")
         return [value for _, value in answers]
 
     def close(self) -> None:
-        for pipe in self._pipes:
+        for _, pipe in self._members:
             pipe.send(None)
-        for process in self._processes:
+        for process, _ in self._members:
             process.join(10)
+        self._kill()
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        store = f"{self._folder.name}/store"
+        for rank in range(self.size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=_serve, args=(rank, self.size, store, self._backend, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._members.append((process, ours))
+        self._answers("the start")
+
+    def _answers(self, what: str) -> list[tuple[str, Any]]:
+        deadline, answers = time.monotonic() + TIMEOUT_S, []
+        for rank, (_, pipe) in enumerate(self._members):
+            try:
+                if not pipe.poll(max(deadline - time.monotonic(), 0)):
+                    raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT_S:.0f} s: {what}")
+                answers.append(pickle.loads(pipe.recv_bytes()))
+            except (EOFError, TimeoutError):
+                self._kill()
+                raise
+        return answers
+
+    def _kill(self) -> None:
+        for process, pipe in self._members:
             if process.is_alive():
-                process.terminate()
+                process.kill()
+            pipe.close()
+        self._members = []
         self._folder.cleanup()
+
+
+def _serve(rank: int, size: int, store: str, backend: str | None, pipe: Any) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    if backend is not None:
+        dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size)
+    _send(pipe, ("ready", None))
+    while (job := pipe.recv()) is not None:
+        function, arguments = job
+        try:
+            answer = ("done", function(rank=rank, **arguments))
+        except Exception as error:
+            answer = ("raised", (type(error).__name__, str(error), traceback.format_exc()))
+        _send(pipe, answer)
+    if backend is not None:
+        dist.destroy_process_group()
+
+
+def _send(pipe: Any, answer: tuple[str, Any]) -> None:
+    # Plain pickle: torch would otherwise move each tensor through a shared-memory file of its own.
+    pipe.send_bytes(pickle.dumps(answer))
+
+
+@contextmanager
+def megatron_group(
+    directory: Path, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None
+) -> Iterator[None]:
+    """On a rank: a gloo group over all ranks and Megatron-core's parallel state of these sizes, on the CPU.
+
+    `directory` is shared by the ranks and must exist. Experts that are sharded (`ep` > 1) are not tensor-parallel by
+    default.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    from dppo_megatron.actor.cpu import without_cuda
+
+    without_cuda.install()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = directory / f"store-{rendezvous(directory)}"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    try:
+        parallel_state.initialize_model_parallel(
+            tp,
+            pp,
+            vpp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp or (1 if ep > 1 else tp),
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def rendezvous(directory: Path) -> int:
+    """On a rank: sets MASTER_PORT to a port that rank 0 found, the same on all ranks of `directory`."""
+    rank = int(os.environ["RANK"])
+    number = _rendezvous_count[directory] = _rendezvous_count.get(directory, 0) + 1
+    note = directory / f"port-{number}"
+    if rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            note.with_suffix(".tmp").write_text(str(probe.getsockname()[1]))
+        note.with_suffix(".tmp").rename(note)
+    while not note.exists():
+        time.sleep(0.005)
+    os.environ["MASTER_PORT"] = note.read_text()
+    return number
+
+
+_rendezvous_count: dict[Path, int] = {}  # directory -> this rank's rendezvous there so far

@@ -1,46 +1,29 @@
-"""Ranks that run the real loop on the tiny bank, one method after the other."""
+"""What ranks do: the real loop on the tiny bank."""
 
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.multiprocessing as mp
-
-from dppo_megatron.fleet.registry import free_port
+from tests.support.ranks import rendezvous
 from tests.support.tiny_task import EOS, make_config
 
 Method = tuple[str, dict[str, Any]]  # preset, settings
 
 
-def train_methods(methods: dict[str, Method], task: Path, directory: Path, world_size: int = 2) -> dict[str, Any]:
-    """Label -> what rank 0 saw of its training at TP `world_size`. Raises what a rank raised, with its label."""
-    mp.spawn(_rank, args=(world_size, free_port(), methods, task, directory), nprocs=world_size)
-    return {label: torch.load(directory / f"{label}.pt", weights_only=False) for label in methods}
-
-
-def _rank(rank: int, world_size: int, port: int, methods: dict[str, Method], task: Path, directory: Path) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def train_method(rank: int, method: Method, task: Path, directory: Path) -> dict[str, Any] | None:
+    """On a rank: trains with tensor parallelism over all ranks; what rank 0 saw of it."""
     from dppo_megatron.actor import init_layout
 
-    layout = init_layout(make_config(task, tensor=world_size))
+    config = make_config(task, tensor=int(os.environ["WORLD_SIZE"]), objective=_chosen(*method))
+    rendezvous(directory)
+    layout = init_layout(config)
     try:
-        for label, (name, settings) in methods.items():
-            config = make_config(task, tensor=world_size, objective=_chosen(name, settings))
-            try:
-                result = train_one(config, layout)
-            except Exception as error:
-                raise RuntimeError(f"{label} failed on rank {rank}") from error
-            if rank == 0:
-                torch.save(result, directory / f"{label}.pt")
+        result = train_one(config, layout)
     finally:
         layout.close()
+    return result if rank == 0 else None
 
 
 def _chosen(name: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 
 from dppo_megatron.objectives import PRESETS, build_objective
 from tests.support.tiny_task import STEPS, VOCAB, make_task
-from tests.trainer.scenarios import train_methods
+from tests.trainer.scenarios import train_method
 
 VARIANTS = {
     "dppo_topk_tv_old": ("dppo_topk_tv", {"anchor": "old"}),
@@ -21,14 +22,16 @@ REFERENCE = "dppo_reference_kl"
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    task = make_task(tmp_path_factory.mktemp("task"))
-    return train_methods(METHODS, task, tmp_path_factory.mktemp("ranks"))
+def trained(ranks, tmp_path_factory):
+    """f(label) -> what rank 0 of two saw of its training; each method is trained once."""
+    task, directory = make_task(tmp_path_factory.mktemp("task")), tmp_path_factory.mktemp("ranks")
+    given = {"task": task, "directory": directory}
+    return functools.cache(lambda label: ranks(2).run(train_method, method=METHODS[label], **given)[0])
 
 
 @pytest.mark.parametrize("label", METHODS)
 def test_trains_without_error(trained, label):
-    found = trained[label]
+    found = trained(label)
     assert found["steps"] == len(found["records"]) == STEPS
     assert len(found["updates"]) == 2 * STEPS
     for update in found["updates"]:
@@ -42,7 +45,7 @@ def test_trains_without_error(trained, label):
 def test_the_log_begins_with_the_method_in_words(trained, label):
     name, settings = METHODS[label]
     words = build_objective(name, **settings).describe().splitlines()
-    head = trained[label]["head"]
+    head = trained(label)["head"]
     assert head[: len(words)] == [f"method: {line}" for line in words]
     assert head[0].startswith(f"method: objective {name}: ")
     assert head[len(words)].startswith(f"advantage: {PRESETS[name].advantage}, aggregation: ")
@@ -51,7 +54,7 @@ def test_the_log_begins_with_the_method_in_words(trained, label):
 @pytest.mark.parametrize("label", [label for label in METHODS if label != "nll"])
 def test_the_first_update_is_on_policy(trained, label):
     """The policy that sampled the bank: nothing is outside the region, and every weight is 1."""
-    first = trained[label]["updates"][0]
+    first = trained(label)["updates"][0]
     assert first["mismatch/k3"] < 1e-9
     assert first["weight/min"] == pytest.approx(1, abs=1e-3)
     assert first["weight/max"] == pytest.approx(1, abs=1e-3)
@@ -61,7 +64,7 @@ def test_the_first_update_is_on_policy(trained, label):
 
 @pytest.mark.parametrize("label", [label for label, (name, _) in METHODS.items() if name != "nll"])
 def test_the_policy_moves_away_from_the_rollouts(trained, label):
-    updates = trained[label]["updates"]
+    updates = trained(label)["updates"]
     assert updates[-1]["mismatch/k3"] > 1e-4
 
 
@@ -70,7 +73,7 @@ def test_the_policy_moves_away_from_the_rollouts(trained, label):
     [label for label, (name, settings) in METHODS.items() if build_objective(name, **settings).needs_old],
 )
 def test_the_old_policy_is_that_of_the_steps_start(trained, label):
-    found = trained[label]
+    found = trained(label)
     first, second = found["updates"][-2:]  # of the last step: far from the rollouts by then
     assert first["mismatch_recomputed/k3"] == pytest.approx(first["mismatch/k3"], rel=1e-3)
     assert second["mismatch_recomputed/k3"] != pytest.approx(second["mismatch/k3"], rel=1e-3)
@@ -81,25 +84,25 @@ def test_the_old_policy_is_that_of_the_steps_start(trained, label):
 
 
 def test_the_reference_is_the_start_model(trained):
-    found = trained[REFERENCE]
+    found = trained(REFERENCE)
     values = [update["reference_kl"] for update in found["updates"]]
     assert values[0] == pytest.approx(0, abs=1e-9)
     assert min(values[1:]) > 1e-6
     assert all(record["time/reference_s"] > 0 for record in found["records"])
-    without = trained["dppo_binary_tv"]
+    without = trained("dppo_binary_tv")
     assert found["updates"][0]["grad_norm"] == pytest.approx(without["updates"][0]["grad_norm"], rel=1e-4)
     assert found["updates"][-1]["mismatch/k3"] < without["updates"][-1]["mismatch/k3"]
 
 
 def test_other_methods_pay_for_no_extra_pass(trained):
-    for record in trained["dppo_binary_tv"]["records"]:
+    for record in trained("dppo_binary_tv")["records"]:
         assert "time/recompute_s" not in record
         assert "time/reference_s" not in record
 
 
 def test_masked_tokens_are_counted_by_id(trained):
     """What the two updates of a step masked, token by token, adds up to its masked share."""
-    found = trained["dppo_binary_tv"]
+    found = trained("dppo_binary_tv")
     signed = [update["tokens"] * (1 - update["advantage/zero_share"]) for update in found["updates"]]
     masked = [update["masked/share"] * count for update, count in zip(found["updates"], signed, strict=True)]
     by_step = [sum(masked[2 * step : 2 * step + 2]) for step in range(STEPS)]
@@ -107,4 +110,4 @@ def test_masked_tokens_are_counted_by_id(trained):
     for record, expected in zip(found["records"], by_step, strict=True):
         assert sum(record["masked_tokens"].values()) == pytest.approx(expected)
         assert all(0 <= token < VOCAB and count > 0 for token, count in record["masked_tokens"].items())
-    assert not any(record["masked_tokens"] for record in trained["drpo"]["records"])
+    assert not any(record["masked_tokens"] for record in trained("drpo")["records"])

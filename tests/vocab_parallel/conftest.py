@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.ranks import Ranks
+from tests.support.ranks import TORCH, Ranks
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,6 +18,5 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session", params=[2, 4], ids=["tp2", "tp4"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    started = Ranks(request.param)
-    yield started
-    started.close()
+    with Ranks(request.param, "gloo", TORCH) as started:
+        yield started

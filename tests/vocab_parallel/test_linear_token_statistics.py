@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dppo_megatron.vocab_parallel import linear, linear_token_statistics, token_statistics
-from tests.support.ranks import CountCollectives, Ranks
+from tests.support.ranks import Ranks
+from tests.support.shards import CountCollectives
 from tests.support.statistics_reference import weighted
 
 TOKENS, WIDTH, COLUMNS, VOCAB, LISTED = 12, 8, 40, 37, 5

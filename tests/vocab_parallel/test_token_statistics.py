@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dppo_megatron.vocab_parallel import TokenStatistics, blocks, compiled, token_statistics
-from tests.support.ranks import shard_case
+from tests.support.shards import shard_case
 from tests.support.statistics_reference import Case, assert_close_to_reference, cases, make_inputs, reference
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.ranks import RankError, Ranks, shard_case
+from tests.support.ranks import RankError, Ranks
+from tests.support.shards import shard_case
 from tests.support.statistics_reference import Case, assert_close_to_reference, cases, make_inputs, reference
 
 EVEN = Case(seed=1, tokens=13, columns=(20, 20), vocab=37, topk=5)
@@ -43,20 +44,20 @@ def check(ranks: Ranks, case: Case, **options: Any) -> list[dict[str, Any]]:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_random_cases(ranks: Ranks, data: st.DataObject) -> None:
-    check(ranks, data.draw(cases(world=ranks.world)))
+    check(ranks, data.draw(cases(world=ranks.size)))
 
 
 def test_float64_is_not_rounded(ranks: Ranks) -> None:
-    check(ranks, replace(over(EVEN, ranks.world), dtype="fp64"))
+    check(ranks, replace(over(EVEN, ranks.size), dtype="fp64"))
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 20, 21])
 def test_shards_that_are_all_padding(ranks: Ranks, vocab: int) -> None:
-    check(ranks, replace(over(EVEN, ranks.world), vocab=vocab))
+    check(ranks, replace(over(EVEN, ranks.size), vocab=vocab))
 
 
 def test_unchecked_is_the_same(ranks: Ranks) -> None:
-    case = over(EVEN, ranks.world)
+    case = over(EVEN, ranks.size)
     checked, unchecked = check(ranks, case), check(ranks, case, check=False)
     assert torch.equal(checked[0]["gradient"], unchecked[0]["gradient"])
 
@@ -64,7 +65,7 @@ def test_unchecked_is_the_same(ranks: Ranks) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_many_columns(ranks: Ranks, dtype: str) -> None:
     # Sums long enough for a careless accumulation to show, over more than one eager piece.
-    case = Case(seed=3, tokens=7, columns=(33000 // ranks.world,) * ranks.world, vocab=None, topk=8, dtype=dtype)
+    case = Case(seed=3, tokens=7, columns=(33000 // ranks.size,) * ranks.size, vocab=None, topk=8, dtype=dtype)
     check(ranks, case)
 
 
@@ -103,7 +104,7 @@ def _disagree(rank: int, what: str) -> None:
 def test_disagreement_raises_on_every_rank(ranks: Ranks, what: str, message: str) -> None:
     with pytest.raises(RankError) as caught:
         ranks.run(_disagree, what=what)
-    assert len(caught.value.raised) == ranks.world
+    assert len(caught.value.raised) == ranks.size
     for kind, text in caught.value.raised:
         assert kind == "ValueError"
         assert message in text

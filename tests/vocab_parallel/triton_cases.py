@@ -14,7 +14,8 @@ from hypothesis import given, settings
 
 from dppo_megatron.vocab_parallel import linear_token_statistics, token_statistics, triton_backend
 from tests.support import statistics_reference
-from tests.support.ranks import Ranks, shard_case
+from tests.support.ranks import Ranks
+from tests.support.shards import shard_case
 from tests.support.statistics_reference import Case, assert_close_to_reference, cases, make_inputs, reference
 
 BASE = Case(seed=5, tokens=9, columns=(75,), vocab=70, topk=5)
@@ -113,7 +114,7 @@ def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_two_ranks(ranks: Ranks, dtype: str) -> None:
-    if ranks.world != 2:
+    if ranks.size != 2:
         pytest.skip("two ranks are enough for the kernels")
     for vocab in (3, 37, 40):  # 3: a shard that is all padding
         case = Case(seed=1, tokens=5, columns=(20, 20), vocab=vocab, topk=5, dtype=dtype)

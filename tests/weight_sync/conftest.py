@@ -1,10 +1,15 @@
-"""One spawn of two trainer ranks, whose scenarios many tests read."""
+"""Models, and every scenario once on two trainer ranks."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.support.models import CONFIGS
+from tests.weight_sync.scenarios import SCENARIOS, on_rank
 
 FAMILIES = ("qwen3", "qwen3_moe", "wide")
 
@@ -13,7 +18,6 @@ FAMILIES = ("qwen3", "qwen3_moe", "wide")
 def sync_models(tmp_path_factory) -> Path:
     """`<family>-a` and `<family>-b`: one architecture, two sets of random weights."""
     from dppo_megatron.hf import make_random_hf_model
-    from tests.support.models import CONFIGS
 
     # Several blocks of FP8 each way, none of the sizes a multiple of 128.
     configs = CONFIGS | {"wide": CONFIGS["qwen3"] | {"hidden_size": 160, "intermediate_size": 300}}
@@ -27,12 +31,15 @@ def sync_models(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def sync_runs(tmp_path_factory) -> Path:
     """Run directories of the scenarios, by their names."""
-    return tmp_path_factory.mktemp("sync_ranks")
+    return tmp_path_factory.mktemp("publishing")
 
 
 @pytest.fixture(scope="session")
-def scenarios(sync_models, sync_runs) -> dict:
-    """Scenario name -> what rank 0 returned, or the traceback of the first rank that failed."""
-    from tests.weight_sync.scenarios import run_scenarios
+def result_of(ranks, sync_models, sync_runs) -> Callable[[str], dict]:
+    """f(name) -> what the scenario returned on rank 0; each is run once."""
 
-    return run_scenarios(sync_models, sync_runs)
+    @functools.cache
+    def run(name: str) -> dict:
+        return ranks(2).run(on_rank, scenario=SCENARIOS[name], models=sync_models, run=sync_runs / name)[0]
+
+    return run

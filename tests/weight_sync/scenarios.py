@@ -1,22 +1,19 @@
-"""Two trainer ranks over gloo that publish tiny models to fake engines, many scenarios in one spawn."""
+"""Trainer ranks over gloo that publish tiny models to fake engines."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
 
 from dppo_megatron import hf
 from dppo_megatron.config import Config
@@ -28,6 +25,8 @@ from dppo_megatron.weight_sync import WeightSyncError, build_publisher
 from dppo_megatron.weight_sync.engine_thread import EngineThread
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.fakes.engine import SCORES, FakeEngine
+from tests.support.models import build_gpt
+from tests.support.ranks import megatron_group
 
 TIMEOUT_S = 2.0
 LONG_TIMEOUT_S = 30.0
@@ -71,95 +70,77 @@ class Trainer:
 
 @contextmanager
 def trainer(models: Path, run: Path, family: str, *, tp=1, pp=1, ep=1, engines=1, engine=(), **weight_sync):
-    from megatron.core import parallel_state, tensor_parallel
-
-    from tests.support.models import build_gpt
-
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tp,
-        pp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1 if ep > 1 else tp,
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    model = models / f"{family}-a"
-    config = Config.model_validate(
-        {
-            "run": {"dir": str(run)},
-            "model": {"path": str(model)},
-            "train": {"steps": 1},
-            "data": {"train": "unused"},
-            "engine": {"dtype": "fp32", "unavailable_timeout_s": TIMEOUT_S} | dict(engine),
-            "weight_sync": {"transport": "broadcast", "bucket_bytes": 6000, "timeout_s": TIMEOUT_S, **weight_sync},
-        }
-    )
-    hf_config = hf.read_hf_config(model)
-    actor = SimpleNamespace(
-        model_chunks=build_gpt(hf_config, tp, pp, None, ep),
-        hf=hf_config,
-        family=family,
-        layout=SimpleNamespace(device=torch.device("cpu")),
-        score=lambda tokens: SCORES,
-    )
-    t = Trainer(models, run, actor=actor)
-    thread = None
-    if torch.distributed.get_rank() == 0:
-        t.engines = [FakeEngine(f"http://127.0.0.1:{90 + i}") for i in range(engines)]
-        by_url = {engine.url: engine for engine in t.engines}
-        book = {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(by_url)}
-        thread = EngineThread(lambda: LiveEngines(config, lambda: book, lambda _, url: by_url[url]))
-    t.publisher = build_publisher(config, actor, thread, None if thread is None else SCORES)
-    try:
-        yield t
-    finally:
-        t.publisher.close()
-
-
-def there_and_back(**layout: Any) -> Callable[[Path, Path], dict]:
-    def scenario(models: Path, run: Path) -> dict:
-        with trainer(models, run, **layout) as t:
-            differences, published = [], []
-            for version, policy in enumerate("aba"):
-                t.load(policy)
-                published.append(t.publisher.publish(version))
-                if t.engines:
-                    differences += [t.difference(policy, i) for i in range(len(t.engines))]
-            return {
-                "differences": differences,
-                "groups": [len(engine.joined) for engine in t.engines],
-                "streams": len(getattr(t.publisher._transport, "_streams", ())),
-                "published": published,
-                "policy": PublishedPolicy.read(RunDir(run).published) if t.engines else None,
+    run.mkdir(parents=True, exist_ok=True)
+    with megatron_group(run, tp, pp, ep=ep):
+        model = models / f"{family}-a"
+        config = Config.model_validate(
+            {
+                "run": {"dir": str(run)},
+                "model": {"path": str(model)},
+                "train": {"steps": 1},
+                "data": {"train": "unused"},
+                "engine": {"dtype": "fp32", "unavailable_timeout_s": TIMEOUT_S} | dict(engine),
+                "weight_sync": {"transport": "broadcast", "bucket_bytes": 6000, "timeout_s": TIMEOUT_S, **weight_sync},
             }
+        )
+        hf_config = hf.read_hf_config(model)
+        actor = SimpleNamespace(
+            model_chunks=build_gpt(hf_config, tp, pp, None, ep),
+            hf=hf_config,
+            family=family,
+            layout=SimpleNamespace(device=torch.device("cpu")),
+            score=lambda tokens: SCORES,
+        )
+        t = Trainer(models, run, actor=actor)
+        thread = None
+        if torch.distributed.get_rank() == 0:
+            t.engines = [FakeEngine(f"http://127.0.0.1:{90 + i}") for i in range(engines)]
+            by_url = {engine.url: engine for engine in t.engines}
+            book = {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(by_url)}
+            thread = EngineThread(lambda: LiveEngines(config, lambda: book, lambda _, url: by_url[url]))
+        t.publisher = build_publisher(config, actor, thread, None if thread is None else SCORES)
+        try:
+            yield t
+        finally:
+            t.publisher.close()
 
-    return scenario
+
+def there_and_back(models: Path, run: Path, **layout: Any) -> dict:
+    with trainer(models, run, **layout) as t:
+        differences, published = [], []
+        for version, policy in enumerate("aba"):
+            t.load(policy)
+            published.append(t.publisher.publish(version))
+            if t.engines:
+                differences += [t.difference(policy, i) for i in range(len(t.engines))]
+        return {
+            "differences": differences,
+            "groups": [len(engine.joined) for engine in t.engines],
+            "streams": len(getattr(t.publisher._transport, "_streams", ())),
+            "published": published,
+            "policy": PublishedPolicy.read(RunDir(run).published) if t.engines else None,
+        }
 
 
-def in_fp8(**layout: Any) -> Callable[[Path, Path], dict]:
+def in_fp8(models: Path, run: Path, **layout: Any) -> dict:
     """Two policies to an FP8 engine, then the refusal of one that computes otherwise."""
-
-    def scenario(models: Path, run: Path) -> dict:
-        with trainer(models, run, engine=FP8, **layout) as t:
-            unlike, names = [], []
-            for version, policy in enumerate("ab"):
-                t.load(policy)
-                t.publisher.publish(version)
-                if t.engines:
-                    unlike += t.unlike_fp8(policy)
-                    names = sorted(t.engines[0].weights)
-            for engine in t.engines:
-                engine.score_offset = 1.5
-            try:
-                t.publisher.publish(2)
-                message = "nothing raised"
-            except WeightSyncError as error:
-                message = str(error)
-            streams = getattr(t.publisher._transport, "_streams", ())
-            return {"unlike": unlike, "names": names, "message": message, "buckets": [len(s) for s in streams]}
-
-    return scenario
+    with trainer(models, run, engine=FP8, **layout) as t:
+        unlike, names = [], []
+        for version, policy in enumerate("ab"):
+            t.load(policy)
+            t.publisher.publish(version)
+            if t.engines:
+                unlike += t.unlike_fp8(policy)
+                names = sorted(t.engines[0].weights)
+        for engine in t.engines:
+            engine.score_offset = 1.5
+        try:
+            t.publisher.publish(2)
+            message = "nothing raised"
+        except WeightSyncError as error:
+            message = str(error)
+        streams = getattr(t.publisher._transport, "_streams", ())
+        return {"unlike": unlike, "names": names, "message": message, "buckets": [len(s) for s in streams]}
 
 
 def colocated(models: Path, run: Path) -> dict:
@@ -238,57 +219,54 @@ def one_of_two_freezes(models: Path, run: Path) -> dict:
         }
 
 
-def one_of_two_dies(place: str | int) -> Callable[[Path, Path], dict]:
+def one_of_two_dies(models: Path, run: Path, place: str | int) -> dict:
     """The second engine dies at `place` of the second publish and is back for the third."""
-
-    def scenario(models: Path, run: Path) -> dict:
-        with trainer(models, run, "qwen3", tp=2, engines=2) as t:
-            t.load("a")
-            t.publisher.publish(0)
-            if t.engines:
-                t.engines[1].dies_at = place
-            t.load("b")
-            started = time.monotonic()
-            second = t.publisher.publish(1)
-            seconds = time.monotonic() - started
-            lags = []
-            if t.engines:
-                differences = [t.difference("b")]
-                t.engines[1].down = False
-                t.engines[1].instance = "second"
-                lags = [t.publisher.engines_lag(), t.publisher.engines_lag()]
-            third = t.publisher.publish(1)  # the same policy again, for the one that came back
-            if t.engines:
-                lags.append(t.publisher.engines_lag())
-            return {
-                "unconfirmed": [second.unconfirmed, third.unconfirmed],
-                "lags": lags,
-                "seconds": seconds,
-                "served": [engine.served for engine in t.engines],
-                "differences": [*differences, t.difference("b"), t.difference("b", 1)] if t.engines else [],
-            }
-
-    return scenario
+    with trainer(models, run, "qwen3", tp=2, engines=2) as t:
+        t.load("a")
+        t.publisher.publish(0)
+        if t.engines:
+            t.engines[1].dies_at = place
+        t.load("b")
+        started = time.monotonic()
+        second = t.publisher.publish(1)
+        seconds = time.monotonic() - started
+        lags = []
+        if t.engines:
+            differences = [t.difference("b")]
+            t.engines[1].down = False
+            t.engines[1].instance = "second"
+            lags = [t.publisher.engines_lag(), t.publisher.engines_lag()]
+        third = t.publisher.publish(1)  # the same policy again, for the one that came back
+        if t.engines:
+            lags.append(t.publisher.engines_lag())
+        return {
+            "unconfirmed": [second.unconfirmed, third.unconfirmed],
+            "lags": lags,
+            "seconds": seconds,
+            "served": [engine.served for engine in t.engines],
+            "differences": [*differences, t.difference("b"), t.difference("b", 1)] if t.engines else [],
+        }
 
 
-def fails(corrupt: Callable[[FakeEngine], None], **settings: Any) -> Callable[[Path, Path], dict]:
+def fails(models: Path, run: Path, corrupt: Callable[[FakeEngine], None], **settings: Any) -> dict:
     """What a publish to one engine with a fault raises, on every rank, and when."""
+    with trainer(models, run, "qwen3", **{"pp": 2, **settings}) as t:
+        for engine in t.engines:
+            corrupt(engine)
+        started = time.monotonic()
+        try:
+            t.publisher.publish(1)
+            message = "nothing raised"
+        except WeightSyncError as error:
+            message = str(error)
+        everyone = t.publisher._ranks.gather(message)
+        written = RunDir(run).published.exists()
+        return {"messages": everyone, "seconds": time.monotonic() - started, "written": written}
 
-    def scenario(models: Path, run: Path) -> dict:
-        with trainer(models, run, "qwen3", **{"pp": 2, **settings}) as t:
-            for engine in t.engines:
-                corrupt(engine)
-            started = time.monotonic()
-            try:
-                t.publisher.publish(1)
-                message = "nothing raised"
-            except WeightSyncError as error:
-                message = str(error)
-            everyone = t.publisher._ranks.gather(message)
-            written = RunDir(run).published.exists()
-            return {"messages": everyone, "seconds": time.monotonic() - started, "written": written}
 
-    return scenario
+def change(engine: FakeEngine, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(engine, name, value)
 
 
 def _frozen(engine: FakeEngine) -> None:
@@ -316,56 +294,32 @@ def _fails(engine: FakeEngine) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
-    "tensor": there_and_back(family="qwen3", tp=2),
-    "pipeline": there_and_back(family="qwen3", pp=2),
-    "data": there_and_back(family="qwen3", engines=2),
-    "expert": there_and_back(family="qwen3_moe", ep=2),
-    "expert_in_tensor": there_and_back(family="qwen3_moe", tp=2, ep=2),
-    "shared_storage": there_and_back(family="qwen3", tp=2, transport="shared_storage"),
-    "fp8_broadcast": in_fp8(family="wide", tp=2, bucket_bytes=1 << 20),
-    "fp8_broadcast_small_buckets": in_fp8(family="qwen3_moe", ep=2),
-    "fp8_shared_storage": in_fp8(family="wide", pp=2, transport="shared_storage"),
+    "tensor": partial(there_and_back, family="qwen3", tp=2),
+    "pipeline": partial(there_and_back, family="qwen3", pp=2),
+    "data": partial(there_and_back, family="qwen3", engines=2),
+    "expert": partial(there_and_back, family="qwen3_moe", ep=2),
+    "expert_in_tensor": partial(there_and_back, family="qwen3_moe", tp=2, ep=2),
+    "shared_storage": partial(there_and_back, family="qwen3", tp=2, transport="shared_storage"),
+    "fp8_broadcast": partial(in_fp8, family="wide", tp=2, bucket_bytes=1 << 20),
+    "fp8_broadcast_small_buckets": partial(in_fp8, family="qwen3_moe", ep=2),
+    "fp8_shared_storage": partial(in_fp8, family="wide", pp=2, transport="shared_storage"),
     "colocated": colocated,
-    "dies_at_join": one_of_two_dies("join"),
-    "dies_at_receive": one_of_two_dies("receive"),
-    "dies_at_bucket": one_of_two_dies(3),
+    "dies_at_join": partial(one_of_two_dies, place="join"),
+    "dies_at_receive": partial(one_of_two_dies, place="receive"),
+    "dies_at_bucket": partial(one_of_two_dies, place=3),
     "disagrees": one_of_two_disagrees,
     "one_token": one_token_differs,
     "freezes": one_of_two_freezes,
-    "dead": fails(lambda engine: setattr(engine, "down", True)),
-    "dies_for_good": fails(lambda engine: setattr(engine, "dies_at", 2)),
-    "frozen": fails(_frozen),
-    "refuses": fails(_refuses),
-    "cannot_load": fails(_fails),
-    "other_weights": fails(lambda engine: setattr(engine, "score_offset", 0.5)),
-    "not_a_number": fails(lambda engine: setattr(engine, "score_offset", float("nan"))),
-    "other_weights_stored": fails(lambda engine: setattr(engine, "score_offset", 0.5), transport="shared_storage"),
+    "dead": partial(fails, corrupt=partial(change, down=True)),
+    "dies_for_good": partial(fails, corrupt=partial(change, dies_at=2)),
+    "frozen": partial(fails, corrupt=_frozen),
+    "refuses": partial(fails, corrupt=_refuses),
+    "cannot_load": partial(fails, corrupt=_fails),
+    "other_weights": partial(fails, corrupt=partial(change, score_offset=0.5)),
+    "not_a_number": partial(fails, corrupt=partial(change, score_offset=float("nan"))),
+    "other_weights_stored": partial(fails, corrupt=partial(change, score_offset=0.5), transport="shared_storage"),
 }
 
 
-def run_scenarios(models: Path, root: Path) -> dict[str, Any]:
-    mp.spawn(_rank, args=(2, models, root), nprocs=2)
-    results = {}
-    for name in SCENARIOS:
-        failed = sorted(root.glob(f"{name}.*.error"))
-        results[name] = failed[0].read_text() if failed else torch.load(root / f"{name}.pt", weights_only=False)
-    return results
-
-
-def _rank(rank: int, world: int, models: Path, root: Path) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-    from dppo_megatron.actor.cpu import without_cuda
-
-    without_cuda.install()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{root / 'store'}", rank=rank, world_size=world)
-    for name, scenario in SCENARIOS.items():
-        try:
-            result = scenario(models, root / name)
-            if rank == 0:
-                torch.save(result, root / f"{name}.pt")
-        except Exception:
-            (root / f"{name}.{rank}.error").write_text(traceback.format_exc())
-        torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+def on_rank(rank: int, scenario: Callable[[Path, Path], dict], models: Path, run: Path) -> dict:
+    return scenario(models, run)

@@ -16,15 +16,9 @@ from tests.weight_sync.scenarios import LONG_TIMEOUT_S, TIMEOUT_S
 LAYOUTS = {"tensor": 1, "pipeline": 2, "data": 1, "expert": 2, "expert_in_tensor": 2, "shared_storage": 0}
 
 
-def result_of(scenarios, name):
-    result = scenarios[name]
-    assert not isinstance(result, str), result
-    return result
-
-
 @pytest.mark.parametrize(("name", "senders"), LAYOUTS.items(), ids=LAYOUTS)
-def test_engines_hold_exactly_the_policy(scenarios, name, senders):
-    result = result_of(scenarios, name)
+def test_engines_hold_exactly_the_policy(result_of, name, senders):
+    result = result_of(name)
     assert set(result["differences"]) == {0.0}
     assert result["streams"] == senders
     assert [p.version for p in result["published"]] == [0, 1, 2]
@@ -36,8 +30,8 @@ def test_engines_hold_exactly_the_policy(scenarios, name, senders):
 
 
 @pytest.mark.parametrize("name", ["fp8_broadcast", "fp8_broadcast_small_buckets", "fp8_shared_storage"])
-def test_fp8_engines_hold_bit_for_bit_what_the_weights_quantise_to(scenarios, name):
-    result = result_of(scenarios, name)
+def test_fp8_engines_hold_bit_for_bit_what_the_weights_quantise_to(result_of, name):
+    result = result_of(name)
     assert result["unlike"] == []
     assert "model.layers.1.self_attn.q_proj.weight_scale_inv" in result["names"]
     assert "differ from the trainer's by 1.5" in result["message"]
@@ -45,13 +39,13 @@ def test_fp8_engines_hold_bit_for_bit_what_the_weights_quantise_to(scenarios, na
     assert "rollout.max_mismatch_kl" in result["message"]
 
 
-def test_weights_and_scales_travel_together(scenarios):
-    (buckets,) = result_of(scenarios, "fp8_broadcast")["buckets"]
+def test_weights_and_scales_travel_together(result_of):
+    (buckets,) = result_of("fp8_broadcast")["buckets"]
     assert buckets <= 2, "0.9 MB in buckets of 1 MiB"
 
 
-def test_what_the_fp8_trainer_published_is_a_model_that_reads_as_its_weights(scenarios, sync_models, sync_runs):
-    result_of(scenarios, "fp8_shared_storage")
+def test_what_the_fp8_trainer_published_is_a_model_that_reads_as_its_weights(result_of, sync_models, sync_runs):
+    result_of("fp8_shared_storage")
     directory = RunDir(sync_runs / "fp8_shared_storage").weights_of(1)
     config = read_hf_config(directory)
     assert config.quantization == fp8.quantization_config(config)
@@ -65,8 +59,8 @@ def test_what_the_fp8_trainer_published_is_a_model_that_reads_as_its_weights(sce
     assert Manifest.read(directory).fp8 == {name for name in source.tensors if fp8.is_quantized(name)}
 
 
-def test_colocated_engines_and_the_actor_take_turns(scenarios):
-    result = result_of(scenarios, "colocated")
+def test_colocated_engines_and_the_actor_take_turns(result_of):
+    result = result_of("colocated")
     turn = ["score", "lent", "wake", "load", "prove", "sleep", "taken back"]
     awake = [event for event in turn if event != "sleep"]
     first, second = result["events"]
@@ -77,8 +71,8 @@ def test_colocated_engines_and_the_actor_take_turns(scenarios):
 
 
 @pytest.mark.parametrize("place", ["join", "receive", "bucket"])
-def test_an_engine_that_dies_is_left_out_and_taken_in_again(scenarios, place):
-    result = result_of(scenarios, f"dies_at_{place}")
+def test_an_engine_that_dies_is_left_out_and_taken_in_again(result_of, place):
+    result = result_of(f"dies_at_{place}")
     assert result["unconfirmed"] == [0 if place == "join" else 1, 0]
     assert set(result["differences"]) == {0.0}
     assert result["served"] == [1, 1]
@@ -103,21 +97,21 @@ def test_a_trainer_that_starts_again_takes_over_what_earlier_lives_left(tmp_path
     assert left() == ["start", "v000011", "v000012"]
 
 
-def test_one_that_disagrees_while_another_agrees_is_left_out(scenarios):
-    result = result_of(scenarios, "disagrees")
+def test_one_that_disagrees_while_another_agrees_is_left_out(result_of):
+    result = result_of("disagrees")
     assert result["unconfirmed"] == 1
     assert set(result["confirmed"]) == {"http://127.0.0.1:90"}
 
 
-def test_a_single_token_that_differs_much_is_not_other_weights(scenarios):
+def test_a_single_token_that_differs_much_is_not_other_weights(result_of):
     """As where the router of a mixture of experts decides otherwise in 16 bits."""
-    difference = result_of(scenarios, "one_token")["difference"]
+    difference = result_of("one_token")["difference"]
     assert difference.mean == pytest.approx(0.5 / 7)
     assert difference.largest == pytest.approx(0.5)
 
 
-def test_one_that_freezes_within_a_bucket_is_not_waited_for(scenarios):
-    result = result_of(scenarios, "freezes")
+def test_one_that_freezes_within_a_bucket_is_not_waited_for(result_of):
+    result = result_of("freezes")
     assert result["unconfirmed"] == 1
     assert result["differences"] == [0.0]
     assert result["seconds"] < LONG_TIMEOUT_S / 5
@@ -136,8 +130,8 @@ def test_one_that_freezes_within_a_bucket_is_not_waited_for(scenarios):
         ("other_weights_stored", ["differ from the trainer's by 0.5"]),
     ],
 )
-def test_failures_are_raised_in_time_on_every_rank_and_nothing_is_published(scenarios, name, says):
-    result = result_of(scenarios, name)
+def test_failures_are_raised_in_time_on_every_rank_and_nothing_is_published(result_of, name, says):
+    result = result_of(name)
     for message in result["messages"]:
         assert all(part in message for part in says), message
     assert not result["written"]

@@ -1,4 +1,4 @@
-"""What the spawned ranks do with checkpoints: write, refuse, resume, load from another layout."""
+"""Checkpoints: write, refuse, resume, load from another layout."""
 
 from __future__ import annotations
 
@@ -137,10 +137,13 @@ def resume(rank: Rank) -> Any:
 
 
 def late_rank(rank: Rank) -> Any:
-    """A rank that does not come makes the others raise, not wait for ever. Runs last: the group is broken after."""
+    """A rank that does not come makes the others raise, not wait for ever.
+
+    The process group is broken afterwards, so this runs on ranks of its own.
+    """
     from dppo_megatron.actor import Actor, init_layout
 
-    rank.meet()
+    rank.rendezvous()
     config = make_config(rank.models / "qwen3", parallel={"world_size": 2, "tensor": 2, "timeout_s": 3})
     layout = init_layout(config)
     actor = Actor(config, layout)

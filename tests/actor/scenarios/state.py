@@ -1,4 +1,4 @@
-"""Checkpoints written behind training, memory on the host, precision. Run on all ranks, see `actor_ranks`."""
+"""Checkpoints written behind training, memory on the host, precision. Every function runs on all ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from tests.support.actor_cases import micro_batches, pack, sequences
 from tests.support.actor_ranks import Rank
 
 ASYNCHRONOUS = {"checkpoint": {"asynchronous": True, "timeout_s": 30}}
-
-
-def find(name: str):
-    return globals()[name]
 
 
 def everywhere(fact: bool) -> bool:

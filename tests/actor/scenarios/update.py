@@ -1,4 +1,4 @@
-"""What the spawned ranks do. Every function runs on all ranks and returns plain values from rank 0."""
+"""Updates and log-probs. Every function runs on all ranks and returns plain values from rank 0."""
 
 from __future__ import annotations
 
@@ -8,22 +8,9 @@ from typing import Any
 import torch
 
 from dppo_megatron.objectives import build_objective
-from tests.actor.scenarios.checkpoint import (  # noqa: F401  found by name
-    checkpoint_files,
-    data_from_one_rank,
-    late_rank,
-    pipeline_from_one_rank,
-    resume,
-    tensor_from_one_rank,
-    unwritable,
-)
 from tests.actor.scenarios.parts import fingerprint, same, topk, train
 from tests.support.actor_cases import VOCAB, K, micro_batches, pack, sequences
 from tests.support.actor_ranks import Rank
-
-
-def find(name: str) -> Any:
-    return globals()[name]
 
 
 def scores(rank: Rank) -> Any:

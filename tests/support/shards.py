@@ -1,0 +1,69 @@
+"""What a rank finds out on its columns of the logits, and how many collectives it took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.statistics_reference import Case, lay_out, make_inputs, weighted
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts every operation of torch.distributed that reaches the dispatcher, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.found[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def shard_case(
+    case: Case, rank: int, backend: str = "torch", count: bool = True, device: str = "cpu", **options: Any
+) -> dict[str, Any]:
+    """Run token_statistics on this rank's columns. Returns its results and its gradient, on the CPU, and its
+    collectives.
+
+    count=False: without the dispatch modes that count them, under which torch.compile does nothing.
+    """
+    from dppo_megatron.vocab_parallel import token_statistics
+
+    inputs = make_inputs(case).to(device)
+    first = sum(case.columns[:rank])
+    shard = lay_out(inputs.logits[:, first : first + case.columns[rank]], case.layout)
+    logits = shard.requires_grad_()
+    uneven = len(set(case.columns)) > 1
+    if uneven:
+        options["vocab_start"] = first
+    forward, backward = CountCollectives(), CountCollectives()
+    with forward if count else nullcontext():
+        stats = token_statistics(
+            logits * 1.0 if case.layout == "contiguous" else logits,
+            inputs.target,
+            inputs.topk,
+            case.vocab,
+            inputs.temperature,
+            dist.group.WORLD if dist.is_initialized() else None,
+            case.entropy,
+            backend,
+            **options,
+        )
+    values = (stats.logprob, stats.entropy, stats.topk_logprob, stats.other_logprob)
+    loss = weighted(values, inputs.weights, case.entropy == "differentiable")
+    with backward if count else nullcontext():
+        loss.backward()
+    names = ("logprob", "entropy", "topk_logprob", "other_logprob")
+    return {
+        "values": {name: None if v is None else v.detach().cpu() for name, v in zip(names, values, strict=True)},
+        "nonfinite": stats.nonfinite.cpu(),
+        "gradient": None if logits.grad is None else logits.grad.cpu(),
+        "forward": dict(forward.found),
+        "backward": dict(backward.found),
+    }
