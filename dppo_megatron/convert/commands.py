@@ -43,9 +43,9 @@ QuantizationOption = Annotated[
 def hf_to_megatron(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="Hugging Face directory (safetensors; FP8 too)")],
     destination: Destination,
-    tensor: Annotated[int, typer.Option(help="tensor-parallel ranks to cut files for")] = 1,
-    pipeline: Annotated[int, typer.Option(help="pipeline stages to cut files for")] = 1,
-    expert: Annotated[int, typer.Option(help="expert-parallel ranks to cut files for")] = 1,
+    tensor: Annotated[int, typer.Option(help="tensor-parallel ranks to write files for")] = 1,
+    pipeline: Annotated[int, typer.Option(help="pipeline stages to write files for")] = 1,
+    expert: Annotated[int, typer.Option(help="expert-parallel ranks to write files for")] = 1,
     expert_tensor: Annotated[int | None, typer.Option(help="tensor-parallel ranks of experts; default: tensor")] = None,
     dtype: DtypeOption = None,
     dry_run: DryRun = False,
@@ -55,7 +55,7 @@ def hf_to_megatron(
 ) -> None:
     """Hugging Face directory -> Megatron torch_dist checkpoint (weights only).
 
-    The sizes say how the files are cut, one for each rank that owns weights; the checkpoint loads at any sizes.
+    The sizes decide the files, one for each rank that is the source of weights; the checkpoint loads at any sizes.
     """
     from .layout import TargetLayout
     from .to_megatron import ToMegatron
@@ -100,7 +100,7 @@ def hf_to_hf(
     resume: Resume = False,
     nproc: Processes = 1,
 ) -> None:
-    """Cast, quantise to FP8, dequantise from FP8 or cut a Hugging Face directory into other files."""
+    """Cast, quantise to FP8, dequantise from FP8 or divide a Hugging Face directory into other files."""
     build = _to_hf(source, destination, source, dtype, quantization, shard_gb)
     _convert(build, nproc, dry_run, resume, None)
 
@@ -125,7 +125,7 @@ def _to_hf(source, destination, template, dtype, quantization, shard_gb):
     return partial(ToHF, source, destination, template, _torch_dtype(dtype), name, int(shard_gb * 1e9))
 
 
-def _convert(build, nproc: int, dry_run: bool, resume: bool, verified: tuple[Path, Path] | None) -> None:
+def _convert(build, nproc: int, dry_run: bool, resume: bool, to_verify: tuple[Path, Path] | None) -> None:
     from .processes import convert
 
     if dry_run:
@@ -133,18 +133,18 @@ def _convert(build, nproc: int, dry_run: bool, resume: bool, verified: tuple[Pat
         for line in conversion.table():
             typer.echo(line)
         typer.echo(f"{len(conversion.shards)} files, {conversion.nbytes / 1e9:.2f} GB; nothing was written")
-        _say_what_is_left_out(conversion)
+        _report_left_out(conversion)
         return
     conversion = convert(build, resume=resume, processes=nproc)
     if conversion is None:
         return
     typer.echo(f"{conversion.destination}: {len(conversion.shards)} files, {conversion.nbytes / 1e9:.2f} GB")
-    _say_what_is_left_out(conversion)
-    if verified is not None:
-        _verify(*verified)
+    _report_left_out(conversion)
+    if to_verify is not None:
+        _verify(*to_verify)
 
 
-def _say_what_is_left_out(conversion) -> None:
+def _report_left_out(conversion) -> None:
     if count := conversion.config.mtp_layers:
         typer.echo(f"left out: {count} multi-token prediction layers; the config.json written names 0 of them")
 

@@ -11,8 +11,8 @@ from dppo_megatron.hf import ModelError
 from dppo_megatron.hf.torch_dist_reader import is_torch_dist, model_directory
 
 
-def stamps(directory: Path) -> dict[str, Any]:
-    """Size and time of change of every file: equal stamps mean that nothing was written in between."""
+def fingerprint_of(directory: Path) -> dict[str, Any]:
+    """Size and time of change of every file: equal fingerprints mean that nothing was written in between."""
     files = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(directory.iterdir()) if p.is_file()}
     return {"directory": str(directory.resolve()), "files": files}
 

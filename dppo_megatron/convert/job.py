@@ -1,15 +1,15 @@
-"""Running a conversion: shards shared among processes, finished ones remembered, one rename at the end.
+"""Running a conversion: shards divided among processes, a receipt for each finished one, one rename at the end.
 
     .NAME.writing/                the directory being made, beside its destination
         <shards>
         .conversion/job.json      what is being made of what; written first
         .conversion/<shard>.json  one per finished shard, written when its bytes are on the disk
-        .conversion/failed.<rank> why a process gave up
+        .conversion/failed.<rank> why a process failed
         .conversion/writing.*/    a shard in the making, of one process alone; renamed when it is on the disk
 
-Processes share nothing but this directory: they take the shards whose number is their rank modulo their count, and
-process 0 waits for the others' receipts and publishes. So a killed conversion loses only the shards in the making, and
-one that was started twice writes a shard twice, but never into a file that has its receipt.
+Processes communicate through this directory alone: each takes the shards whose number is its rank modulo their
+count, and process 0 waits for the others' receipts and publishes. A killed conversion loses only the shards in the
+making. One that was started twice writes a shard twice, but never into a file that has its receipt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
 
 class Conversion(Protocol):
-    """What is made of what. Built by every process alike; building it reads headers only and refuses bad sources."""
+    """What is converted to what. Every process builds the same one; that reads headers only and refuses bad sources."""
 
     source: Path
     destination: Path
@@ -51,10 +51,10 @@ class Conversion(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of all shards together, nearly."""
+        """Size of all shards, approximately."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """JSON that is equal for two attempts exactly when their shards fit together."""
+        """JSON that is equal for two attempts exactly when their shards belong to one result."""
 
     def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
         """Writes one shard to the disk and returns what `finish` must know of it, JSON. Calls `tick` now and then."""
@@ -117,24 +117,25 @@ def run(conversion: Conversion, worker: Worker, progress: Progress, watch: Calla
 
     `watch` is called while waiting and may raise.
     Raises what stops a shard, on worker 0 also `ModelError` with the reasons of the others, naming the shards
-    that made no progress for ten minutes, or because another worker 0 is at it. What was finished stays for `--resume`.
+    that made no progress for ten minutes, or because another worker 0 is running. What was finished stays for
+    `--resume`.
     """
     staging = staging_of(conversion.destination)
-    with _sole(staging) if worker.rank == 0 else contextlib.nullcontext():
+    with _lock_job(staging) if worker.rank == 0 else contextlib.nullcontext():
         _run(conversion, worker, staging, progress, watch)
 
 
 def _run(conversion: Conversion, worker: Worker, staging: Path, progress: Progress, watch: Callable[[], None]) -> None:
-    mine = range(worker.rank, len(conversion.shards), worker.size)
-    if worker.rank > 0 and mine:
+    own = range(worker.rank, len(conversion.shards), worker.size)
+    if worker.rank > 0 and own:
         _wait_for_job(staging, conversion)
 
     def tick() -> None:
         if _trim is not None:
-            _trim(0)  # its heap fragments under weights of 1 to 32 MB, and would grow with the model
-        progress.show(lambda: _written(staging, conversion.shards))
+            _trim(0)  # weights of 1 to 32 MB fragment its heap, which would grow with the model
+        progress.show(lambda: _bytes_written(staging, conversion.shards))
 
-    todo = [index for index in mine if _receipt(staging, conversion.shards[index]) is None]
+    todo = [index for index in own if _receipt(staging, conversion.shards[index]) is None]
     if worker.rank > 0 and conversion.destination.exists():
         return  # nothing was left for this process, and process 0 has published already
     try:
@@ -154,8 +155,8 @@ def _run(conversion: Conversion, worker: Worker, staging: Path, progress: Progre
 
 
 @contextlib.contextmanager
-def _sole(staging: Path) -> Iterator[None]:
-    """Refuses a second process 0: one would publish what the other is still at."""
+def _lock_job(staging: Path) -> Iterator[None]:
+    """Refuses a second process 0: one would publish what the other is still writing."""
     with (staging / _NOTES / _JOB).open("r+") as job:
         try:
             fcntl.flock(job, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,9 +170,9 @@ def _sole(staging: Path) -> Iterator[None]:
 def _write_shard(conversion: Conversion, index: int, staging: Path, tick: Callable[[], None]) -> None:
     """One shard under a name of its own, then, whole and on the disk, under its final one; then the receipt."""
     shard, notes = conversion.shards[index], staging / _NOTES
-    mine = f"{_WRITING}{socket.gethostname()}.{os.getpid()}."
-    with tempfile.TemporaryDirectory(dir=notes, prefix=mine) as own:
-        path = Path(own) / shard
+    prefix = f"{_WRITING}{socket.gethostname()}.{os.getpid()}."
+    with tempfile.TemporaryDirectory(dir=notes, prefix=prefix) as directory:
+        path = Path(directory) / shard
         record = conversion.write_shard(index, path, tick)
         receipt = path.with_suffix(".json")
         write_json(receipt, {"nbytes": path.stat().st_size, "record": record})
@@ -203,7 +204,7 @@ def _refuse_other_job(staging: Path, job: dict[str, Any]) -> None:
 
 
 def _receipt(staging: Path, shard: str) -> dict[str, Any] | None:
-    """What is recorded of a shard that is whole, else None."""
+    """The receipt of a shard that is complete, else None."""
     try:
         receipt = json.loads((staging / _NOTES / f"{shard}.json").read_text())
         return receipt if (staging / shard).stat().st_size == receipt["nbytes"] else None
@@ -211,7 +212,7 @@ def _receipt(staging: Path, shard: str) -> dict[str, Any] | None:
         return None
 
 
-def _written(staging: Path, shards: list[str]) -> int:
+def _bytes_written(staging: Path, shards: list[str]) -> int:
     """Bytes of all processes so far."""
     in_the_making = (staging / _NOTES).glob(f"{_WRITING}*/*")
     return sum(_size(path) for path in (*(staging / shard for shard in shards), *in_the_making))
@@ -246,7 +247,7 @@ def _wait_for_others(staging: Path, shards: list[str], worker: Worker, poll: Cal
             raise ModelError(
                 "conversion", [f"process {note.suffix[1:]} of {worker.size}: {note.read_text()}" for note in failed]
             )
-        written = _written(staging, shards)
+        written = _bytes_written(staging, shards)
         if written != last:
             last, deadline = written, time.monotonic() + _STALL_TIMEOUT_S
         elif time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""How a Megatron checkpoint is cut into files: one for each rank of a layout that owns weights."""
+"""How a Megatron checkpoint is divided into files: one for each rank of a layout that is the source of weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dppo_megatron.hf import Entry, HFModelConfig
 
 @dataclass(frozen=True, slots=True)
 class TargetLayout:
-    """Parallel sizes of the ranks that the files are cut for.
+    """Parallel sizes of the ranks that the files are written for.
 
     Megatron loads the checkpoint at any other size too; at this one each rank reads one file. Where the stages do
     not divide the layers, some hold one more than others.
@@ -21,7 +21,7 @@ class TargetLayout:
     expert_tensor: int | None = None  # tensor parallelism of the experts; None = tensor
 
     @property
-    def experts_over(self) -> int:
+    def expert_tensor_size(self) -> int:
         """Tensor-parallel size of the experts."""
         return self.expert_tensor or self.tensor
 
@@ -33,14 +33,14 @@ class TargetLayout:
                 ("--tensor", self.tensor),
                 ("--pipeline", self.pipeline),
                 ("--expert", self.expert),
-                ("--expert-tensor", self.experts_over),
+                ("--expert-tensor", self.expert_tensor_size),
             )
             if size < 1
         ]
         if out:
             return out
         moe = config.moe
-        divided = {
+        divisible = {
             "--tensor": (self.tensor, {
                 "num_attention_heads": config.num_heads,
                 "num_key_value_heads": config.num_kv_heads,
@@ -48,9 +48,9 @@ class TargetLayout:
                 "the shared experts' size": moe.shared_ffn_hidden_size if moe else 0,
             }),
             "--expert": (self.expert, {"the number of experts": moe.num_experts if moe else self.expert}),
-            "--expert-tensor": (self.experts_over, {"moe_intermediate_size": moe.ffn_hidden_size if moe else 0}),
+            "--expert-tensor": (self.expert_tensor_size, {"moe_intermediate_size": moe.ffn_hidden_size if moe else 0}),
         }  # fmt: skip
-        for option, (size, wanted) in divided.items():
+        for option, (size, wanted) in divisible.items():
             out += [f"{option} = {size}: does not divide {what} = {n}" for what, n in wanted.items() if n % size]
         if self.pipeline > config.num_layers:
             out.append(f"--pipeline = {self.pipeline}: more than num_hidden_layers = {config.num_layers}")
@@ -59,30 +59,30 @@ class TargetLayout:
             out += [f"{option} = {size}: the model has no experts" for option, size in given if size > 1]
         return out
 
-    def places(self, config: HFModelConfig) -> list[Place]:
-        """The ranks that own weights, stage by stage."""
-        width = self.tensor if config.moe is None else max(self.tensor, self.experts_over * self.expert)
-        return [Place(self, stage, rank) for stage in range(self.pipeline) for rank in range(width)]
+    def source_ranks(self, config: HFModelConfig) -> list[SourceRank]:
+        """The ranks whose weights are saved, stage by stage: the first data-parallel replica."""
+        width = self.tensor if config.moe is None else max(self.tensor, self.expert_tensor_size * self.expert)
+        return [SourceRank(self, stage, rank) for stage in range(self.pipeline) for rank in range(width)]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceRank:
     """One rank of one pipeline stage."""
 
     layout: TargetLayout
     stage: int
     rank: int
 
-    def share(self, entry: Entry, config: HFModelConfig) -> tuple[int, int] | None:
-        """(rank, size) of the group that cuts this entry, or None where this rank owns nothing of it."""
+    def shard_of(self, entry: Entry, config: HFModelConfig) -> tuple[int, int] | None:
+        """This rank's index in the group that shards an entry, and its size; None where it has no shard of it."""
         layout = self.layout
         if entry.rule.duplicate or self._stage_of(entry, config) != self.stage:
             return None
         if not entry.is_expert:
             return (self.rank, layout.tensor) if self.rank < layout.tensor else None
-        over = layout.experts_over
-        owner = entry.expert // (config.moe.num_experts // layout.expert)
-        return (self.rank % over, over) if self.rank // over == owner else None
+        size = layout.expert_tensor_size
+        expert_rank = entry.expert // (config.moe.num_experts // layout.expert)
+        return (self.rank % size, size) if self.rank // size == expert_rank else None
 
     def _stage_of(self, entry: Entry, config: HFModelConfig) -> int:
         if entry.layer is not None:

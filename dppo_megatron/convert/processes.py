@@ -18,7 +18,7 @@ def convert(
 ) -> Conversion | None:
     """Runs the conversion that `build` makes; `build` must be picklable when `processes` > 1.
 
-    `worker` is which of the processes this is; default: the first of `processes`, or what the environment says.
+    `worker` is which of the processes this is; default: the first of `processes`, or as the environment names it.
 
     Returns it where this process published it, None on the other ranks of torchrun or srun. Raises `ModelError`
     as `build`, `prepare` and `run` do.

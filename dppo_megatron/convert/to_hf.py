@@ -13,7 +13,7 @@ from dppo_megatron.hf.safetensors_file import SafetensorsFile, TensorInfo
 from dppo_megatron.hf.safetensors_writer import DEFAULT_SHARD_BYTES, Part, copy_metadata, shard_names, write_index
 from dppo_megatron.hf.weight_source import all_finite, not_finite_problem, source_problems
 
-from .files import stamps
+from .files import fingerprint_of
 
 
 class ToHF:
@@ -43,17 +43,19 @@ class ToHF:
         self._weights = open_weights(source, self.config, dequantized=dtype or torch.bfloat16)
         if problems := source_problems(self._map, self._weights):
             raise ModelError(str(source), problems)
-        self._groups = self._grouped()
+        self._groups = self._group_entries()
         self.shards = shard_names(len(self._groups))
 
     @property
     def nbytes(self) -> int:
-        return sum(info.nbytes for group in self._groups for entry in group for info in self._written(entry).values())
+        return sum(
+            info.nbytes for group in self._groups for entry in group for info in self._written_info(entry).values()
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         return {
-            "source": stamps(self.source),
-            "template": stamps(self._template),
+            "source": fingerprint_of(self.source),
+            "template": fingerprint_of(self._template),
             "dtype": str(self._dtype),
             "quantization": self._quantization,
             "shard_bytes": self._shard_bytes,
@@ -61,18 +63,19 @@ class ToHF:
 
     def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
         """Writes one file. Raises `ModelError` naming every tensor in it that is not finite."""
-        announced = {name: info for entry in self._groups[index] for name, info in self._written(entry).items()}
+        announced = {name: info for entry in self._groups[index] for name, info in self._written_info(entry).items()}
         not_finite = []
         with SafetensorsFile(path, announced) as file:
             for entry in self._groups[index]:
-                tensors = {name: self._cast(name, info) for name, info in self._unquantized(entry).items()}
+                tensors = {name: self._cast(name, info) for name, info in self._plain_info(entry).items()}
                 if not all(all_finite(tensor) for tensor in tensors.values()):
                     not_finite.append(not_finite_problem(entry))
                     continue
-                for name, tensor in fp8.quantized(tensors.items()) if self._quantization else tensors.items():
+                written = fp8.quantize_projections(tensors.items()) if self._quantization else tensors.items()
+                for name, tensor in written:
                     file.write(name, tensor)
                     tick()
-                del tensors, tensor
+                del tensors, written, tensor
                 self._weights.release()
             if not_finite:
                 raise ModelError(str(self.source), not_finite)
@@ -88,7 +91,7 @@ class ToHF:
         """A line per Megatron tensor: what it becomes, and in which file."""
         for file, group in zip(self.shards, self._groups, strict=True):
             for entry in group:
-                for name, info in self._written(entry).items():
+                for name, info in self._written_info(entry).items():
                     dtype = str(info.dtype).removeprefix("torch.")
                     yield f"{entry.megatron} -> {name} {list(info.shape)} {dtype} in {file}"
 
@@ -97,18 +100,18 @@ class ToHF:
         sizes: dict[torch.dtype, int] = {}
         for group in self._groups:
             for entry in group:
-                for info in self._unquantized(entry).values():
+                for info in self._plain_info(entry).values():
                     sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
         return max(sizes, key=lambda dtype: sizes[dtype])
 
-    def _grouped(self) -> list[list[Entry]]:
-        """Entries in order, cut into files. A fused weight stays in one file: its parts are read together."""
+    def _group_entries(self) -> list[list[Entry]]:
+        """Entries in order, divided into files. A fused weight stays in one: its parts are read at once."""
         groups: list[list[Entry]] = []
         filled = 0
         for entry in self._map.entries():
             if entry.rule.duplicate:
                 continue
-            size = sum(info.nbytes for info in self._written(entry).values())
+            size = sum(info.nbytes for info in self._written_info(entry).values())
             if not groups or filled + size > self._shard_bytes:
                 groups.append([])
                 filled = 0
@@ -118,14 +121,14 @@ class ToHF:
 
     def _cast(self, name: str, info: TensorInfo) -> torch.Tensor:
         tensor = self._weights.tensor(name)
-        # Quantised from what there is: another rounding on the way would only add to the error.
+        # Quantised from the dtype of the source: a cast before would only add to the error.
         return tensor if self._quantization and fp8.is_quantized(name) else tensor.to(info.dtype)
 
-    def _written(self, entry: Entry) -> dict[str, TensorInfo]:
-        plain = self._unquantized(entry)
+    def _written_info(self, entry: Entry) -> dict[str, TensorInfo]:
+        plain = self._plain_info(entry)
         return fp8.quantized_info(plain) if self._quantization else plain
 
-    def _unquantized(self, entry: Entry) -> dict[str, TensorInfo]:
+    def _plain_info(self, entry: Entry) -> dict[str, TensorInfo]:
         keep = self._dtype is None or entry.rule.keep_dtype
-        held = {t.name: self._weights.tensors[t.name] for t in entry.hf}
-        return {name: TensorInfo(info.dtype if keep else self._dtype, info.shape) for name, info in held.items()}
+        found = {t.name: self._weights.tensors[t.name] for t in entry.hf}
+        return {name: TensorInfo(info.dtype if keep else self._dtype, info.shape) for name, info in found.items()}

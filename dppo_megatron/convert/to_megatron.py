@@ -9,20 +9,20 @@ from typing import Any
 import torch
 
 from dppo_megatron.hf import Entry, ModelError, WeightMap, open_weights, read_hf_config
-from dppo_megatron.hf.checkpoint_keys import StoredAt, layers_alike, places
+from dppo_megatron.hf.checkpoint_keys import StoredAt, possible_locations, stacks_layers
 from dppo_megatron.hf.safetensors_writer import copy_metadata
 from dppo_megatron.hf.torch_dist_reader import MODEL
 from dppo_megatron.hf.torch_dist_writer import Chunk, TorchDistFile, write_torch_dist_metadata
 from dppo_megatron.hf.weight_source import all_finite, not_finite_problem, source_problems
 
-from .files import stamps
-from .layout import Place, TargetLayout
+from .files import fingerprint_of
+from .layout import SourceRank, TargetLayout
 
 _OVERHEAD = 4096  # of a stored tensor: the archive around it, its metadata
 
 
 class ToMegatron:
-    """A `Conversion` (see `job`). Files are those of the ranks of `layout` that own weights.
+    """A `Conversion` (see `job`). One file for each source rank of `layout`.
 
     `dtype` None keeps that of each tensor, bf16 for FP8. Raises `ModelError` with every missing, unexpected and
     misshaped tensor and every size that does not divide.
@@ -40,9 +40,9 @@ class ToMegatron:
         self._weights = open_weights(source, self.config, dequantized=dtype or torch.bfloat16)
         if problems := source_problems(self._map, self._weights):
             raise ModelError(str(source), problems)
-        self._alike = layers_alike(self.config)
-        self.places = layout.places(self.config)
-        self.shards = [f"__{index}_0.distcp" for index in range(len(self.places))]
+        self._layers_stacked = stacks_layers(self.config)
+        self._ranks = layout.source_ranks(self.config)
+        self.shards = [f"__{index}_0.distcp" for index in range(len(self._ranks))]
 
     @property
     def nbytes(self) -> int:
@@ -58,22 +58,22 @@ class ToMegatron:
         """What must be equal for shards of two attempts to belong together."""
         layout = self.layout
         return {
-            "source": stamps(self.source),
-            "layout": [layout.tensor, layout.pipeline, layout.expert, layout.experts_over],
+            "source": fingerprint_of(self.source),
+            "layout": [layout.tensor, layout.pipeline, layout.expert, layout.expert_tensor_size],
             "dtype": str(self._dtype),
         }
 
     def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
         """Writes the file of one rank. Raises `ModelError` naming every tensor in it that is not finite."""
-        place, not_finite = self.places[index], []
+        not_finite = []
         with TorchDistFile(path) as file:
-            for entry, (rank, size) in self._held(place):
+            for entry, (rank, size) in self._shards_on(self._ranks[index]):
                 parts = [self._weights.tensor(t.name) for t in entry.hf]
                 for piece in entry.op.pieces(parts, rank, size):
                     tensor = piece.tensor.to(self._stored_dtype(entry, entry.hf[0].name)).contiguous()
                     if not all_finite(tensor):
                         not_finite.append(not_finite_problem(entry))
-                    file.write(self.places_of(entry), self.shape_of(entry), piece.with_tensor(tensor))
+                    file.write(self._locations(entry), self._shape(entry), piece.with_tensor(tensor))
                     tick()
                 del parts
                 self._weights.release()
@@ -94,33 +94,33 @@ class ToMegatron:
         for entry in self._map.entries():
             if entry.rule.duplicate:
                 continue
-            at = self.places_of(entry)[0]
+            at = self._locations(entry)[0]
             index = "".join(f"[{i}]" for i in at.index)
-            files = [f for f, p in zip(self.shards, self.places, strict=True) if self._writes(entry, p)]
-            where = files[0] if len(files) == 1 else f"{files[0]} .. {files[-1]} ({len(files)} shares)"
-            target = f"{at.key}{index} {list(self.shape_of(entry))}"
+            files = [f for f, source in zip(self.shards, self._ranks, strict=True) if self._writes(entry, source)]
+            where = files[0] if len(files) == 1 else f"{files[0]} .. {files[-1]} ({len(files)} shards)"
+            target = f"{at.key}{index} {list(self._shape(entry))}"
             for part in entry.hf:
                 stored = self._weights.tensors[part.name].dtype
                 change = _short(stored, self._stored_dtype(entry, part.name))
                 yield f"{part.name} {list(part.shape)} {change} -> {target} in {where}"
 
-    def places_of(self, entry: Entry) -> list[StoredAt]:
-        return places(entry, self.config, layers_stacked=self._alike)
+    def _locations(self, entry: Entry) -> list[StoredAt]:
+        return possible_locations(entry, self.config, layers_stacked=self._layers_stacked)
 
-    def shape_of(self, entry: Entry) -> tuple[int, ...]:
+    def _shape(self, entry: Entry) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor of one layer and expert."""
         parts = {t.name: torch.empty(t.shape, device="meta") for t in entry.hf}
         return tuple(self._map.to_megatron(entry, parts).shape)
 
-    def _held(self, place: Place) -> Iterator[tuple[Entry, tuple[int, int]]]:
+    def _shards_on(self, source: SourceRank) -> Iterator[tuple[Entry, tuple[int, int]]]:
+        """Entries of which `source` has a shard, with its rank in the group that shards them and the group's size."""
         for entry in self._map.entries():
-            share = place.share(entry, self.config)
-            if share is not None:
-                yield entry, share
+            if (shard := source.shard_of(entry, self.config)) is not None:
+                yield entry, shard
 
-    def _writes(self, entry: Entry, place: Place) -> bool:
-        share = place.share(entry, self.config)
-        return share is not None and (share[0] == 0 or not entry.op.replicated)
+    def _writes(self, entry: Entry, source: SourceRank) -> bool:
+        shard = source.shard_of(entry, self.config)
+        return shard is not None and (shard[0] == 0 or not entry.op.replicated)
 
     def _stored_dtype(self, entry: Entry, name: str) -> torch.dtype:
         found = self._weights.tensors[name].dtype

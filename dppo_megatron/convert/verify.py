@@ -1,6 +1,6 @@
-"""Whether a Hugging Face directory and a Megatron checkpoint are the same function: logits, and where they part.
+"""Whether a Hugging Face directory and a Megatron checkpoint are the same function: logits, and the first difference.
 
-Both models are held whole, in fp32, on this machine.
+Both models are whole in the memory of this machine, in fp32.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def outputs_of_transformers(hf_dir: Path, ids: Tensor, rounded_as: WeightSource)
     parts = {"embedding": model.model.embed_tokens}
     parts |= {f"layer {i}": layer for i, layer in enumerate(model.model.layers)}
     parts |= {"final norm": model.model.norm, "logits": model.lm_head}
-    with recorded(parts) as outputs:
+    with record_outputs(parts) as outputs:
         model(ids[None])
     return {name: output[0] for name, output in outputs.items()}
 
@@ -106,17 +106,17 @@ def outputs_of_megatron(
     config = _trainer_config(hf_dir)
     if problems := check_model(config):
         raise ModelError(f"verify {hf_dir}", problems)
-    with _alone():
+    with _without_rank_variables():
         layout = init_layout(config)
     try:
         actor = Actor(config, layout)
-        source = _AsStored(open_weights(checkpoint, actor.hf), rounded_as)
+        source = _RoundedWeights(open_weights(checkpoint, actor.hf), rounded_as)
         load_into(actor.model_chunks, checkpoint, actor.hf, source=source)
         model = unwrap(actor.model_chunks[0])
         parts: dict[str, nn.Module] = {"embedding": model.embedding}
         parts |= {f"layer {i}": layer for i, layer in enumerate(model.decoder.layers)}
         parts |= {"final norm": model.decoder.final_layernorm, "logits": model.output_layer}
-        with recorded(parts) as outputs:
+        with record_outputs(parts) as outputs:
             actor.score(ids.numpy())
         outputs["logits"] = outputs["logits"][..., : actor.hf.vocab_size]  # the model's vocabulary is padded
         return {name: output.reshape(-1, output.shape[-1]) for name, output in outputs.items()}
@@ -125,7 +125,7 @@ def outputs_of_megatron(
 
 
 @contextlib.contextmanager
-def recorded(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+def record_outputs(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     """Name -> the last output of each module while the context is open (of several, the first)."""
     outputs: dict[str, Tensor] = {}
 
@@ -155,7 +155,7 @@ def _full_precision(hf_dir: Path, config: HFModelConfig) -> Iterator[Path]:
         yield copy
 
 
-class _AsStored:
+class _RoundedWeights:
     """The weights of `source` rounded to what `stored` has of them; a `WeightSource`."""
 
     def __init__(self, source: WeightSource, stored: SafetensorsDirectory):
@@ -190,8 +190,8 @@ def _trainer_config(hf_dir: Path):
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Without what torchrun put into the environment: the model is built in this process."""
+def _without_rank_variables() -> Iterator[None]:
+    """Hides the variables of torchrun: the model is built in this process alone."""
     saved = {name: os.environ.pop(name) for name in _RANK_VARIABLES if name in os.environ}
     try:
         yield

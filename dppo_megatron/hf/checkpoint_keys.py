@@ -1,9 +1,9 @@
 """Where a weight lies in a Megatron torch_dist checkpoint: the key of a global tensor and an index into it.
 
-Megatron stores a global tensor per parameter, whatever the layout that saved it. Models whose layers are all
-alike stack them along a first axis; otherwise every layer has its own key. Megatron takes layers for unlike wherever
-`moe_layer_freq` is a list, as it is in the trainer's models, and for alike where it is 1: a checkpoint of a model whose
-layers all have experts may be either. Experts are always stacked.
+Megatron stores a global tensor per parameter, whatever the layout that saved it. It stacks the layers of a homogeneous
+model along a first axis and gives each layer of any other model its own key. To Megatron a model is homogeneous unless
+`moe_layer_freq` is a list, as it is in the trainer's models with experts: a checkpoint of a model whose layers all have
+experts may have either form. Experts are always stacked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .rules import Entry
 _LAYER = re.compile(r"^decoder\.layers\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.|\.experts\.(?=linear_fc[12]\.weight\d+$)")
 # The local layer spec saves its norms under the names of the TransformerEngine spec, so that either loads them.
-_SHARED_SPELLINGS = {
+_SAVED_SPELLINGS = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
@@ -32,20 +32,20 @@ class StoredAt:
     stacked: tuple[int, ...] = ()  # sizes of the stacked axes
 
 
-def places(entry: Entry, config: HFModelConfig, *, layers_stacked: bool) -> list[StoredAt]:
-    """Every place where a weight may lie, by the names of both layer specs; the first is the local spec's."""
+def possible_locations(entry: Entry, config: HFModelConfig, *, layers_stacked: bool) -> list[StoredAt]:
+    """Where a weight may lie, by the names of both layer specs; the first is the local spec's."""
     spellings = [name.format(layer=entry.layer, expert=entry.expert) for name in entry.rule.megatron]
-    for mine, shared in _SHARED_SPELLINGS.items() if config.mla is None else ():
-        spellings += [name.replace(mine, shared) for name in spellings if mine in name]
-    return list(dict.fromkeys(_place(name, entry, config, layers_stacked) for name in spellings))
+    for local, saved in _SAVED_SPELLINGS.items() if config.mla is None else ():
+        spellings += [name.replace(local, saved) for name in spellings if local in name]
+    return list(dict.fromkeys(_location(name, entry, config, layers_stacked) for name in spellings))
 
 
-def layers_alike(config: HFModelConfig) -> bool:
+def stacks_layers(config: HFModelConfig) -> bool:
     """Whether the trainer's model of this config stacks its layers."""
     return config.moe is None
 
 
-def _place(name: str, entry: Entry, config: HFModelConfig, layers_stacked: bool) -> StoredAt:
+def _location(name: str, entry: Entry, config: HFModelConfig, layers_stacked: bool) -> StoredAt:
     index: list[int] = []
     stacked: list[int] = []
     if entry.layer is not None and layers_stacked:

@@ -49,20 +49,20 @@ def export_weights(
     ranks: ParallelRanks | None = None,
     quantization: Quantization | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (HF name, whole tensor) of every weight this rank owns. Every rank must exhaust its iterator.
+    """Yields (HF name, whole tensor) of every weight whose source rank this is. Every rank must exhaust its iterator.
 
-    The owner of a weight is tensor-parallel rank 0 of its pipeline stage (and expert-parallel rank) in the
+    The source rank of a weight is tensor-parallel rank 0 of its pipeline stage (and expert-parallel rank) in the
     first data-parallel replica: over all ranks each HF tensor is yielded exactly once.
-    Collectives: one `gather` to the owner per bucket of at most `bucket_bytes` of local shards, in the
+    Collectives: one `gather` to the source rank per bucket of at most `bucket_bytes` of local shards, in the
     tensor- or expert-tensor-parallel group of the first replica; none where those have one rank.
 
-    `dtype` casts before gathering (None keeps each parameter's). With `quantization` "fp8_block" the owner
+    `dtype` casts before gathering (None keeps each parameter's). With `quantization` "fp8_block" the source rank
     quantises each whole projection and yields its scales too, as `hf.fp8` describes. Tensors are on the
     parameters' device and may be views of live parameters: use or clone them before the next optimizer step.
     Raises `ModelError` for a parameter without an HF counterpart.
     """
     if quantization is not None:
-        yield from fp8.quantized(export_weights(model_chunks, config, dtype, bucket_bytes, ranks))
+        yield from fp8.quantize_projections(export_weights(model_chunks, config, dtype, bucket_bytes, ranks))
         return
     ranks = ranks or ParallelRanks.current()
     weight_map = WeightMap(config, infer_layout(model_chunks, config, ranks))
@@ -94,7 +94,7 @@ def save_hf(
 ) -> None:
     """Writes a complete HF directory that transformers and the engines load. Collective over all ranks.
 
-    Every owner of weights (see `export_weights`) writes its own files, so `directory` must be on storage
+    Every source rank (see `export_weights`) writes its own files, so `directory` must be on storage
     that all ranks share; config, tokenizer and generation config come from `template_dir`. The directory
     appears by one rename when everything is in it and on the disk, before any rank returns. `dtype` None keeps
     the parameters' dtype. `quantization` "fp8_block" writes the projections as block-scaled FP8 (`hf.fp8`).
@@ -140,9 +140,9 @@ def save_hf(
             publish(staging, directory, overwrite)
 
     try:
-        _on_all_ranks(prepare)
-        written = _on_all_ranks(write)
-        _on_all_ranks(lambda: finish([part for parts in written for part in parts]))
+        _run_on_all_ranks(prepare)
+        written = _run_on_all_ranks(write)
+        _run_on_all_ranks(lambda: finish([part for parts in written for part in parts]))
     except Exception:
         if rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
@@ -174,7 +174,7 @@ def _export(
 
 @dataclass(slots=True)
 class _Bucket:
-    """Shards of one dtype that travel in one gather: thousands of small ones would each pay the latency."""
+    """Shards of one dtype for one gather: thousands of small gathers would each pay the latency."""
 
     group: ShardGroup
     shards: list[tuple[Entry, Tensor]] = field(default_factory=list)
@@ -195,8 +195,8 @@ class _Bucket:
         if not shards:
             return
         flat = torch.cat([shard.reshape(-1) for _, shard in shards])
-        owner = self.group.rank == 0
-        received = [torch.empty_like(flat) for _ in range(self.group.size)] if owner else None
+        is_source = self.group.rank == 0
+        received = [torch.empty_like(flat) for _ in range(self.group.size)] if is_source else None
         dist.gather(flat, received, dst=dist.get_global_rank(self.group.group, 0), group=self.group.group)
         if received is None:
             return
@@ -210,7 +210,7 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _on_all_ranks(action: Callable[[], T]) -> list[T]:
+def _run_on_all_ranks(action: Callable[[], T]) -> list[T]:
     """Runs `action` on every rank; returns all results in rank order. When any rank failed, all raise."""
     failure: Exception | None = None
     result = None

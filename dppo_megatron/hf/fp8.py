@@ -41,7 +41,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         largest = blocks.abs().amax(dim=(0, 2))
         # Below the smallest normal number a quotient would lose its digits, or become 0 and the values infinite.
         scale = (largest / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny).masked_fill_(largest == 0, 1.0)
-        scaled = blocks / scale[:, None]  # at most 448 and a rounding, which the cast takes back
+        scaled = blocks / scale[:, None]  # at most 448 and a rounding, which the cast removes
         band_out.copy_(scaled.view(band.shape[0], -1)[:, :columns])
         band_scales.copy_(scale)
     if not torch.isfinite(scales).all():
@@ -66,10 +66,10 @@ def is_quantized(name: str) -> bool:
     return _PROJECTION.fullmatch(name) is not None
 
 
-def quantized(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def quantize_projections(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The same tensors with every projection replaced by its e4m3 weight and the scales beside it.
 
-    Exhausts `tensors`, whose iteration may be collective, and only then raises `ModelError` naming every tensor
+    Exhausts `tensors`, whose iteration may be collective, before it raises `ModelError` naming every tensor
     that is not finite.
     """
     problems = []
@@ -89,7 +89,7 @@ def quantized(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
 
 
 def quantized_info(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """What `quantized` makes of tensors, by their dtype and shape alone."""
+    """What `quantize_projections` makes of tensors, by their dtype and shape alone."""
     out = {}
     for name, info in tensors.items():
         if not is_quantized(name):
@@ -101,7 +101,7 @@ def quantized_info(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def quantization_config(config: HFModelConfig) -> dict[str, Any]:
-    """`quantization_config` of config.json for what `quantized` writes."""
+    """`quantization_config` of config.json for what `quantize_projections` writes."""
     layers = range(config.num_layers)
     routers = [f"model.layers.{layer}.mlp.gate" for layer in layers if config.is_moe_layer(layer)]
     return {

@@ -1,4 +1,4 @@
-"""What a `config.json` says about a model, typed: the weight map and the model builder see the same facts.
+"""A model as its `config.json` describes it, typed: the weight map and the model builder see the same facts.
 
 `parse_config` makes it of the file.
 """
@@ -72,7 +72,7 @@ class HFModelConfig:
     mla: MLAConfig | None = None
     mtp_layers: int = 0  # multi-token prediction layers stored behind the model; never loaded nor exported
     initializer_range: float = 0.02
-    dtype: str | None = None  # "float32" | "bfloat16" | ...: what the file says the weights are
+    dtype: str | None = None  # "float32" | "bfloat16" | ...: the dtype of the weights, as the file names it
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .agreement import disagreements
 from .errors import ModelError
 from .hf_config import HFModelConfig
-from .megatron_model import ParallelRanks, held_layers, holds_ends, infer_layout, named_weights
+from .megatron_model import ParallelRanks, has_ends, infer_layout, local_layers, named_weights
 from .parse_config import read_hf_config
 from .rules import Entry
 from .torch_dist_reader import model_directory
@@ -56,6 +56,7 @@ def load_into(
         if not all_finite(shard):
             not_finite.append(not_finite_problem(entry))
         weight.copy_(shard)
+        del shard
         source.release()
     if not_finite:
         raise ModelError(str(hf_dir), not_finite)
@@ -75,18 +76,18 @@ def _match(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> tuple[li
         filled |= {t.name for t in entry.hf}
     for entry in _expected(weight_map, model_chunks):
         problems += [f"{t.name}: the Megatron model has no parameter for it" for t in entry.hf if t.name not in filled]
-    layers = max(held_layers(model_chunks), default=-1) + 1
+    layers = max(local_layers(model_chunks), default=-1) + 1
     if layers > weight_map.config.num_layers:
         problems.append(f"the Megatron model has {layers} layers, config.json {weight_map.config.num_layers}")
     return weights, problems
 
 
 def _expected(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> list[Entry]:
-    """Entries that the layers and ends held by this rank must have."""
-    first, last = holds_ends(model_chunks)
+    """Entries that this rank's layers and ends must have."""
+    first, last = has_ends(model_chunks)
     ends = weight_map.end_entries()
     out = [e for e in ends if (first if e.megatron.startswith("embedding.") else last) and not e.rule.duplicate]
-    for layer, experts in held_layers(model_chunks).items():
+    for layer, experts in local_layers(model_chunks).items():
         out += weight_map.layer_entries(layer, experts or ())
     return out
 

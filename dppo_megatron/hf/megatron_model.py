@@ -1,6 +1,6 @@
 """What this package must know of live Megatron model chunks: global parameter names, ranks, layout.
 
-Megatron is touched here only, and only through attributes that its versions share.
+Megatron is used here only, and only through attributes that all its versions have.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ShardGroup:
 
 @dataclass(frozen=True, slots=True)
 class ParallelRanks:
-    """Where this process stands. Of data-parallel replicas only the first exports."""
+    """The groups that shard weights, and whether this rank is in the first data-parallel replica, which exports."""
 
     tensor: ShardGroup
     expert_tensor: ShardGroup
@@ -78,24 +78,24 @@ def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tens
             yield _global_name(name, layers), weight
 
 
-def held_layers(model_chunks: Sequence[nn.Module]) -> dict[int, list[int] | None]:
-    """Global layer index -> global indices of the experts held here (None for a dense layer)."""
-    held = {}
+def local_layers(model_chunks: Sequence[nn.Module]) -> dict[int, list[int] | None]:
+    """Global layer index -> global indices of this rank's experts in it (None for a dense layer)."""
+    layers = {}
     for chunk in map(unwrap, model_chunks):
         for layer in chunk.decoder.layers:
             experts = getattr(layer.mlp, "local_expert_indices", None)
-            held[layer.layer_number - 1] = None if experts is None else list(experts)
-    return held
+            layers[layer.layer_number - 1] = None if experts is None else list(experts)
+    return layers
 
 
-def holds_ends(model_chunks: Sequence[nn.Module]) -> tuple[bool, bool]:
+def has_ends(model_chunks: Sequence[nn.Module]) -> tuple[bool, bool]:
     """Whether the embedding, and whether the final norm and head, are on this rank."""
     chunks = [unwrap(chunk) for chunk in model_chunks]
     return any(chunk.pre_process for chunk in chunks), any(chunk.post_process for chunk in chunks)
 
 
 def infer_layout(model_chunks: Sequence[nn.Module], config: HFModelConfig, ranks: ParallelRanks) -> MegatronLayout:
-    """Reads the padded vocabulary and the cut of MLA down-projections off the local shapes."""
+    """Reads the padded vocabulary and whether MLA down-projections are sharded off the local shapes."""
     padded = config.vocab_size
     shard_mla_down = False
     for chunk in map(unwrap, model_chunks):

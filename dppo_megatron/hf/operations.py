@@ -1,7 +1,7 @@
-"""How one Megatron tensor is merged from Hugging Face tensors and cut over tensor-parallel ranks.
+"""How one Megatron tensor is merged from Hugging Face tensors and sharded over tensor-parallel ranks.
 
-Every operation is pure and holds only sizes. A rank's shard is the merge of its share of each part, so `to_shard`
-touches only the bytes of that rank (parts may be views of a memory-mapped file). Shapes are `[rows, columns]` of a
+Every operation is pure and has only sizes. A rank's shard is the merge of its slice of each part, so `to_shard`
+reads only the bytes of that rank (parts may be views of a memory-mapped file). Shapes are `[rows, columns]` of a
 linear weight, `[rows]` of a bias or norm.
 """
 
@@ -29,7 +29,7 @@ class Operation(Protocol):
         """The HF parts from the shards of all ranks, in rank order."""
 
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
-        """What rank `rank` of `size` holds of the whole Megatron tensor: contiguous blocks with their place in it.
+        """What rank `rank` of `size` holds of the whole Megatron tensor: contiguous blocks with their offsets in it.
 
         Nothing for ranks other than 0 of a replicated tensor. Raises `ValueError` as `to_shard` does.
         """
@@ -44,11 +44,11 @@ class Piece:
     dim: int = 0
 
     def with_tensor(self, tensor: Tensor) -> Piece:
-        """The same place with another tensor in it, such as a cast one."""
+        """Another tensor, such as a cast one, at the same offset."""
         return Piece(tensor, self.start, self.dim)
 
 
-def share(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
+def slice_of(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
     """View of the `rank`-th of `size` equal pieces along `dim`."""
     length, remainder = divmod(tensor.shape[dim], size)
     if remainder:
@@ -74,13 +74,13 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """One HF tensor cut along `dim`: 0 = column-parallel (outputs), 1 = row-parallel (inputs)."""
+    """One HF tensor sharded along `dim`: 0 = column-parallel (outputs), 1 = row-parallel (inputs)."""
 
     dim: int
     replicated = False
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return share(parts[0], self.dim, rank, size)
+        return slice_of(parts[0], self.dim, rank, size)
 
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (_cat(shards, self.dim),)
@@ -92,29 +92,29 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True)
 class GateUp:
-    """SwiGLU's first layer. Rank r holds [gate_r; up_r], each part cut by itself: splitting is local."""
+    """SwiGLU's first layer. Rank r has [gate_r; up_r]: each part is sharded by itself, so the split is local."""
 
     replicated = False
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return torch.cat([share(part, 0, rank, size) for part in parts])
+        return torch.cat([slice_of(part, 0, rank, size) for part in parts])
 
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         halves = [shard.chunk(2) for shard in shards]
         return tuple(_cat(part, 0) for part in zip(*halves, strict=True))
 
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
-        """Megatron keeps the whole gate before the whole up, so that any number of ranks can cut them."""
-        shares = [share(part, 0, rank, size) for part in parts]
+        """Megatron keeps the whole gate before the whole up, so that any number of ranks can shard them."""
+        slices = [slice_of(part, 0, rank, size) for part in parts]
         gate_rows = parts[0].shape[0]
-        return [Piece(s, i * gate_rows + rank * s.shape[0]) for i, s in enumerate(shares)]
+        return [Piece(s, i * gate_rows + rank * s.shape[0]) for i, s in enumerate(slices)]
 
 
 @dataclass(frozen=True, slots=True)
 class QKV:
     """Queries, keys and values interleaved by query group: [q of group 0, k_0, v_0, q of group 1, ...].
 
-    Works on weights `[rows, columns]` and biases `[rows]`. With fewer groups than ranks Megatron cuts the
+    Works on weights `[rows, columns]` and biases `[rows]`. With fewer groups than ranks Megatron splits the
     whole interleaved tensor evenly, through the middle of a group.
     """
 
@@ -125,32 +125,32 @@ class QKV:
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         if self.num_groups < size:
-            return share(self._interleave(parts, self.num_groups), 0, rank, size)
+            return slice_of(self._interleave(parts, self.num_groups), 0, rank, size)
         if self.num_groups % size:
             raise ValueError(f"{self.num_groups} query groups do not divide over {size} ranks")
-        return self._interleave([share(part, 0, rank, size) for part in parts], self.num_groups // size)
+        return self._interleave([slice_of(part, 0, rank, size) for part in parts], self.num_groups // size)
 
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         whole = _cat(shards, 0)
-        rest = whole.shape[1:]
+        columns = whole.shape[1:]
         per_group = self.num_heads // self.num_groups
-        grouped = whole.view(self.num_groups, per_group + 2, self.head_dim, *rest)
+        grouped = whole.view(self.num_groups, per_group + 2, self.head_dim, *columns)
         q, k, v = grouped.split([per_group, 1, 1], dim=1)
-        return tuple(part.reshape(-1, *rest) for part in (q, k, v))
+        return tuple(part.reshape(-1, *columns) for part in (q, k, v))
 
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
         shard = self.to_shard(parts, rank, size)
         return [Piece(shard, rank * shard.shape[0])]
 
     def _interleave(self, parts: Sequence[Tensor], groups: int) -> Tensor:
-        rest = parts[0].shape[1:]
-        grouped = [part.reshape(groups, -1, self.head_dim, *rest) for part in parts]
-        return torch.cat(grouped, dim=1).reshape(-1, *rest)
+        columns = parts[0].shape[1:]
+        grouped = [part.reshape(groups, -1, self.head_dim, *columns) for part in parts]
+        return torch.cat(grouped, dim=1).reshape(-1, *columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Embedding or output head, rows cut over ranks after zero rows were appended up to `padded_size`.
+    """Embedding or output head, rows sharded over ranks after zero rows were appended up to `padded_size`.
 
     Zero rows of the head give logit 0 to ids that no tokenizer has; the loss must mask them (its
     `vocab_size`).
@@ -166,15 +166,15 @@ class Vocabulary:
             raise ValueError(f"padded vocabulary of {self.padded_size} does not divide over {size} ranks")
         start = min(rank * rows, self.size)
         stop = min(start + rows, self.size)
-        held = parts[0][start:stop]
-        missing = rows - held.shape[0]
-        return torch.cat([held, held.new_zeros(missing, *held.shape[1:])]) if missing else held
+        shard = parts[0][start:stop]
+        missing = rows - shard.shape[0]
+        return torch.cat([shard, shard.new_zeros(missing, *shard.shape[1:])]) if missing else shard
 
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (_cat(shards, 0)[: self.size],)
 
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
-        """Stored without padding, in nearly equal shares: readers pad to the size they need."""
+        """Stored without padding, in nearly equal pieces: readers pad to the size they need."""
         rows = -(-self.size // size)
         start = min(rank * rows, self.size)
         return [Piece(parts[0][start : start + rows], start)] if start < self.size else []

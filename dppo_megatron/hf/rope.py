@@ -1,4 +1,4 @@
-"""Rotary frequencies that a config.json describes; the model is built with them, and checked against them."""
+"""Rotary frequencies that a config.json describes; the model is built with them and compared with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""One safetensors file written tensor by tensor: the header is known first, so nothing waits in memory."""
+"""One safetensors file written tensor by tensor: the header is known first, so nothing waits in memory.
+
+Our own writer, because `safetensors.torch.save_file` takes all tensors of a file at once
+(https://github.com/safetensors/safetensors/issues/291). It also makes numpy views of tensors on the CPU, after which
+PyTorch can no longer free the storage of a live parameter, as offloading does.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +52,7 @@ def info_of(tensor: Tensor) -> TensorInfo:
 
 
 class SafetensorsFile:
-    """Writes `tensors` to `path`, in any order, straight to their place in the file.
+    """Writes `tensors` to `path`, in any order, straight to their offsets in the file.
 
     As a context manager it ends with every byte on the disk. Raises `ValueError` for a tensor that was not
     announced so, and on leaving for one that was not written.

@@ -106,7 +106,7 @@ def check_space(directory: Path, nbytes: int) -> None:
 
 
 def refuse_incomplete(directory: str | Path, parts: Iterable[Part], expected: Iterable[str]) -> None:
-    """Raises `ModelError` unless the parts hold each expected name exactly once and nothing else."""
+    """Raises `ModelError` unless the parts have each expected name exactly once and nothing else."""
     written = Counter(name for part in parts for name in part.names)
     expected = set(expected)
     problems = [f"{name}: not written" for name in expected - written.keys()]
@@ -136,10 +136,10 @@ def write_index(staging: Path, parts: Sequence[Part]) -> None:
     """Writes which file holds which tensor; nothing where there is only one."""
     if len(parts) == 1:
         return
-    placed = {name: part.file for part in parts for name in part.names}
+    file_of = {name: part.file for part in parts for name in part.names}
     index = {
         "metadata": {"total_size": sum(part.nbytes for part in parts)},
-        "weight_map": dict(sorted(placed.items())),
+        "weight_map": dict(sorted(file_of.items())),
     }
     write_atomic(staging / INDEX_FILE, json.dumps(index, indent=2) + "\n")
 

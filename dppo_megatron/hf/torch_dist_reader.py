@@ -1,6 +1,9 @@
 """Megatron's torch_dist checkpoints read as Hugging Face tensors, from whatever layout saved them.
 
-Needs neither Megatron nor process groups: tensors are found by the checkpoint's metadata and mapped into memory.
+Our own reader, because `torch.distributed.checkpoint.load` fills tensors that are all allocated beforehand
+(https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), and Megatron's `dist_checkpointing.load` also needs
+the model and its process groups. Here torch reads the metadata, and each tensor is mapped from its file when it is
+needed: a conversion takes the memory of one weight and no process group.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from .checkpoint_keys import StoredAt, places
+from .checkpoint_keys import StoredAt, possible_locations
 from .errors import ModelError
 from .hf_config import HFModelConfig
 from .parse_config import read_hf_config
@@ -48,10 +51,10 @@ def model_directory(directory: str | Path) -> Path:
 
 
 class TorchDistWeights:
-    """The weights of a checkpoint under their HF names; a `WeightSource`. Optimizer state is passed over.
+    """The weights of a checkpoint under their HF names; a `WeightSource`. Optimizer state is skipped.
 
     Tensors have the dtype they were saved in. Raises `ModelError` listing every weight of `config` that the
-    checkpoint lacks or holds in another shape, weights that are in no file, and absent or truncated files.
+    checkpoint lacks or has in another shape, weights that are in no file, and absent or truncated files.
     """
 
     def __init__(self, directory: str | Path, config: HFModelConfig):
@@ -80,7 +83,7 @@ class TorchDistWeights:
         return self._tensors
 
     def tensor(self, name: str) -> Tensor:
-        """One HF tensor on the CPU. Those that Megatron fuses (QKV, gate and up) are read together: ask in turn."""
+        """One HF tensor on the CPU. The parts of a fused weight (QKV, gate and up) are kept for the next calls."""
         entry = self._entries[name]
         if self._last is None or self._last[0] is not entry:
             self._last = None  # frees the tensors before their successors are read
@@ -121,18 +124,18 @@ class TorchDistWeights:
 
     def _find(self, entry: Entry) -> StoredAt | None:
         for layers_stacked in (True, False):
-            for at in places(entry, self._config, layers_stacked=layers_stacked):
+            for at in possible_locations(entry, self._config, layers_stacked=layers_stacked):
                 if at.key in self._stored:
                     return at
         return None
 
     def _unknown(self) -> list[str]:
-        """Weights that a complete reading of this model does not use: the checkpoint is of another one."""
+        """Weights that this model does not have: the checkpoint is of another one."""
         known = {
             at.key
             for entry in self._map.entries()
             for stacked in (True, False)
-            for at in places(entry, self._config, layers_stacked=stacked)
+            for at in possible_locations(entry, self._config, layers_stacked=stacked)
         }
         unknown = [key for key in self._stored if key not in known and not key.startswith(_SKIPPED)]
         return [f"{key}: unexpected, shape {tuple(self._stored[key].size)}" for key in unknown]
@@ -188,17 +191,17 @@ class TorchDistWeights:
         """One stored chunk, a view of the mapped file."""
         stored = self._storage[index]
         mapped = self._mapped(stored.relative_path)
-        # Shape, strides and the place of the bytes are in a small zip archive that torch.save wrote there.
+        # Shape, strides and the offset of the bytes are in a small zip archive that torch.save wrote there.
         record = _Slice(mapped, stored.offset, stored.length)
         with FakeTensorMode():
-            described = torch.load(record, weights_only=True)
-        bytes_at = stored.offset + described.untyped_storage()._checkpoint_offset
-        size = described.untyped_storage().nbytes()
-        if bytes_at % described.dtype.itemsize:
+            fake = torch.load(record, weights_only=True)
+        bytes_at = stored.offset + fake.untyped_storage()._checkpoint_offset
+        size = fake.untyped_storage().nbytes()
+        if bytes_at % fake.dtype.itemsize:
             raw = torch.frombuffer(bytearray(mapped[bytes_at : bytes_at + size]), dtype=torch.uint8)
         else:
             raw = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=bytes_at)
-        return raw.view(described.dtype).as_strided(described.shape, described.stride(), described.storage_offset())
+        return raw.view(fake.dtype).as_strided(fake.shape, fake.stride(), fake.storage_offset())
 
     def _mapped(self, file: str) -> mmap.mmap:
         if file not in self._files:
@@ -208,7 +211,7 @@ class TorchDistWeights:
 
 
 def recorded_differences(directory: Path, config: HFModelConfig) -> list[str]:
-    """Every field of the model where the checkpoint says something else than `config`: shapes do not show all."""
+    """Every field of the model where the checkpoint's record differs from `config`: shapes do not show all."""
     wanted = config.identity()
     found: Mapping[str, Any] = {}
     if (directory / MODEL).is_dir():

@@ -1,8 +1,9 @@
-"""Megatron torch_dist checkpoints written piece by piece: weights only, by whom and in whatever order.
+"""Megatron torch_dist checkpoints written piece by piece: weights only, by any process and in any order.
 
-The files are those that `torch.distributed.checkpoint` writes, so Megatron's `dist_checkpointing.load` reads them
-at any tensor, pipeline and expert size. `.metadata`, which lists what is in them, is made last from what every
-writer recorded.
+Our own writer, because `torch.distributed.checkpoint.save` takes a state dict that is whole in memory and plans all
+files in one process group (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html). The files are those that
+it writes, so Megatron's `dist_checkpointing.load` reads them at any tensor, pipeline and expert size. `.metadata`
+lists their contents and is made last from what every writer recorded.
 """
 
 from __future__ import annotations
@@ -58,18 +59,18 @@ class Chunk:
 
 
 class TorchDistFile:
-    """One file of chunks. As a context manager it ends with every byte on the disk; `chunks` says what is in it."""
+    """One file of chunks. As a context manager it ends with every byte on the disk; `chunks` lists its contents."""
 
     def __init__(self, path: Path):
         self.chunks: list[Chunk] = []
         self._name = path.name
         self._file = path.open("wb")
 
-    def write(self, places: Sequence[StoredAt], whole: Sequence[int], piece: Piece) -> None:
-        """Appends `piece` of a weight of shape `whole`, which lies at each of `places` (names of one tensor)."""
-        at = places[0]
+    def write(self, locations: Sequence[StoredAt], shape: Sequence[int], piece: Piece) -> None:
+        """Appends `piece` of a weight of the given whole shape. `locations` are the names of that one weight."""
+        at = locations[0]
         depth = len(at.index)
-        start = [0] * len(whole)
+        start = [0] * len(shape)
         start[piece.dim] = piece.start
         # A view of its own bytes: torch.save writes the whole storage behind a view.
         flat = torch.frombuffer(bytes_of(piece.tensor), dtype=torch.uint8).view(piece.tensor.dtype)
@@ -80,9 +81,9 @@ class TorchDistFile:
             torch.save(tensor, self._file)
         self.chunks.append(
             Chunk(
-                keys=tuple(place.key for place in places),
+                keys=tuple(location.key for location in locations),
                 dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=(*at.stacked, *whole),
+                shape=(*at.stacked, *shape),
                 start=(*at.index, *start),
                 size=tuple(tensor.shape),
                 file=self._name,
@@ -103,7 +104,7 @@ class TorchDistFile:
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """The archive's checksums cost as much as the writing, and torch never looks at them."""
+    """The archive's checksums cost as much as the writing, and torch never reads them."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -130,7 +131,7 @@ def write_torch_dist_metadata(directory: Path, chunks: Iterable[Chunk]) -> None:
             covered[key] = covered.get(key, 0) + size.numel()
     gaps = [key for key, stored in tensors.items() if covered[key] != stored.size.numel()]
     if gaps:
-        raise ValueError(f"not all of these tensors was written: {', '.join(gaps)}")
+        raise ValueError(f"these tensors were not written completely: {', '.join(gaps)}")
     torch.save({}, directory / "common.pt")  # what Megatron stores once: nothing without training state
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     config |= {"common_backend": "torch", "common_backend_version": 1}

@@ -22,7 +22,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 
 class WeightSource(Protocol):
-    """Tensors by HF name, read when asked for."""
+    """Tensors by HF name, read on demand."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -32,7 +32,7 @@ class WeightSource(Protocol):
         """One whole tensor on the CPU; may be a view of a mapped file, valid until `release`."""
 
     def release(self) -> None:
-        """Gives back the memory of mapped pages. Tensors handed out before stay valid, and are read again."""
+        """Frees the memory of mapped pages; of tensors returned before, at the latest when they are deleted."""
 
 
 def open_weights(
@@ -53,19 +53,19 @@ def open_weights(
 
 def source_problems(weight_map: WeightMap, source: WeightSource) -> list[str]:
     """Every missing, misshaped and unexpected tensor, one line each."""
-    expected, held = weight_map.hf_tensors(), source.tensors
+    expected, found = weight_map.hf_tensors(), source.tensors
     tied = weight_map.config.tied_embeddings
     out = []
     for name, shape in expected.items():
-        if name not in held:
+        if name not in found:
             out.append(f"{name}: missing, expected shape {shape}")
-        elif held[name].shape != shape:
-            out.append(f"{name}: shape {held[name].shape}, expected {shape}")
-    for name, info in held.items():
+        elif found[name].shape != shape:
+            out.append(f"{name}: shape {found[name].shape}, expected {shape}")
+    for name, info in found.items():
         if not (name in expected or weight_map.is_ignored(name) or (tied and name == _HEAD)):
             out.append(f"{name}: unexpected, shape {info.shape}")
-    # Some writers store the tied head too. A different one would be lost in silence.
-    stored_twice = tied and {_HEAD, _EMBEDDING} <= held.keys()
+    # Some writers store the tied head too. A different one must not be dropped silently.
+    stored_twice = tied and {_HEAD, _EMBEDDING} <= found.keys()
     if stored_twice and not torch.equal(source.tensor(_HEAD), source.tensor(_EMBEDDING)):
         out.append(f"{_HEAD}: differs from {_EMBEDDING} although tie_word_embeddings is true")
     return out

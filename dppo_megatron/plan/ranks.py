@@ -104,17 +104,17 @@ def _describe(chunks: Sequence, hf, layout) -> RankModel:
     import torch
     from megatron.core import parallel_state
 
-    from dppo_megatron.hf.megatron_model import ParallelRanks, held_layers, holds_ends
+    from dppo_megatron.hf.megatron_model import ParallelRanks, has_ends, local_layers
 
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     sharded = {True: 0, False: 0}
     for parameter in parameters:
         sharded[getattr(parameter, "allreduce", True)] += parameter.numel()
-    first, last = holds_ends(chunks)
+    first, last = has_ends(chunks)
     return RankModel(
         rank=layout.rank,
         stage=layout.pipeline_rank,
-        chunks=tuple(tuple(held_layers([chunk])) for chunk in chunks),
+        chunks=tuple(tuple(local_layers([chunk])) for chunk in chunks),
         has_embedding=first,
         has_head=last,
         dense=sharded[True],

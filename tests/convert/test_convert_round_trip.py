@@ -50,7 +50,7 @@ def test_round_trip_is_bit_equal(models, tmp_path, convert, family, layout):
 def test_a_model_whose_layers_all_have_experts_is_read_stacked_or_not(models, tmp_path, convert, monkeypatch, stacked):
     """The trainer's model does not stack them; one of Megatron-LM's with `moe_layer_freq` 1 does."""
     if stacked:
-        monkeypatch.setattr("dppo_megatron.convert.to_megatron.layers_alike", lambda config: True)
+        monkeypatch.setattr("dppo_megatron.convert.to_megatron.stacks_layers", lambda config: True)
     convert("hf-to-megatron", models / "all_experts", tmp_path / "m", "--expert", 2)
     keys = FileSystemReader(tmp_path / "m").read_metadata().state_dict_metadata
     assert ("decoder.layers.mlp.experts.experts.linear_fc1.weight" in keys) == stacked
@@ -60,16 +60,16 @@ def test_a_model_whose_layers_all_have_experts_is_read_stacked_or_not(models, tm
 
 def test_every_rank_of_the_layout_has_its_file(models, tmp_path, convert):
     convert("hf-to-megatron", models / "qwen3_moe", tmp_path / "m", "--tensor", 2, "--pipeline", 2, "--expert", 2)
-    held: dict[str, set] = {}
+    contents: dict[str, set] = {}
     for index, stored in FileSystemReader(tmp_path / "m").read_metadata().storage_data.items():
         layer = re.match(r"decoder\.layers\.(\d)\.", index.fqn)
         what = ("expert", index.offset[0]) if ".experts." in index.fqn else ("layer", layer and int(layer.group(1)))
-        held.setdefault(stored.relative_path, set()).add(what)
+        contents.setdefault(stored.relative_path, set()).add(what)
     # Tensor 2, and experts over 2 x 2: four ranks in each of two stages; dense weights on the first two of them.
-    assert len(held) == 8
+    assert len(contents) == 8
     for number in range(8):
         stage, rank = divmod(number, 4)
-        content = held[f"__{number}_0.distcp"]
+        content = contents[f"__{number}_0.distcp"]
         assert {n for kind, n in content if kind == "expert"} == ({0, 1} if rank < 2 else {2, 3})
         layers = {n for kind, n in content if kind == "layer"} - {None}
         assert layers == (({0, 1}, {2, 3})[stage] if rank < 2 else set())
@@ -86,18 +86,18 @@ def test_casts_all_but_what_must_not_be_cast(models, tmp_path, convert):
     assert hf.read_hf_config(tmp_path / "hf").dtype == "bfloat16"
 
 
-def test_multi_token_prediction_layers_are_left_out_aloud(tmp_path, convert):
+def test_multi_token_prediction_layers_are_reported_as_left_out(tmp_path, convert):
     source = write_model(tmp_path / "source", {**CONFIGS["deepseek_v3"], "num_nextn_predict_layers": 1})
     edit_weights(source, lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": torch.ones(32, 64)}))
-    said = "left out: 1 multi-token prediction layers"
-    assert said in convert("hf-to-hf", source, tmp_path / "hf", "--dry-run")
-    assert said in convert("hf-to-hf", source, tmp_path / "hf")
-    assert said in convert("hf-to-megatron", source, tmp_path / "m")
-    assert said in convert("megatron-to-hf", tmp_path / "m", tmp_path / "back", "--template", source)
+    report = "left out: 1 multi-token prediction layers"
+    assert report in convert("hf-to-hf", source, tmp_path / "hf", "--dry-run")
+    assert report in convert("hf-to-hf", source, tmp_path / "hf")
+    assert report in convert("hf-to-megatron", source, tmp_path / "m")
+    assert report in convert("megatron-to-hf", tmp_path / "m", tmp_path / "back", "--template", source)
     for written in ("hf", "m/model", "back"):
         assert json.loads((tmp_path / written / "config.json").read_text())["num_nextn_predict_layers"] == 0
     assert "model.layers.4.eh_proj.weight" not in hf.SafetensorsDirectory(tmp_path / "hf").tensors
-    assert said not in convert("hf-to-hf", tmp_path / "hf", tmp_path / "again", "--dry-run")
+    assert report not in convert("hf-to-hf", tmp_path / "hf", tmp_path / "again", "--dry-run")
 
 
 @pytest.mark.parametrize("family", list(CONFIGS))

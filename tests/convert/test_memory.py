@@ -1,4 +1,4 @@
-"""A conversion holds one fused weight at a time, not a shard and not the model."""
+"""A conversion has one fused weight in memory at a time, not a shard and not the model."""
 
 from __future__ import annotations
 

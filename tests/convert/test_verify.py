@@ -33,7 +33,7 @@ def change_layer_2(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict]:
-    """What verify says of many pairs, from one process: starting one costs more than comparing."""
+    """What verify returns for many pairs, from one process: starting one costs more than comparing."""
     root = tmp_path_factory.mktemp("verify")
     pairs: dict[str, tuple[Path, Path]] = {}
     for family in FAMILIES:
@@ -80,7 +80,7 @@ def test_logits_of_a_converted_model_are_those_of_the_source(results, family):
 @pytest.mark.parametrize(
     "pair", ["bf16 checkpoint of an fp32 directory", "bf16 directory of an fp32 checkpoint", "fp8"]
 )
-def test_rounding_that_was_asked_for_is_no_difference(results, pair):
+def test_requested_rounding_is_no_difference(results, pair):
     assert results[pair]["differs_at"] is None, results[pair]
 
 

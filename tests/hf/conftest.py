@@ -23,7 +23,7 @@ CASES = [
     Case("llama", pp=2, vpp=2),
     *(Case(family, ep=2) for family in EXPERT_FAMILIES),
     *(Case(family, tp=2, ep=2) for family in EXPERT_FAMILIES),
-    *(Case(family, expert_tensor=2) for family in EXPERT_FAMILIES),  # experts cut, the rest whole on both ranks
+    *(Case(family, expert_tensor=2) for family in EXPERT_FAMILIES),  # experts sharded, all else whole on both ranks
     Case("qwen3_moe", tp=2, expert_tensor=1),
 ]
 

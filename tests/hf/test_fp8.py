@@ -68,7 +68,7 @@ def test_values_that_are_not_finite_are_refused(value):
         fp8.quantize(weight)
     tensors = [(f"model.layers.{i}.self_attn.q_proj.weight", weight) for i in (0, 1)]
     with pytest.raises(hf.ModelError) as error:
-        list(fp8.quantized(tensors))
+        list(fp8.quantize_projections(tensors))
     assert len(error.value.problems) == 2
 
 

@@ -18,15 +18,15 @@ def test_sharded_directory_is_read_back_and_loaded_by_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
     hf.make_random_hf_model(tmp_path / "whole", CONFIGS["qwen3"], seed=1)
-    hf.make_random_hf_model(tmp_path / "cut", CONFIGS["qwen3"], seed=1, shard_bytes=20_000)
-    whole, cut = hf.SafetensorsDirectory(tmp_path / "whole"), hf.SafetensorsDirectory(tmp_path / "cut")
-    files = sorted(tmp_path.glob("cut/*.safetensors"))
+    hf.make_random_hf_model(tmp_path / "sharded", CONFIGS["qwen3"], seed=1, shard_bytes=20_000)
+    whole, sharded = (hf.SafetensorsDirectory(tmp_path / name) for name in ("whole", "sharded"))
+    files = sorted(tmp_path.glob("sharded/*.safetensors"))
     assert len(files) > 2
-    index = json.loads((tmp_path / "cut" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(cut.tensor(name).nbytes for name in cut.tensors)
+    index = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(sharded.tensor(name).nbytes for name in sharded.tensors)
     assert set(index["weight_map"].values()) == {file.name for file in files}
-    assert all(torch.equal(whole.tensor(name), cut.tensor(name)) for name in whole.tensors)
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "cut", output_loading_info=True)
+    assert all(torch.equal(whole.tensor(name), sharded.tensor(name)) for name in whole.tensors)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded", output_loading_info=True)
     assert not any(info.values()), info
     assert model.dtype == torch.float32
     assert model.config.rope_parameters["rope_theta"] == 10000.0

@@ -1,4 +1,4 @@
-"""The map alone: every spelling, every cut, without a Megatron model."""
+"""The map alone: every spelling, every shard, without a Megatron model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def random_tensors(weight_map: hf.WeightMap) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("shard_mla_down", [False, True])
 def test_shards_of_all_ranks_give_back_the_hf_tensors(family, size, shard_mla_down):
-    # Four ranks share two query groups of the GQA families: the cut goes through the groups.
+    # Four ranks share two query groups of the GQA families: the shards split the groups.
     weight_map = hf.WeightMap(config_of(family), hf.MegatronLayout(64, shard_mla_down))
     source = random_tensors(weight_map)
     found = {}
@@ -54,7 +54,7 @@ def test_shards_of_all_ranks_give_back_the_hf_tensors(family, size, shard_mla_do
     assert all(torch.equal(found[name], source[name]) for name in source)
 
 
-def test_gate_and_up_are_cut_separately():
+def test_gate_and_up_are_sharded_separately():
     weight_map = hf.WeightMap(config_of("llama"))
     entry = weight_map.entry("decoder.layers.0.mlp.linear_fc1.weight")
     gate, up = (torch.randn(48, 32) for _ in range(2))

@@ -58,7 +58,7 @@ class Trainer:
         """Names of the tensors that the engine does not hold bit for bit as the policy's bf16 weights in FP8."""
         source = hf.SafetensorsDirectory(self.models / f"{self.actor.family}-{policy}")
         plain = ((name, source.tensor(name).bfloat16()) for name in source.tensors)
-        expected, held = dict(hf.fp8.quantized(plain)), self.engines[0].weights
+        expected, held = dict(hf.fp8.quantize_projections(plain)), self.engines[0].weights
 
         def same(name: str) -> bool:
             if name not in expected or name not in held or held[name].dtype != expected[name].dtype:
