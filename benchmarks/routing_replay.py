@@ -98,7 +98,7 @@ def sampled_by_vllm(directory: Path, count: int, group: int) -> list[Sample]:
         server.wait()
 
 
-async def _generate(config: Config, url: str, asked: list[Prompt], group: int) -> list[Sample]:
+async def _generate(config: Config, url: str, requested: list[Prompt], group: int) -> list[Sample]:
     engine = build_engine(config, url)
     try:
         requests = [
@@ -111,14 +111,14 @@ async def _generate(config: Config, url: str, asked: list[Prompt], group: int) -
                 max_tokens=RESPONSE,
                 routed_experts=True,
             )
-            for p in asked
+            for p in requested
         ]
         groups = await asyncio.gather(*map(engine.generate, requests))
     finally:
         await engine.close()
     if any(r.routed_experts is None for rollouts in groups for r in rollouts):
         sys.exit("this engine does not return routed experts; use --engine emulated")
-    return [(p, r) for p, rollouts in zip(asked, groups, strict=True) for r in rollouts]
+    return [(p, r) for p, rollouts in zip(requested, groups, strict=True) for r in rollouts]
 
 
 def sampled_by_actor(directory: Path, count: int, group: int) -> list[Sample]:
@@ -127,14 +127,14 @@ def sampled_by_actor(directory: Path, count: int, group: int) -> list[Sample]:
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.bfloat16).eval()
-    asked = [p for p in prompts(count) for _ in range(group)]
-    tokens = torch.from_numpy(np.stack([p.token_ids for p in asked])).long()
+    requested = [p for p in prompts(count) for _ in range(group)]
+    tokens = torch.from_numpy(np.stack([p.token_ids for p in requested])).long()
     whole = model.generate(
         tokens, attention_mask=torch.ones_like(tokens), do_sample=True, max_new_tokens=RESPONSE, top_k=0, pad_token_id=0
     )
     samples = []
     with build_actor(make_config(directory, "bf16")) as actor:
-        for prompt, row in zip(asked, whole.int().numpy(), strict=True):
+        for prompt, row in zip(requested, whole.int().numpy(), strict=True):
             actor.routing.record(True)
             logprobs = actor.score(row)[PROMPT - 1 :]
             (routed,) = actor.routing.recorded()  # [L, T, k]

@@ -4,7 +4,7 @@
     python benchmarks/token_statistics.py --vocab 151936 --dtype bf16 --only ours,megatron
     python benchmarks/token_statistics.py --device cuda     one GPU, the shard of one rank at tp 1, 2, 4, 8
 
-CPU: every implementation that imports is run; the others are listed with the reason. Repeats go round the
+CPU: every implementation that imports is run; the others are named with the reason. Repeats go round the
 implementations in turn, so that a busy machine slows all of them alike. Time is that of forward plus backward on
 the slowest rank: the median over the repeats, and the least disturbed of them. Memory is the growth of the peak
 resident set during forward plus backward, over the logits that exist before it, per local logit, on the largest
@@ -100,7 +100,7 @@ def worker(rank: int, args: argparse.Namespace, vocab: int, dtype: str, phase: s
 
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tp)
     except ImportError:
-        pass  # each implementation that needs it says so
+        pass  # each implementation that needs it reports so
     prepared = logits_passes(rank, args, vocab, dtype) | linear_passes(args, vocab, dtype)
     rows = [{"vocab": vocab, "dtype": dtype} | row for row in measure(prepared, args, phase)]
     if rank == 0:

@@ -49,7 +49,7 @@ class _Head(torch.autograd.Function):
 
 
 def ours(logits: Tensor, case: Case, **options: Any) -> list[Tensor]:
-    topk = case.topk if options.pop("listed", True) else None
+    topk = case.topk if options.pop("with_topk", True) else None
     result = token_statistics(logits, case.target, topk, case.vocab, group=case.group, **options)
     if options.get("entropy") == "differentiable":
         return [result.logprob, result.entropy, result.topk_logprob.sum(1), result.other_logprob]
@@ -74,9 +74,9 @@ def gather(logits: Tensor, case: Case) -> list[Tensor]:
     logp = logprob.gather(1, case.target.unsqueeze(1)).squeeze(1)
     with torch.no_grad():
         entropy = -(logprob.exp() * logprob).sum(1)
-        listed = torch.cat((case.target.unsqueeze(1), case.topk), dim=1)
+        ids = torch.cat((case.target.unsqueeze(1), case.topk), dim=1)
         topk = logprob.gather(1, case.topk)
-        other = logprob.scatter(1, listed, float("-inf")).logsumexp(1)
+        other = logprob.scatter(1, ids, float("-inf")).logsumexp(1)
     del entropy, topk, other
     return [logp]
 
@@ -130,8 +130,8 @@ def nemo_rl(logits: Tensor, case: Case) -> list[Tensor]:
     module = _file_of("nemo_rl", "distributed/model_utils.py")
     last = case.first + logits.shape[1]
     batch = logits.unsqueeze(0)
-    listed = torch.cat((case.target.unsqueeze(1), case.topk), dim=1).unsqueeze(0)
-    gathered = module.ChunkedDistributedGatherLogprob.apply(batch, listed, case.first, last, 64, case.group, False)
+    ids = torch.cat((case.target.unsqueeze(1), case.topk), dim=1).unsqueeze(0)
+    gathered = module.ChunkedDistributedGatherLogprob.apply(batch, ids, case.first, last, 64, case.group, False)
     entropy = module.ChunkedDistributedEntropy.apply(batch, 64, case.group, False)
     return [gathered[0, :, 0], 0.0 * entropy.reshape(-1)]
 
@@ -139,8 +139,8 @@ def nemo_rl(logits: Tensor, case: Case) -> list[Tensor]:
 IMPLEMENTATIONS: dict[str, tuple[Callable[[Tensor, Case], list[Tensor]], str]] = {
     "ours": (ours, "logp, entropy, top-K, other"),
     "ours, all differentiable": (partial(ours, entropy="differentiable"), "the same, gradients of all"),
-    "ours, logp + entropy": (partial(ours, listed=False), "logp, entropy"),
-    "ours, logp": (partial(ours, listed=False, entropy="none"), "logp"),
+    "ours, logp + entropy": (partial(ours, with_topk=False), "logp, entropy"),
+    "ours, logp": (partial(ours, with_topk=False, entropy="none"), "logp"),
     "ours, triton": (partial(ours, backend="triton"), "logp, entropy, top-K, other"),
     "megatron": (partial(megatron, name="unfused"), "logp"),
     "megatron fused": (partial(megatron, name="fused"), "logp"),

@@ -1,4 +1,4 @@
-"""What listed log-probs cost: tokens a second for K = 0, 1, 20, 64 by our route, by the server's JSON, and in process.
+"""What top-K log-probs cost: tokens a second for K = 0, 1, 20, 64 by our route, by the server's JSON, and in process.
 
     python benchmarks/topk_transport.py                      # vLLM; add --engines vllm sglang for both
 
@@ -176,9 +176,9 @@ async def vllm_json(pools: HttpPools, k: int) -> None:
         content = choice["logprobs"]["content"]
         np.array([token["logprob"] for token in content], np.float32)
         if k:
-            listed = [token["top_logprobs"][:k] for token in content]
-            np.array([[entry["logprob"] for entry in row] for row in listed], np.float32)
-            np.array([[entry.get("token_id", entry.get("token")) for entry in row] for row in listed])
+            entries = [token["top_logprobs"][:k] for token in content]
+            np.array([[entry["logprob"] for entry in row] for row in entries], np.float32)
+            np.array([[entry.get("token_id", entry.get("token")) for entry in row] for row in entries])
         assert len(content) == TOKENS
 
     await asyncio.gather(*(one(i, p, s) for i, p in enumerate(prompts()) for s in range(GROUP_SIZE)))

@@ -4,6 +4,7 @@ In README.md, CONTRIBUTING.md, docs/ and examples/README.md it resolves
 - links and pictures inside the repository, with their headings,
 - files named in code (`trainer/loop.py`), and functions named beside them (`trainer/loop.py: train`),
 - commands (`dppo-megatron X`), their flags, and targets of make,
+- metrics (`eval/accuracy`), by the table in `observability/names.py`,
 - settings (`rollout.max_staleness`, `--set`, YAML blocks), by the schema of the config,
 - figures: below `<!-- figures: FILE -->` every number of the next paragraph or table is a rounded one of
   benchmarks/results/FILE.
@@ -25,11 +26,14 @@ from pydantic import BaseModel
 
 from dppo_megatron.cli import app
 from dppo_megatron.config.schema import Config
+from dppo_megatron.observability.names import METRICS
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 NUMBER = re.compile(r"(?<![\w.-])(?:\d[\d,]*)?\.?\d+(?:e-?\d+)?(?![\w.]*\w)")
 NOT_SETTINGS = re.compile(r"\.(py|md|yaml|json|jsonl|png|safetensors|log|sbatch|lock|txt)$")
+METRIC_NAMES = {metric.name for metric in METRICS}
+METRIC_GROUPS = {name.split("/")[0] for name in METRIC_NAMES}
 OF_A_RUN = ("report/report.md",)  # files that a run writes
 OF_OTHERS = ("--dist-ckpt-strictness",)  # flags of programs that only the text names
 REFUTED = ("rollout.engine",)  # settings that the text says do not exist
@@ -53,6 +57,7 @@ def check_page(root: Path, page: Path) -> Iterator[str]:
         yield from _command(root, line)
     for span in spans:
         yield from _setting(span)
+        yield from _metric(span)
     for language, body in blocks:
         if language == "yaml":
             yield from _yaml(body)
@@ -180,6 +185,12 @@ def _setting(span: str) -> Iterator[str]:
         is_setting = key.split(".")[0] in Config.model_fields and not NOT_SETTINGS.search(key) and key not in REFUTED
         if is_setting and _unknown(key):
             yield f"{key}: no such setting"
+
+
+def _metric(span: str) -> Iterator[str]:
+    group, _, name = span.partition("/")
+    if group in METRIC_GROUPS and re.fullmatch(r"[a-z_]+", name) and span not in METRIC_NAMES:
+        yield f"{span}: no such metric"
 
 
 def _yaml(body: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from .durations import duration
 from .logs import plain_text
 from .names import is_step_record
 from .tail import JsonlFollower
-from .views import LiveView, PlainView, SilentView, View
+from .views import LiveView, PlainView
 
 Record = Mapping[str, Any]
 
@@ -50,7 +50,7 @@ class ProgressView:
     def __init__(self, total_steps: int, stream: TextIO | None = None, plain_interval_s: float = 10.0):
         out = sys.stdout if stream is None else stream
         interactive = out.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-        self._view: View = LiveView(out) if interactive else PlainView(out, plain_interval_s)
+        self._view: LiveView | PlainView | None = LiveView(out) if interactive else PlainView(out, plain_interval_s)
         self._total = total_steps
         self._follower: JsonlFollower | None = None
         self._latest: Record = {}
@@ -100,7 +100,7 @@ class ProgressView:
     def close(self) -> None:
         self._refresh()
         self._draw(lambda view: view.close())
-        self._view = SilentView()
+        self._view = None
         if self._follower is not None:
             self._follower.close()
 
@@ -158,11 +158,13 @@ class ProgressView:
         self._drawn_at = time.monotonic()
         self._draw(lambda view: view.show(done, self._total, status, "  ".join(values)))
 
-    def _draw(self, action: Callable[[View], None]) -> None:
+    def _draw(self, action: Callable[[LiveView | PlainView], None]) -> None:
+        if self._view is None:
+            return
         try:
             action(self._view)
         except (OSError, ValueError):  # a closed pipe or stream
-            self._view = SilentView()
+            self._view = None
 
 
 def _evaluation(record: Record) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def _evaluation(record: Record) -> dict[str, Any]:
 def _values(record: Record, aligned: bool) -> Iterator[str]:
     for column in COLUMNS:
         if column.metric not in record or (column.label == "loss" and "rollout/reward_mean" in record):
-            continue  # the loss says something only where there is no reward
+            continue  # the loss is worth showing only where there is no reward
         value = record[column.metric]
         text = "n/a" if value is None else format(value, column.form)
         text = (text.rjust(column.width) if aligned else text) + column.unit

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -24,8 +24,7 @@ class ReportError(ExpectedError, ValueError):
     """There is nothing to report on."""
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """One metric over the steps that have a finite value of it."""
 
     steps: tuple[int, ...]
@@ -67,8 +66,8 @@ class History:
     masked: tuple[dict[str, Any], ...] = ()  # of each step, the tokens masked most
 
     def series(self, name: str) -> Series:
-        found = [(step, row[name]) for step, row in sorted(self.rows.items()) if row.get(name) is not None]
-        return Series(tuple(step for step, _ in found), tuple(value for _, value in found))
+        found = {step: row[name] for step, row in sorted(self.rows.items()) if row.get(name) is not None}
+        return Series(tuple(found), tuple(found.values()))
 
     @property
     def steps(self) -> list[int]:

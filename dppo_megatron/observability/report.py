@@ -18,10 +18,10 @@ from .summary import NONE, summary_rows, time_rows
 Rows = dict[str, list[str]]  # quantity -> its value in each run
 
 _NOTES = """\
-Masked share counts tokens with advantage A other than 0. Mismatch is what the engine said of the sampled
-tokens against what the trainer says of them with the same weights, in nats. Parts of a step are seconds of a
-mean step; `other` is what no part accounts for. Most masked tokens are counted from the ten of each step, with
-their share of all masked tokens.
+Masked share counts tokens with advantage A other than 0. Mismatch compares the engine's log-probs of the sampled
+tokens with the trainer's, for the same weights, in nats. Parts of a step are seconds of a mean step; `other` is
+what no part accounts for. Most masked tokens are counted from the ten of each step, with their share of all
+masked tokens.
 """
 
 

@@ -111,7 +111,7 @@ def _health(run: History) -> dict[str, str]:
         "  of A > 0, A < 0": f"{_number(shares[1], '.2%')}, {_number(shares[2], '.2%')}",
         "mismatch KL mean, max": _mean_and_max(run, "mismatch/kl"),
         "largest log-prob difference": _number(run.series("mismatch/max_abs_logprob_difference").max, ".1e"),
-        "largest probe difference": _number(run.series("probe/max_abs_logprob_difference").max, ".1e"),
+        "largest weight check difference": _number(run.series("probe/max_abs_logprob_difference").max, ".1e"),
         "grad norm mean, max": _mean_and_max(run, "train/grad_norm"),
         "groups without signal": _number(run.series("rollout/groups_without_signal").mean, ".1f", " a step"),
         "staleness": _number(run.series("rollout/staleness_mean").mean, ".2f", " versions"),

@@ -1,27 +1,14 @@
-"""The ways `console.ProgressView` draws: plain lines, a bar that redraws in place, nothing."""
+"""The two ways `console.ProgressView` draws: plain lines, or a bar that redraws in place."""
 
 from __future__ import annotations
 
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-
-
-class View(Protocol):
-    def line(self, text: str) -> None:
-        """A line that stays."""
-
-    def step_line(self, text: str, at: float, last: bool) -> None:
-        """What one step's record says; `at` is its time in seconds."""
-
-    def show(self, step: int, total: int, left: str, values: str) -> None:
-        """Where the run is now."""
-
-    def close(self) -> None: ...
 
 
 class PlainView:
@@ -33,6 +20,7 @@ class PlainView:
         self._last: float | None = None
 
     def line(self, text: str) -> None:
+        """Writes a line that stays."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
         self._stream.flush()
@@ -47,14 +35,14 @@ class PlainView:
             self.line(text)
 
     def show(self, step: int, total: int, left: str, values: str) -> None:
-        """Plain output has no place that redraws."""
+        """Nothing: plain output has no place that redraws."""
 
     def close(self) -> None:
         self._stream.flush()
 
 
 class LiveView:
-    """Two lines at the bottom of the terminal, all else scrolls above. Draws only when told: no thread."""
+    """Two lines at the bottom of the terminal, all else scrolls above. Draws in its calls only: no thread."""
 
     def __init__(self, stream: TextIO):
         self._console = Console(file=stream, force_terminal=True, highlight=False)
@@ -71,22 +59,10 @@ class LiveView:
         self._live.update(Group(head, Text(values)), refresh=True)
 
     def step_line(self, text: str, at: float, last: bool) -> None:
-        """The bar already shows the step."""
+        """Nothing: the bar already shows the step."""
 
     def line(self, text: str) -> None:
         self._console.print(Text(text))
 
     def close(self) -> None:
         self._live.stop()
-
-
-class SilentView:
-    """Draws nothing: the output is closed."""
-
-    def line(self, text: str) -> None: ...
-
-    def step_line(self, text: str, at: float, last: bool) -> None: ...
-
-    def show(self, step: int, total: int, left: str, values: str) -> None: ...
-
-    def close(self) -> None: ...

@@ -1,11 +1,11 @@
-"""The quickstart's task: sums of two two-digit numbers, and a start policy that was raised on careless text.
+"""The quickstart's task: sums of two two-digit numbers, and a text that teaches a start policy to forget the carry.
 
     python examples/quickstart/make_task.py runs/quickstart/task --seed 1
 
-The text shows every training sum three times. Once the answer is right. Twice the writer was careless: each
-column added by itself, every carry forgotten (47+85=22 instead of 132). A policy that learns this text
-answers greedily as the majority does, right only where nothing is to carry (a quarter of the sums); where
-something is, a third of its samples are right. Rewards that come from checking the sum teach it to carry.
+The text shows every training sum three times: once with the right answer, twice with the columns added
+without their carry (47+85=22 instead of 132). A policy trained on it answers greedily without the carry, so
+it is right on the quarter of the sums that have none; on the others a third of its samples are right. The
+reward checks the sum, and so teaches the carry.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dppo_megatron.hf import make_random_hf_model
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = (PAD, EOS, *"0123456789+-*=")
 HELD_OUT = 500  # of the 8,100 pairs; neither the text nor the training prompts contain them
-CARELESS, RIGHT = 2, 1  # answers the text gives to each sum
+WITHOUT_CARRY, RIGHT = 2, 1  # answers in the text to each sum
 
 MODEL = {  # 0.8 M parameters; heads, groups and vocabulary divide by a tensor-parallel size of 2
     "architectures": ["Qwen3ForCausalLM"],
@@ -61,7 +61,7 @@ def make_task(directory: str | Path, seed: int = 1) -> None:
 
 
 def write_sums(directory: Path, seed: int) -> None:
-    """Writes `train.jsonl` and `heldout.jsonl`, disjoint, and `warmup.jsonl`, the careless text.
+    """Writes `train.jsonl` and `heldout.jsonl`, disjoint, and `warmup.jsonl`, the text that often forgets the carry.
 
     Rows have the columns `prompt` and `answer`.
     """
@@ -69,7 +69,7 @@ def write_sums(directory: Path, seed: int) -> None:
     generator = random.Random(seed)
     generator.shuffle(pairs)
     heldout, train = pairs[:HELD_OUT], pairs[HELD_OUT:]
-    text = [(pair, answer(pair)) for answer in [right] * RIGHT + [careless] * CARELESS for pair in train]
+    text = [(pair, answer(pair)) for answer in [right] * RIGHT + [without_carry] * WITHOUT_CARRY for pair in train]
     generator.shuffle(text)
     _write_rows(directory / "heldout.jsonl", ((pair, right(pair)) for pair in heldout))
     _write_rows(directory / "train.jsonl", ((pair, right(pair)) for pair in train))
@@ -80,7 +80,7 @@ def right(pair: Pair) -> str:
     return str(sum(pair))
 
 
-def careless(pair: Pair) -> str:
+def without_carry(pair: Pair) -> str:
     """The last digit of each column's own sum: equal to `right` where no column carries."""
     a, b = pair
     return f"{(a // 10 + b // 10) % 10}{(a % 10 + b % 10) % 10}"

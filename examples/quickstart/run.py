@@ -31,7 +31,7 @@ def main() -> int:
     shutil.rmtree(ROOT, ignore_errors=True)
     make_task(ROOT / "task", seed=arguments.seed)
     seed = f"run.seed={arguments.seed}"
-    print("== start policy: supervised on careless text, two Megatron-core ranks", flush=True)
+    print("== start policy: supervised on text that often forgets the carry, two Megatron-core ranks", flush=True)
     train(HERE / "warmup.yaml", [seed])
     print("== DPPO: two Megatron-core ranks, an inference server, an orchestrator", flush=True)
     train(HERE / "config.yaml", [seed, *arguments.set])

@@ -48,6 +48,7 @@ def test_the_documentation_names_what_exists(capsys):
         ("```\ndppo-megatron train CONFIG --set rollout.stale=1\n```", "--set rollout.stale: no such setting"),
         ("`rollout.max_stale`", "rollout.max_stale: no such setting"),
         ("`rollout.topk_logprobs = 20`, `train.stepz: 3`", "train.stepz: no such setting"),
+        ("`eval/acuracy`", "eval/acuracy: no such metric"),
         ("```yaml\nrollout:\n  max_stale: 1\n```", "YAML block: rollout.max_stale: no such setting"),
         ("`benchmarks/results/2020-never.txt`", "benchmarks/results/2020-never.txt: no such file"),
         (f"<!-- figures: {FIGURES} -->\nIt took 17.2 s, or 99.9 s.", f"99.9: nothing in benchmarks/results/{FIGURES}"),

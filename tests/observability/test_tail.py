@@ -22,7 +22,7 @@ def test_follower_returns_each_record_once_and_waits_for_the_newline(tmp_path):
     assert follower.poll() == ([], False)
 
 
-def test_follower_ignores_a_torn_line_that_a_resumed_run_cuts(tmp_path):
+def test_follower_ignores_an_incomplete_line_that_a_resumed_run_cuts(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append(path, '{"step": 1}\n{"st')
     follower = JsonlFollower(path)
