@@ -1,4 +1,4 @@
-"""The Python blocks of README.md run, on torch alone."""
+"""The Python blocks of README.md run, on torch alone; that of CONTRIBUTING.md is a reward."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dppo_megatron.rewards.registry import load_reward
+from dppo_megatron.types import Prompt
+
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+BLOCKS = python_blocks("README.md")
 # What `pip install .` does not bring is not there.
 TORCH_ALONE = """
 import sys
@@ -36,3 +46,12 @@ def test_a_block_runs_with_torch_alone_and_leaves_a_gradient(block):
 
 def test_the_trainer_would_not_run_like_that():
     assert "ModuleNotFoundError" in run(TORCH_ALONE + "import dppo_megatron.config").stderr
+
+
+def test_the_reward_of_contributing_is_one(tmp_path, monkeypatch):
+    (block,) = python_blocks("CONTRIBUTING.md")
+    (tmp_path / "my_reward.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    prompt = Prompt(position=0, row=0, token_ids=np.zeros(1, np.int32), text="2+2=", answer="4")
+    reward = load_reward("my_reward:reward")
+    assert (reward(prompt, " 4\n"), reward(prompt, "5")) == (1.0, 0.0)
