@@ -2,7 +2,7 @@
 
 | rules | what they need | checked by |
 |---|---|---|
-| types and names (`config.schema`) | the config | every command, when it reads its config |
+| types, names, the objective's axes (`config.schema`) | the config | every command, when it reads its config |
 | between settings (`SETTINGS` below) | the config | every command, when it reads its config |
 | `objective`, `model`, `interpreter`, `serving`, `data`, `reward` | files, torch | `train`, `validate`, `slurm` |
 | `devices`, `ports` | this machine | the same, where this machine runs all of it; `eval` checks `devices` |

@@ -1,20 +1,19 @@
 """The one typed tree of settings. Every field says what it means once; defaults are the DPPO paper's where it has one.
 
-Field-level rules live here, rules between fields in `checks.py`.
+Rules of one field stand here, rules between fields in `dppo_megatron.checks`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from dppo_megatron.common.dtypes import FloatName
 
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=False)
+from .objective import ObjectiveConfig
+from .section import Section
 
 
 class RunConfig(Section):
@@ -97,28 +96,6 @@ class OptimizerConfig(Section):
     max_skipped_in_a_row: int = Field(
         5, ge=1, description="stop after so many updates skipped for non-finite gradients"
     )
-
-
-class ObjectiveConfig(Section):
-    name: str = Field("dppo_binary_tv", description="preset, or package.module:attribute")
-    settings: dict[str, Any] = Field(
-        default_factory=dict, description="axes of the preset to override, e.g. delta: 0.2"
-    )
-    advantage: Literal["group_mean", "group_mean_std", "leave_one_out", "batch_normalised"] = "group_mean"
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "seq_mean_token_sum"] = (
-        "seq_mean_token_sum_norm"
-    )
-    horizon: int | None = Field(
-        None, ge=1, description="divisor of seq_mean_token_sum_norm; default: rollout.max_response_tokens"
-    )
-    overlong_filter: bool = Field(
-        False, description="responses cut at the length limit carry no loss (DAPO); their rewards stay in the baseline"
-    )
-
-    @property
-    def supervised(self) -> bool:
-        """True for the objective that learns from given answers: no rollouts, no engine."""
-        return self.name == "nll"
 
 
 class TrainConfig(Section):

@@ -1,56 +1,30 @@
-"""Reinforcement-learning objectives on [T]: pure torch, no process groups, no vocabulary dimension."""
+"""Reinforcement-learning objectives on [T]: pure torch, no process groups, no vocabulary dimension.
 
-from .advantages import ADVANTAGE_KINDS, RewardMoments, group_advantages, group_has_signal, reward_moments
-from .aggregation import AGGREGATION_KINDS, BatchCounts, sequence_weights
-from .corrections import keep_finished, sequence_ids_from_cu_seqlens, soft_overlong_penalty
-from .inputs import TopKLogprobs
-from .metrics import (
-    Metric,
-    effective_size_metric,
-    flatten_metrics,
-    max_metric,
-    mean_metric,
-    merge_metrics,
-    min_metric,
-    quantiles_metric,
-    reduce_metrics,
-    sum_metric,
-    unflatten_metrics,
-)
-from .objective import Objective, ObjectiveOutput, build_objective
+Axes and presets are data, and configs are checked against them where there may be no torch. So what computes on tensors
+(`on_tensors` lists it) is imported when one of its names is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .presets import PRESETS, Preset
-from .settings import AXES, ObjectiveError, ObjectiveSettings
+from .settings import ADVANTAGE_KINDS, AGGREGATION_KINDS, AXES, ObjectiveError, ObjectiveSettings
 
 __all__ = [
     "ADVANTAGE_KINDS",
     "AGGREGATION_KINDS",
     "AXES",
     "PRESETS",
-    "BatchCounts",
-    "Metric",
-    "Objective",
     "ObjectiveError",
-    "ObjectiveOutput",
     "ObjectiveSettings",
     "Preset",
-    "RewardMoments",
-    "TopKLogprobs",
-    "build_objective",
-    "effective_size_metric",
-    "flatten_metrics",
-    "group_advantages",
-    "group_has_signal",
-    "keep_finished",
-    "max_metric",
-    "mean_metric",
-    "merge_metrics",
-    "min_metric",
-    "quantiles_metric",
-    "reduce_metrics",
-    "reward_moments",
-    "sequence_ids_from_cu_seqlens",
-    "sequence_weights",
-    "soft_overlong_penalty",
-    "sum_metric",
-    "unflatten_metrics",
 ]
+
+if TYPE_CHECKING:
+    from .on_tensors import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(".on_tensors", __name__), name)

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .settings import ObjectiveError, nearest
+from .settings import ADVANTAGE_KINDS, ObjectiveError, nearest
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
-
-ADVANTAGE_KINDS = ("group_mean", "group_mean_std", "leave_one_out", "batch_normalised")
 
 
 @dataclass(frozen=True)

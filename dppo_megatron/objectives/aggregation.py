@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .settings import ObjectiveError, nearest
+from .settings import AGGREGATION_KINDS, ObjectiveError, nearest
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-AGGREGATION_KINDS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "seq_mean_token_sum")
 
 
 @dataclass(frozen=True)

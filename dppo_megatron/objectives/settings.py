@@ -7,13 +7,19 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from dppo_megatron.errors import ExpectedError
 
 
 class ObjectiveError(ExpectedError, ValueError):
     """A method that does not exist or does not make sense, or inputs it cannot work with."""
+
+
+AdvantageKind = Literal["group_mean", "group_mean_std", "leave_one_out", "batch_normalised"]
+AggregationKind = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "seq_mean_token_sum"]
+ADVANTAGE_KINDS: tuple[AdvantageKind, ...] = get_args(AdvantageKind)
+AGGREGATION_KINDS: tuple[AggregationKind, ...] = get_args(AggregationKind)
 
 
 def _choice(default: str, *others: str, doc: str, aliases: Mapping[str, str] | None = None) -> Any:
@@ -130,11 +136,10 @@ class ObjectiveSettings:
     entropy_coefficient: float = _number(0.0, at_least=0.0, doc="weight of the entropy bonus")
 
     def __post_init__(self) -> None:
-        for name, field in AXES.items():
-            aliases, value = field.metadata.get("aliases"), getattr(self, name)
-            if aliases and isinstance(value, str):
-                object.__setattr__(self, name, aliases.get(value, value))
-        problems = _type_problems(self)
+        for name in AXES:
+            object.__setattr__(self, name, canonical(name, getattr(self, name)))
+        wrong = {name: axis_problem(name, getattr(self, name)) for name in AXES}
+        problems = [f"{name}={getattr(self, name)!r} {why}" for name, why in wrong.items() if why]
         if not problems:
             problems = _combination_problems(self)
         if problems:
@@ -159,6 +164,9 @@ class ObjectiveSettings:
 
 
 AXES = {field.name: field for field in dataclasses.fields(ObjectiveSettings)}
+
+# Names accepted beside the axes, and the axes that each sets.
+AXIS_ALIASES = {"epsilon": ("epsilon_low", "epsilon_high")}
 
 # Axes that only some combinations read. A preset's own value goes back to the default when an override takes
 # away what it belonged to; one that the user wrote is an error, never silently without effect.
@@ -205,17 +213,16 @@ _CONDITIONAL = (
 
 
 def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSettings:
-    """`base` with some axes replaced. `epsilon` sets epsilon_low and epsilon_high together.
+    """`base` with some axes replaced; a name of AXIS_ALIASES sets all of its axes.
 
     Raises ObjectiveError for an unknown axis (with the nearest name), an ill-typed value, or a combination
     that makes no sense.
     """
     given = dict(overrides)
-    if "epsilon" in given:
-        both = given.pop("epsilon")
-        given = {"epsilon_low": both, "epsilon_high": both, **given}
-    unknown = [_unknown_axis(name) for name in given if name not in AXES]
-    if unknown:
+    for alias, axes in AXIS_ALIASES.items():
+        if alias in given:
+            given = dict.fromkeys(axes, given.pop(alias)) | given
+    if unknown := [_unknown_axis(name) for name in given if name not in AXES]:
         raise ObjectiveError("; ".join(unknown))
     merged = {**{name: getattr(base, name) for name in AXES}, **given}
     draft = object.__new__(ObjectiveSettings)
@@ -236,41 +243,53 @@ def nearest(name: str, known: Any) -> str:
     return "known: " + ", ".join(known)
 
 
+def axis_problem(name: str, value: Any) -> str:
+    """Why this axis, or one that the alias sets, cannot have `value`, or why there is none such; "" when it is fine."""
+    if name in AXIS_ALIASES:
+        return next(filter(None, (axis_problem(axis, value) for axis in AXIS_ALIASES[name])), "")
+    if name not in AXES:
+        return _unknown_axis(name)
+    value, meta = canonical(name, value), AXES[name].metadata
+    if "choices" in meta:
+        return "" if value in meta["choices"] else _choice_problem(value, meta)
+    if "flag" in meta:
+        return "" if isinstance(value, bool) else "must be true or false"
+    return _number_problem(value, meta)
+
+
+def canonical(name: str, value: Any) -> Any:
+    """The axis's own name of a value that it also accepts under another, e.g. old for recomputed."""
+    aliases = AXES[name].metadata.get("aliases", {}) if name in AXES else {}
+    return aliases.get(value, value) if isinstance(value, str) else value
+
+
 def _unknown_axis(name: str) -> str:
     if name.startswith("clip"):
         return (
             f"{name!r} is not an axis: the threshold of a TV or KL divergence is 'delta', the region of a "
             "ratio is 'epsilon_low' and 'epsilon_high', its truncation is 'ratio_cap' and 'ratio_floor'"
         )
-    return f"unknown axis {name!r}: {nearest(name, AXES)}"
+    also = ", ".join(f"{alias!r} (sets {' and '.join(axes)})" for alias, axes in AXIS_ALIASES.items())
+    return f"unknown axis {name!r}: {nearest(name, [*AXES, *AXIS_ALIASES])} Accepted beside the axes: {also}"
 
 
-def _type_problems(settings: ObjectiveSettings) -> list[str]:
-    problems = []
-    for name, field in AXES.items():
-        value, meta = getattr(settings, name), field.metadata
-        if "choices" in meta:
-            if value not in meta["choices"]:
-                hint = nearest(value, meta["choices"]) if isinstance(value, str) else ""
-                problems.append(f"{name}={value!r} is not one of {', '.join(meta['choices'])}. {hint}".rstrip(". "))
-        elif "flag" in meta:
-            if not isinstance(value, bool):
-                problems.append(f"{name}={value!r} must be true or false")
-        else:
-            problems += _number_problems(name, value, meta)
-    return problems
+def _choice_problem(value: Any, meta: Any) -> str:
+    accepted = [*meta["choices"], *(f"{alias} (= {own})" for alias, own in meta["aliases"].items())]
+    hint = nearest(value, [*meta["choices"], *meta["aliases"]]) if isinstance(value, str) else ""
+    return f"is not one of {', '.join(accepted)}. {hint}".rstrip(". ")
 
 
-def _number_problems(name: str, value: Any, meta: Any) -> list[str]:
+def _number_problem(value: Any, meta: Any) -> str:
+    or_none = " or None" if meta["optional"] else ""
     if value is None:
-        return [] if meta["optional"] else [f"{name} must be a number, not None"]
+        return "" if meta["optional"] else "must be a number, not None"
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return [f"{name}={value!r} must be a finite number" + (" or None" if meta["optional"] else "")]
+        return f"must be a finite number{or_none}"
     if meta["above"] is not None and not value > meta["above"]:
-        return [f"{name}={value!r} must be above {meta['above']:g}"]
+        return f"must be above {meta['above']:g}"
     if meta["at_least"] is not None and not value >= meta["at_least"]:
-        return [f"{name}={value!r} must be at least {meta['at_least']:g}"]
-    return []
+        return f"must be at least {meta['at_least']:g}"
+    return ""
 
 
 def _combination_problems(s: ObjectiveSettings) -> list[str]:

@@ -51,12 +51,12 @@ def test_a_good_config_says_what_will_be_trained(tree):
 
 
 def test_everything_wrong_is_reported_at_once(tree):
-    tree["objective"] = {"name": "dppo_binry_tv"}
+    tree["objective"] = {"name": "absent_package:objective"}
     tree["reward"] = {"name": "arithmetc"}
     tree["parallel"] = {"world_size": 8, "tensor": 8}
     tree["data"]["eval"] = "absent.jsonl"
     problems = found(tree)
-    assert "dppo_binary_tv" in problems
+    assert "objective.name = absent_package:objective: " in problems
     assert "arithmetic" in problems
     assert "parallel.tensor = 8" in problems
     assert "absent.jsonl" in problems

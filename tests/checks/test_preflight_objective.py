@@ -25,18 +25,6 @@ def problems(tmp_path, **objective) -> str:
     return "\n".join(raised.value.violations)
 
 
-def test_an_unknown_method_suggests_the_nearest(tmp_path):
-    found = problems(tmp_path, name="dppo_tv")
-    assert "objective.name = dppo_tv: unknown objective 'dppo_tv': did you mean" in found
-    assert "'dppo_topk_tv'" in found
-
-
-def test_an_unknown_axis_suggests_the_nearest(tmp_path):
-    found = problems(tmp_path, name="dppo_binary_tv", settings={"dleta": 0.2})
-    assert "objective.settings = {'dleta': 0.2}: " in found
-    assert "unknown axis 'dleta': did you mean 'delta'" in found
-
-
 def test_a_topk_method_needs_topk_log_probs(tmp_path):
     assert "rollout.topk_logprobs = 0: objective dppo_topk_tv compares top-K tokens" in problems(
         tmp_path, name="dppo_topk_tv"

@@ -176,7 +176,7 @@ def test_eval_scores_a_model_directory(task, engine, uninterrupted, tmp_path):
 def test_objectives_and_vocab_parallel_import_with_torch_alone():
     """What `pip install .` gives: nothing of the trainer's environment may be pulled in."""
     code = (
-        "import sys, dppo_megatron.objectives, dppo_megatron.vocab_parallel; "
+        "import sys, dppo_megatron.objectives.on_tensors, dppo_megatron.vocab_parallel; "
         "heavy = {'megatron', 'transformers', 'vllm', 'pydantic', 'yaml', 'jaxtyping'} & set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

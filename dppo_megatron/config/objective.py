@@ -1,0 +1,73 @@
+"""The section `objective`: its settings are the axes of the method, and typed by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from dppo_megatron.objectives import PRESETS, ObjectiveError
+from dppo_megatron.objectives.settings import (
+    AdvantageKind,
+    AggregationKind,
+    axis_problem,
+    canonical,
+    nearest,
+    override,
+)
+
+from .section import Section
+
+
+class ObjectiveConfig(Section):
+    name: str = Field("dppo_binary_tv", description="preset, or package.module:attribute")
+    settings: dict[str, Any] = Field(
+        default_factory=dict,
+        description="axes of the preset to replace, e.g. delta: 0.2; `dppo-megatron objectives NAME` lists them. An "
+        "objective of your own takes what it likes",
+    )
+    advantage: AdvantageKind = "group_mean"
+    aggregation: AggregationKind = "seq_mean_token_sum_norm"
+    horizon: int | None = Field(
+        None, ge=1, description="divisor of seq_mean_token_sum_norm; default: rollout.max_response_tokens"
+    )
+    overlong_filter: bool = Field(
+        False, description="responses cut at the length limit carry no loss (DAPO); their rewards stay in the baseline"
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if ":" not in name and name not in PRESETS:
+            raise _refusal(f"unknown objective {name!r}: {nearest(name, PRESETS)}")
+        return name
+
+    @field_validator("settings")
+    @classmethod
+    def _check_axes(cls, settings: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """By the types that `ObjectiveSettings` gives its axes: every one at fault is an error under its own name."""
+        name = info.data.get("name")  # None: unknown; its axes are checked all the same
+        if name is not None and name not in PRESETS:
+            return settings  # of a user's own objective
+        wrong = {axis: why for axis, value in settings.items() if (why := axis_problem(axis, value))}
+        if wrong:
+            raise ValidationError.from_exception_data(
+                "objective.settings",
+                [{"type": _refusal(why), "loc": (axis,), "input": settings[axis]} for axis, why in wrong.items()],
+            )
+        if name is not None:
+            try:
+                override(PRESETS[name].settings, settings)
+            except ObjectiveError as error:
+                raise _refusal(f"objective {name}: {error}") from None
+        return {axis: canonical(axis, value) for axis, value in settings.items()}
+
+    @property
+    def supervised(self) -> bool:
+        """True for the objective that learns from given answers: no rollouts, no engine."""
+        return self.name == "nll"
+
+
+def _refusal(why: str) -> PydanticCustomError:
+    return PydanticCustomError("objective", "{why}", {"why": why})

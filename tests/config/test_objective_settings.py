@@ -1,0 +1,94 @@
+"""The objective's settings are typed like all others, by the axes of the method."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from dppo_megatron.checks import load_config
+from dppo_megatron.checks.resume import changed_settings
+from dppo_megatron.config import ConfigError
+
+# What a run of a version without typed settings saved of them.
+SAVED = [
+    ({"name": "dppo_binary_tv", "settings": {"delta": 0.2}}, {"delta": 0.2}),
+    ({"name": "ppo", "settings": {"epsilon": 0.1, "epsilon_high": 0.3}}, {"epsilon": 0.1, "epsilon_high": 0.3}),
+    ({"name": "minirl", "settings": {"anchor": "recomputed", "ratio_cap": 3}}, {"anchor": "old", "ratio_cap": 3}),
+    ({"name": "nll", "settings": {}}, {}),
+]
+
+
+def write(tmp_path, objective, **sections):
+    path = tmp_path / "config.yaml"
+    tree = {"run": {"dir": "r"}, "model": {"path": "m"}, "data": {"train": "t"}, "train": {"steps": 3}}
+    path.write_text(yaml.safe_dump(tree | sections | {"objective": objective}))
+    return path
+
+
+def violations(path, overrides=()) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, overrides)
+    return list(raised.value.violations)
+
+
+def test_typos_in_an_axis_and_in_another_section_are_one_error(tmp_path):
+    objective = {"name": "ppo", "settings": {"epsilom": 0.2, "dlta": 0.1, "dual_clip": "3"}}
+    found = violations(write(tmp_path, objective, train={"stesp": 3}), ["optimizer.lr=fast"])
+    lines = {line.partition(" = ")[0].partition(":")[0]: line for line in found}
+    assert set(lines) == {
+        "objective.settings.epsilom",
+        "objective.settings.dlta",
+        "objective.settings.dual_clip",
+        "train.stesp",
+        "train.steps",
+        "optimizer.lr",
+    }
+    assert "did you mean 'epsilon' or 'epsilon_low'" in lines["objective.settings.epsilom"]
+    assert "did you mean 'delta'" in lines["objective.settings.dlta"]
+    assert "'epsilon' (sets epsilon_low and epsilon_high)" in lines["objective.settings.dlta"]
+    assert "= '3': must be a finite number or None" in lines["objective.settings.dual_clip"]
+    assert "did you mean train.steps?" in lines["train.stesp"]
+
+
+def test_an_unknown_method_suggests_the_nearest_and_does_not_hide_its_axes(tmp_path):
+    found = "\n".join(
+        violations(write(tmp_path, {"name": "dppo_tv", "settings": {"dleta": 0.2}}), ["train.steps=many"])
+    )
+    assert "objective.name = 'dppo_tv': unknown objective 'dppo_tv': did you mean" in found
+    assert "'dppo_topk_tv'" in found
+    assert "objective.settings.dleta = 0.2: unknown axis 'dleta': did you mean 'delta'" in found
+    assert "train.steps = 'many'" in found
+    assert "'dppo_binary_tv'" in violations(write(tmp_path, {"name": "dppo_binry_tv"}))[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"delta": -1}, "objective.settings.delta = -1: must be above 0"),
+        ({"epsilon": "wide"}, "objective.settings.epsilon = 'wide': must be a finite number or None"),
+        ({"divergence": "tv"}, "objective.settings.divergence = 'tv': is not one of binary_tv"),
+        ({"anchor": "recompute"}, "is not one of rollout, old, recomputed (= old). did you mean 'recomputed'"),
+        ({"clip_ratio": 0.2}, "the threshold of a TV or KL divergence is 'delta'"),
+    ],
+)
+def test_ill_typed_axes_are_named_with_what_they_accept(tmp_path, settings, expected):
+    assert expected in "\n".join(violations(write(tmp_path, {"settings": settings})))
+
+
+def test_axes_that_do_not_go_together_are_reported_with_all_else(tmp_path):
+    found = "\n".join(violations(write(tmp_path, {"settings": {"epsilon": 0.2}}), ["train.steps=many"]))
+    assert "objective.settings = {'epsilon': 0.2}: objective dppo_binary_tv: epsilon_low=0.2 has no effect" in found
+    assert "train.steps = 'many'" in found
+
+
+def test_an_objective_of_the_users_own_takes_what_it_likes(tmp_path):
+    settings = {"delta": "wide", "anything": [1, 2]}
+    config = load_config(write(tmp_path, {"name": "my_package.module:objective", "settings": settings}))
+    assert config.objective.settings == settings
+
+
+@pytest.mark.parametrize(("saved", "settings"), SAVED)
+def test_what_an_older_run_saved_is_read_and_resumed(tmp_path, saved, settings):
+    before = load_config(write(tmp_path, saved))
+    assert before.objective.settings == settings
+    assert changed_settings(load_config(write(tmp_path, saved | {"settings": settings})), before) == []
