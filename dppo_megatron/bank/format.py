@@ -87,9 +87,9 @@ class BankEntry:
     version_sum: int  # over all response tokens
     finish_reasons: dict[str, int]
     temperature: float
-    topk: int  # listed log-probs per token, 0 = none
+    topk: int  # K of the top-K log-probs per token, 0 = none
     time: float  # seconds since the epoch, when written
-    routing: tuple[int, int] | None = None  # (layers with experts, experts per token) where routing is held
+    routing: tuple[int, int] | None = None  # (layers with experts, experts per token) where routing is stored
 
     @property
     def num_samples(self) -> int:
@@ -163,8 +163,8 @@ def decode_group(blob: bytes) -> RolloutGroup:
     lengths = tensors["lengths"]
 
     def split(name: str, more: int = 0) -> list[Any]:
-        cuts = np.cumsum(lengths + more)[:-1]
-        return np.split(tensors[name], cuts) if name in tensors else [None] * len(lengths)
+        ends = np.cumsum(lengths + more)[:-1]
+        return np.split(tensors[name], ends) if name in tensors else [None] * len(lengths)
 
     parts = zip(
         split("response_ids"),

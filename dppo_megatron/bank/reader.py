@@ -27,7 +27,7 @@ from .format import (
 class BankReader:
     """Follows the bank in `directory`, which need not exist yet.
 
-    Keeps some 30 bytes per group in memory; index lines and tokens are read when asked for.
+    Keeps some 30 bytes per group in memory; index lines and tokens are read on demand.
     """
 
     def __init__(self, directory: str | Path):
@@ -52,7 +52,7 @@ class BankReader:
         Raises `BankCorruption` when the index shrank or holds a line that no writer wrote.
         """
         while True:
-            # Asked before reading: once a successor exists, nothing is added to this segment.
+            # Checked before reading: once a successor exists, nothing is added to this segment.
             finished = self._exists(segment_paths(self._directory, self._segment + 1)[1])
             self._read_new_lines()
             if not finished:

@@ -118,7 +118,7 @@ class BankWriter:
             raise BankError(f"{self._directory}: the writer is closed")
         if position in self._done:
             raise ValueError(
-                f"prompt position {position} is already in the bank {self._directory}; ask done_positions()"
+                f"prompt position {position} is already in the bank {self._directory}; see done_positions()"
             )
 
     def _segment_for_next_record(self) -> Segment:

@@ -10,7 +10,7 @@ import httpx
 
 from .protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, EngineUnavailable
 
-CONTROL_TIMEOUT_S = 30.0  # questions an engine answers at once, even under load
+CONTROL_TIMEOUT_S = 30.0  # requests an engine answers at once, even under load
 REQUEST_TIMEOUT_REMEDY = (
     " (engine.request_timeout_s, waiting in the engine's queue included); raise it, add engines, or lower "
     "rollout.max_concurrent_groups"
@@ -90,11 +90,11 @@ class EngineCalls:
 
 
 def _reason(reply: httpx.Response) -> str:
-    """What the server says: `{"error": text}` (vLLM with our routes), `{"error": {"message"}}` or `{"message"}`."""
+    """The reason in the reply: `{"error": text}` (vLLM with our routes), `{"error": {"message"}}` or `{"message"}`."""
     try:
-        said = reply.json()
-        said = said.get("error", said)
-        return said if isinstance(said, str) else str(said["message"])
+        error = reply.json()
+        error = error.get("error", error)
+        return error if isinstance(error, str) else str(error["message"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return reply.text[:300]
 

@@ -1,4 +1,4 @@
-"""What the orchestrator and weight sync ask of a rollout engine, whichever server is behind it.
+"""The protocol of a rollout engine, for orchestrator and weight sync, whichever server is behind it.
 
 Tokens in, tokens out. An engine samples groups, scores sequences, and swaps its weights; it knows nothing of rewards
 or training. Every call is bounded in time: what does not answer raises `EngineTimeout`.
@@ -23,7 +23,7 @@ tokens keep the old version), wait = they finish first, abort = they end now wit
 
 
 class EngineError(ExpectedError, RuntimeError):
-    """An engine failed to do what it was asked. The message names the engine and the operation."""
+    """An engine failed at an operation. The message names the engine and the operation."""
 
 
 class EngineUnavailable(EngineError):
@@ -43,7 +43,7 @@ class EngineIncompatible(EngineError):
 
 
 class InvalidSample(EngineError):
-    """The engine answered, but the samples cannot be what was asked for. Never to be trained on."""
+    """The engine answered, but the samples cannot be those of the request. Never to be trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class GenerateRequest:
     temperature: float
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
-    topk: int = 0  # K listed tokens per position; 0 = none
+    topk: int = 0  # K most likely tokens per position; 0 = none
     routed_experts: bool = False  # return the experts that each token was routed to
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a server says of itself."""
+    """What a server reports about itself."""
 
     version: int  # policy version of the weights; -1 = not one of ours
     vocab_size: int
@@ -103,8 +103,8 @@ class EngineInfo:
     engine: str  # name and version of the server
     running: int  # being sampled now: groups of all clients (vLLM), samples of this client (SGLang)
     routed_experts: bool = False  # it can return the experts that each token was routed to
-    problems: tuple[str, ...] = ()  # settings it knows to be unfit for rollouts, each with its remedy
-    instance: str = ""  # names this life of the server: another one after every restart; "" = it cannot say
+    problems: tuple[str, ...] = ()  # settings it reports as unfit for rollouts, each with its remedy
+    instance: str = ""  # names this instance of the server: another one after every restart; "" = unknown
     workers: int = 1  # processes that hold its weights and receive new ones
     weight_group: str = ""  # name of the group whose broadcasts they can receive; empty = none
     updating_s: float | None = None  # since the update of its weights began that goes on now; None = none does
@@ -168,7 +168,7 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Ends a running request; its `generate` returns what was sampled, with finish_reason "abort" where cut."""
+        """Ends a running request; `generate` returns what was sampled, with finish_reason "abort" where interrupted."""
         ...
 
     async def close(self) -> None:

@@ -16,7 +16,7 @@ LOGPROB_TOLERANCE = 1e-4  # rounding of a log-softmax; a log-prob above it is no
 
 @dataclass(frozen=True, slots=True)
 class GroupSamples:
-    """`n` samples, `S` response tokens in all, `K` listed tokens a position."""
+    """`n` samples, `S` response tokens in all, the `K` most likely tokens of a position."""
 
     lengths: np.ndarray  # [n] int32
     finish_reasons: tuple[str, ...]  # [n]
@@ -103,14 +103,14 @@ class GroupSamples:
 
     def _check_topk(self, check: _Check, vocab_size: int) -> None:
         ids, logprobs = self.topk_ids, self.rollout_topk_logprob
-        check.tokens(((ids < 0) | (ids >= vocab_size)).any(1), f"listed id outside [0, {vocab_size})")
-        check.tokens(~np.isfinite(logprobs).all(1), "listed log-prob is missing or not finite")
-        check.tokens((np.diff(logprobs, axis=1) > LOGPROB_TOLERANCE).any(1), "listed log-probs are not in order")
-        check.tokens(np.exp(logprobs).sum(1) > 1 + 1e-3, "listed probabilities sum to more than 1")
-        check.tokens((np.diff(np.sort(ids, axis=1), axis=1) == 0).any(1), "an id is listed twice")
+        check.tokens(((ids < 0) | (ids >= vocab_size)).any(1), f"top-K id outside [0, {vocab_size})")
+        check.tokens(~np.isfinite(logprobs).all(1), "top-K log-prob is missing or not finite")
+        check.tokens((np.diff(logprobs, axis=1) > LOGPROB_TOLERANCE).any(1), "top-K log-probs are not in order")
+        check.tokens(np.exp(logprobs).sum(1) > 1 + 1e-3, "top-K probabilities sum to more than 1")
+        check.tokens((np.diff(np.sort(ids, axis=1), axis=1) == 0).any(1), "an id is in the top K twice")
         sampled = ids == self.token_ids[:, None]
         differs = sampled & (np.abs(logprobs - self.rollout_logprob[:, None]) > LOGPROB_TOLERANCE)
-        check.tokens(differs.any(1), "listed log-prob of the sampled token differs from its own")
+        check.tokens(differs.any(1), "top-K log-prob of the sampled token differs from its own")
 
     def _check_experts(self, request: GenerateRequest) -> None:
         experts = self.routed_experts

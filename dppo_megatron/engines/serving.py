@@ -48,7 +48,7 @@ def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | Non
         ),
         (
             rollout.topk_logprobs > cap,
-            f"lists at most {cap} log-probs a token, rollout.topk_logprobs = {rollout.topk_logprobs}; start it "
+            f"returns at most {cap} top-K log-probs a token, rollout.topk_logprobs = {rollout.topk_logprobs}; start it "
             "with a higher --max-logprobs (engine.max_logprobs) or lower K",
         ),
         (
@@ -59,7 +59,7 @@ def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | Non
             info.max_model_len < longest,
             f"sequences of at most {info.max_model_len} tokens, data.max_prompt_tokens = "
             f"{config.data.max_prompt_tokens} + rollout.max_response_tokens = {rollout.max_response_tokens}: responses "
-            "would be cut short; raise --max-model-len or --context-length (engine.max_model_len)",
+            "would be truncated; raise --max-model-len or --context-length (engine.max_model_len)",
         ),
         (
             info.dtype != dtype,

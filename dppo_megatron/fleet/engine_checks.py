@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 async def check_health(engine: Engine, config: Config, timeout_s: float | None = None) -> EngineInfo:
-    """What a healthy engine says of itself.
+    """What a healthy engine reports about itself.
 
     Raises `EngineError` when it does not within `timeout_s` (default `engine.health_timeout_s`), or when the update
     it is busy with takes longer than `weight_sync.timeout_s`.
@@ -27,7 +27,7 @@ async def check_health(engine: Engine, config: Config, timeout_s: float | None =
             await engine.health()
             info = await engine.info()
     except TimeoutError:
-        raise EngineTimeout(f"engine {engine.url}: no answer to a health probe within {timeout_s:g} s") from None
+        raise EngineTimeout(f"engine {engine.url}: no answer to a health check within {timeout_s:g} s") from None
     longest = config.weight_sync.timeout_s
     if info.updating_s is not None and info.updating_s > longest:
         raise EngineTimeout(
@@ -38,9 +38,9 @@ async def check_health(engine: Engine, config: Config, timeout_s: float | None =
 
 
 async def while_healthy(engine: Engine, config: Config, call: Coroutine[Any, Any, Result]) -> Result:
-    """Result of `call`, which is given up when the engine fails `engine.health_failures` probes in a row meanwhile.
+    """Result of `call`, which is cancelled when the engine fails `engine.health_failures` health checks in a row.
 
-    So an engine that froze costs seconds and not the call's own time-out. Raises the last probe's `EngineError`.
+    So an engine that froze costs seconds and not the call's own time-out. Raises the last check's `EngineError`.
     """
     task = asyncio.ensure_future(call)
     failures = 0
@@ -63,10 +63,10 @@ async def while_healthy(engine: Engine, config: Config, call: Coroutine[Any, Any
 
 @dataclass(frozen=True, slots=True)
 class ScoreDifference:
-    """Between an engine's and the trainer's log-probs of the probe's tokens, nats.
+    """Between an engine's and the trainer's log-probs of the tokens of the weight check, nats.
 
-    The mean tells other weights from other rounding: in 16 bits a single token may be off by several nats, where the
-    router of a mixture of experts decides otherwise; with stale experts the mean is.
+    The mean separates other weights from other rounding: in 16 bits a single token may differ by several nats, where
+    the router of a mixture of experts decides otherwise; with stale experts the mean does.
     """
 
     mean: float  # NaN where a score is

@@ -6,9 +6,9 @@
                          └──────────────answers again, after its quarantine────── dead ◄──┘
 ```
 An engine serves only while its weights are verified to be those of the published policy: the publisher confirmed this
-very life of it for that version, or the pool compared log-probs after it loaded them (of weights that were broadcast:
-after it found the confirmed life and version again). What an engine says of itself proves nothing, and every death
-takes the proof away.
+instance of it for that version, or the pool compared log-probs after it loaded them (of weights that were broadcast:
+after it found the confirmed instance and version again). The version that an engine reports verifies nothing, and
+every death ends the verification.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from enum import StrEnum
 
 class State(StrEnum):
     STARTING = "starting"  # has not answered at this address yet
-    STALE = "stale"  # answers, but nothing proves that it serves the published policy
+    STALE = "stale"  # answers, but its weights are not verified to be the published ones
     VERIFYING = "verifying"  # the published weights are being loaded and scored
     SERVING = "serving"
     SUSPECT = "suspect"  # was serving and did not answer: gets no new requests, keeps those it has
@@ -28,17 +28,17 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """It is announced at a new address: a new life, whatever it claims."""
+    """It is registered at a new address: a new instance, whatever it reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vanished:
-    """Its announcement was withdrawn."""
+    """It is no longer registered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A health probe was answered by this life of the server, which says that it serves this policy version."""
+    """This instance of the server passed a health check and reports that it serves this policy version."""
 
     instance: str
     version: int
@@ -46,12 +46,12 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Updating:
-    """A health probe was answered: somebody is replacing its weights at this moment, and it does nothing else."""
+    """It passed a health check, and somebody is replacing its weights at this moment: it does nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """A health probe failed."""
+    """A health check failed."""
 
     reason: str
 
@@ -63,14 +63,14 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request failed, came back invalid, or timed out while probes went unanswered."""
+    """A request failed, came back invalid, or timed out while health checks failed."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Policy `version` is the one to serve; the publisher loaded it into the life `confirmed` and compared scores."""
+    """Policy `version` is the one to serve; the publisher verified it in the instance `confirmed`."""
 
     version: int
     confirmed: str | None = None
@@ -83,7 +83,7 @@ class VerifyStarted:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Under `version`, this life of the server scored the probe as the trainer does."""
+    """Under `version`, this instance of the server passed the weight check: it scores as the trainer does."""
 
     instance: str
     version: int
@@ -91,7 +91,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class VerifyFailed:
-    """It could not be loaded, or scores the probe differently."""
+    """It could not be loaded, or did not pass the weight check."""
 
     reason: str
 
@@ -113,7 +113,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class HealthRules:
-    failures: int  # in a row, of probes or of requests, that make an engine dead
+    failures: int  # in a row, of health checks or of requests, that make an engine dead
     quarantine_s: float  # after a death by failed requests or a failed verification; doubles with each in a row
     longest_quarantine_s: float = 60.0
     publish_s: float = 600.0  # no publish takes longer
@@ -126,16 +126,16 @@ class EngineHealth:
     state: State = State.STARTING
     since: float = 0.0  # when it came into `state`, seconds of the caller's clock
     reason: str = ""  # of the last failure
-    instance: str | None = None  # the life that answered last
-    version: int = -1  # that it said it serves
+    instance: str | None = None  # that answered last
+    version: int = -1  # that it reported
     published: int | None = None  # version to serve
     confirmed: tuple[str, int] | None = None  # instance and version that the publisher verified
-    verified: tuple[str, int] | None = None  # life and version it was admitted with
-    silent: int = 0  # failed probes in a row
+    verified: tuple[str, int] | None = None  # instance and version it was admitted with
+    silent: int = 0  # failed health checks in a row
     failed: int = 0  # failed requests in a row
     quarantines: int = 0  # in a row, without a request answered between them
     quarantined_until: float = 0.0
-    updating: bool = False  # as the last probe that was answered said
+    updating: bool = False  # as of the last health check that it passed
 
     @property
     def alive(self) -> bool:
@@ -161,7 +161,7 @@ class EngineHealth:
             case Registered():
                 return EngineHealth(since=now, published=self.published)
             case Vanished():
-                return self._dead("it is no longer announced", until=now)
+                return self._dead("it is no longer registered", until=now)
             case Published(version, confirmed):
                 return self._published(version, confirmed)
             case Answered(instance, version):
@@ -197,11 +197,11 @@ class EngineHealth:
         seen = replace(self, instance=instance, version=version, silent=0)
         if instance != self.instance:
             seen = replace(seen, verified=None)
-        if not instance and self.state is State.SUSPECT:  # it cannot say whether it was restarted meanwhile
+        if not instance and self.state is State.SUSPECT:  # whether it was restarted meanwhile is unknown
             seen = replace(seen, verified=None, confirmed=None)
         if self.state is State.DEAD:
             return replace(seen, state=State.STALE) if now >= self.quarantined_until else seen
-        if self.state is State.VERIFYING:  # of another life: whoever verifies gave up
+        if self.state is State.VERIFYING:  # of another instance: whoever verifies gave up
             return seen if instance == self.instance else replace(seen, state=State.STALE)
         claim, published = (instance, version), self.published
         # It may be ahead: the next policy reaches an engine before it is published.

@@ -16,14 +16,14 @@ from dppo_megatron.engines.protocol import Engine, EngineError, EngineInfo, Engi
 from .engine_checks import check_health, while_healthy
 from .registry import Service
 
-PATIENCE_S = 1.0  # with an engine that was silent before: leaving it out costs it one load by the orchestrator
+SILENT_TIMEOUT_S = 1.0  # of an engine that was silent before: leaving it out costs one load by the orchestrator
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Confirmation:
-    """One life of one engine serves the new weights: it loaded them and scored the probe after it."""
+    """One instance of one engine serves the new weights: it loaded them and then scored the weight check."""
 
     url: str
     instance: str
@@ -34,41 +34,43 @@ class Confirmation:
 class LiveEngines:
     """Hands weights to every engine that answers. Used inside one event loop.
 
-    `book` gives the engines that are announced at this moment, by name; `build` makes a client. An engine that is
-    dead or freezes is left out and not waited for: it does not serve until the weights are proven to it again.
+    `services` returns the registered engines by name; `build` makes a client. An engine that is dead or freezes is
+    left out and not waited for: it does not serve until its weights are verified again.
     """
 
     def __init__(
         self,
         config: Config,
-        book: Callable[[], Mapping[str, Service]],
+        services: Callable[[], Mapping[str, Service]],
         build: Callable[[Config, str], Engine],
     ):
         self._config = config
-        self._book = book
+        self._services = services
         self._build = build
         self._clients: dict[Service, Engine] = {}
-        self._silent: set[Service] = set()  # did not answer when last asked
+        self._silent: set[Service] = set()  # did not answer the last time
 
     async def answering(self) -> tuple[dict[str, EngineInfo], dict[str, EngineError]]:
-        """What every engine that answers says of itself, by URL, and the errors of the others, by name."""
-        await self._follow_book()
+        """What every engine that answers reports, by URL, and the errors of the others, by name."""
+        await self._follow_services()
         engine = self._config.engine
 
-        async def ask(service: Service, client: Engine) -> EngineInfo | EngineError:
-            patience = min(PATIENCE_S, engine.health_timeout_s) if service in self._silent else engine.health_timeout_s
+        async def check(service: Service, client: Engine) -> EngineInfo | EngineError:
+            timeout_s = engine.health_timeout_s
+            if service in self._silent:
+                timeout_s = min(timeout_s, SILENT_TIMEOUT_S)
             try:
-                return await check_health(client, self._config, patience)
+                return await check_health(client, self._config, timeout_s)
             except EngineError as error:
                 return error
 
         clients = dict(self._clients)
-        answers = await asyncio.gather(*(ask(service, client) for service, client in clients.items()))
-        said = dict(zip(clients, answers, strict=True))
-        self._silent = {service for service, answer in said.items() if isinstance(answer, EngineError)}
+        answers = await asyncio.gather(*(check(service, client) for service, client in clients.items()))
+        found = dict(zip(clients, answers, strict=True))
+        self._silent = {service for service, answer in found.items() if isinstance(answer, EngineError)}
         return (
-            {service.url: answer for service, answer in said.items() if service not in self._silent},
-            {service.name: said[service] for service in self._silent},
+            {service.url: answer for service, answer in found.items() if service not in self._silent},
+            {service.name: found[service] for service in self._silent},
         )
 
     async def on(
@@ -91,15 +93,15 @@ class LiveEngines:
         version: int,
         engines: Mapping[str, EngineInfo],
         load: Callable[[Engine], Awaitable[None]],
-        probe: np.ndarray,
+        tokens: np.ndarray,
     ) -> dict[str, Confirmation | EngineError]:
-        """Has each of `engines` serve `version` by `load` and score `probe`; a confirmation or its error, by URL."""
+        """Has each of `engines` serve `version` by `load` and score `tokens`; a confirmation or its error, by URL."""
 
         async def load_and_score(client: Engine) -> Confirmation:
             started = time.perf_counter()
             await load(client)
             load_s = time.perf_counter() - started
-            confirmation = Confirmation(client.url, engines[client.url].instance, await client.score(probe), load_s)
+            confirmation = Confirmation(client.url, engines[client.url].instance, await client.score(tokens), load_s)
             info = await client.info()
             if (info.instance, info.version) != (confirmation.instance, version):
                 raise EngineUnavailable(f"engine {client.url}: restarted, or loaded with other weights, meanwhile")
@@ -111,10 +113,10 @@ class LiveEngines:
         for client in self._clients.values():
             await client.close()
 
-    async def _follow_book(self) -> None:
-        announced = set(self._book().values())
-        for gone in set(self._clients) - announced:
+    async def _follow_services(self) -> None:
+        registered = set(self._services().values())
+        for gone in set(self._clients) - registered:
             await self._clients.pop(gone).close()
             self._silent.discard(gone)
-        for new in announced - set(self._clients):
+        for new in registered - set(self._clients):
             self._clients[new] = self._build(self._config, new.url)

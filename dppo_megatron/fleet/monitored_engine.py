@@ -1,4 +1,4 @@
-"""One engine of the pool: its client, its health, the task that probes it, and the requests that run on it."""
+"""One engine of the pool: its client, its health, the task that checks it, and the requests that run on it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _BAD = {State.SUSPECT, State.DEAD}
 
 
 class MonitoredEngine:
-    """Probes the engine every `engine.health_interval_s`, feeds its `health`, and proves its weights where needed."""
+    """Checks the engine every `engine.health_interval_s`, feeds its `health`, and verifies its weights where needed."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class MonitoredEngine:
         self._check = check
         self._counts = counts
         self._on_change = on_change
-        self._epoch = 0  # counts deaths and restarts: the outcome of a request of before says nothing of its health now
+        self._epoch = 0  # counts deaths and restarts: an earlier request does not count for its health
         self._service: Service | None = None
         self._client: Engine | None = None
         self._lost = asyncio.Event()  # set when the requests that run now are given up
-        self._wake = asyncio.Event()  # probe at once
-        self._watcher: asyncio.Task | None = None
+        self._wake = asyncio.Event()  # check at once
+        self._monitor_task: asyncio.Task | None = None
         self._verification: asyncio.Task | None = None
         self._closing: set[asyncio.Task] = set()
 
@@ -93,7 +93,7 @@ class MonitoredEngine:
         return f"{self.name} at {self.url}: {self.health.state} for {time.monotonic() - self.health.since:.0f} s{why}"
 
     def move_to(self, service: Service) -> bool:
-        """Follows the announcement; True when it is another than before, and so another life."""
+        """Follows the registry; True when the address is another than before, and so the instance."""
         if service == self._service:
             return False
         if self._service is not None:
@@ -101,13 +101,13 @@ class MonitoredEngine:
         self._service = service
         self._connect()
         self.apply(Registered())
-        if self._watcher is None:
-            self._watcher = asyncio.create_task(self._watch())
-            self._watcher.add_done_callback(_report_failure)
+        if self._monitor_task is None:
+            self._monitor_task = asyncio.create_task(self._monitor())
+            self._monitor_task.add_done_callback(_report_failure)
         return True
 
     def withdraw(self) -> None:
-        """Its announcement is gone."""
+        """It is no longer registered."""
         if self.health.state is not State.DEAD:
             self.apply(Vanished())
 
@@ -172,7 +172,7 @@ class MonitoredEngine:
         self._on_change()
 
     async def close(self) -> None:
-        tasks = [task for task in (self._watcher, self._verification) if task is not None]
+        tasks = [task for task in (self._monitor_task, self._verification) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
@@ -180,7 +180,7 @@ class MonitoredEngine:
             await self._client.close()
 
     def _connect(self) -> None:
-        """A new client: a client belongs to one life of a server."""
+        """A new client: a client belongs to one instance of a server."""
         if self._client is not None:
             closing = asyncio.create_task(self._client.close())
             self._closing.add(closing)
@@ -195,9 +195,9 @@ class MonitoredEngine:
             self._verification.cancel()
             self._verification = None
 
-    async def _watch(self) -> None:
+    async def _monitor(self) -> None:
         while True:
-            if await self._probe() and self._may_verify():
+            if await self._check_health() and self._may_verify():
                 self.apply(VerifyStarted())
                 self._verification = asyncio.create_task(self._verify(self._client, self.policy))
             with contextlib.suppress(TimeoutError):  # not wait_for, which in Python 3.11 may swallow a cancellation
@@ -209,13 +209,13 @@ class MonitoredEngine:
         policy, health = self.policy, self.health
         if policy is None or not health.may_verify(time.monotonic(), self._rules):
             return False
-        # What was broadcast lies nowhere to be loaded from. The life that the publisher loaded it into may still have
-        # it; to any other the trainer, which notices that the engine is behind, sends it again.
+        # Broadcast weights are in no directory. The instance that the publisher loaded them into may still have them;
+        # the trainer notices that any other is behind, and sends them again.
         loaded = (policy.confirmed.get(self.url), policy.version)
         return policy.path is not None or (health.instance, health.version) == loaded
 
-    async def _probe(self) -> bool:
-        """False when the question changed meanwhile, so that the answer is worth nothing."""
+    async def _check_health(self) -> bool:
+        """False when instance or policy changed meanwhile, so that the answer no longer counts."""
         service, policy = self._service, self.policy
         try:
             info = await check_health(self._client, self._config)
@@ -225,7 +225,7 @@ class MonitoredEngine:
             event = Answered(info.instance, info.version) if info.updating_s is None else Updating()
         if service != self._service or policy is not self.policy:
             self._wake.set()
-            return False  # the answer of a life that is over, or to what is no longer the question
+            return False  # of an instance that is gone, or about another policy
         if isinstance(event, Answered) and self.health.instance not in (None, event.instance):
             self._counts["engine/restarts"] += 1  # behind the same address
             self._connect()
@@ -242,7 +242,7 @@ class MonitoredEngine:
             instance = (await client.info()).instance
             if policy.path is not None:
                 await client.load_weights(Path(policy.path), policy.version)
-            difference = await self._probe_difference(client, policy)
+            difference = await self._score_difference(client, policy)
             info = await client.info()
             if info.instance != instance:
                 raise EngineUnavailable("the server was restarted meanwhile")
@@ -250,7 +250,7 @@ class MonitoredEngine:
             # When the trainer published the next policy to it meanwhile, the scores are of that one.
             if info.version == policy.version and not difference.within(tolerance):
                 raise EngineError(
-                    f"log-probs of the probe differ by {difference} from the trainer's under policy "
+                    f"log-probs of the weight check differ by {difference} from the trainer's under policy "
                     f"{policy.version}, more than weight_sync.probe_tolerance = {tolerance:g}"
                 )
         except EngineError as error:
@@ -263,13 +263,13 @@ class MonitoredEngine:
             log.info("%s %s policy %d and scores it as the trainer does", self.name, done, policy.version)
             self.apply(Verified(info.instance, info.version))
 
-    async def _probe_difference(self, client: Engine, policy: PublishedPolicy) -> ScoreDifference:
+    async def _score_difference(self, client: Engine, policy: PublishedPolicy) -> ScoreDifference:
         if not policy.probe_tokens:
             return ScoreDifference(0.0, 0.0)
         scores = await client.score(np.array(policy.probe_tokens, np.int32))
         return ScoreDifference.between(scores, np.array(policy.probe_logprobs, np.float32))
 
 
-def _report_failure(watcher: asyncio.Task) -> None:
-    if not watcher.cancelled() and watcher.exception() is not None:
-        log.critical("the watch over an engine ended", exc_info=watcher.exception())
+def _report_failure(task: asyncio.Task) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.critical("the monitor of an engine ended", exc_info=task.exception())

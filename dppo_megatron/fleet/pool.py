@@ -25,7 +25,7 @@ RECHECK_S = 0.2  # how often a request that waits for an engine looks for a newl
 
 
 class NoEngineServes(EngineUnavailable):
-    """No engine could be given a request in time; the message says of each why."""
+    """No engine could be given a request in time; the message names the reason of each."""
 
 
 class EnginePool:

@@ -1,4 +1,4 @@
-"""The address book of a run: which engine answers where, kept as files in the run directory."""
+"""The registry of a run's services: which engine answers at which address, as files in the run directory."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class Service:
 
 
 def register(run: RunDir, name: str, url: str, pid: int) -> None:
-    """Announces a healthy service; call only once it answers."""
+    """Registers a healthy service; call only once it answers."""
     service = Service(name, url, pid, socket.gethostname())
     write_json(run.services / f"{name}.json", asdict(service))
 
 
 def forget(run: RunDir, name: str, pid: int | None = None) -> None:
-    """Withdraws a service that ended; with `pid` only when it is still that process's announcement."""
+    """Withdraws a service that ended; with `pid` only when it is still that process that is registered."""
     path = run.services / f"{name}.json"
-    announced = read_json(path)
-    if announced is not None and pid in (None, announced["pid"]):
+    registered = read_json(path)
+    if registered is not None and pid in (None, registered["pid"]):
         path.unlink(missing_ok=True)
 
 
 def forget_all(run: RunDir) -> None:
-    """Removes what an earlier life of the run announced: none of it answers any more."""
+    """Removes what an earlier attempt of the run registered: none of it answers any more."""
     for path in run.services.glob("*.json") if run.services.exists() else ():
         path.unlink(missing_ok=True)
     run.published.unlink(missing_ok=True)
@@ -72,11 +72,11 @@ def engine_urls(config: Config, run: RunDir, check: Callable[[], None] = lambda:
 
 
 def engine_services(config: Config, run: RunDir) -> dict[str, Service]:
-    """The engines that are announced at this moment, by name: those of `engine.urls`, or those that registered."""
+    """The engines of `engine.urls`, or those that are registered at this moment, by name."""
     if config.engine.urls:
         return {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(config.engine.urls)}
-    announced = {name: read_json(run.services / f"{name}.json") for name in engine_names(config)}
-    return {name: Service(**value) for name, value in announced.items() if value is not None}
+    registered = {name: read_json(run.services / f"{name}.json") for name in engine_names(config)}
+    return {name: Service(**value) for name, value in registered.items() if value is not None}
 
 
 def engine_names(config: Config) -> Sequence[str]:

@@ -19,7 +19,7 @@ class NoSignal(ExpectedError, RuntimeError):
 
 
 class SignalFilter:
-    """Says which groups to keep: all of them, or with `rollout.dynamic_sampling` those whose rewards differ.
+    """Chooses which groups to keep: all of them, or with `rollout.dynamic_sampling` those whose rewards differ.
 
     Rewards are those of the verifier; failed ones do not count. At most `rollout.max_prompts_per_group` prompts
     are spent for each group of a step, on the average of the step, counted from the start of this process.

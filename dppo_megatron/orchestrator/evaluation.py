@@ -26,7 +26,7 @@ class Evaluator:
     """Scores every held-out prompt once, greedily, at the versions that are due: first, last, and every `eval.every`.
 
     Results are appended to the rollout metrics. Their step is the oldest policy version that gave a token of any
-    answer; it is the version asked for unless newer ones were published before the first or before the last answer.
+    answer; it is the version that was due unless newer ones were published before the first or before the last answer.
     A version that already has a result is not evaluated again, so a resumed run does not repeat itself.
     """
 
@@ -49,7 +49,7 @@ class Evaluator:
         """A task that returns the mean reward of the greedy answers; a failed verifier counts as 0. Raises as
         `Sampler.sample`. From now on `version` is not due any more."""
         self._begun.add(version)
-        # Their tasks exist from here on, so they ask before all groups that are begun later.
+        # Their tasks exist from here on, so their requests go before those of all groups that are begun later.
         answers = asyncio.gather(*(self._answer(version, prompt, sampler) for prompt in self._prompts))
         return asyncio.create_task(self._record(answers))
 

@@ -17,7 +17,7 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def show_progress(path: Path) -> None:
-    """Tells whoever asks `last_progress` that work which takes long goes on."""
+    """Shows in `last_progress` that work which takes long goes on."""
     path.touch()
 
 

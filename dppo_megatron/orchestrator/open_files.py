@@ -6,13 +6,13 @@ import resource
 
 from dppo_megatron.config import Config, ConfigError
 
-OTHER_FILES = 256  # bank, logs, reward processes, probes
+OTHER_FILES = 256  # bank, logs, reward processes, health checks
 
 
 def allow_open_files(config: Config) -> None:
     """Raises this process's soft limit to the hard one. Raises `ConfigError` where sampling may need more than that."""
     rollout = config.rollout
-    # When an update cuts all samples off, each is continued alone; answers of evaluations are asked for beside them.
+    # When an update interrupts all samples, each is continued by a request of its own; evaluations run beside them.
     needed = rollout.max_concurrent_groups * (rollout.group_size + 1) + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = needed if hard == resource.RLIM_INFINITY else hard

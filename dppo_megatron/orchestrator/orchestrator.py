@@ -45,7 +45,7 @@ class Orchestrator:
     Group number g belongs to training step s = g // prompts_per_step and is sampled by a policy of at least version
     s - rollout.max_staleness: with 0, the batch of a step is sampled by exactly the weights that it will update.
     More lets sampling go on while the trainer trains. A group that takes so long that its last step would have to
-    wait for it is waited for, given up or trained on late, as rollout.beyond_bound says.
+    wait for it is waited for, given up or trained on late, as set by rollout.beyond_bound.
     A prompt is begun only for a group that is certainly still missing. So with staleness 0 the prompts of a run are
     the shortest beginning of the prompt order that fills it, dropped ones included, whichever group ends first and
     however often the orchestrator was started again.

@@ -1,4 +1,4 @@
-"""Names, shapes and FP8 of a model's weights, from safetensors headers or as announced: no tensor data."""
+"""Names, shapes and FP8 of a model's weights, from safetensors headers or from a sender's specs: no tensor data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .process_group import TensorSpec
 
 _FP8 = DTYPES["fp8"]
 _STORED = tuple(dtype.safetensors for dtype in DTYPES.values())  # an engine casts all but FP8 to its own dtype
-SHOWN = 5  # names listed in an error
+SHOWN = 5  # names in an error
 
 
 class BadWeights(ValueError):
@@ -35,7 +35,7 @@ class Manifest:
 
     @classmethod
     def of(cls, source: str, tensors: Iterable[TensorSpec]) -> Manifest:
-        """What a sender announces, instead of files."""
+        """Of what a sender will broadcast, instead of files."""
         specs = list(tensors)
         fp8 = frozenset(spec.name for spec in specs if spec.dtype == _FP8.long)
         return cls(source, (), {spec.name: spec.shape for spec in specs}, fp8)
@@ -44,7 +44,7 @@ class Manifest:
     def read(cls, directory: Path) -> Manifest:
         """Without the tensors that the model does not need, such as those of a layer that predicts further tokens.
 
-        Raises UnreadableWeights when the directory is missing, empty, or damaged, and BadWeights when it lists a tensor
+        Raises UnreadableWeights when the directory is missing, empty, or damaged, and BadWeights when it holds a tensor
         twice or in a dtype of no use. A safetensors header is checked against the file's size, so a file still being
         copied is found too.
         """
@@ -107,5 +107,5 @@ def _model(directory: Path) -> tuple[bool, Callable[[str], bool]]:
 
 
 def _some(names) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:SHOWN]) + (", ..." if len(listed) > SHOWN else "")
+    ordered = sorted(names)
+    return ", ".join(ordered[:SHOWN]) + (", ..." if len(ordered) > SHOWN else "")

@@ -1,6 +1,6 @@
-"""How weights travel from trainer ranks to engine workers by broadcast: who meets where, and what each bucket holds.
+"""How weights travel from trainer ranks to engine workers by broadcast: the rendezvous, and what each bucket holds.
 
-Used by both sides and in need of torch alone. One group exists for each trainer rank that owns weights (a sender):
+Used by both sides and in need of torch alone. One group exists for each trainer rank that sends weights (a sender):
 rank 0 is the sender, the workers of all engines follow, engine by engine. The bytes go over gloo or NCCL, everything
 else over one TCP store that the trainer hosts.
 """
@@ -29,7 +29,7 @@ Backend = Literal["gloo", "nccl"]
 BUCKET_BYTES: dict[Backend, int] = {"gloo": 16 << 20, "nccl": 256 << 20}
 
 POLL_S = 0.0005  # of a bucket under way
-CALLED_OFF_POLL_S = 0.25  # of the store, by those whose bucket is late
+ABORT_POLL_S = 0.25  # of the store, by those whose bucket is late
 _EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.\d")
 
 
@@ -60,7 +60,7 @@ Bucket = tuple[TensorSpec, ...]
 class WeightGroupPlan:
     """Everything a worker must know to join.
 
-    `streams[s]` lists, in order, what sender `s` sends in every update; workers take the buckets in `order`.
+    `streams[s]` is, in order, what sender `s` sends in every update; workers take the buckets in `order`.
     """
 
     name: str  # unique to this group
@@ -148,7 +148,7 @@ def views(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 class Rendezvous:
     """The store at which senders and workers find each other and agree on every step before bytes flow.
 
-    A step begins when all workers said they are ready, and is aborted for everybody by one `abort`: those that
+    A step begins when all workers reported that they are ready, and is aborted for everybody by one `abort`: those that
     wait for it to begin never start a collective, and those within one give it up.
     """
 
@@ -189,7 +189,7 @@ class Rendezvous:
         return cls(store, plan_name, workers, timeout_s)
 
     def ready(self, step: str, count: int = 1) -> None:
-        """Says that `count` more workers are ready for `step`; the last one begins it."""
+        """Reports that `count` more workers are ready for `step`; the last one begins it."""
         if self._store.add(f"{step}/ready", count) == self._workers:
             self._store.set(f"{step}/begin", "")
 
@@ -269,13 +269,13 @@ class Channel:
         Raises `WeightGroupError` after the time-out, a lost connection, or when `step` is aborted: a peer that
         froze neither answers nor closes its connection.
         """
-        work, started, asked = self._works[ticket], time.monotonic(), time.monotonic()
+        work, started, checked = self._works[ticket], time.monotonic(), time.monotonic()
         try:
             while not work.is_completed() and time.monotonic() < started + self._timeout.total_seconds():
                 time.sleep(POLL_S)
-                if time.monotonic() > asked + CALLED_OFF_POLL_S:
+                if time.monotonic() > checked + ABORT_POLL_S:
                     self._rendezvous.check(step)
-                    asked = time.monotonic()
+                    checked = time.monotonic()
             work.wait(timedelta(milliseconds=1))  # raises unless it has completed
         except WeightGroupError:
             raise
@@ -300,15 +300,15 @@ def _completed(works: Iterable[Any]) -> bool:
 def _outlive(_group: Any, works: list[Any]) -> None:
     """Holds a group until nothing is under way: its destructor would wait for that, and the caller with it."""
     while not _completed(works):
-        time.sleep(CALLED_OFF_POLL_S)
+        time.sleep(ABORT_POLL_S)
 
 
 def local_address(peer: str, port: int = 9) -> str:
     """This machine's address on the route to `peer`, where a peer that we can reach can reach us. Sends nothing."""
     family, kind, _, _, target = socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return probe.getsockname()[0]
+    with socket.socket(family, kind) as sock:
+        sock.connect(target)
+        return sock.getsockname()[0]
 
 
 def _new_group(store: dist.Store, rank: int, size: int, backend: Backend, address: str, timeout_s: float) -> Any:
@@ -341,6 +341,6 @@ def _environment(**changes: str) -> Iterator[None]:
 
 
 def _brief(error: BaseException) -> str:
-    """What an error of torch's says, without source position, advice, and the stack that it carries along."""
+    """The message of an error of torch's, without source position, advice, and the stack that it carries along."""
     text = re.sub(r"^\[\S+:\d+\]\s*", "", str(error).partition("\n")[0])
     return text.partition(". This is typically")[0] or type(error).__name__

@@ -44,7 +44,7 @@ class PublishedFollower:
     def __init__(self, path: Path, timeout_s: float):
         self._path = path
         self._timeout_s = timeout_s
-        self._stamp: tuple[int, int] | None = None
+        self._fingerprint: tuple[int, int] | None = None
         self._current: PublishedPolicy | None = None
 
     @property
@@ -53,10 +53,10 @@ class PublishedFollower:
             # Opened anew each time: network file systems revalidate what they cached on open, not on stat.
             with self._path.open("rb") as file:
                 stat = os.fstat(file.fileno())
-                stamp = (stat.st_mtime_ns, stat.st_ino)
-                if stamp != self._stamp:
+                fingerprint = (stat.st_mtime_ns, stat.st_ino)
+                if fingerprint != self._fingerprint:
                     self._current = PublishedPolicy(**json.load(file))
-                    self._stamp = stamp
+                    self._fingerprint = fingerprint
         except OSError as error:
             # Not there yet, or replaced while it was opened: the next look finds it.
             if error.errno not in (errno.ENOENT, errno.ESTALE):

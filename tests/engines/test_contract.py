@@ -1,4 +1,4 @@
-"""What every engine gives through `Engine`, against an fp32 reference: samples, log-probs, listed tokens, experts."""
+"""What every engine gives through `Engine`, against an fp32 reference: samples, log-probs, top-K tokens, experts."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ def samples() -> GroupSamples:
     logprobs = np.linspace(-3, -2, 8, dtype=np.float32)
     ids = np.stack([np.full(8, 18), np.full(8, 19)], 1).astype(np.int32)
     ids[0] = [5, 19]
-    listed = np.tile(np.array([-1.0, -1.5], np.float32), (8, 1))
-    listed[0] = [logprobs[0], logprobs[0] - 1]
+    topk = np.tile(np.array([-1.0, -1.5], np.float32), (8, 1))
+    topk[0] = [logprobs[0], logprobs[0] - 1]
     return GroupSamples(
         lengths=np.array([3, 5, 0], np.int32),
         finish_reasons=("stop", "length", "abort"),
@@ -29,7 +29,7 @@ def samples() -> GroupSamples:
         rollout_logprob=logprobs,
         versions=np.full(8, 2, np.int32),
         topk_ids=ids,
-        rollout_topk_logprob=listed,
+        rollout_topk_logprob=topk,
     )
 
 
@@ -84,12 +84,12 @@ def _without_stop():
         (replace(samples(), finish_reasons=("stop", "length", "error")), "sample 2: finish reason is none of"),
         (replace(samples(), finish_reasons=("length", "length", "abort")), "sample 0: ended for its length"),
         (replace(samples(), finish_reasons=("stop", "length", "stop")), "sample 2: no token at all"),
-        (edited("topk_ids", (3, 1), VOCAB), "sample 1, token 0: listed id outside"),
-        (edited("topk_ids", (3, 1), 18), "sample 1, token 0: an id is listed twice"),
-        (edited("rollout_topk_logprob", (3, 1), np.nan), "sample 1, token 0: listed log-prob is missing"),
-        (edited("rollout_topk_logprob", (3, 1), -0.5), "sample 1, token 0: listed log-probs are not in order"),
-        (edited("rollout_topk_logprob", 3, (-0.1, -0.2)), "sample 1, token 0: listed probabilities sum"),
-        (edited("rollout_topk_logprob", (0, 0), -2.5), "sample 0, token 0: listed log-prob of the sampled token"),
+        (edited("topk_ids", (3, 1), VOCAB), "sample 1, token 0: top-K id outside"),
+        (edited("topk_ids", (3, 1), 18), "sample 1, token 0: an id is in the top K twice"),
+        (edited("rollout_topk_logprob", (3, 1), np.nan), "sample 1, token 0: top-K log-prob is missing"),
+        (edited("rollout_topk_logprob", (3, 1), -0.5), "sample 1, token 0: top-K log-probs are not in order"),
+        (edited("rollout_topk_logprob", 3, (-0.1, -0.2)), "sample 1, token 0: top-K probabilities sum"),
+        (edited("rollout_topk_logprob", (0, 0), -2.5), "sample 0, token 0: top-K log-prob of the sampled token"),
     ],
 )
 def test_invalid_samples_are_named(invalid, message):

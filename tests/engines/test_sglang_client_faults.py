@@ -103,7 +103,7 @@ def test_a_good_reply_passes(config, model):
         ({"weight_versions": [{"version": "3", "start": 0, "end": 2}]}, "token 2: token carries no policy version"),
         ({"weight_versions": [{"version": "inconsistent", "start": 0, "end": 3}]}, "token carries no policy version"),
         ({"output_top_logprobs_idx_flat_b64": "AAAA"}, "buffer size|reshape"),
-        ({"output_top_logprobs_val_flat_b64_dtype": "float16"}, "listed log-probs come as"),
+        ({"output_top_logprobs_val_flat_b64_dtype": "float16"}, "top-K log-probs come as"),
         ({"output_top_logprobs_null_prefix": 1}, "from position 1"),
         ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, "finish reason is none of"),
         ({"finish_reason": None}, "garbles"),
@@ -126,7 +126,7 @@ def test_garbled_replies(config, model, reply):
         against(config, description(model) | {"/generate": [reply]}, generate)
 
 
-def test_a_silent_server_is_told_to_abort(config, model):
+def test_a_silent_server_gets_an_abort(config, model):
     replies = description(model) | {"/generate": [None], "/abort_request": [say({})] * 2}
     with pytest.raises(EngineTimeout, match="generation of group g"):
         against(config, replies, generate)

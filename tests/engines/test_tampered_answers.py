@@ -70,7 +70,7 @@ TAMPERINGS = {
         vllm(lambda header, arrays: arrays["token_ids"].__setitem__(3, VOCAB)),
         sglang(_foreign_token),
     ),
-    "listed tokens lost": (
+    "top-K tokens lost": (
         vllm(lambda header, arrays: arrays.pop("topk_ids")),
         sglang(lambda sample, meta: meta.pop("output_top_logprobs_idx_flat_b64")),
     ),

@@ -107,7 +107,7 @@ def test_garbage(start_run, engines, undisturbed):
     """Invalid samples are refused, counted, and sampled by the other engine with the same seeds."""
     garbler = Garbler()
     with Proxy(engines[1].url, garbler) as proxy:
-        # Enough patience with it that it is asked again and again.
+        # So many failures allowed that it gets requests again and again.
         run = start_run(urls=[engines[0].url, proxy.url], health_failures=10)
         run.wait_to_end(REST_S + 30)
     assert garbler.done == ["truncated", "lengths", "nan", "ids", "reset", "text"]
@@ -145,11 +145,11 @@ def test_killed_during_an_update_and_restarted_with_old_weights(task, start_run,
         wait_until(service.exists, "the engine", process, home / "engine.out")
         return process, json.loads(service.read_text())
 
-    process, announced = serve()
+    process, registered = serve()
     killer = KillsAtUpdate(version=2)
     try:
-        killer.victim = announced["pid"]
-        with Proxy(announced["url"], killer) as proxy:
+        killer.victim = registered["pid"]
+        with Proxy(registered["url"], killer) as proxy:
             run = start_run(urls=[engines[0].url, proxy.url])
             run.wait_for_step(2)
             with run.held():
@@ -158,8 +158,8 @@ def test_killed_during_an_update_and_restarted_with_old_weights(task, start_run,
                 current = PublishedPolicy.read(RunDir(run.dir).published).version
                 old = PublishedPolicy(current, str(task / "random_model"), time.time())
                 old.write(RunDir(home).published)  # what the engine starts with
-                process, announced = serve()
-                assert info(announced["url"])["version"] == current
+                process, registered = serve()
+                assert info(registered["url"])["version"] == current
                 back = len(proxy.seen)
                 run.wait_for_log("orchestrator", f"engine-1 loaded policy {current}", 30)
             run.wait_to_end(REST_S)

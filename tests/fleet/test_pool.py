@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineTimeout, InvalidSample
+from dppo_megatron.fleet.monitored_engine import MonitoredEngine
 from dppo_megatron.fleet.pool import NoEngineServes
 from tests.support.fakes.fleet import FakeEngine, FakeServer, World, request, until
 from tests.support.fakes.orchestrator import make_config
@@ -195,9 +196,11 @@ def test_tokens_of_an_older_policy_than_the_engine_was_admitted_with_are_refused
 
     async def use(sampler):
         await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
-        w.servers[A].claims = 2  # says so only in its samples: no probe comes in between
+        w.servers[A].claims = 2  # says so only in its samples: no health check comes in between
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dppo_megatron.fleet.monitored_engine.MonitoredEngine._probe", lambda self: asyncio.sleep(60))
+            patch.setattr(
+                "dppo_megatron.fleet.monitored_engine.MonitoredEngine._check_health", lambda self: asyncio.sleep(60)
+            )
             results = await many(sampler, 2)
         assert {int(v) for result in results for r in result for v in r.versions} == {3}
 

@@ -55,8 +55,8 @@ class SglangEngine:
         self._generate_timeout_s = config.request_timeout_s
         self._running: dict[str, GenerateRequest] = {}  # request id -> as the server knows it
         self._limits: EngineInfo | None = None
-        self._described: EngineInfo | None = None  # when last asked
-        self._update: tuple[str, float] | None = None  # label of the update that goes on, and when it was first seen
+        self._described: EngineInfo | None = None  # by the last `info`
+        self._update: tuple[str, float] | None = None  # label of the running update, and when it was first seen
         self._model: HFModelConfig | None = None
         self._end_tokens: frozenset[int] = frozenset()
         self._first_use = asyncio.Lock()
@@ -83,7 +83,7 @@ class SglangEngine:
         finally:
             del self._running[request.request_id]
         try:
-            # In threads: listed log-probs of a group of long responses take a third of a second and more.
+            # In threads: top-K log-probs of a group of long responses take a third of a second and more.
             samples = await asyncio.to_thread(decode_group, reply, sent, self._model)
             await asyncio.to_thread(
                 samples.check, request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len
@@ -154,7 +154,7 @@ class SglangEngine:
         return self._described
 
     def _updating_s(self, served: dict[str, Any]) -> float | None:
-        """Since this client saw the update begin that goes on now; the scheduler answers nothing meanwhile."""
+        """Seconds since this client first saw the running update; the scheduler answers nothing meanwhile."""
         label = served.get("weight_version", "")
         if not label.startswith(UPDATING):
             self._update = None
@@ -193,7 +193,7 @@ class SglangEngine:
         return info
 
     async def _logprobs_mode(self) -> str:
-        """Measured, because the server does not tell: doubling the temperature halves the distance of the two most
+        """Measured, because the server does not report it: doubling the temperature halves the distance of the two most
         likely tokens, unless log-probs ignore the temperature."""
         limits = await self._static_info()
         prompt = np.arange(1, min(9, limits.vocab_size))  # token 0 is often padding, whose logits are all equal
@@ -205,14 +205,14 @@ class SglangEngine:
         return "raw_logprobs" if distance[1] > 0.75 * distance[0] else "processed_logprobs"
 
     def _admit(self, what: str, request: GenerateRequest, limits: EngineInfo) -> None:
-        """Raises `EngineRefused` for what the server would answer by ending, or with other samples than asked for."""
+        """Raises `EngineRefused` for a request that would end the server or give samples of another request."""
         cap = min(limits.max_logprobs, limits.vocab_size)
         extra = self._end_tokens - set(request.stop_token_ids)
         problems = [
             (request.request_id in self._running, "a request of that id is already running"),
             (
                 request.topk > cap,
-                f"topk = {request.topk}: this engine lists at most {cap} log-probs a token (engine.max_logprobs)",
+                f"topk = {request.topk}: this engine returns at most {cap} log-probs a token (engine.max_logprobs)",
             ),
             (
                 len(request.token_ids) >= limits.max_model_len,
@@ -263,7 +263,7 @@ def _read_model(path: Path) -> tuple[HFModelConfig, frozenset[int]]:
 
 
 def _vocab_size(served: Path, own: Path) -> int:
-    """SGLang does not tell; a server whose model directory this machine cannot see is taken to serve the run's."""
+    """SGLang does not report it; a server whose model directory this machine cannot see is taken to serve the run's."""
     try:
         return read_hf_config(served).vocab_size
     except ModelError:

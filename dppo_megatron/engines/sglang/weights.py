@@ -70,7 +70,7 @@ class SglangWeights:
             visit = (plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
             try:
                 rendezvous = await asyncio.to_thread(Rendezvous.connect, *visit)
-                rendezvous.ready("join", workers)  # for the server, which knows nothing of meetings
+                rendezvous.ready("join", workers)  # for the server, which has no part in the rendezvous
             except WeightGroupError as error:
                 raise EngineError(f"engine {self.url}: {what}: {error}") from None
             self._group = _Group(plan, rendezvous, workers)
@@ -103,8 +103,8 @@ class SglangWeights:
             async with self._paused(what, mode, deadline):
                 try:
                     await self._receive(what, self._group, step, version, deadline)
-                except BaseException as error:  # given up, too: requests that were kept must not go on unmarked
-                    await self._call_torn(what)
+                except BaseException as error:  # cancelled, too: requests that were kept must not go on unmarked
+                    await self._mark_inconsistent(what)
                     await self._leave_group()
                     if isinstance(error, EngineRefused):
                         raise EngineError(f"{error}; the weights may be incomplete") from error
@@ -141,13 +141,13 @@ class SglangWeights:
                     "leaving a weight group", "/destroy_weights_update_group", CLEAN_UP_TIMEOUT_S, body=body
                 )
 
-    async def _call_torn(self, what: str) -> None:
+    async def _mark_inconsistent(self, what: str) -> None:
         """What was loaded so far stays. Under this label every token is refused until an update succeeds."""
         with contextlib.suppress(EngineError):
             await self._label(what, INCONSISTENT, CLEAN_UP_TIMEOUT_S)
 
     async def _mark_updating(self, what: str, deadline: float) -> None:
-        """Before the scheduler is busy: its HTTP process tells the label meanwhile."""
+        """Before the scheduler is busy: its HTTP process still reports the label."""
         await self._label(what, f"{UPDATING}{uuid4().hex[:8]}", _left(deadline))
 
     async def _label(self, what: str, label: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
@@ -197,7 +197,7 @@ class SglangWeights:
             await self._mark_updating(what, deadline)
             await self._calls.call(what, "/update_weights_from_disk", _left(deadline), body=body)
         except BaseException as error:
-            await self._call_torn(what)
+            await self._mark_inconsistent(what)
             if isinstance(error, EngineRefused):
                 raise EngineError(f"{error}; the weights may be incomplete, load them again") from error
             raise

@@ -1,6 +1,6 @@
 """Requests to SGLang's `/generate` and its answers, as one group of samples.
 
-Token ids and log-probs of sampled tokens come as JSON, listed ones and routed experts as base64 of their arrays.
+Token ids and log-probs of sampled tokens come as JSON, those of the top K and routed experts as base64 of their arrays.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _topk(meta: dict[str, Any], length: int, k: int) -> tuple[np.ndarray, np.nda
         return np.empty((0, k), np.int32), np.empty((0, k), np.float32)
     kinds = meta["output_top_logprobs_idx_flat_b64_dtype"], meta["output_top_logprobs_val_flat_b64_dtype"]
     if kinds != ("int32", "float32") or meta["output_top_logprobs_null_prefix"]:
-        raise ValueError(f"listed log-probs come as {kinds} from position {meta['output_top_logprobs_null_prefix']}")
+        raise ValueError(f"top-K log-probs come as {kinds} from position {meta['output_top_logprobs_null_prefix']}")
     ids, logprobs = (
         _array(meta[f"output_top_logprobs_{name}_flat_b64"], dtype).reshape(length, k)
         for name, dtype in (("idx", "<i4"), ("val", "<f4"))

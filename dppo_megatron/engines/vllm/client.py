@@ -32,8 +32,8 @@ from .extension.wire import decode_reply, encode_request
 class VllmEngine:
     """HTTP client of one server; implements `dppo_megatron.engines.protocol.Engine`.
 
-    Bound to the event loop it is first used in, and to the life of the server that it first samples from: the samples
-    of a restarted one are refused. `config.request_timeout_s` bounds `generate` and `score`,
+    Bound to the event loop it is first used in, and to the instance of the server that it first samples from: the
+    samples of a restarted one are refused. `config.request_timeout_s` bounds `generate` and `score`,
     `config.weight_sync.timeout_s` bounds a weight update, waiting for running requests included.
     """
 
@@ -113,7 +113,7 @@ class VllmEngine:
             **source,
             "version": int(version),
             "mode": mode,
-            "wait_s": 0.9 * self._update_timeout_s,  # the server gives up first and says why
+            "wait_s": 0.9 * self._update_timeout_s,  # the server gives up first and reports why
         }
         reply = await self._calls.json(what, path, self._update_timeout_s, body=body)
         if reply.get("version") != version:

@@ -60,7 +60,7 @@ async def score(engine: EngineClient, token_ids: list[int], request_id: str) -> 
     )
     output = await _final(engine, token_ids, params, request_id)
     flat = output.prompt_logprobs
-    # Position 0 has no entry; each other one lists the prompt's token first.
+    # Position 0 has no entry; each other one begins with the prompt's token.
     first = np.asarray(flat.start_indices[1:])
     logprobs = np.asarray(flat.logprobs, dtype=np.float32)[first]
     return logprobs, int(_versions(output.outputs[0].weight_versions, 1)[0])
@@ -72,7 +72,7 @@ def _params(request: GenerateRequest, seed: int) -> SamplingParams:
         max_tokens=request.max_tokens,
         seed=seed if request.temperature else None,
         stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=True,  # only the stop tokens of the request stop it, whatever the model directory says
+        ignore_eos=True,  # only the stop tokens of the request stop it, whatever the model directory holds
         logprobs=request.topk,
         flat_logprobs=True,
         detokenize=False,
@@ -92,8 +92,8 @@ async def _final(engine: EngineClient, prompt: list[int], params: SamplingParams
 
 def _flatten(samples: list[CompletionOutput], k: int, routed_experts: np.ndarray | None) -> GroupSamples:
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int32)
-    listed = [columns(sample.logprobs, len(sample.token_ids), k) for sample in samples]
-    logprobs = np.concatenate([logprobs for _, logprobs in listed])
+    topk = [columns(sample.logprobs, len(sample.token_ids), k) for sample in samples]
+    logprobs = np.concatenate([logprobs for _, logprobs in topk])
     # Column 0 of each position is the sampled token, the K most likely follow.
     return GroupSamples(
         lengths=lengths,
@@ -103,7 +103,7 @@ def _flatten(samples: list[CompletionOutput], k: int, routed_experts: np.ndarray
         versions=np.concatenate(
             [_versions(s.weight_versions, n) for s, n in zip(samples, lengths.tolist(), strict=True)]
         ),
-        topk_ids=np.concatenate([ids for ids, _ in listed])[:, 1:] if k else None,
+        topk_ids=np.concatenate([ids for ids, _ in topk])[:, 1:] if k else None,
         rollout_topk_logprob=logprobs[:, 1:] if k else None,
         routed_experts=routed_experts,
     )

@@ -1,4 +1,4 @@
-"""HTTP routes under /dppo of a stock vLLM server: sample a group, score, swap weights, say what is served.
+"""HTTP routes under /dppo of a stock vLLM server: sample a group, score, swap weights, report what is served.
 
 An endpoint plugin of vLLM, loaded when VLLM_PLUGINS names `dppo_megatron`. Replies with arrays are safetensors
 (see `wire`), everything else is JSON; errors are `{"error": text}` with status 400 (refused, nothing changed), 409 (the
@@ -55,7 +55,7 @@ class DppoRoutes:
         self._running: dict[str, GenerateRequest] = {}
         self._engine: EngineClient | None = None
         self._updater: WeightUpdater | None = None
-        self._instance = uuid4().hex  # of this life of the server
+        self._instance = uuid4().hex  # of this server; another one after a restart
         self._experts: ExpertsReader | None = None
 
     def attach_router(self, app: FastAPI) -> None:
@@ -141,7 +141,9 @@ class DppoRoutes:
             raise ValueError(f"request id {group.request_id!r} is already running")
         cap = min(config.max_logprobs, config.get_vocab_size()) if config.max_logprobs >= 0 else config.get_vocab_size()
         if group.topk > cap:
-            raise ValueError(f"topk = {group.topk}: this server lists at most {cap} log-probs a token (--max-logprobs)")
+            raise ValueError(
+                f"topk = {group.topk}: this server returns at most {cap} log-probs a token (--max-logprobs)"
+            )
         if group.routed_experts and not self._experts.available:
             raise ValueError(
                 "routed_experts = true: this server records none; it needs a mixture of experts and, on GPUs, "
@@ -211,7 +213,7 @@ def _unfit_settings(config: VllmConfig) -> list[str]:
         )
     if config.parallel_config.data_parallel_size > 1:
         problems.append(
-            "vLLM tells of its data-parallel replicas only what the first one answers, so a weight update that failed "
+            "vLLM reports only the answer of the first of its data-parallel replicas, so a weight update that failed "
             "in another would go unseen; start one server for each replica instead of --data-parallel-size"
         )
     if config.model_config.runner_type != "generate":

@@ -1,6 +1,6 @@
 """Log-probs of requests kept as the arrays that vLLM's engine core sends.
 
-vLLM's own container spreads every listed entry over four Python lists, which costs more than choosing the entries.
+vLLM's own container spreads every entry over four Python lists, which costs more than choosing the entries.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def keep_rows(engine: EngineClient, request_ids: Sequence[str]) -> None:
 def columns(found: LogprobRows | FlatLogprobs, positions: int, k: int) -> tuple[np.ndarray, np.ndarray]:
     """ids int32 and log-probs fp32, [positions, k + 1]: the sampled token's first. Raises ValueError for others."""
     if isinstance(found, LogprobRows):
-        # A step lists as many entries as the request of the batch that wants most.
+        # A step has as many entries as the request of the batch that wants most.
         ids = [part[:, : k + 1] for part, _ in found.parts] or [np.empty((0, k + 1))]
         logprobs = [part[:, : k + 1] for _, part in found.parts] or [np.empty((0, k + 1))]
         ids, logprobs = np.concatenate(ids), np.concatenate(logprobs)

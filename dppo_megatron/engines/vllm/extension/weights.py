@@ -33,22 +33,22 @@ class WeightUpdater:
         self._lock = asyncio.Lock()
         self._began: float | None = None  # what holds the lock
         self._version = version
-        self._torn: str | None = None
+        self._inconsistent: str | None = None
         self._group = ""
 
     def check_whole(self) -> None:
         """Raises WeightsInconsistent after a failed update."""
-        if self._torn:
-            raise WeightsInconsistent(f"the weights are incomplete, load them again: {self._torn}")
+        if self._inconsistent:
+            raise WeightsInconsistent(f"the weights are incomplete, load them again: {self._inconsistent}")
 
     @property
     def version(self) -> int:
-        """That the engine serves, or served before the update that goes on now."""
+        """That the engine serves, or served before the update that runs now."""
         return self._version
 
     @property
     def updating_s(self) -> float | None:
-        """Since an update, a join or a nap began that goes on now, in which the engine core answers nothing else."""
+        """Seconds since the running update, join, sleep or waking began; the engine core answers nothing meanwhile."""
         return None if self._began is None else time.monotonic() - self._began
 
     @asynccontextmanager
@@ -88,9 +88,9 @@ class WeightUpdater:
                 raise
 
     async def sleep(self) -> None:
-        """Waits for running requests and discards weights and cache; an update must follow the waking."""
+        """Waits for running requests and discards weights and cache; an update must follow `wake`."""
         async with self._alone():
-            self._torn = "the engine was put to sleep, which discards them"
+            self._inconsistent = "the engine was put to sleep, which discards them"
             await self._engine.sleep(level=2, mode="wait")
 
     async def wake(self) -> None:
@@ -119,14 +119,14 @@ class WeightUpdater:
         try:
             await self._swap(info, version, mode)
         except Exception as error:
-            self._torn = f"{source}: {error}"
+            self._inconsistent = f"{source}: {error}"
             log.exception("weight update from %s failed half-way", source)
             # Requests that were kept must not go on under such weights.
             await self._engine.pause_generation(mode="abort")
-            raise WeightsInconsistent(self._torn) from error
+            raise WeightsInconsistent(self._inconsistent) from error
         finally:
             await self._engine.resume_generation()
-        self._torn = None
+        self._inconsistent = None
         return time.perf_counter() - paused
 
     def _read_and_check(self, path: Path) -> Manifest:
@@ -139,7 +139,7 @@ class WeightUpdater:
             try:
                 self._served = Manifest.read(self._model)
             except BadWeights as error:
-                raise BadWeights(f"cannot tell what the served model looks like: {error}") from error
+                raise BadWeights(f"cannot read what the served model looks like: {error}") from error
         manifest.check_replaces(self._served)
 
     async def _swap(self, info: dict[str, Any], version: int, mode: UpdateMode) -> None:

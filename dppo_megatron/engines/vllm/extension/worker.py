@@ -1,6 +1,6 @@
 """Worker side: a weight transfer engine fed from a model directory on shared storage or by trainer ranks' broadcasts.
 
-Importing this module registers it and ties the process to its parent's life. Name `WorkerExtension` as the server's
+Importing this module registers it and ends the process with its parent. Name `WorkerExtension` as the server's
 --worker-extension-cls so that every worker does, and `{"backend": BACKEND}` as its --weight-transfer-config.
 """
 
@@ -98,7 +98,7 @@ def _repack(model: torch.nn.Module) -> None:
     """CPU kernels keep packed copies that a layerwise reload leaves stale in two places.
 
     A head tied to the embedding loads nothing itself, so its copy is not made anew; expert weights are packed on the
-    first load only. Either way the server would go on with the old weights and say nothing.
+    first load only. Either way the server would go on with the old weights and report success.
     """
     for module in model.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
