@@ -8,35 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineTimeout, InvalidSample
+from dppo_megatron.engines.protocol import EngineIncompatible
 from dppo_megatron.fleet.monitored_engine import MonitoredEngine
 from dppo_megatron.fleet.pool import NoEngineServes
-from tests.support.fakes.fleet import FakeEngine, FakeServer, World, request, until
-from tests.support.fakes.orchestrator import make_config
-
-A, B = "http://a", "http://b"
-
-
-@pytest.fixture
-def world(tmp_path):
-    def make(*servers: FakeServer, **engine) -> World:
-        config = make_config(tmp_path / "run")
-        settings = {"health_interval_s": 0.02, "health_timeout_s": 0.1, "health_failures": 2}
-        settings |= {"unavailable_timeout_s": 5.0} | engine
-        config = config.model_copy(update={"engine": config.engine.model_copy(update=settings)})
-        made = World(config, dict(zip((A, B), servers or (FakeServer(), FakeServer()), strict=False)))
-        made.publish(0)
-        return made
-
-    return make
-
-
-def tokens(rollouts) -> list[list[int]]:
-    return [r.token_ids.tolist() for r in rollouts]
-
-
-async def many(sampler, count: int):
-    return await asyncio.gather(*(sampler.generate(request(f"g{i}")) for i in range(count)))
+from tests.support.fakes.fleet import A, B, FakeServer, many, request, tokens, until
 
 
 def test_requests_go_to_the_least_loaded_engine(world):
@@ -198,37 +173,9 @@ def test_tokens_of_an_older_policy_than_the_engine_was_admitted_with_are_refused
         await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
         w.servers[A].claims = 2  # says so only in its samples: no health check comes in between
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "dppo_megatron.fleet.monitored_engine.MonitoredEngine._check_health", lambda self: asyncio.sleep(60)
-            )
+            patch.setattr(MonitoredEngine, "_check_health", lambda self: asyncio.sleep(60))
             results = await many(sampler, 2)
         assert {int(v) for result in results for r in result for v in r.versions} == {3}
-
-    w.live(use)
-
-
-def test_invalid_samples_are_asked_of_another_engine(world):
-    w = world(FakeServer(corrupts=True), FakeServer())
-
-    async def use(sampler):
-        await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
-        results = await many(sampler, 8)
-        assert all(tokens(result) == tokens(results[0]) for result in results)
-        metrics = sampler.take_metrics()
-        assert metrics["rollout/invalid_samples"] == metrics["engine/retried_requests"] > 0
-        assert metrics["engine/deaths"] >= 1  # an engine with invalid samples again and again is no longer asked
-
-    w.live(use)
-
-
-def test_samples_that_are_invalid_from_every_engine_are_an_error(world):
-    w = world(FakeServer(corrupts=True), FakeServer(corrupts=True))
-
-    async def use(sampler):
-        await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
-        with pytest.raises(InvalidSample, match="NaN"):
-            await sampler.generate(request())
-        assert [len(server.asked) for server in w.servers.values()] == [1, 1]
 
     w.live(use)
 
@@ -344,49 +291,6 @@ def test_one_with_settings_that_do_not_suit_is_not_admitted(world):
         assert w.servers[B].loads == w.servers[B].asked == []
 
     w.live(use, check=check)
-
-
-def test_requests_that_take_too_long_are_no_failures_while_probes_are_answered(world):
-    class Impatient(FakeEngine):
-        async def generate(self, request):
-            try:
-                async with asyncio.timeout(0.05):
-                    return await super().generate(request)
-            except TimeoutError:
-                raise EngineTimeout(f"{request.request_id}: no answer") from None
-
-    w = world(FakeServer(generate_s=30))
-    w.build = lambda config, url: Impatient(url, w.servers[url])
-
-    async def use(sampler):
-        calls = asyncio.ensure_future(many(sampler, 3))
-        await until(lambda: len(w.servers[A].asked) >= 6)
-        w.servers[A].generate_s = 0.0
-        await calls
-        metrics = sampler.take_metrics()
-        assert (metrics["engine/deaths"], metrics["engine/retried_requests"] >= 3) == (0, True)
-
-    w.live(use)
-
-
-def test_a_request_that_ends_every_engine_is_given_up(world):
-    w = world(FakeServer())
-
-    async def use(sampler):
-        async def dies_of_it():
-            while True:
-                if w.servers[A].running:
-                    w.servers[A].restart(0, 0)
-                await asyncio.sleep(0.001)
-
-        w.servers[A].generate_s = 30
-        killer = asyncio.ensure_future(dies_of_it())
-        with pytest.raises(EngineError):
-            await sampler.generate(request())
-        killer.cancel()
-        assert len(w.servers[A].asked) == 8
-
-    w.live(use)
 
 
 def test_an_engine_that_dies_while_it_is_verified_is_verified_again(world):

@@ -1,4 +1,4 @@
-"""Interrupted samples go on: joined token for token, with draws of their own, never stored as if complete."""
+"""Requests go on when samples are interrupted, invalid or late: same seeds, joined token for token, within a budget."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.engines.protocol import EngineError, EngineTimeout, GenerateRequest, InvalidSample
 from dppo_megatron.fleet.pool import FixedEngines
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.types import Rollout
+from tests.support.fakes.fleet import A, FakeEngine, FakeServer, many, request, tokens, until
 
 PROMPT = np.array([7, 8, 9], np.int32)
 
@@ -108,3 +109,72 @@ def test_only_interrupted_samples_are_continued():
 def test_interrupted_at_the_very_end_is_the_length_limit(size):
     (rollout,), _ = sample(InterruptingEngine([size, 1]), max_tokens=size)
     assert (len(rollout.token_ids), rollout.finish_reason) == (12, "length")
+
+
+def test_invalid_samples_are_asked_of_another_engine(world):
+    w = world(FakeServer(corrupts=True), FakeServer())
+
+    async def use(sampler):
+        await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
+        results = await many(sampler, 8)
+        assert all(tokens(result) == tokens(results[0]) for result in results)
+        metrics = sampler.take_metrics()
+        assert metrics["rollout/invalid_samples"] == metrics["engine/retried_requests"] > 0
+        assert metrics["engine/deaths"] >= 1  # an engine with invalid samples again and again is no longer asked
+
+    w.live(use)
+
+
+def test_samples_that_are_invalid_from_every_engine_are_an_error(world):
+    w = world(FakeServer(corrupts=True), FakeServer(corrupts=True))
+
+    async def use(sampler):
+        await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
+        with pytest.raises(InvalidSample, match="NaN"):
+            await sampler.generate(request())
+        assert [len(server.asked) for server in w.servers.values()] == [1, 1]
+
+    w.live(use)
+
+
+def test_requests_that_take_too_long_are_no_failures_while_health_checks_pass(world):
+    class Impatient(FakeEngine):
+        async def generate(self, request):
+            try:
+                async with asyncio.timeout(0.05):
+                    return await super().generate(request)
+            except TimeoutError:
+                raise EngineTimeout(f"{request.request_id}: no answer") from None
+
+    w = world(FakeServer(generate_s=30))
+    w.build = lambda config, url: Impatient(url, w.servers[url])
+
+    async def use(sampler):
+        calls = asyncio.ensure_future(many(sampler, 3))
+        await until(lambda: len(w.servers[A].asked) >= 6)
+        w.servers[A].generate_s = 0.0
+        await calls
+        metrics = sampler.take_metrics()
+        assert (metrics["engine/deaths"], metrics["engine/retried_requests"] >= 3) == (0, True)
+
+    w.live(use)
+
+
+def test_a_request_that_ends_every_engine_is_given_up(world):
+    w = world(FakeServer())
+
+    async def use(sampler):
+        async def dies_of_it():
+            while True:
+                if w.servers[A].running:
+                    w.servers[A].restart(0, 0)
+                await asyncio.sleep(0.001)
+
+        w.servers[A].generate_s = 30
+        killer = asyncio.ensure_future(dies_of_it())
+        with pytest.raises(EngineError):
+            await sampler.generate(request())
+        killer.cancel()
+        assert len(w.servers[A].asked) == 8
+
+    w.live(use)

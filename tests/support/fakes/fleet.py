@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from dppo_megatron.types import Rollout
 from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
 
 PROBE = [1, 2, 3]
+A, B = "http://a", "http://b"
 _INSTANCES = itertools.count()
 
 
@@ -189,6 +190,15 @@ class World:
                 await use(Sampler(self.pool))
 
         asyncio.run(main())
+
+
+def tokens(rollouts: Sequence[Rollout]) -> list[list[int]]:
+    return [r.token_ids.tolist() for r in rollouts]
+
+
+async def many(sampler: Sampler, count: int) -> list[tuple[Rollout, ...]]:
+    """The samples of `count` requests at once."""
+    return await asyncio.gather(*(sampler.generate(request(f"g{i}")) for i in range(count)))
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
