@@ -136,7 +136,7 @@ class Sampler:
         self._counts["engine/retried_requests"] += 1
         if isinstance(error, InvalidSample):
             self._counts["rollout/invalid_samples"] += 1
-        log.warning("a request failed: %s", error)
+        log.warning("sending a request again: %s", error)
 
 
 def _continuation(request: GenerateRequest, sample: int, tokens: np.ndarray, left: int, piece: int) -> GenerateRequest:
