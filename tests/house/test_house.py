@@ -21,6 +21,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 RULES = " ".join(CONTRIBUTING.split())
 FILE_LINES = int(re.search(r"no file over (\d+) lines", RULES)[1])
 ROOM_SHARE = float(re.search(r"no room over (\d+) % of the package", RULES)[1]) / 100
+SCRIPTS = ("benchmarks", "examples", "tools", "docs")
 SOURCES = ("dppo_megatron", "tests", "tools", "examples", "benchmarks", "docs", "setup.py")
 
 
@@ -89,6 +90,19 @@ def circle(root: Path) -> list[str]:
     return []
 
 
+def unresolved_imports(root: Path) -> list[str]:
+    """Names of the package that scripts outside it import and that are not there."""
+    files, wrong = module_files(root), []
+    for script in (file for folder in SCRIPTS for file in sorted((root / folder).rglob("*.py"))):
+        for node in ast.walk(ast.parse(script.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+                names = [a.name for a in node.names if f"{node.module}.{a.name}" not in files]
+                text = files[node.module].read_text() if node.module in files else ""
+                lost = [name for name in names if not re.search(rf"\b{name}\b", text)]
+                wrong += [f"{script.relative_to(root)}: {node.module} has no {name}" for name in lost]
+    return wrong
+
+
 def lines(file: Path) -> int:
     return len(file.read_text().splitlines())
 
@@ -122,6 +136,10 @@ def test_no_file_is_over_the_limit():
 
 def test_no_room_is_over_the_limit():
     assert not large_rooms(ROOT, ROOM_SHARE)
+
+
+def test_scripts_import_names_that_exist():
+    assert not unresolved_imports(ROOT)
 
 
 def test_every_room_of_the_order_exists():
@@ -176,6 +194,18 @@ def test_the_circle_rule_sees_circles_inside_a_folder(house, back):
     (house / PACKAGE / "trainer" / "a.py").write_text("from .b import B")
     (house / PACKAGE / "trainer" / "b.py").write_text(back)
     assert {"dppo_megatron.trainer.a", "dppo_megatron.trainer.b"} <= set(circle(house))
+
+
+def test_a_script_that_imports_what_moved_is_found(house):
+    (house / "tools").mkdir()
+    (house / "tools" / "script.py").write_text(
+        "from dppo_megatron.objectives import build_objective, attic\n"
+        "def main():\n    from dppo_megatron.gone import x\n"
+    )
+    assert unresolved_imports(house) == [
+        "tools/script.py: dppo_megatron.objectives has no attic",
+        "tools/script.py: dppo_megatron.gone has no x",
+    ]
 
 
 def test_the_length_rules_count_lines(house):
