@@ -143,7 +143,7 @@ def objectives(
         str | None, typer.Argument(metavar="[NAME]", help="one of them, or package.module:attribute, in words")
     ] = None,
 ) -> None:
-    """List the training objectives with their axes, or say of one what it does."""
+    """List the training objectives with their axes, or describe one of them."""
     from .objectives.listing import in_words, table
 
     typer.echo(table() if name is None else in_words(name))
@@ -178,7 +178,7 @@ def slurm(
 ) -> None:
     """Check a config, write its batch script into the run directory and submit it to Slurm.
 
-    The config's slurm section says how many nodes train and serve, and what the site needs (docs/slurm.md).
+    The config's slurm section sets how many nodes train and serve, and what the site needs (docs/slurm.md).
     """
     from .slurm.submit import prepare, submit
 

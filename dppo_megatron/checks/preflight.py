@@ -10,7 +10,7 @@
 | `resume` | the run directory | `train`, `slurm` and its job |
 
 `config` knows the tree alone and stands below the objectives' and engines' rooms, so reading with rules is here.
-What only running processes know is checked where they meet it: the cluster of a plan (`plan.engines`), Slurm's nodes
+What is only known later is checked where it becomes known: the cluster of a plan (`plan.engines`), Slurm's nodes
 (`slurm.placement`), the number of started ranks (`actor.layout`), the limit of open files (`orchestrator.open_files`),
 a running server (`engines`), samples of a given bank (`trainer.batches`), a checkpoint's batch (`trainer.checkpoints`).
 """
@@ -88,7 +88,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
 
 
 def _check(rule: Callable[[], list[str]]) -> list[str]:
-    """A rule that cannot be checked reports why and leaves the others to be."""
+    """The rule's problems; a rule that cannot be checked reports why, and does not hide the others."""
     try:
         return rule()
     except (ValueError, OSError, ImportError) as error:

@@ -6,7 +6,7 @@ from dppo_megatron.config import Config
 
 
 def problems(config: Config) -> list[str]:
-    """Why the run does not fit the nodes that the `slurm` section asks for; only the Slurm commands ask."""
+    """Why the run does not fit the nodes that the `slurm` section requests."""
     s, p = config.slurm, config.parallel
     engines = config.started_engines
     out = []
@@ -56,7 +56,7 @@ def problems(config: Config) -> list[str]:
 
 
 def _need_gpus(config: Config, engines: int) -> list[str]:
-    """Settings that need a GPU, on nodes that are asked for without."""
+    """Settings that need a GPU, on nodes that are requested without."""
     m, s, quantization = config.model, config.slurm, config.engine.quantization
     trains, serves = s.gpus_per_node > 0, s.serving_gpus_per_node > 0
     refused = {

@@ -1,1 +1,1 @@
-"""What every room needs and none owns: files, processes."""
+"""What every room needs: number formats, GPUs by name, files, processes, ranks, retries."""

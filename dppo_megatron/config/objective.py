@@ -33,7 +33,7 @@ class ObjectiveConfig(Section):
         None, ge=1, description="divisor of seq_mean_token_sum_norm; default: rollout.max_response_tokens"
     )
     overlong_filter: bool = Field(
-        False, description="responses cut at the length limit carry no loss (DAPO); their rewards stay in the baseline"
+        False, description="truncated responses carry no loss (DAPO); their rewards stay in the baseline"
     )
 
     @field_validator("name")

@@ -1,4 +1,4 @@
-"""The one typed tree of settings. Every field says what it means once; defaults are the DPPO paper's where it has one.
+"""The one typed tree of settings. Every field is described once, here; defaults are the DPPO paper's where it has one.
 
 Rules of one field stand here, rules between fields in `dppo_megatron.checks`.
 """
@@ -158,7 +158,7 @@ class EngineConfig(Section):
     max_model_len: int = Field(4096, ge=2)
     max_num_seqs: int = Field(256, ge=1)
     kv_cache_bytes: int | None = Field(None, ge=1, description="KV cache on each GPU; default: the engine's own choice")
-    max_logprobs: int = Field(64, ge=1, description="the engine's cap on listed log-probs per token")
+    max_logprobs: int = Field(64, ge=1, description="the engine's cap on top-K log-probs per token")
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     extra_args: tuple[str, ...] = Field((), description="appended to the server's command line")
     env: dict[str, str] = Field(default_factory=dict)
@@ -169,13 +169,13 @@ class EngineConfig(Section):
         description="a group not answered for so long, waiting in the engine's queue included, is sent again; "
         "default: 600 s and 0.5 s for each token that a response may have",
     )
-    health_interval_s: float = Field(2.0, gt=0, description="time between health probes of an engine")
-    health_timeout_s: float = Field(10.0, gt=0, description="a probe without an answer for so long has failed")
+    health_interval_s: float = Field(2.0, gt=0, description="time between health checks of an engine")
+    health_timeout_s: float = Field(10.0, gt=0, description="a health check that takes longer has failed")
     health_failures: int = Field(
         3,
         ge=1,
-        description="failed probes, or failed requests, in a row after which an engine is dead and its requests go "
-        "elsewhere; a server that fails twice as many probes is ended, and restarted where the run started it",
+        description="failed health checks, or failed requests, in a row after which an engine is dead and its requests "
+        "go elsewhere; a server that fails twice as many checks is ended, and restarted if the run started it",
     )
     unavailable_timeout_s: float = Field(
         900.0, gt=0, description="waiting longer than this for any engine to serve raises; a restart must fit in it"
@@ -193,7 +193,9 @@ class RolloutConfig(Section):
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = Field((), description="besides the tokenizer's end-of-sequence token")
-    topk_logprobs: int = Field(0, ge=0, description="K of the rollout policy's listed tokens; top-K methods need > 0")
+    topk_logprobs: int = Field(
+        0, ge=0, description="K of the top-K tokens kept of the rollout policy; top-K methods need > 0"
+    )
     max_staleness: int = Field(0, ge=0, description="policy versions a rollout may lag behind; 0 = synchronous")
     on_update: Literal["keep", "wait", "abort"] = Field(
         "keep",
@@ -230,7 +232,7 @@ class WeightSyncConfig(Section):
     transport: Literal["shared_storage", "broadcast"] = Field(
         "shared_storage",
         description="shared_storage: a model directory per version, on storage that trainer and engines share; "
-        "broadcast: straight from the trainer ranks that own the weights, over NCCL on GPUs, else gloo",
+        "broadcast: straight from the trainer's source ranks, over NCCL on GPUs, else gloo",
     )
     bucket_bytes: int | None = Field(
         None, ge=1, description="broadcast: weights that travel at once; default: 256 MiB on GPUs, else 16 MiB"
@@ -239,8 +241,8 @@ class WeightSyncConfig(Section):
     probe_tolerance: float | None = Field(
         None,
         gt=0,
-        description="largest engine-trainer log-prob difference after a publish, in the mean over the probe's tokens; "
-        "default: 1e-4 where both compute in fp32, 0.3 where either does in 16 bits, 1.0 where either does in FP8",
+        description="largest engine-trainer log-prob difference after a publish, in the mean over the tokens of the "
+        "weight check; default: 1e-4 where both compute in fp32, 0.3 where either does in 16 bits, 1.0 where either does in FP8",
     )
     timeout_s: float = Field(600.0, gt=0, description="of every single step of an update; longer raises")
 
@@ -272,13 +274,13 @@ class SlurmConfig(Section):
         0, ge=0, description="nodes that only serve; 0 = engines share the trainer nodes, on the GPUs after the ranks'"
     )
     heterogeneous: bool = Field(
-        False, description="ask for trainer nodes and engine nodes as two components of a heterogeneous job"
+        False, description="request trainer nodes and engine nodes as two components of a heterogeneous job"
     )
-    gpus_per_node: int = Field(8, ge=0, description="GPUs asked for on each node; 0 = none, the run is on the CPU")
+    gpus_per_node: int = Field(8, ge=0, description="GPUs requested on each node; 0 = none, the run is on the CPU")
     engine_gpus_per_node: int | None = Field(
         None, ge=0, description="GPUs of an engine node of a heterogeneous job; default: gpus_per_node"
     )
-    exclusive: bool = Field(True, description="ask for whole nodes; false: say CPUs and memory in sbatch_args")
+    exclusive: bool = Field(True, description="request whole nodes; false: give CPUs and memory in sbatch_args")
     gpu: str | None = Field(
         None,
         description="kind of GPU as `dppo-megatron plan` names it, e.g. h100-80; a run that does not fit is refused",
@@ -288,7 +290,7 @@ class SlurmConfig(Section):
     engine_partition: str | None = Field(
         None, description="partition of the engine nodes of a heterogeneous job; default: partition"
     )
-    time: str = Field("24:00:00", description="time limit of one life of the job, as sbatch takes it")
+    time: str = Field("24:00:00", description="time limit of one attempt of the job, as sbatch takes it")
     signal_lead_s: int = Field(
         300, ge=60, description="seconds before the time limit at which the run checkpoints and requeues"
     )

@@ -39,7 +39,7 @@ class TokenSequence:
         temperature: float = 1.0,
         replay_routing: bool = False,
     ) -> TokenSequence:
-        """A sampled response with the log-probs, and if asked the routing, of the policy that sampled it."""
+        """A sampled response with the log-probs, and if requested the routing, of the policy that sampled it."""
         return cls(
             prompt.token_ids,
             rollout.token_ids,
@@ -91,29 +91,24 @@ def plan_micro_batches(lengths: Sequence[int] | np.ndarray, data_parallel: int, 
     return plan
 
 
-def pack(sequences: Sequence[TokenSequence], *, topk: int = 0, pad_to_multiple: int = 1) -> TokenBatch:
+def pack(sequences: Sequence[TokenSequence], *, topk: int = 0) -> TokenBatch:
     """One micro-batch on the CPU, sequences end to end in the given order.
 
     All sequences must have the same optional fields, those that the result has.
     Without sequences the result is a filler: a single masked token with zero loss weight, rollout fields and
-    `topk` listed entries, so that a rank with nothing to do runs the same collectives as the others.
-    pad_to_multiple: rows are filled up with masked tokens to a multiple of this (sequence parallelism shards
-    rows evenly). They form one more sequence at the end, where nothing attends to them, so positions and
-    attention of the real ones are untouched; `cu_seqlens` then has one more entry.
+    `topk` top-K entries, so that a rank with nothing to do runs the same collectives as the others.
     Raises `ValueError` for an empty prompt, fields whose lengths or presence disagree, and weights or
     advantages that are not finite.
     """
     _check(sequences)
     if not sequences:
-        return _filler(topk, pad_to_multiple)
+        return _filler(topk)
     prompt_sizes = np.array([len(s.prompt_ids) for s in sequences])
     response_sizes = np.array([len(s.response_ids) for s in sequences])
     sizes = prompt_sizes + response_sizes
     ends = np.cumsum(sizes)
     starts = ends - sizes
-    tokens = int(ends[-1])
-    total = math.ceil(tokens / pad_to_multiple) * pad_to_multiple
-    bounds = [0, *ends.tolist()] + ([total] if total > tokens else [])
+    total = int(ends[-1])
 
     # Response token j is predicted by the row before it: start + P + j - 1.
     responses = int(response_sizes.sum())
@@ -129,17 +124,15 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0, pad_to_multiple: 
     def per_response(values: list[Any]) -> np.ndarray:
         return np.repeat(np.array(values, dtype=np.float32), response_sizes)
 
-    token_ids = np.zeros(total, dtype=np.int64)
-    token_ids[:tokens] = np.concatenate([part for s in sequences for part in (s.prompt_ids, s.response_ids)])
-    positions = np.arange(total)
-    positions -= np.repeat(bounds[:-1], np.diff(bounds))
+    token_ids = np.concatenate([part for s in sequences for part in (s.prompt_ids, s.response_ids)])
+    positions = np.arange(total) - np.repeat(starts, sizes)
     loss_weight = per_response([s.loss_weight for s in sequences])
     carries_loss = loss_weight != 0
     finite = np.isfinite(loss_weight).all()
     batch: dict[str, torch.Tensor] = {
-        "token_ids": torch.from_numpy(token_ids),
+        "token_ids": torch.from_numpy(token_ids.astype(np.int64)),
         "position_ids": torch.from_numpy(positions),
-        "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
+        "cu_seqlens": torch.tensor([0, *ends.tolist()], dtype=torch.int32),
         "target_ids": per_row(np.where(carries_loss, np.concatenate([s.response_ids for s in sequences]), 0), np.int64),
         "mask": per_row(carries_loss, np.bool_),
         "loss_weight": per_row(loss_weight, np.float32),
@@ -151,8 +144,7 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0, pad_to_multiple: 
         else:
             advantage = per_response([s.advantage for s in sequences])
         finite &= np.isfinite(advantage).all()
-        temperature = np.ones(total, dtype=np.float32)
-        temperature[:tokens] = np.repeat(np.array([s.temperature for s in sequences], dtype=np.float32), sizes)
+        temperature = np.repeat(np.array([s.temperature for s in sequences], dtype=np.float32), sizes)
         batch["advantage"] = per_row(advantage, np.float32)
         batch["rollout_logprob"] = per_row(np.concatenate([s.rollout_logprob for s in sequences]), np.float32)
         batch["temperature"] = torch.from_numpy(temperature)
@@ -172,20 +164,20 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0, pad_to_multiple: 
     return TokenBatch(**batch)
 
 
-def _filler(topk: int, rows: int) -> TokenBatch:
-    zeros = torch.zeros(rows)
+def _filler(topk: int) -> TokenBatch:
+    zeros = torch.zeros(1)
     return TokenBatch(
         token_ids=zeros.long(),
-        position_ids=torch.arange(rows),
-        cu_seqlens=torch.tensor([0, rows], dtype=torch.int32),
+        position_ids=zeros.long(),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         target_ids=zeros.long(),
         mask=zeros.bool(),
         loss_weight=zeros.clone(),
         advantage=zeros.clone(),
         rollout_logprob=zeros.clone(),
-        temperature=torch.ones(rows),
-        topk_ids=torch.full((rows, topk), -1, dtype=torch.int32) if topk else None,
-        rollout_topk_logprob=torch.zeros(rows, topk) if topk else None,
+        temperature=torch.ones(1),
+        topk_ids=torch.full((1, topk), -1, dtype=torch.int32) if topk else None,
+        rollout_topk_logprob=torch.zeros(1, topk) if topk else None,
     )
 
 

@@ -53,18 +53,7 @@ class RewardPool:
         reward = build_reward(config)
         self._inline = reward if getattr(reward, "trusted", False) else None
         self._pool: ProcessPool | None = None
-        self._failures: Counter[str] = Counter()
-        self._scored = 0
-
-    @property
-    def scored(self) -> int:
-        """Samples scored so far, failed ones included."""
-        return self._scored
-
-    @property
-    def failures(self) -> dict[str, int]:
-        """Failed samples so far by reason: "raised", "not_finite", "timeout", "died"."""
-        return dict(self._failures)
+        self._failures: Counter[str] = Counter()  # by reason: "raised", "not_finite", "timeout", "died"
 
     async def score(self, prompt: Prompt, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Rewards [n] fp32 and failed [n] bool of n responses to one prompt; raises nothing a reward does."""
@@ -77,10 +66,9 @@ class RewardPool:
         for i, outcome in enumerate(outcomes):
             if isinstance(outcome, _Failure):
                 failed[i] = True
-                self._count(prompt, outcome)
+                self._log(prompt, outcome)
             else:
                 rewards[i] = outcome
-        self._scored += len(texts)
         return rewards, failed
 
     def close(self) -> None:
@@ -128,7 +116,7 @@ class RewardPool:
             )
         return self._pool
 
-    def _count(self, prompt: Prompt, failure: _Failure) -> None:
+    def _log(self, prompt: Prompt, failure: _Failure) -> None:
         self._failures[failure.reason] += 1
         if self._failures[failure.reason] <= _LOGGED_PER_REASON:
             log.warning("reward of prompt row %d failed (%s): %s", prompt.row, failure.reason, failure.detail)
@@ -170,7 +158,7 @@ _loaded = functools.cache(load_reward)  # one reward object per worker process
 def _start_worker(name: str, parent: int) -> None:
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
     # Here, because loading does not count against the first sample's timeout. An error that this process
-    # alone meets is left for the samples to report: raising would break the pool.
+    # alone has is left for the samples to report: raising would break the pool.
     with contextlib.suppress(RewardError):
         _loaded(name)
 

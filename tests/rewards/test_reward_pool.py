@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -27,36 +29,40 @@ def make_pool(name="tests.rewards.strange_rewards:strange", timeout_s=5.0, worke
     return RewardPool(RewardConfig(name=name, timeout_s=timeout_s, workers=workers))
 
 
-def test_failures_cost_their_own_sample_alone(prompt):
+def logged_failures(caplog) -> dict[str, int]:
+    """Failed samples by reason; the pool logs five of each."""
+    return dict(Counter(re.findall(r"reward of prompt row \d+ failed \((\w+)\)", caplog.text)))
+
+
+def test_failures_cost_their_own_sample_alone(prompt, caplog):
     texts = ["raise", "ok", "exit", "nan", "huge", "none", "unpicklable", "ok", "die", "kill", "ok"]
     with make_pool() as pool:
         rewards, failed = score(pool, prompt("1"), *texts)
         assert rewards == [float(text == "ok") for text in texts]
         assert failed == [text != "ok" for text in texts]
-        assert pool.failures == {"raised": 4, "not_finite": 2, "died": 2}
-        assert pool.scored == len(texts)
+        assert logged_failures(caplog) == {"raised": 4, "not_finite": 2, "died": 2}
 
 
-def test_hanging_verifiers_are_replaced(prompt):
+def test_hanging_verifiers_are_replaced(prompt, caplog):
     with make_pool(timeout_s=0.5, workers=2) as pool:
         start = time.monotonic()
         rewards, failed = score(pool, prompt("1"), "hang", "ok", "spin", "ok", "hang", "ok")
         assert rewards == [0, 1, 0, 1, 0, 1]
         assert failed == [True, False, True, False, True, False]
-        assert pool.failures == {"timeout": 3}
+        assert logged_failures(caplog) == {"timeout": 3}
         assert time.monotonic() - start < 30
         assert score(pool, prompt("1"), "ok") == ([1.0], [False])
 
 
 @pytest.mark.parametrize("size", [2, 30_000], ids=["sent at once", "more than a pipe holds"])
-def test_a_worker_killed_while_idle_is_replaced(prompt, size):
+def test_a_worker_killed_while_idle_is_replaced(prompt, size, caplog):
     with make_pool() as pool:
         (pid,), _ = score(pool, prompt("1"), "pid")
         assert int(pid) != os.getpid()
         os.kill(int(pid), signal.SIGKILL)
         texts = ["x" * size] * 4
         assert asyncio.run(asyncio.wait_for(pool.score(prompt("1"), texts), 20))[0].tolist() == [1.0] * 4
-        assert pool.failures == {}
+        assert logged_failures(caplog) == {}
 
 
 def test_groups_are_scored_at_the_same_time(prompt):
@@ -83,12 +89,12 @@ def test_importing_does_not_count_against_the_timeout(prompt):
         assert score(pool, prompt("1"), "a", "b") == ([1.0, 1.0], [False, False])
 
 
-def test_trusted_rewards_run_inline_and_fail_alike(prompt):
+def test_trusted_rewards_run_inline_and_fail_alike(prompt, caplog):
     with make_pool("tests.rewards.strange_rewards:trusted") as pool:
         rewards, failed = score(pool, prompt("1"), "pid", "raise", "exit", "nan")
         assert rewards[0] == np.float32(os.getpid())
         assert failed == [False, True, True, True]
-        assert pool.failures == {"raised": 2, "not_finite": 1}
+        assert logged_failures(caplog) == {"raised": 2, "not_finite": 1}
 
 
 def test_a_thousand_arithmetic_samples_are_cheap(prompt):
@@ -102,12 +108,12 @@ def test_a_thousand_arithmetic_samples_are_cheap(prompt):
         assert min(asyncio.run(seconds(pool)) for _ in range(5)) < 0.01
 
 
-def test_a_hanging_expression_is_given_up(prompt):
+def test_a_hanging_expression_is_given_up(prompt, caplog):
     """A power tower, as a policy may write by chance, keeps the algebra system busy for ever."""
     with make_pool("gsm8k", timeout_s=2.0) as pool:
         texts = [r"\boxed{9^{9^{9^{9^{9}}}}}", r"\boxed{\frac{144}{2}}"]
         assert score(pool, prompt("so\n#### 72"), *texts) == ([0.0, 1.0], [True, False])
-        assert pool.failures == {"timeout": 1}
+        assert logged_failures(caplog) == {"timeout": 1}
 
 
 def test_unknown_rewards_are_refused_before_work_starts():
