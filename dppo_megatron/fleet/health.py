@@ -161,27 +161,27 @@ class EngineHealth:
             case Registered():
                 return EngineHealth(since=now, published=self.published)
             case Vanished():
-                return self._dead("it is no longer registered", until=now)
+                return self._die("it is no longer registered", until=now)
             case Published(version, confirmed):
-                return self._published(version, confirmed)
+                return self._on_published(version, confirmed)
             case Answered(instance, version):
-                return replace(self, updating=False)._answered(instance, version, now)
+                return replace(self, updating=False)._on_answered(instance, version, now)
             case Updating():  # alive; what it serves will be known when it is done
                 return replace(self, silent=0, updating=True)
             case Silent(reason):
-                return self._silent(reason, now, rules)
+                return self._on_silent(reason, now, rules)
             case Delivered():
                 return self if self.state is State.DEAD else replace(self, failed=0, quarantines=0)
             case Failed(reason):
-                return self._failed(reason, now, rules)
+                return self._on_failed(reason, now, rules)
             case VerifyStarted():
                 return replace(self, state=State.VERIFYING) if self.may_verify(now, rules) else self
             case Verified(instance, version):
-                return self._verified(instance, version)
+                return self._on_verified(instance, version)
             case VerifyFailed(reason):
-                return self._quarantined(reason, now, rules) if self.state is State.VERIFYING else self
+                return self._quarantine(reason, now, rules) if self.state is State.VERIFYING else self
 
-    def _published(self, version: int, confirmed: str | None) -> EngineHealth:
+    def _on_published(self, version: int, confirmed: str | None) -> EngineHealth:
         verified = None if confirmed is None else (confirmed, version)
         if version == self.published:
             return replace(self, confirmed=verified)
@@ -193,7 +193,7 @@ class EngineHealth:
         state = State.STALE if self.state is State.SERVING else self.state
         return replace(after, state=state, verified=None)
 
-    def _answered(self, instance: str, version: int, now: float) -> EngineHealth:
+    def _on_answered(self, instance: str, version: int, now: float) -> EngineHealth:
         seen = replace(self, instance=instance, version=version, silent=0)
         if instance != self.instance:
             seen = replace(seen, verified=None)
@@ -211,34 +211,34 @@ class EngineHealth:
             return replace(seen, state=State.SERVING, verified=claim)
         return replace(seen, state=State.STALE, verified=None)
 
-    def _silent(self, reason: str, now: float, rules: HealthRules) -> EngineHealth:
+    def _on_silent(self, reason: str, now: float, rules: HealthRules) -> EngineHealth:
         seen = replace(self, silent=self.silent + 1, reason=reason)
         if self.state in (State.STARTING, State.DEAD):
             return seen
         if seen.silent >= rules.failures:
-            return seen._dead(reason, until=now)
+            return seen._die(reason, until=now)
         return replace(seen, state=State.SUSPECT) if self.state is State.SERVING else seen
 
-    def _failed(self, reason: str, now: float, rules: HealthRules) -> EngineHealth:
+    def _on_failed(self, reason: str, now: float, rules: HealthRules) -> EngineHealth:
         if self.state is State.DEAD:
             return self
         seen = replace(self, failed=self.failed + 1, reason=reason)
         if seen.failed >= rules.failures:
-            return seen._quarantined(reason, now, rules)
+            return seen._quarantine(reason, now, rules)
         return replace(seen, state=State.SUSPECT) if self.state is State.SERVING else seen
 
-    def _verified(self, instance: str, version: int) -> EngineHealth:
+    def _on_verified(self, instance: str, version: int) -> EngineHealth:
         if self.state is not State.VERIFYING:
             return self
         if instance != self.instance or version != self.published:
             return replace(self, state=State.STALE)
         return replace(self, state=State.SERVING, verified=(instance, version), silent=0, failed=0)
 
-    def _quarantined(self, reason: str, now: float, rules: HealthRules) -> EngineHealth:
+    def _quarantine(self, reason: str, now: float, rules: HealthRules) -> EngineHealth:
         wait = min(rules.quarantine_s * 2**self.quarantines, rules.longest_quarantine_s)
-        return replace(self._dead(reason, until=now + wait), quarantines=self.quarantines + 1)
+        return replace(self._die(reason, until=now + wait), quarantines=self.quarantines + 1)
 
-    def _dead(self, reason: str, until: float) -> EngineHealth:
+    def _die(self, reason: str, until: float) -> EngineHealth:
         return replace(
             self,
             state=State.DEAD,

@@ -79,14 +79,14 @@ class LiveEngines:
         """`call` on each engine while it is healthy; its result, or the engine's error, by URL."""
         by_url = {service.url: client for service, client in self._clients.items()}
 
-        async def guarded(url: str) -> Result | EngineError:
+        async def call_while_healthy(url: str) -> Result | EngineError:
             try:
                 return await while_healthy(by_url[url], self._config, call(by_url[url]))
             except EngineError as error:
                 return error
 
         urls = list(urls)
-        return dict(zip(urls, await asyncio.gather(*map(guarded, urls)), strict=True))
+        return dict(zip(urls, await asyncio.gather(*map(call_while_healthy, urls)), strict=True))
 
     async def confirm(
         self,

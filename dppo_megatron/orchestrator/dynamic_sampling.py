@@ -46,7 +46,7 @@ class SignalFilter:
         return False
 
 
-def why_dropped(group: RolloutGroup) -> str:
+def describe_drop(group: RolloutGroup) -> str:
     """The detail of a dropped prompt in the bank."""
     valid = group.rewards[~group.reward_failed]
     equal = f"rewards of {len(valid)} samples are all {valid[0]:g}" if len(valid) else "no reward"

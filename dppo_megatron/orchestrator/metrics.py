@@ -42,19 +42,19 @@ class StepRecorder:
         self._response_tokens: dict[int, int] = {}
         self._dropped = self._given_up = 0
 
-    def started(self, step: int) -> None:
+    def count_started(self, step: int) -> None:
         self._started.setdefault(step, time.monotonic())
 
-    def given_up(self) -> None:
+    def count_given_up(self) -> None:
         """Counts one group that took longer than the staleness bound allows."""
         self._given_up += 1
 
-    def dropped(self, step: int, group: RolloutGroup) -> None:
+    def count_dropped(self, step: int, group: RolloutGroup) -> None:
         """Counts one group that was sampled for the step and is not trained on."""
         self._dropped += 1
         self._count_tokens(step, group)
 
-    def finished(self, step: int, group: RolloutGroup) -> None:
+    def count_finished(self, step: int, group: RolloutGroup) -> None:
         """Counts one group of the step; steps that an earlier orchestrator began are not timed."""
         self._finished[step] = self._finished.get(step, 0) + 1
         self._count_tokens(step, group)

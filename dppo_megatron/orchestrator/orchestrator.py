@@ -21,7 +21,7 @@ from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.types import Prompt, RolloutGroup
 from dppo_megatron.weights.published import POLL_S, PublishedFollower
 
-from .dynamic_sampling import NO_SIGNAL, SignalFilter, why_dropped
+from .dynamic_sampling import NO_SIGNAL, SignalFilter, describe_drop
 from .evaluation import Evaluator
 from .metrics import StepRecorder
 from .staleness import StalenessBound
@@ -96,7 +96,7 @@ class Orchestrator:
                 await self._evaluate_if_due()
                 while begun < wanted and len(running) < rollout.max_concurrent_groups and self._may_begin(begun):
                     last_step = self._bound.last_step(self._published.current.version)
-                    self._recorder.started(begun // rollout.prompts_per_step)
+                    self._recorder.count_started(begun // rollout.prompts_per_step)
                     prompt = self._prompts.prompt(next(positions))
                     running[asyncio.create_task(self._produce(prompt))] = Running(prompt, last_step)
                     begun += 1
@@ -138,7 +138,7 @@ class Orchestrator:
             if running and not self._goes_on(group, waiting, running):
                 return
             _, first = finished.pop(0)
-            self._recorder.finished(group // self._config.rollout.prompts_per_step, first)
+            self._recorder.count_finished(group // self._config.rollout.prompts_per_step, first)
             self._bank.append(first)
 
     def _goes_on(self, group: int, waiting: list[int], running: dict[asyncio.Task, Running]) -> bool:
@@ -165,7 +165,7 @@ class Orchestrator:
         task.cancel()  # which aborts it in the engine
         detail = f"not done when step {late.last_step} needed its last group, and no later step may train on it"
         self._bank.drop(late.prompt.position, late.prompt.row, TOO_STALE, detail)
-        self._recorder.given_up()
+        self._recorder.count_given_up()
         log.warning("prompt %d: given up, %s", late.prompt.position, detail)
 
     def _keep(self, group: RolloutGroup) -> bool:
@@ -173,8 +173,8 @@ class Orchestrator:
         step = self._bank.num_train_groups // self._config.rollout.prompts_per_step
         keeps = self._filter.keeps(group, step)
         if not keeps:
-            self._recorder.dropped(step, group)
-            self._bank.drop(group.prompt.position, group.prompt.row, NO_SIGNAL, why_dropped(group))
+            self._recorder.count_dropped(step, group)
+            self._bank.drop(group.prompt.position, group.prompt.row, NO_SIGNAL, describe_drop(group))
         return keeps
 
     async def _produce(self, prompt: Prompt) -> RolloutGroup:

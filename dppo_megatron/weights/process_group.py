@@ -97,11 +97,11 @@ class WeightGroupPlan:
         layer until the layer is complete, and one sender has a few experts of every layer.
         """
 
-        def keyed(sender: int, stream: tuple[Bucket, ...]) -> Iterator[tuple[tuple[int, int, int], int, Bucket]]:
+        def with_keys(sender: int, stream: tuple[Bucket, ...]) -> Iterator[tuple[tuple[int, int, int], int, Bucket]]:
             for number, bucket in enumerate(stream):
                 yield (expert_layer(bucket[0].name), sender, number), sender, bucket
 
-        parts = (keyed(sender, stream) for sender, stream in enumerate(self.streams))
+        parts = (with_keys(sender, stream) for sender, stream in enumerate(self.streams))
         for (_, _, number), sender, bucket in heapq.merge(*parts, key=lambda part: part[0]):
             yield sender, number, bucket
 

@@ -192,7 +192,7 @@ def test_abort_returns_what_was_sampled_and_it_can_go_on(served):
 
 
 def test_another_client_may_use_the_ids_of_one_that_is_still_being_answered(served):
-    async def two_lives(engine):
+    async def two_clients(engine):
         first = asyncio.ensure_future(engine.generate(group("again", n=2, max_tokens=480)))
         await some_steps(engine)
         later = build_engine(served.config, engine.url)
@@ -201,7 +201,7 @@ def test_another_client_may_use_the_ids_of_one_that_is_still_being_answered(serv
         await later.close()
         return rollouts, await first
 
-    assert [len(rollouts) for rollouts in served.use(two_lives)] == [2, 2]
+    assert [len(rollouts) for rollouts in served.use(two_clients)] == [2, 2]
 
 
 def test_a_client_that_hangs_up_aborts_its_request(served):

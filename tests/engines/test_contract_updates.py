@@ -81,7 +81,7 @@ def test_update_in_flight_keeps_requests_and_tags_their_tokens(served, load):
 
 
 def test_update_that_aborts_returns_what_was_sampled(served, load):
-    request = group("cut", n=2, max_tokens=480)
+    request = group("interrupted", n=2, max_tokens=480)
     rollouts = served.use(
         lambda engine: update_while_generating(
             engine, load, request, 8, "abort", caught=lambda r: r.finish_reason == "abort"

@@ -15,7 +15,7 @@ REQUEST = GenerateRequest("g7", np.array([3, 4]), 3, (1, 2, 3), 1.0, 5, stop_tok
 
 
 def samples() -> GroupSamples:
-    """Three good samples: stopped after 3 tokens, cut at 5, aborted with none."""
+    """Three good samples: stopped after 3 tokens, truncated at 5, aborted with none."""
     tokens = np.array([5, 6, 9, 1, 2, 3, 4, 5], np.int32)
     logprobs = np.linspace(-3, -2, 8, dtype=np.float32)
     ids = np.stack([np.full(8, 18), np.full(8, 19)], 1).astype(np.int32)

@@ -167,14 +167,14 @@ def test_an_update_that_fails_leaves_weights_that_nobody_may_use(config, model, 
 
 
 def test_a_server_that_updates_its_weights_is_alive_though_its_scheduler_is_silent(config, model):
-    async def probe_twice(engine):
+    async def check_twice(engine):
         await engine.info()
         first = await check_health(engine, config)
         return first, await check_health(engine, config)
 
     labels = [say({"weight_version": label, "model_path": str(model)}) for label in ["3"] + ["updating-1"] * 4]
     replies = {"/server_info": [say(SERVER), None], "/model_info": labels}
-    first, second = against(config, replies, probe_twice)
+    first, second = against(config, replies, check_twice)
     assert 0 <= first.updating_s < second.updating_s < 1
     assert second.version == 3
 

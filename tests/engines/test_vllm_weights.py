@@ -133,7 +133,7 @@ def test_what_the_model_does_not_need_may_be_left_out_of_a_policy(tmp_path):
     asyncio.run(load(WeightUpdater(FakeEngine(), start), make_policy(tmp_path / "published")))
 
 
-@pytest.mark.parametrize("corrupt", [shutil.rmtree, lambda d: (d / "config.json").unlink(), lambda d: cut(d)])
+@pytest.mark.parametrize("corrupt", [shutil.rmtree, lambda d: (d / "config.json").unlink(), lambda d: truncate(d)])
 def test_what_cannot_be_read_here_and_now_is_no_refusal(tmp_path, policy, corrupt):
     published = make_policy(tmp_path / "published")
     corrupt(published)
@@ -143,7 +143,7 @@ def test_what_cannot_be_read_here_and_now_is_no_refusal(tmp_path, policy, corrup
     assert engine.calls == []
 
 
-def cut(directory):
+def truncate(directory):
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
 

@@ -21,7 +21,7 @@ from tests.support.runs import config_tree, end_session, start, wait_until, writ
 
 pytestmark = pytest.mark.faults
 
-RESTART_S = 90.0  # back-off, start of a server, load and probe, on two busy cores
+RESTART_S = 90.0  # back-off, start of a server, load and weight check, on two busy cores
 REST_S = 90.0  # what is left of a run
 
 

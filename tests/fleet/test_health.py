@@ -40,7 +40,7 @@ def serving(version: int = 4, instance: str = "a") -> EngineHealth:
     return health
 
 
-def test_confirmed_by_the_publisher_it_serves_once_it_says_so_itself():
+def test_confirmed_by_the_publisher_it_serves_once_it_reports_the_version():
     published = after(Registered(), Answered("a", 0), Published(0, "a"))
     assert published.state is State.STALE
     assert after(Answered("a", 0), start=published).state is State.SERVING
@@ -49,7 +49,7 @@ def test_confirmed_by_the_publisher_it_serves_once_it_says_so_itself():
 @pytest.mark.parametrize(
     "answer",
     [Answered("a", 3), Answered("b", 4)],
-    ids=["another version than was confirmed", "another life than was confirmed"],
+    ids=["another version than was confirmed", "another instance than was confirmed"],
 )
 def test_a_claim_that_nobody_confirmed_is_not_believed(answer):
     health = after(Registered(), Published(4, "a"), answer)
@@ -195,8 +195,8 @@ EVENTS = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 0.5, 3.0, 20.0])), min_size=20, max_size=60))
-def test_it_never_serves_without_proof(history):
-    """Proof: since its last death or new address, this very life was verified or verified for at this very version."""
+def test_it_never_serves_unverified(history):
+    """Since its last death or new address this instance was verified, by pool or publisher, at this version."""
     health, now, verified = EngineHealth(), 0.0, set()
     for event, wait in history:
         now += wait

@@ -102,7 +102,7 @@ def test_a_load_may_take_long_but_not_longer_than_an_update(world):
     started = time.monotonic()
     confirmed, left_out = publish(w, 3)
     assert time.monotonic() - started < 4
-    assert [c.url for c in confirmed] == [A], "0.8 s are many times two failed probes"
+    assert [c.url for c in confirmed] == [A], "0.8 s are many times two failed health checks"
     assert "longer than weight_sync.timeout_s = 1.2" in str(left_out[B])
 
 

@@ -42,7 +42,7 @@ def test_requests_of_a_lost_engine_are_sent_unchanged_to_another(world, end):
         if end == "vanishes":
             del w.registered["engine-0"]
         results = await calls
-        assert time.monotonic() - lost < 3  # 2 probes of 0.1 s and a reload, on a busy machine
+        assert time.monotonic() - lost < 3  # 2 health checks of 0.1 s and a reload, on a busy machine
         assert all(tokens(result) == tokens(results[0]) for result in results)
         metrics = sampler.take_metrics()
         assert metrics["engine/retried_requests"] == 4
@@ -79,7 +79,7 @@ def test_a_restarted_engine_is_loaded_and_scored_before_it_gets_a_request(world,
 
     async def use(sampler):
         await sampler.generate(request())
-        w.servers[A].restart(weights, claims)  # between two probes, at the same address
+        w.servers[A].restart(weights, claims)  # between two health checks, at the same address
         (rollout, _) = await sampler.generate(request("after"))
         assert w.servers[A].loads == [3]
         expected = np.random.default_rng([7, 3]).integers(0, 99, 4)
@@ -141,7 +141,7 @@ def test_what_the_trainer_is_publishing_is_not_undone(world):
         for version in range(1, 4):
             for server in w.servers.values():
                 server.weights = server.claims = version
-            await asyncio.sleep(0.1)  # several probes
+            await asyncio.sleep(0.1)  # several health checks
             await many(sampler, 4)
             w.publish(version)
             await many(sampler, 4)
@@ -255,7 +255,7 @@ def test_an_engine_that_is_closed_as_it_is_told_news_ends(world):
     async def use(sampler):
         await sampler.generate(request())
         (engine,) = w.pool._engines.values()
-        await asyncio.sleep(0.05)  # between two probes
+        await asyncio.sleep(0.05)  # between two health checks
         engine._wake.set()
         async with asyncio.timeout(1):
             await engine.close()

@@ -1,4 +1,4 @@
-"""The orchestrator on a scripted engine: order, staleness, dropping, invalid samples, evaluation, many lives."""
+"""The orchestrator on a scripted engine: order, staleness, dropping, invalid samples, evaluation, many attempts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def world(tmp_path):
 
 def test_every_step_is_sampled_by_its_own_policy_in_prompt_order(world):
     w = world()
-    w.live(w.engine(delay=later_ones_first))
+    w.run_attempt(w.engine(delay=later_ones_first))
     assert w.steps() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert [version_of(group) for group in w.groups()] == [0] * 4 + [1] * 4 + [2] * 4
     assert [group.prompt.position for group in w.groups()][:4] != [0, 1, 2, 3]  # appended as they came
@@ -63,7 +63,7 @@ def test_every_step_is_sampled_by_its_own_policy_in_prompt_order(world):
 def test_samples_have_their_own_seeds_which_never_change(world):
     w = world()
     engine = w.engine()
-    w.live(engine)
+    w.run_attempt(engine)
     seeds = [seed for request in engine.requests if trains(request) for seed in request.seeds]
     assert len(set(seeds)) == len(seeds) == 3 * GROUPS * 3
     assert all(request.stop_token_ids == (99,) for request in engine.requests)
@@ -72,7 +72,7 @@ def test_samples_have_their_own_seeds_which_never_change(world):
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_staleness_is_used_and_bounded(world, staleness):
     w = world(steps=5, training_s=0.03, max_staleness=staleness)
-    w.live(w.engine(delay=later_ones_first))
+    w.run_attempt(w.engine(delay=later_ones_first))
     groups = w.groups()
     lags = [index // GROUPS - version_of(group) for index, group in enumerate(groups)]
     assert max(lags) == staleness
@@ -83,7 +83,7 @@ def test_staleness_is_used_and_bounded(world, staleness):
 def test_no_more_groups_at_once_than_allowed(world):
     w = world(max_concurrent_groups=2)
     engine = w.engine(delay=lambda request: 0.002 * trains(request))
-    w.live(engine)
+    w.run_attempt(engine)
     assert engine.most_running == 2
     assert [len(step) for step in w.steps()] == [GROUPS] * 3
 
@@ -93,7 +93,7 @@ def test_groups_without_signal_are_replaced(world, delay):
     """The prompts used are the shortest beginning of the order that fills the run, whichever group ends first."""
     w = world(dynamic_sampling=True, hopeless=lambda p: p % 3 == 0)
     engine = w.engine(delay=delay)
-    w.live(engine)
+    w.run_attempt(engine)
     kept = [p for p in range(18) if p % 3]
     assert w.steps() == [kept[:4], kept[4:8], kept[8:12]]
     assert [version_of(group) for group in w.groups()] == [0] * 4 + [1] * 4 + [2] * 4
@@ -108,14 +108,14 @@ def test_groups_without_signal_are_replaced(world, delay):
 
 def test_without_dynamic_sampling_every_group_is_kept(world):
     w = world(hopeless=lambda p: p % 3 == 0)
-    w.live(w.engine())
+    w.run_attempt(w.engine())
     assert w.steps() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert w.dropped() == []
 
 
 def test_failed_verifiers_are_no_signal(world):
     w = world(steps=1, dynamic_sampling=True, broken=lambda p: p == 1)
-    w.live(w.engine())
+    w.run_attempt(w.engine())
     assert w.steps() == [[0, 2, 3, 4]]
     assert w.dropped()[0]["detail"] == "no reward, 3 failed"
 
@@ -123,13 +123,13 @@ def test_failed_verifiers_are_no_signal(world):
 def test_too_few_groups_with_signal_is_an_error(world):
     w = world(dynamic_sampling=True, max_prompts_per_group=2, hopeless=lambda p: p >= 6)
     with pytest.raises(NoSignal, match=r"step 1: 5 prompts .*rollout.max_prompts_per_group = 2.*--resume"):
-        w.live(w.engine())
+        w.run_attempt(w.engine())
     assert w.steps() == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_dropping_keeps_to_the_staleness_bound(world):
     w = world(steps=5, training_s=0.03, max_staleness=1, dynamic_sampling=True, hopeless=lambda p: p % 4 == 1)
-    w.live(w.engine(delay=later_ones_first))
+    w.run_attempt(w.engine(delay=later_ones_first))
     lags = [index // GROUPS - version_of(group) for index, group in enumerate(w.groups())]
     assert max(lags) == 1
     assert all(group.prompt.position % 4 != 1 for group in w.groups())
@@ -137,15 +137,15 @@ def test_dropping_keeps_to_the_staleness_bound(world):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("ends", [(1,), (2, 5), (4, 6, 10)])
-def test_a_run_of_many_lives_equals_one_of_one_life(world, tmp_path, dynamic, ends):
+def test_a_run_of_many_attempts_equals_one_of_one_attempt(world, tmp_path, dynamic, ends):
     undisturbed = World(make_config(tmp_path / "undisturbed", dynamic_sampling=dynamic), hopeless=lambda p: p % 3 == 0)
-    undisturbed.live(undisturbed.engine())
+    undisturbed.run_attempt(undisturbed.engine())
     w = world(dynamic_sampling=dynamic, hopeless=lambda p: p % 3 == 0)
     for groups in ends:
-        w.live(w.engine(delay=later_ones_first), until_groups=groups)
+        w.run_attempt(w.engine(delay=later_ones_first), until_groups=groups)
     before = [record["position"] for record in w.dropped()]
     last = w.engine(delay=later_ones_first)
-    w.live(last)
+    w.run_attempt(last)
     assert not set(before) & {position(request) for request in last.requests if trains(request)}
     assert w.steps() == undisturbed.steps()
     assert sorted(r["position"] for r in w.dropped()) == sorted(r["position"] for r in undisturbed.dropped())
@@ -159,7 +159,7 @@ def test_a_run_of_many_lives_equals_one_of_one_life(world, tmp_path, dynamic, en
 def test_invalid_samples_are_drawn_again_with_other_seeds(world):
     w = world(steps=1)
     engine = w.engine(corrupts=lambda request: request.request_id in ("group-2-0", "group-2-1"))
-    w.live(engine)
+    w.run_attempt(engine)
     assert w.steps() == [[0, 1, 2, 3]]
     attempts = [request for request in engine.requests if trains(request) and position(request) == 2]
     assert [request.request_id for request in attempts] == ["group-2-0", "group-2-1", "group-2-2"]
@@ -170,7 +170,7 @@ def test_invalid_samples_are_drawn_again_with_other_seeds(world):
 def test_an_engine_that_only_returns_invalid_samples_stops_the_run(world):
     w = world(steps=1)
     with pytest.raises(InvalidSample, match="prompt 2: the engine returned an invalid group 3 times"):
-        w.live(w.engine(corrupts=lambda request: trains(request) and position(request) == 2))
+        w.run_attempt(w.engine(corrupts=lambda request: trains(request) and position(request) == 2))
 
 
 def test_an_engine_that_dies_stops_the_run_and_ends_all_requests(world):
@@ -181,15 +181,15 @@ def test_an_engine_that_dies_stops_the_run_and_ends_all_requests(world):
     )
     engine.delay = lambda request: 0.0 if not trains(request) or position(request) == 1 else 5.0
     with pytest.raises(EngineUnavailable, match="gone"):
-        w.live(engine)
+        w.run_attempt(engine)
     assert engine.running == 0
 
 
 def test_first_last_and_every_second_policy_are_evaluated_once(world):
     w = world()
     first, second = w.engine(), w.engine()
-    w.live(first, until_groups=2 * GROUPS)
-    w.live(second)
+    w.run_attempt(first, until_groups=2 * GROUPS)
+    w.run_attempt(second)
     evaluations = [request for request in [*first.requests, *second.requests] if not trains(request)]
     assert all(request.temperature == 0 and request.n == 1 for request in evaluations)
     assert [r["step"] for r in w.records() if "eval/accuracy" in r] == [0, 2, 3]
@@ -213,7 +213,7 @@ def test_asynchronous_sampling_goes_on_while_a_policy_is_evaluated(world):
     asked = {}
     engine = w.engine(delay=lambda request: 0.0 if trains(request) else 0.2)
     engine.fails = lambda request: asked.setdefault(request.request_id, len(engine.requests)) and None
-    w.live(engine)
+    w.run_attempt(engine)
     assert [trains(request) for request in engine.requests[:3]] == [False, False, True]  # no group waits before them
     assert asked["eval-0-0-0"] > 4 * GROUPS  # when it was answered: more than needs no later policy
     assert evaluations_of(w, engine).keys() == {0, 2, 4, 6, 8}
@@ -223,7 +223,7 @@ def test_asynchronous_sampling_goes_on_while_a_policy_is_evaluated(world):
 def test_an_evaluation_that_several_policies_answer_says_so(world):
     w = world(steps=6, max_staleness=1, training_s=0.03, max_concurrent_groups=1)  # one prompt after the other
     engine = w.engine(delay=lambda request: 0.2 if request.request_id.startswith("eval-0-0") else 0.0)
-    w.live(engine)
+    w.run_attempt(engine)
     first = next(r for r in w.records() if "eval/accuracy" in r)
     versions = evaluations_of(w, engine)[0]
     assert max(versions) > 0
@@ -233,7 +233,7 @@ def test_an_evaluation_that_several_policies_answer_says_so(world):
 def test_synchronous_evaluations_are_of_one_policy_however_long_they_take(world):
     w = world(steps=3, max_concurrent_groups=1)
     engine = w.engine(delay=lambda request: 0.0 if trains(request) else 0.1)
-    w.live(engine)
+    w.run_attempt(engine)
     assert evaluations_of(w, engine) == {0: {0}, 2: {2}, 3: {3}}
     spreads = [r["eval/version_spread"] for r in w.records() if "eval/accuracy" in r]
     assert spreads == [0, 0, 0]
@@ -241,7 +241,7 @@ def test_synchronous_evaluations_are_of_one_policy_however_long_they_take(world)
 
 def test_a_invalid_answer_of_an_evaluation_is_drawn_again(world):
     w = world(steps=1)
-    w.live(w.engine(corrupts=lambda request: request.request_id in ("eval-0-1-0", "eval-0-1-1")))
+    w.run_attempt(w.engine(corrupts=lambda request: request.request_id in ("eval-0-1-0", "eval-0-1-1")))
     assert [r["step"] for r in w.records() if "eval/accuracy" in r] == [0, 1]
 
 
@@ -249,7 +249,7 @@ def test_a_invalid_answer_of_an_evaluation_is_drawn_again(world):
 def test_an_evaluation_that_fails_ends_the_run(world, staleness):
     w = world(steps=3, max_staleness=staleness)
     with pytest.raises(EngineUnavailable, match="gone"):
-        w.live(w.engine(fails=lambda request: None if trains(request) else EngineUnavailable("gone")))
+        w.run_attempt(w.engine(fails=lambda request: None if trains(request) else EngineUnavailable("gone")))
 
 
 def test_every_evaluated_prompt_shows_progress(world):
@@ -257,7 +257,7 @@ def test_every_evaluated_prompt_shows_progress(world):
     shown = []
     engine = w.engine()
     engine.delay = lambda request: shown.append(last_progress(w.run.rollout_metrics)) or 0.0
-    w.live(engine)
+    w.run_attempt(engine)
     assert shown[0] == "nothing recorded or evaluated yet"
     assert shown[-1].startswith("last record or evaluated prompt at ")
 
@@ -267,7 +267,7 @@ def test_a_trainer_that_stops_publishing_is_an_error(tmp_path):
     config = config.model_copy(update={"run": config.run.model_copy(update={"stall_timeout_s": 0.2})})
     w = World(config, last_version=1)
     with pytest.raises(PolicyTimeout, match="for policy version 2"):
-        w.live(w.engine())
+        w.run_attempt(w.engine())
     assert len(w.steps()) == 2
 
 
@@ -302,7 +302,7 @@ def test_dynamic_sampling_needs_a_run_that_samples(tmp_path):
 def test_slow_groups_are_not_overtaken_beyond_the_bound(world):
     """Groups of step 1 that take long, while those of step 2 are begun and done: nothing may end up too stale."""
     w = world(steps=4, max_staleness=1)
-    w.live(w.engine(delay=lambda request: 0.1 if trains(request) and 4 <= position(request) < 8 else 0.0))
+    w.run_attempt(w.engine(delay=lambda request: 0.1 if trains(request) and 4 <= position(request) < 8 else 0.0))
     lags = [index // GROUPS - version_of(group) for index, group in enumerate(w.groups())]
     assert max(lags) == 1
     assert sorted(group.prompt.position for group in w.groups()) == list(range(16))
@@ -313,7 +313,7 @@ def test_slow_groups_are_not_overtaken_beyond_the_bound(world):
 def test_the_bound_holds_whatever_takes_long(world, staleness, seed):
     w = world(steps=5, max_staleness=staleness, dynamic_sampling=True, hopeless=lambda p: p % 5 == seed)
     rng = random.Random(seed)
-    w.live(w.engine(delay=lambda request: rng.choice([0.0, 0.0, 0.05]) if trains(request) else 0.0))
+    w.run_attempt(w.engine(delay=lambda request: rng.choice([0.0, 0.0, 0.05]) if trains(request) else 0.0))
     lags = [index // GROUPS - version_of(group) for index, group in enumerate(w.groups())]
     assert min(lags) >= 0
     assert max(lags) <= staleness
@@ -327,7 +327,7 @@ def slow_prompt_1(request) -> float:
 
 def test_beyond_the_bound_the_step_waits_by_default(world):
     w = world(steps=5, max_staleness=1)
-    w.live(w.engine(delay=slow_prompt_1))
+    w.run_attempt(w.engine(delay=slow_prompt_1))
     assert sorted(g.prompt.position for g in w.groups()) == list(range(5 * GROUPS))
     assert max(index // GROUPS - version_of(g) for index, g in enumerate(w.groups())) == 1
 
@@ -335,7 +335,7 @@ def test_beyond_the_bound_the_step_waits_by_default(world):
 def test_beyond_the_bound_a_group_is_given_up(world):
     w = world(steps=5, max_staleness=1, beyond_bound="drop")
     engine = w.engine(delay=slow_prompt_1)
-    w.live(engine)
+    w.run_attempt(engine)
     positions = [group.prompt.position for group in w.groups()]
     assert sorted(positions) == [p for p in range(5 * GROUPS + 1) if p != 1], "another prompt takes its place"
     assert [(record["position"], record["reason"]) for record in w.dropped()] == [(1, "too_stale")]
@@ -346,7 +346,7 @@ def test_beyond_the_bound_a_group_is_given_up(world):
 
 def test_beyond_the_bound_a_group_is_trained_on_late(world):
     w = world(steps=5, max_staleness=1, beyond_bound="train")
-    w.live(w.engine(delay=slow_prompt_1))
+    w.run_attempt(w.engine(delay=slow_prompt_1))
     lags = {g.prompt.position: index // GROUPS - version_of(g) for index, g in enumerate(w.groups())}
     assert lags[1] > 1
     assert max(lag for p, lag in lags.items() if p != 1) <= 1
@@ -356,6 +356,6 @@ def test_beyond_the_bound_a_group_is_trained_on_late(world):
 def test_nothing_is_given_up_while_the_trainer_is_busy(world):
     """The slow group ends before the trainer needs its place."""
     w = world(steps=5, max_staleness=1, beyond_bound="drop", training_s=0.3)
-    w.live(w.engine(delay=lambda request: slow_prompt_1(request) / 10))
+    w.run_attempt(w.engine(delay=lambda request: slow_prompt_1(request) / 10))
     assert w.dropped() == []
     assert sorted(g.prompt.position for g in w.groups()) == list(range(5 * GROUPS))

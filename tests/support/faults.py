@@ -33,7 +33,7 @@ from tests.support.runs import (
 
 STEPS = 6
 PROBES = {"health_interval_s": 0.5, "health_timeout_s": 2.0, "health_failures": 3}
-NOTICED_S = 3 * (0.5 + 2.0)  # until an engine that answers nothing is dead: health_failures probes
+NOTICED_S = 3 * (0.5 + 2.0)  # until an engine that answers nothing is dead: health_failures checks
 
 
 def fault_config(task: Path, run_dir: Path, *, urls: list[str], **engine: Any) -> dict:

@@ -38,7 +38,7 @@ def test_scales_travel_with_their_weights_in_few_aligned_buckets():
         assert torch.equal(torch.cat(parts), flat)
 
 
-def test_a_bucket_under_way_ends_when_its_step_is_called_off():
+def test_a_bucket_under_way_ends_when_its_step_is_aborted():
     """The sender froze: it keeps its connections, and says nothing for as long as a step may take."""
     rendezvous = Rendezvous.host("group", 1, 30.0, loopback=True)
     visit = partial(Rendezvous.connect, "127.0.0.1", rendezvous.port, "group", 1, 30.0)

@@ -55,7 +55,7 @@ class SglangEngine:
         self._generate_timeout_s = config.request_timeout_s
         self._running: dict[str, GenerateRequest] = {}  # request id -> as the server knows it
         self._limits: EngineInfo | None = None
-        self._described: EngineInfo | None = None  # by the last `info`
+        self._last_info: EngineInfo | None = None  # by the last `info`
         self._update: tuple[str, float] | None = None  # label of the running update, and when it was first seen
         self._model: HFModelConfig | None = None
         self._end_tokens: frozenset[int] = frozenset()
@@ -129,11 +129,11 @@ class SglangEngine:
         await self._read_model()
         served = await self._calls.json(what, "/model_info")
         updating_s = self._updating_s(served)
-        if updating_s is not None and self._described is not None:
-            return dataclasses.replace(self._described, updating_s=updating_s, weight_group=self._weights.group)
+        if updating_s is not None and self._last_info is not None:
+            return dataclasses.replace(self._last_info, updating_s=updating_s, weight_group=self._weights.group)
         server = await self._calls.json(what, "/server_info")
         try:
-            self._described = EngineInfo(
+            self._last_info = EngineInfo(
                 version=parse_version(served["weight_version"]),
                 vocab_size=_vocab_size(Path(served["model_path"]), self._model_path),
                 max_model_len=server["max_req_input_len"] - 2,
@@ -151,7 +151,7 @@ class SglangEngine:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise EngineIncompatible(f"engine {self.url}: its description is not SGLang's: {error}") from error
-        return self._described
+        return self._last_info
 
     def _updating_s(self, served: dict[str, Any]) -> float | None:
         """Seconds since this client first saw the running update; the scheduler answers nothing meanwhile."""

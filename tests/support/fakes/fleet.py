@@ -26,7 +26,7 @@ _INSTANCES = itertools.count()
 
 
 def policy_scores(version: int) -> list[float]:
-    """What the trainer scores the probe under policy `version`."""
+    """What the trainer scores the weight check under policy `version`."""
     return [-1.0 - version, -0.5]
 
 

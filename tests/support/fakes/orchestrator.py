@@ -116,7 +116,7 @@ class ScriptedEngine:
 
 @dataclass
 class World:
-    """One run directory in which orchestrators live, one life after the other."""
+    """One run directory in which orchestrators run, one attempt after the other."""
 
     config: Config
     hopeless: Callable[[int], bool] = lambda position: False
@@ -131,11 +131,11 @@ class World:
     def engine(self, **script: Any) -> ScriptedEngine:
         return ScriptedEngine(self.run.published, **script)
 
-    def live(self, engine: ScriptedEngine, *, until_groups: int | None = None) -> None:
-        """One life of an orchestrator beside a trainer; killed once the bank holds `until_groups`."""
-        asyncio.run(self._live(engine, until_groups))
+    def run_attempt(self, engine: ScriptedEngine, *, until_groups: int | None = None) -> None:
+        """One attempt of an orchestrator beside a trainer; killed once the bank holds `until_groups`."""
+        asyncio.run(self._run_attempt(engine, until_groups))
 
-    async def _live(self, engine: ScriptedEngine, until_groups: int | None) -> None:
+    async def _run_attempt(self, engine: ScriptedEngine, until_groups: int | None) -> None:
         config, run = self.config, self.run
         run.root.mkdir(parents=True, exist_ok=True)
         forget_all(run)
@@ -154,16 +154,16 @@ class World:
                 recorder=StepRecorder(run.rollout_metrics, config.rollout.prompts_per_step, sampler.take_metrics),
                 **parts,
             )
-            life = asyncio.create_task(orchestrator.run())
+            attempt = asyncio.create_task(orchestrator.run())
             try:
                 if until_groups is None:
-                    await life
-                while not life.done() and bank.num_train_groups < until_groups:
+                    await attempt
+                while not attempt.done() and bank.num_train_groups < until_groups:
                     await asyncio.sleep(0.001)
             finally:
-                for task in (life, trainer):
+                for task in (attempt, trainer):
                     task.cancel()
-                await asyncio.gather(life, trainer, return_exceptions=True)
+                await asyncio.gather(attempt, trainer, return_exceptions=True)
 
     async def _train(self, bank: BankWriter) -> None:
         """Publishes version v as soon as the bank holds the batches of the v steps before it."""

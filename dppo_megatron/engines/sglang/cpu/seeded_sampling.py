@@ -17,20 +17,20 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Te
     seed, positions, columns = (x.to(torch.int64) for x in (seed, positions, columns))
     state = torch.zeros_like(seed)
     for block in (seed & LOW, (seed >> 32) & LOW, positions & LOW):
-        state = _mixed(state, block)
-    state = _mixed(state[:, None], columns[None] & LOW) ^ 16
+        state = _mix(state, block)
+    state = _mix(state[:, None], columns[None] & LOW) ^ 16
     state = ((state ^ (state >> 16)) * 0x85EBCA6B) & LOW
     state = ((state ^ (state >> 13)) * 0xC2B2AE35) & LOW
     return state ^ (state >> 16)
 
 
-def _mixed(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     # Products wrap modulo 2**64, which leaves their low 32 bits right.
-    block = (_rotated((block * 0xCC9E2D51) & LOW, 15) * 0x1B873593) & LOW
-    return (_rotated(state ^ block, 13) * 5 + 0xE6546B64) & LOW
+    block = (_rotate_left((block * 0xCC9E2D51) & LOW, 15) * 0x1B873593) & LOW
+    return (_rotate_left(state ^ block, 13) * 5 + 0xE6546B64) & LOW
 
 
-def _rotated(x: torch.Tensor, bits: int) -> torch.Tensor:
+def _rotate_left(x: torch.Tensor, bits: int) -> torch.Tensor:
     return ((x << bits) | (x >> (32 - bits))) & LOW
 
 
