@@ -242,7 +242,8 @@ class WeightSyncConfig(Section):
         None,
         gt=0,
         description="largest engine-trainer log-prob difference after a publish, in the mean over the tokens of the "
-        "weight check; default: 1e-4 where both compute in fp32, 0.3 where either does in 16 bits, 1.0 where either does in FP8",
+        "weight check; default: 1e-4 where both compute in fp32, 0.3 where either does in 16 bits, 1.0 where either "
+        "does in FP8",
     )
     timeout_s: float = Field(600.0, gt=0, description="of every single step of an update; longer raises")
 
