@@ -13,7 +13,7 @@ from dppo_megatron.common.dtypes import DTYPES, FloatName
 from dppo_megatron.errors import ExpectedError
 
 app = typer.Typer(
-    help="Convert model weights between Hugging Face directories and Megatron checkpoints, streaming and checked.",
+    help="Convert model weights between Hugging Face directories and Megatron checkpoints, one weight at a time.",
     no_args_is_help=True,
 )
 

@@ -57,7 +57,7 @@ class Conversion(Protocol):
         """JSON that is equal for two attempts exactly when their shards belong to one result."""
 
     def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
-        """Writes one shard to the disk and returns what `finish` must know of it, JSON. Calls `tick` now and then."""
+        """Writes one shard to the disk and returns what `finish` needs of it, JSON. Calls `tick` now and then."""
 
     def finish(self, staging: Path, records: list[dict[str, Any]]) -> None:
         """Adds what belongs to the whole, when all shards lie in `staging`."""

@@ -12,7 +12,7 @@ class TargetLayout:
     """Parallel sizes of the ranks that the files are written for.
 
     Megatron loads the checkpoint at any other size too; at this one each rank reads one file. Where the stages do
-    not divide the layers, some hold one more than others.
+    not divide the layers, some have one more than others.
     """
 
     tensor: int = 1

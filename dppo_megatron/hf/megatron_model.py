@@ -1,4 +1,4 @@
-"""What this package must know of live Megatron model chunks: global parameter names, ranks, layout.
+"""What this package reads off live Megatron model chunks: global parameter names, ranks, layout.
 
 Megatron is used here only, and only through attributes that all its versions have.
 """

@@ -110,7 +110,7 @@ def _family(raw: Mapping[str, Any], source: str) -> Family:
 
 
 def _size_problems(fields: RawConfig, family: Family, config: HFModelConfig) -> list[str]:
-    """Sizes that do not fit together."""
+    """Sizes that contradict one another."""
     hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
     out = []
     if config.moe is not None and config.moe.top_k > config.moe.num_experts:

@@ -1,15 +1,12 @@
-"""Lazy reading of a Hugging Face safetensors directory: tensors are views of memory-mapped files."""
+"""Lazy reading of a Hugging Face safetensors directory: tensors are views of the files, which safetensors maps."""
 
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import ModelError
@@ -17,15 +14,7 @@ from .safetensors_file import DTYPES, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLocation(TensorInfo):
-    """Where one tensor lies. `start` and `stop` are byte offsets in the file."""
-
-    file: Path
-    start: int
-    stop: int
+_MAPPED_BYTES = 8 << 20  # read before `release` closes the files: opening one again parses its header again
 
 
 class SafetensorsDirectory:
@@ -37,46 +26,45 @@ class SafetensorsDirectory:
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
-        self._maps: dict[Path, mmap.mmap] = {}
-        self._tensors: dict[str, TensorLocation] = {}
+        self._open: dict[Path, safe_open] = {}
+        self._read_bytes = 0
+        self._file_of: dict[str, Path] = {}
+        self._tensors: dict[str, TensorInfo] = {}
         problems: list[str] = []
-        placed = self._index(problems)
-        for file, wanted in placed.items():
+        for file, names in self._index(problems).items():
             try:
-                found = read_header(file)
+                found = _read_header(file)
             except ModelError as error:
                 problems += error.problems
                 continue
-            names = found if wanted is None else wanted
-            problems += [
-                f"{name}: the index places it in {file.name}, which lacks it" for name in names if name not in found
-            ]
+            names = found if names is None else names
+            absent = [name for name in names if name not in found]
+            problems += [f"{name}: the index places it in {file.name}, which lacks it" for name in absent]
             self._tensors.update((name, found[name]) for name in names if name in found)
+            self._file_of.update(dict.fromkeys(names, file))
         if problems:
             raise ModelError(str(self.directory), problems)
 
     @property
-    def tensors(self) -> Mapping[str, TensorLocation]:
+    def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
 
     def tensor(self, name: str) -> Tensor:
         """The tensor on the CPU, a view of the mapped file (writing to it changes no file)."""
-        at = self._tensors[name]
-        if at.file not in self._maps:
-            with at.file.open("rb") as opened:
-                self._maps[at.file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        if at.start == at.stop:
-            return torch.empty(at.shape, dtype=at.dtype)
-        count = (at.stop - at.start) // at.dtype.itemsize
-        return torch.frombuffer(self._maps[at.file], dtype=at.dtype, count=count, offset=at.start).view(at.shape)
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        self._read_bytes += self._tensors[name].nbytes
+        return self._open[file].get_tensor(name)
 
     def release(self) -> None:
-        """Gives back the memory of mapped pages; tensors handed out are read again where they are used again."""
-        for mapped in self._maps.values():
-            mapped.madvise(mmap.MADV_DONTNEED)
+        """Closes the files when a few MB were read: their pages are freed with the last tensor returned before."""
+        if self._read_bytes >= _MAPPED_BYTES:
+            self._open.clear()
+            self._read_bytes = 0
 
     def _index(self, problems: list[str]) -> dict[Path, list[str] | None]:
-        """File -> names the index places there; None where there is no index: the file's header decides."""
+        """File -> the names that the index places there; None where there is no index and the file's header decides."""
         single, index = self.directory / SINGLE_FILE, self.directory / INDEX_FILE
         if single.is_file():
             return {single: None}
@@ -88,41 +76,22 @@ class SafetensorsDirectory:
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             problems.append(f"{INDEX_FILE}: not a valid index: {error!r}")
             return {}
-        placed: dict[Path, list[str] | None] = {}
+        names: dict[Path, list[str] | None] = {}
         for name, file in weight_map.items():
-            placed.setdefault(self.directory / file, []).append(name)
-        absent = sorted(file for file in placed if not file.is_file())
-        problems += [f"{file.name}: absent, the index places {len(placed.pop(file))} tensors there" for file in absent]
-        return placed
+            names.setdefault(self.directory / file, []).append(name)
+        absent = sorted(file for file in names if not file.is_file())
+        problems += [f"{file.name}: absent, the index places {len(names.pop(file))} tensors there" for file in absent]
+        return names
 
 
-def read_header(file: Path) -> dict[str, TensorLocation]:
-    """Tensors of one safetensors file. Raises `ModelError` when malformed, truncated or of unknown types."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ModelError(str(file), [f"{file.name}: not a safetensors file, or truncated ({size} bytes)"])
-        text = opened.read(length)
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    """Tensors of one file. Raises `ModelError` when it is malformed, truncated or of unknown types."""
     try:
-        header = dict(json.loads(text))
-        header.pop("__metadata__", None)
-        located = {name: _locate(file, 8 + length, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(str(file), [f"{file.name}: malformed header: {error!r}"]) from None
-    problems = [
-        f"{name}: {file.name} is truncated ({size} bytes, the tensor ends at {at.stop})"
-        for name, at in located.items()
-        if at.stop > size
-    ]
-    if problems:
-        raise ModelError(str(file), problems)
-    return located
-
-
-def _locate(file: Path, base: int, entry: Mapping[str, Any]) -> TensorLocation:
-    start, stop = (base + offset for offset in entry["data_offsets"])
-    location = TensorLocation(DTYPES[entry["dtype"]], tuple(entry["shape"]), file, start, stop)
-    if stop - start != location.nbytes:
-        raise ValueError(f"{stop - start} bytes for shape {location.shape} of {entry['dtype']}")
-    return location
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+            return {name: TensorInfo(DTYPES[at.get_dtype()], tuple(at.get_shape())) for name, at in slices.items()}
+    except (SafetensorError, OSError) as error:
+        what = f"not a safetensors file, or truncated ({file.stat().st_size} bytes): {error}"
+    except KeyError as error:
+        what = f"holds tensors of type {error}, which no model here has"
+    raise ModelError(str(file), [f"{file.name}: {what}"])

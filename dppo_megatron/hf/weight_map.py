@@ -21,8 +21,8 @@ _ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # writ
 class WeightMap:
     """Names, shapes and tensor-parallel shards of one model. Pure: no files, no process groups, no model instance.
 
-    `layout` says what the HF config does not; by default the vocabulary is not padded. Megatron names carry GLOBAL
-    layer and expert indices (`megatron_model.named_weights` makes them) and may be those of the local or of the
+    `layout` has what the HF config does not define; by default the vocabulary is not padded. Megatron names have
+    GLOBAL layer and expert indices (`megatron_model.named_weights` makes them) and may be those of the local or of the
     TransformerEngine layer spec.
     """
 
@@ -68,8 +68,8 @@ class WeightMap:
         for rule in self._rules:
             if rule.layers is None or layer not in rule.layers:
                 continue
-            held = [None] if not rule.is_expert else range(rule.experts) if experts is None else experts
-            for expert in held:
+            indices = [None] if not rule.is_expert else range(rule.experts) if experts is None else experts
+            for expert in indices:
                 yield _instance(rule, rule.megatron[0].format(layer=layer, expert=expert), layer, expert)
 
     def hf_tensors(self) -> dict[str, tuple[int, ...]]:

@@ -29,10 +29,10 @@ class WeightSource(Protocol):
         """What there is, without reading it."""
 
     def tensor(self, name: str) -> Tensor:
-        """One whole tensor on the CPU; may be a view of a mapped file, valid until `release`."""
+        """One whole tensor on the CPU; may be a view of a mapped file."""
 
     def release(self) -> None:
-        """Frees the memory of mapped pages; of tensors returned before, at the latest when they are deleted."""
+        """Frees the memory of mapped pages, but for a few MB, as soon as the tensors returned before are deleted."""
 
 
 def open_weights(
