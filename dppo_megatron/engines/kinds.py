@@ -1,7 +1,7 @@
 """The kinds of engine that `engine.kind` names: one folder each, and one row of this table.
 
 To add one, write its folder (a client, the server's command line and environment), add its row here and its name to
-`EngineConfig.kind`.
+`engine.kind` in `config/schema.py`. What it cannot do is refused in `checks/engine.py`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class EngineKind:
     python: Callable[[Config], Path]  # the interpreter that runs the server
     command: Callable[[Config, int, Path, int], list[str]]  # (config, port, model directory, version) -> argv
     environment: Callable[[Config, int], dict[str, str]]  # (config, version) -> variables to add to this process's own
+    own_receiver: bool  # workers take broadcast weights by our `WeightReceiver`, not by code of the server's own
 
 
 KINDS = {
-    "vllm": EngineKind(VllmEngine, vllm_python, vllm_command, vllm_environment),
-    "sglang": EngineKind(SglangEngine, sglang_python, sglang_command, sglang_environment),
+    "vllm": EngineKind(VllmEngine, vllm_python, vllm_command, vllm_environment, own_receiver=True),
+    "sglang": EngineKind(SglangEngine, sglang_python, sglang_command, sglang_environment, own_receiver=False),
 }
 
 

@@ -118,7 +118,7 @@ class MonitoredEngine:
         try:
             rollouts = await self._generate(request)
         except (EngineRefused, EngineIncompatible):
-            raise  # as it should
+            raise  # no failure of the engine
         except EngineError as error:
             # Slow is not broken: whether an engine that takes too long still works, the health checks find out.
             slow = isinstance(error, EngineTimeout) and not self.health.silent
