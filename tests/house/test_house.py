@@ -97,10 +97,16 @@ def unresolved_imports(root: Path) -> list[str]:
         for node in ast.walk(ast.parse(script.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
                 names = [a.name for a in node.names if f"{node.module}.{a.name}" not in files]
-                text = files[node.module].read_text() if node.module in files else ""
+                text = _text(node.module, files)
                 lost = [name for name in names if not re.search(rf"\b{name}\b", text)]
                 wrong += [f"{script.relative_to(root)}: {node.module} has no {name}" for name in lost]
     return wrong
+
+
+def _text(module: str, files: Mapping[str, Path]) -> str:
+    """Of a module and of those it takes every name from."""
+    text = files[module].read_text() if module in files else ""
+    return text + "".join(_text(f"{module}.{name}", files) for name in re.findall(r"from \.(\w+) import \*", text))
 
 
 def lines(file: Path) -> int:
