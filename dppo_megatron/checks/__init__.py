@@ -1,10 +1,106 @@
-"""The rule book: every rule about a config stands once in this folder. `preflight.py` is its page of contents.
+"""The rule book: every rule about a config stands once in this folder, and this page says when it is checked.
 
 A rule file has one subject and a function `problems(config, ...)` that returns lines `setting = value: why; remedy`.
-Nothing here imports torch before a rule needs it: the node that drives a Slurm job may have none.
+Everything that can be known to be wrong is reported at once, before a process starts. Nothing imports torch before a
+rule needs it: the node that drives a Slurm job may have none.
+
+| rules | what they need | checked by |
+|---|---|---|
+| types, names, the objective's axes (`config.schema`) | the config | every command, when it reads its config |
+| between settings (`SETTINGS` below) | the config | every command, when it reads its config |
+| `objective`, `model`, `interpreter`, `serving`, `data`, `reward` | files, torch | `train`, `validate`, `slurm` |
+| `devices`, `ports` | this machine | the same, where this machine runs all of it; `eval` checks `devices` |
+| `slurm` | the config | `slurm` and the job it submits |
+| `cluster` | nodes and their devices | `plan`; `slurm` where `slurm.gpu` is set |
+| `resume` | the run directory | `train`, `slurm` and its job |
+
+`config` knows the tree alone and stands below the rooms that rules need, so it reads without rules and `load_config`,
+which adds them, is here. What a room alone knows, it answers: `actor.check_model` (the model in this layout, this
+installation), `actor.precision` (what a GPU computes), `hf.open_weights`, `data` (tokenizer, prompt lines), `rewards`
+and `objectives` (what a name leads to). What is only known later is checked where it becomes known: Slurm's nodes
+(`slurm.placement`), the started ranks (`actor.layout`), the limit of open files (`orchestrator.open_files`), a running
+server (`engines.serving`), a given bank (`trainer.batches`), a checkpoint (`trainer.checkpoints`, `actor.checkpoint`),
+an installed tracker (`observability.trackers`).
 """
 
-from .preflight import Place, load_config, preflight, settings_problems
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from dppo_megatron.config import Config, ConfigError, read_config
+
+from . import (
+    data,
+    devices,
+    engine,
+    interpreter,
+    layout,
+    model,
+    objective,
+    ports,
+    precision,
+    reward,
+    sampling,
+    serving,
+    training,
+)
 from .resume import check_run_dir
 
-__all__ = ["Place", "check_run_dir", "load_config", "preflight", "settings_problems"]
+__all__ = ["SETTINGS", "Place", "check_run_dir", "load_config", "preflight", "settings_problems"]
+
+SETTINGS = (layout, sampling, engine, precision, training)
+
+Place = Literal["run", "node", "elsewhere"]
+
+
+def settings_problems(config: Config) -> list[str]:
+    """Every broken rule between settings. Pure: no files, no network, no torch."""
+    return [problem for rule in SETTINGS for problem in rule.problems(config)]
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Reads `path`, applies overrides (`a.b=value`, the value in YAML), checks types, names and rules between settings.
+
+    Relative paths in the file are relative to the working directory, as on a command line.
+    Raises `ConfigError` naming every violation. Reads no model or data files; `preflight` does.
+    """
+    config = read_config(path, overrides)
+    if problems := settings_problems(config):
+        raise ConfigError(str(path), problems)
+    return config
+
+
+def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]:
+    """Checks settings, objective, model directory, engine, prompts, reward and, for a whole run, this machine.
+
+    `place`: this machine is that of the whole "run", so GPUs must suffice and ports be free; it is one "node" of
+    several; or the run is "elsewhere", on GPUs that this machine need not have. Starts nothing. Returns notes worth
+    showing (the method in words, the data). Raises `ConfigError` with every violation.
+    """
+    notes: list[str] = []
+    hf = model.read(config)
+    rules = [
+        partial(objective.problems, config, notes),
+        partial(model.problems, config, hf, elsewhere=place == "elsewhere"),
+        partial(interpreter.problems, config),
+        partial(serving.problems, config, hf),
+        partial(data.problems, config, hf, notes),
+        partial(reward.problems, config),
+    ]
+    if place == "run":
+        rules += [partial(devices.problems, config), partial(ports.problems, config)]
+    problems = settings_problems(config) + [problem for rule in rules for problem in _check(rule)]
+    if problems:
+        raise ConfigError(source, list(dict.fromkeys(problems)))
+    return notes
+
+
+def _check(rule: Callable[[], list[str]]) -> list[str]:
+    """The rule's problems; a rule that cannot be checked reports why, and does not hide the others."""
+    try:
+        return rule()
+    except (ValueError, OSError, ImportError) as error:
+        return [str(error)]

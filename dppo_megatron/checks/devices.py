@@ -8,6 +8,8 @@ import socket
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 
+from .cluster import devices_needed
+
 
 def visible_devices() -> list[str]:
     """The GPUs this process may use, by the names CUDA_VISIBLE_DEVICES gives them; empty without CUDA."""
@@ -52,20 +54,18 @@ def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> 
             f"engine.quantization = {engine.quantization}: needs a GPU, {engine.kind} does not multiply in FP8 on "
             "CPUs; set it to none"
         ]
-    serving = engines * engine.tensor_parallel
     if not trains:
-        if serving <= len(visible):
+        if config.engine_devices <= len(visible):
             return []
         return [
             f"engine.count = {engines}: engines of engine.tensor_parallel = {engine.tensor_parallel} need "
-            f"{serving} GPUs, {len(visible)} are visible; lower one of them"
+            f"{config.engine_devices} GPUs, {len(visible)} are visible; lower one of them"
         ]
-    trainers = config.parallel.world_size
-    needed = max(trainers, _first_of_engines(config) + serving)
+    needed = devices_needed(config)
     if needed <= len(visible):
         return []
     return [
-        f"parallel.world_size = {trainers}: with {engines} engines of engine.tensor_parallel = "
+        f"parallel.world_size = {config.parallel.world_size}: with {engines} engines of engine.tensor_parallel = "
         f"{engine.tensor_parallel} the run needs {needed} GPUs, {len(visible)} are visible; lower "
         "one of them, or serve elsewhere and set engine.urls"
     ]

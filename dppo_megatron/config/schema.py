@@ -358,6 +358,11 @@ class Config(Section):
         return self.engine.count if self.samples and not self.engine.urls else 0
 
     @property
+    def engine_devices(self) -> int:
+        """GPUs of the engines that the run starts."""
+        return self.started_engines * self.engine.tensor_parallel
+
+    @property
     def request_timeout_s(self) -> float:
         """Seconds that one request to an engine may take."""
         longest = max(self.rollout.max_response_tokens, self.eval.max_response_tokens or 0)

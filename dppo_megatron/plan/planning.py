@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dppo_megatron.checks import cluster as cluster_rules
 from dppo_megatron.checks import serving, settings_problems
+from dppo_megatron.checks.cluster import devices_needed
 from dppo_megatron.checks.model import on_any_machine
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
 
 from .cluster import Cluster
-from .engines import EngineMemory, devices_needed, engine_memory, placement_problems
+from .engines import EngineMemory, engine_memory
 from .memory import Load, Memory, estimate, largest_load
 from .ranks import RankBuilder, RankModel
 from .totals import Totals, totals
@@ -78,7 +80,7 @@ def _problems(config: Config, cluster: Cluster, rank: int | None) -> tuple[HFMod
     from dppo_megatron.actor.model_config import model_problems
     from dppo_megatron.actor.precision import capability_problems
 
-    out = [*settings_problems(config), *placement_problems(config, cluster)]
+    out = settings_problems(config) + cluster_rules.problems(config, cluster.nodes, cluster.gpus_per_node)
     if rank is not None and not 0 <= rank < config.parallel.world_size:
         out.append(f"--rank {rank}: parallel.world_size = {config.parallel.world_size}")
     out += capability_problems(config, cluster.hardware.capability)

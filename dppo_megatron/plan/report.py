@@ -8,7 +8,7 @@ from dppo_megatron.common.hardware import CONTEXT_BYTES, GIB, MARGIN, NCCL_BYTES
 
 from .activations import EXPERT_IMBALANCE
 from .advice import Advice
-from .engines import UNUSED, engine_devices
+from .engines import UNUSED
 from .planning import Plan
 from .ranks import RankModel
 
@@ -24,7 +24,7 @@ def _model(plan: Plan) -> Iterator[str]:
     yield f"{hf.architecture}, {total.parameters:,} parameters" + (
         f", {total.active:,} active per token" if hf.moe is not None else ""
     )
-    serving = engine_devices(config)
+    serving = config.engine_devices
     engines = f", {config.engine.count} engines of {config.engine.tensor_parallel}" if serving else ""
     yield (
         f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.hardware.name}: {p.world_size} trainer ranks{engines}; "

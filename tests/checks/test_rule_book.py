@@ -1,0 +1,25 @@
+"""Whoever looks for a rule finds it from one page, and every rule file has the same shape."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+
+from dppo_megatron import checks
+
+RULES = {module.name for module in pkgutil.iter_modules(checks.__path__)}
+
+
+def test_every_rule_file_has_one_function_of_the_config():
+    for name in RULES:
+        signature = inspect.signature(importlib.import_module(f"dppo_megatron.checks.{name}").problems)
+        assert next(iter(signature.parameters)) == "config", name
+        assert signature.return_annotation == "list[str]", name
+
+
+def test_the_page_names_every_rule_file():
+    settings = {rule.__name__.rpartition(".")[2] for rule in checks.SETTINGS}
+    first_cells = re.findall(r"^\| (`.*?) \|", checks.__doc__, re.MULTILINE)
+    assert settings | set(re.findall(r"`(\w+)`", "".join(first_cells))) == RULES
