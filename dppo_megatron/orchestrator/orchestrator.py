@@ -43,12 +43,13 @@ class Orchestrator:
     """Fills the bank with `train.steps * rollout.prompts_per_step` groups, then evaluates the last policy.
 
     Group number g belongs to training step s = g // prompts_per_step and is sampled by a policy of at least version
-    s - rollout.max_staleness: with 0, the batch of a step is sampled by exactly the weights that it will update.
-    More lets sampling go on while the trainer trains. A group that takes so long that its last step would have to
-    wait for it is waited for, given up or trained on late, as set by rollout.beyond_bound.
-    A prompt is begun only for a group that is certainly still missing. So with staleness 0 the prompts of a run are
-    the shortest beginning of the prompt order that fills it, dropped ones included, whichever group ends first and
-    however often the orchestrator was started again.
+    s - rollout.max_staleness. With 0, a step's batch is sampled by exactly the weights that it will update; with more,
+    sampling goes on while the trainer trains. rollout.beyond_bound sets what happens to a group that is not done when
+    the last step that may train on it needs it.
+
+    A prompt is begun only when a group is certainly still missing. So with staleness 0 a run uses the first prompts of
+    the order and no others, whichever group ends first and however often the orchestrator is restarted.
+
     Evaluations run beside the sampling; with staleness 0 before it, so that one policy gives all answers.
     """
 
@@ -130,27 +131,27 @@ class Orchestrator:
         return policy is not None and policy.version >= self._bound.needed_version(group)
 
     def _store(self, finished: list[tuple[int, RolloutGroup]], running: dict[asyncio.Task, Running]) -> None:
-        """Moves to the bank, the most urgent first, what leaves room for the running ones."""
+        """Moves finished groups to the bank, the most urgent first, as long as the running ones stay in time."""
         finished.sort(key=lambda entry: entry[0])
         while finished:
             group = self._bank.num_train_groups
             waiting = [last_step for last_step, _ in finished[1:]]
-            if running and not self._goes_on(group, waiting, running):
+            if running and not self._may_store(group, waiting, running):
                 return
             _, first = finished.pop(0)
             self._recorder.count_finished(group // self._config.rollout.prompts_per_step, first)
             self._bank.append(first)
 
-    def _goes_on(self, group: int, waiting: list[int], running: dict[asyncio.Task, Running]) -> bool:
-        """Whether number `group` may be stored: the others find a place in time after it, or need not.
+    def _may_store(self, group: int, waiting: list[int], running: dict[asyncio.Task, Running]) -> bool:
+        """Whether a finished group may be stored as number `group`: not if that makes a running one too late.
 
         Nothing is given up before the trainer needs the group: until then the running ones may end by themselves.
         """
         step = group // self._config.rollout.prompts_per_step
-        # One that is late already, to be trained on all the same, holds up nobody.
+        # One that is late already, and will be trained on late, delays no other.
         in_time = sorted((t for t in running if running[t].last_step >= step), key=lambda t: running[t].last_step)
         others = [last_step for last_step in waiting if last_step >= step]
-        too_late = self._bound.too_late(group, [running[task].last_step for task in in_time], others)
+        too_late = self._bound.count_too_late(group, [running[task].last_step for task in in_time], others)
         if not too_late:
             return True
         beyond = self._config.rollout.beyond_bound

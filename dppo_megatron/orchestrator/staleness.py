@@ -29,7 +29,7 @@ class StalenessBound:
         places = enumerate(sorted(running), start=group + 1)
         return all(place // self.groups_per_step <= last for place, last in places)
 
-    def too_late(self, group: int, running: Sequence[int], finished: Sequence[int]) -> int:
+    def count_too_late(self, group: int, running: Sequence[int], finished: Sequence[int]) -> int:
         """How many of the running groups, given most urgent first, must be given up so that all others, running or
         finished, find a place in time after number `group`."""
         count = 0

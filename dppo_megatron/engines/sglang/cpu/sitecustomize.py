@@ -1,9 +1,9 @@
 """Lets SGLang run where its native packages have no build: a machine without CUDA.
 
-Python reads this file at start because the server's PYTHONPATH names this directory (see `sglang_server`).
+Python reads this file at start because the server's PYTHONPATH names this directory (see `engines/sglang/server.py`).
 
 - `sgl_kernel` (no CPU build is published) and `torchvision` (its published build is for the CUDA torch) become modules
-  whose every attribute can be imported and raises when called: a run that completes provably used none of them. The
+  whose every attribute can be imported and raises when called: so a run that completes used none of them. The
   one native function that is needed, the hash of seeded sampling, is in `seeded_sampling`.
 - Seeded sampling comes with `--enable-deterministic-inference`, which knows GPU attention only and replaces GPU
   kernels. The CPU's own torch attention, one request at a time, is admitted, and there is nothing to replace.
