@@ -15,7 +15,7 @@ import numpy as np
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.types import Rollout
-from dppo_megatron.weights.process_group import WeightGroupPlan
+from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 
 UpdateMode = Literal["keep", "wait", "abort"]
 """What happens to running requests when weights change: keep = they continue under the new weights (their earlier

@@ -10,7 +10,7 @@ from dppo_megatron.common.hardware import Hardware
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.export import DEFAULT_BUCKET_BYTES
-from dppo_megatron.weights.process_group import BUCKET_BYTES
+from dppo_megatron.weights.broadcast_plan import BUCKET_BYTES
 
 from .activations import FP32, Layer, Work, head, layer, recomputed
 from .ranks import RankModel

@@ -16,19 +16,16 @@ from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import KINDS
 from dppo_megatron.engines.protocol import Engine, EngineInfo
 from dppo_megatron.hf import export_weights
-from dppo_megatron.weights.process_group import (
+from dppo_megatron.weights.broadcast_plan import (
     BUCKET_BYTES,
     Bucket,
-    Channel,
-    Rendezvous,
     TensorSpec,
-    WeightGroupError,
     WeightGroupPlan,
     bucket_bytes,
-    local_address,
     make_buckets,
     views,
 )
+from dppo_megatron.weights.process_group import Channel, Rendezvous, WeightGroupError, local_address
 
 from .engine_thread import EngineThread
 from .errors import WeightSyncError

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.hf import ModelError, WeightMap, read_hf_config
 
-from .process_group import TensorSpec
+from .broadcast_plan import TensorSpec
 
 _FP8 = DTYPES["fp8"]
 _STORED = tuple(dtype.safetensors for dtype in DTYPES.values())  # an engine casts all but FP8 to its own dtype

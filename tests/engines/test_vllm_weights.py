@@ -16,8 +16,8 @@ pytest.importorskip("vllm", reason="needs vLLM")
 from dppo_megatron.engines.vllm.extension.routes import DppoRoutes
 from dppo_megatron.engines.vllm.extension.weights import WeightsInconsistent, WeightUpdater
 from dppo_megatron.engines.vllm.extension.worker import WorkerExtension
+from dppo_megatron.weights.broadcast_plan import TensorSpec, WeightGroupPlan
 from dppo_megatron.weights.manifest import BadWeights, UnreadableWeights
-from dppo_megatron.weights.process_group import TensorSpec, WeightGroupPlan
 
 
 class FakeEngine:

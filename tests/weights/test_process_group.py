@@ -12,15 +12,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from dppo_megatron.weights.process_group import (
-    Rendezvous,
-    TensorSpec,
-    WeightGroupError,
-    WeightGroupPlan,
-    bucket_bytes,
-    make_buckets,
-    views,
-)
+from dppo_megatron.weights.broadcast_plan import TensorSpec, WeightGroupPlan, bucket_bytes, make_buckets, views
+from dppo_megatron.weights.process_group import Rendezvous, WeightGroupError
 
 
 def test_scales_travel_with_their_weights_in_few_aligned_buckets():

@@ -28,7 +28,7 @@ from dppo_megatron.engines.samples import check_scores
 from dppo_megatron.engines.serving import check_info, start_model
 from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
 from dppo_megatron.types import Rollout
-from dppo_megatron.weights.process_group import WeightGroupPlan
+from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 
 from .weights import UPDATING, SglangWeights
 from .wire import child_ids, decode_group, decode_score, encode_group, encode_score, parse_version

@@ -13,8 +13,9 @@ from uuid import uuid4
 
 from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, EngineCalls
 from dppo_megatron.engines.protocol import EngineError, EngineRefused, EngineTimeout, UpdateMode
+from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.manifest import BadWeights, Manifest, UnreadableWeights
-from dppo_megatron.weights.process_group import Rendezvous, WeightGroupError, WeightGroupPlan
+from dppo_megatron.weights.process_group import Rendezvous, WeightGroupError
 
 IDLE_POLL_S = 0.05
 CLEAN_UP_TIMEOUT_S = 5.0  # after a failure; the server may not answer at all

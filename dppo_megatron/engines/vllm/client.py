@@ -24,7 +24,7 @@ from dppo_megatron.engines.protocol import (
 from dppo_megatron.engines.samples import GroupSamples, check_scores
 from dppo_megatron.engines.serving import check_info
 from dppo_megatron.types import Rollout
-from dppo_megatron.weights.process_group import WeightGroupPlan
+from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 
 from .extension.wire import decode_reply, encode_request
 

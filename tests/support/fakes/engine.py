@@ -11,7 +11,8 @@ import torch
 
 from dppo_megatron.engines.protocol import EngineError, EngineInfo, EngineUnavailable
 from dppo_megatron.engines.vllm.extension.receiver import WeightReceiver
-from dppo_megatron.weights.process_group import WeightGroupError, WeightGroupPlan
+from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
+from dppo_megatron.weights.process_group import WeightGroupError
 
 SCORES = np.linspace(-3, -1, 7, dtype=np.float32)
 

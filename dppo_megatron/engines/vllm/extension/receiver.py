@@ -7,16 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dppo_megatron.weights.process_group import (
-    Bucket,
-    Channel,
-    Rendezvous,
-    WeightGroupError,
-    WeightGroupPlan,
-    bucket_bytes,
-    local_address,
-    views,
-)
+from dppo_megatron.weights.broadcast_plan import Bucket, WeightGroupPlan, bucket_bytes, views
+from dppo_megatron.weights.process_group import Channel, Rendezvous, WeightGroupError, local_address
 
 
 class WeightReceiver:

@@ -25,8 +25,8 @@ from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMClientError
 
 from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.manifest import BadWeights
-from dppo_megatron.weights.process_group import WeightGroupPlan
 
 from .experts import ExpertsReader
 from .generation import child_ids, parse_version, sample_group, score

@@ -13,8 +13,8 @@ from typing import Any, get_args
 from vllm.engine.protocol import EngineClient
 
 from dppo_megatron.engines.protocol import UpdateMode
+from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.manifest import BadWeights, Manifest
-from dppo_megatron.weights.process_group import WeightGroupPlan
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from dppo_megatron.weights.process_group import WeightGroupError, WeightGroupPlan
+from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
+from dppo_megatron.weights.process_group import WeightGroupError
 
 from .experts import ExpertRecorder, moe_layers
 from .receiver import WeightReceiver
