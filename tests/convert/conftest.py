@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.convert.helpers import write_model
+from tests.support.model_directories import write_model
 from tests.support.models import CONFIGS
 
 

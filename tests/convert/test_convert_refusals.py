@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dppo_megatron.hf import ModelError
-from tests.convert.helpers import edit_config, edit_weights, write_model
+from tests.support.model_directories import edit_config, edit_weights, write_model
 from tests.support.models import CONFIGS
 
 

@@ -14,8 +14,8 @@ from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.processes import convert as convert_in_process
 from dppo_megatron.convert.to_megatron import ToMegatron
 from dppo_megatron.hf import ModelError
-from tests.convert.helpers import edit_config, same_weights
 from tests.convert.scenarios import Case, load_with_megatron, save_with_actor
+from tests.support.model_directories import edit_config, same_weights
 from tests.support.models import CONFIGS, EXPERT_FAMILIES
 
 WITH_EXPERTS = (*EXPERT_FAMILIES, "all_experts")

@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 
-from tests.convert.helpers import environment, write_model
+from tests.convert.helpers import environment
+from tests.support.model_directories import write_model
 from tests.support.models import CONFIGS
 
 _MEASURED = """

@@ -16,7 +16,8 @@ from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.processes import convert as convert_in_process
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.convert.to_megatron import ToMegatron
-from tests.convert.helpers import edit_weights, environment, write_model
+from tests.convert.helpers import environment
+from tests.support.model_directories import edit_weights, write_model
 from tests.support.models import CONFIGS
 
 FAMILIES = list(CONFIGS)

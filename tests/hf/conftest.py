@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dppo_megatron import hf
 from tests.hf.scenarios import Case, round_trip
+from tests.support.model_directories import write_model
 from tests.support.models import CONFIGS, EXPERT_FAMILIES
 
 CASES = [
@@ -28,27 +27,6 @@ CASES = [
 ]
 
 
-def write_model(directory: Path, family: str) -> Path:
-    """A random model whose norms and biases are not their neutral values, with something like a tokenizer."""
-    hf.make_random_hf_model(directory, CONFIGS[family], seed=3)
-    source = hf.SafetensorsDirectory(directory)
-    generator = torch.Generator().manual_seed(4)
-    tensors = {}
-    for name in source.tensors:
-        tensor = source.tensor(name).clone()
-        if tensor.dim() == 1:
-            tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
-        tensors[name] = tensor
-    writer = hf.PartWriter(directory, "x")
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
-    (part,) = writer.close()
-    (directory / part.file).replace(directory / "model.safetensors")
-    (directory / "tokenizer.json").write_text("{}")
-    (directory / "generation_config.json").write_text(json.dumps({"do_sample": True}))
-    return directory
-
-
 @pytest.fixture(scope="session")
 def token_ids() -> torch.Tensor:
     return torch.randint(0, 61, (1, 24), generator=torch.Generator().manual_seed(5))
@@ -60,7 +38,7 @@ def models(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("hf") / "models"
     root.mkdir()
     for family in CONFIGS:
-        write_model(root / family, family)
+        write_model(root / family, CONFIGS[family], torch.float32)
     return root
 
 

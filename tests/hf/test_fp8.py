@@ -15,6 +15,7 @@ from dppo_megatron.convert.processes import convert
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.hf import fp8
 from tests.support.fakes.chunk import fake_chunk, ranks
+from tests.support.model_directories import edit_weights
 from tests.support.models import CONFIGS
 
 # Several blocks each way, none of the sizes a multiple of 128.
@@ -151,15 +152,12 @@ def test_loading_an_export_is_within_half_a_unit_of_the_source(exported):
 def test_scales_that_are_missing_or_misshaped_are_listed(exported, tmp_path):
     _, directory = exported
     broken = shutil.copytree(directory, tmp_path / "broken")
-    stored = hf.SafetensorsDirectory(directory)
-    tensors = {name: stored.tensor(name).clone() for name in stored.tensors}
-    del tensors["model.layers.0.mlp.up_proj.weight_scale_inv"]
-    tensors["model.layers.1.mlp.up_proj.weight_scale_inv"] = torch.ones(7, 7)
-    writer = hf.PartWriter(broken, "x")
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
-    (part,) = writer.close()
-    (broken / part.file).replace(broken / "model.safetensors")
+
+    def change(tensors):
+        del tensors["model.layers.0.mlp.up_proj.weight_scale_inv"]
+        tensors["model.layers.1.mlp.up_proj.weight_scale_inv"] = torch.ones(7, 7)
+
+    edit_weights(broken, change)
     with pytest.raises(hf.ModelError) as error:
         hf.open_weights(broken, hf.read_hf_config(broken))
     assert set(error.value.problems) == {

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from dppo_megatron import hf
 from tests.hf.scenarios import Case
+from tests.support.model_directories import same_weights
 from tests.support.models import CONFIGS
-
-
-def equal_directories(left: Path, right: Path) -> None:
-    a, b = hf.SafetensorsDirectory(left), hf.SafetensorsDirectory(right)
-    assert set(a.tensors) == set(b.tensors)
-    for name in a.tensors:
-        assert a.tensor(name).dtype == b.tensor(name).dtype
-        assert torch.equal(a.tensor(name), b.tensor(name)), name
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +28,7 @@ def transformers_logits(models, token_ids):
 
 
 def test_every_layout_round_trips_bit_equal(models, trip, case: Case):
-    equal_directories(models / case.family, trip(case).saved)
+    same_weights(models / case.family, trip(case).saved)
 
 
 def test_each_tensor_is_exported_by_exactly_one_rank(models, trip, case: Case):

@@ -6,10 +6,10 @@ A dense family is a line in `dense.py`.
 from __future__ import annotations
 
 from .deepseek_v3 import DEEPSEEK_V3
-from .dense import LLAMA, QWEN2, QWEN3
+from .dense import DENSE
 from .family import Family
 from .qwen3_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN2, QWEN3, LLAMA, QWEN3_MOE, DEEPSEEK_V3)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (*DENSE, QWEN3_MOE, DEEPSEEK_V3)}
 
 __all__ = ["FAMILIES", "Family"]

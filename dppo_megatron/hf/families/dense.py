@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .family import Family
 
-LLAMA = Family("llama", "LlamaForCausalLM", rope_types=("default", "llama3"))  # Llama 3 and 2
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True)  # Qwen2 and Qwen2.5
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, head_dim=128)
+DENSE = (
+    Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True),  # Qwen2 and Qwen2.5
+    Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, head_dim=128),
+    Family("llama", "LlamaForCausalLM", rope_types=("default", "llama3")),  # Llama 3 and 2
+)

@@ -1,0 +1,54 @@
+"""Small Hugging Face directories: written, changed and compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dppo_megatron import hf
+
+
+def write_model(directory: Path, config: dict, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A random model whose norms and biases differ from one another, with something like a tokenizer."""
+    hf.make_random_hf_model(directory, config, seed=3, dtype=dtype)
+    generator = torch.Generator().manual_seed(4)
+
+    def shake(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.dim() == 1:
+                shaken = tensor.float() + 0.2 * torch.randn(tensor.shape, generator=generator)
+                tensors[name] = shaken if "e_score" in name else shaken.to(tensor.dtype)
+
+    edit_weights(directory, shake)
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "generation_config.json").write_text(json.dumps({"do_sample": True}))
+    return directory
+
+
+def edit_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Rewrites the weights as one model.safetensors, with what `change` made of the tensors."""
+    source = hf.SafetensorsDirectory(directory)
+    tensors = {name: source.tensor(name).clone() for name in source.tensors}
+    change(tensors)
+    writer = hf.PartWriter(directory, "x")
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    (part,) = writer.close()
+    (directory / part.file).replace(directory / "model.safetensors")
+
+
+def edit_config(directory: Path, **changes) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def same_weights(left: Path, right: Path) -> None:
+    """Fails unless both HF directories hold the same tensors, bit for bit."""
+    a, b = hf.SafetensorsDirectory(left), hf.SafetensorsDirectory(right)
+    assert set(a.tensors) == set(b.tensors)
+    for name in a.tensors:
+        assert a.tensor(name).dtype == b.tensor(name).dtype, name
+        assert torch.equal(a.tensor(name), b.tensor(name)), name
