@@ -37,7 +37,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     Ctrl-C or SIGTERM ends all of them and leaves a run that --resume continues.
     """
     from .checks import check_run_dir, preflight
-    from .launch.supervisor import Supervisor
+    from .launch.local_run import LocalRun
     from .observability.report import write_report
 
     config = read_config(config_file, overrides or ())
@@ -47,7 +47,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
         typer.echo(note)
     run.root.mkdir(parents=True, exist_ok=True)
     save_resolved(config, run.config)
-    code = Supervisor(config, resume=resume).run()
+    code = LocalRun(config, resume=resume).run()
     if code == 0:
         typer.echo(f"report: {write_report(run.root)}")
     raise typer.Exit(code)

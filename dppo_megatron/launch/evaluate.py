@@ -7,17 +7,20 @@ import itertools
 import shutil
 from pathlib import Path
 
-from dppo_megatron.checks.devices import engine_devices, gpu_problems, visible_devices
-from dppo_megatron.common.process import Child, exit_reason
+from dppo_megatron.checks.devices import gpu_problems, visible_devices
+from dppo_megatron.common.process import exit_reason
 from dppo_megatron.config import Config, ConfigError, save_resolved
 from dppo_megatron.config.schema import ObjectiveConfig
 from dppo_megatron.engines.kinds import build_engine
-from dppo_megatron.fleet.registry import engine_names, engine_urls
+from dppo_megatron.fleet.registry import engine_urls
 from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.orchestrator.main import evaluate_once
 from dppo_megatron.run_dir import RunDir
 
-from .supervisor import GRACE_S, dppo_command
+from .driver import GRACE_S
+from .local_processes import LocalLauncher, engine_plans
+
+LAST_LINES = 25
 
 
 def evaluate_model(config: Config, model: Path, source: str) -> float:
@@ -37,24 +40,20 @@ def evaluate_model(config: Config, model: Path, source: str) -> float:
             "rollout": config.rollout.model_copy(update={"bank": None}),
         }
     )
-    visible = visible_devices()
-    if problems := gpu_problems(config, visible, trains=False):
+    if problems := gpu_problems(config, visible_devices(), trains=False):
         raise ConfigError(source, problems)
     directory = _new_directory(config.run.dir / "eval", model.absolute().name)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
     run = RunDir(directory)
     save_resolved(config, run.config)
-    children = []
-    for index, name in enumerate(engine_names(config)):
-        devices = engine_devices(config, index, visible, trains=False)
-        env = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-        children.append(Child(name, dppo_command("engine", str(run.config), "--index", str(index)), run.log(name), env))
+    launcher = LocalLauncher(run)
+    servers = [launcher.start(plan) for plan in engine_plans(config, trains=False)]
 
     def check() -> None:
-        for child in children:
-            if (code := child.poll()) is not None:
-                lines = "\n".join(last_lines(child.log, 25))
-                raise RuntimeError(f"{child.name} ended while starting ({exit_reason(code)}):\n{lines}")
+        for server in servers:
+            if (code := server.poll()) is not None:
+                lines = "\n".join(last_lines(server.log, LAST_LINES))
+                raise RuntimeError(f"{server.name} ended while starting ({exit_reason(code)}):\n{lines}")
 
     async def main() -> float:
         engines = [build_engine(config, url) for url in engine_urls(config, run, check)]
@@ -67,8 +66,7 @@ def evaluate_model(config: Config, model: Path, source: str) -> float:
     try:
         return asyncio.run(main())
     finally:
-        for child in children:
-            child.end(GRACE_S)
+        launcher.end(servers, GRACE_S)
         shutil.rmtree(run.quantized_start, ignore_errors=True)  # as large as the model, and of no more use
 
 

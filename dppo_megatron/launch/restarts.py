@@ -1,13 +1,16 @@
-"""A server that is started again when it ends: with growing delays, and not for ever."""
+"""Restarts of a server that ended: after growing delays, and only so often."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic
 
-from dppo_megatron.common.process import Child, exit_reason
+from dppo_megatron.common.process import exit_reason
 
-ORPHANS_S = 1.0  # for what a dead server left of its session to end by itself
+from .launcher import Launcher, PlanT, ProcessT
+
+ORPHANS_S = 1.0  # for the processes that a dead server left behind to end by themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,65 +30,65 @@ class RestartPolicy:
         return min(self.first_s * 2 ** (number - 1), self.longest_s)
 
 
-class RestartedServer:
-    """Keeps one server running. `check` must be called often; it never blocks for long.
+class RestartedServer(Generic[PlanT, ProcessT]):
+    """Starts one server, and again when it ends. `check` must be called often; it never blocks for long.
 
-    `start` starts it, `withdraw` takes back the announcement of one that ended, `serves` says whether it is announced.
+    `withdraw` removes the registration of one that ended; `is_registered` is true once it serves.
     """
 
     def __init__(
         self,
-        start: Callable[[], Child],
+        launcher: Launcher[PlanT, ProcessT],
+        plan: PlanT,
+        *,
         withdraw: Callable[[], None],
-        serves: Callable[[], bool],
+        is_registered: Callable[[], bool],
         policy: RestartPolicy,
     ):
-        self._start = start
+        self._launcher = launcher
+        self._plan = plan
         self._withdraw = withdraw
-        self._serves = serves
+        self._is_registered = is_registered
         self._policy = policy
         self._restarts = 0  # in a row
         self._serving_since: float | None = None
         self._ever_served = False
         self._due: float | None = None  # when to start it again
-        self.child = start()
+        self.process = launcher.start(plan)
         self.failed = False  # it ended and is not started again
 
     def check(self, now: float) -> str | None:
-        """What has happened to it, in words; None mostly. Sets `failed` when the run cannot go on with it."""
+        """What happened to it since the last call, as a line for people, or None. Sets `failed` when the run cannot
+        go on with it."""
         if self._due is not None:
             if now >= self._due:
-                self._due, self.child = None, self._start()
+                self._due, self.process = None, self._launcher.start(self._plan)
             return None
-        code = self.child.poll()
+        code = self.process.poll()
         if code is not None:
-            return self._ended(exit_reason(code), now)
-        if self._serving_since is None and self._serves():
+            return self._plan_restart(exit_reason(code), now)
+        if self._serving_since is None and self._is_registered():
             self._serving_since, self._ever_served = now, True
-            return f"{self.child.name} serves again" if self._restarts else None
+            return f"{self._plan.name} serves again" if self._restarts else None
         return None
 
-    def end(self, grace_s: float) -> None:
-        self._due = None
-        self.child.end(grace_s)
-
-    def _ended(self, reason: str, now: float) -> str | None:
+    def _plan_restart(self, reason: str, now: float) -> str | None:
+        """After it ended; or sets `failed`."""
         self._withdraw()
-        self.child.end(ORPHANS_S)
+        self._launcher.end([self.process], ORPHANS_S)
         served_s = 0.0 if self._serving_since is None else now - self._serving_since
         self._restarts = self._policy.in_a_row(self._restarts, served_s)
         self._serving_since = None
         if not self._ever_served:  # misconfigured, not unlucky
             self.failed = True
             return None
-        if self._restarts > self._policy.limit:
+        name, limit = self._plan.name, self._policy.limit
+        if self._restarts > limit:
             self.failed = True
-            return (
-                f"{self.child.name} is not started again after {self._policy.limit} restarts in a row (engine.restarts)"
-            )
+            return f"{name} is not started again after {limit} restarts in a row (engine.restarts)"
         delay = self._policy.delay_s(self._restarts)
         self._due = now + delay
         return (
-            f"{self.child.name} ended: {reason}. Restart {self._restarts} of {self._policy.limit} (engine.restarts) in "
-            f"{delay:g} s; see {self.child.log}"
+            f"{name} ended: {reason}. Restart {self._restarts} of {limit} (engine.restarts) in {delay:g} s; "
+            f"see {self.process.log}"
         )

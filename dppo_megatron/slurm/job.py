@@ -1,7 +1,7 @@
 """`dppo-megatron slurm-job`: drives the job steps of a run from the batch script, on the job's first node.
 
-Starts one srun per engine, one for the orchestrator and one for all trainer ranks, and watches them. However one of
-them ends, the job ends, requeues or completes: it never idles.
+One srun per engine, one for the orchestrator and one for all trainer ranks. However one of them ends, the job ends,
+requeues or completes: it never idles.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ from dppo_megatron.checks import check_run_dir, load_config
 from dppo_megatron.checks.slurm import problems as slurm_problems
 from dppo_megatron.common.process import exit_reason
 from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
-from dppo_megatron.fleet.registry import forget, forget_all
-from dppo_megatron.launch.restarts import RestartedServer, RestartPolicy
+from dppo_megatron.launch.driver import Ending, RunDriver
 from dppo_megatron.run_dir import RunDir
 
 from . import queue
 from .allocation import Allocation
 from .attempts import TIME_LIMIT, AttemptLog, Event
 from .log_errors import NewErrors
-from .placement import StepPlan, check_plan, engine_plans, node_violations, orchestrator_plan, trainer_plan
-from .step import KILL_S, Step
+from .placement import check_plan, job_plan, node_violations
+from .step import Step, StepLauncher
 from .submit import refuse_second_job
 
 POLL_S = 0.1
-GRACE_S = 10.0
-SIGNAL_S = 5.0
+SIGNAL_S = 5.0  # for Slurm's signal to arrive, where Slurm may be ending the job
 REFUSED = 2  # exit code of a `ConfigError`
 REQUEUE, STOP = signal.SIGUSR1, signal.SIGUSR2
 CANCELLED = (signal.SIGTERM, signal.SIGINT)
@@ -57,11 +55,11 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
     if config_file.absolute() == run.config:
         note.unlink(missing_ok=True)  # of another cluster's job
     else:
-        _leave(note, str(run.config))
+        _write_note(note, str(run.config))
     return Job(config, allocation, resume=resume).run()
 
 
-def _leave(note: Path, text: str) -> None:
+def _write_note(note: Path, text: str) -> None:
     try:
         note.write_text(text)
     except OSError as error:
@@ -81,10 +79,9 @@ class Job:
         self._run = RunDir(config.run.dir)
         self._attempts = AttemptLog(self._run)
         self._errors = NewErrors(self._run.logs)
+        self._launcher = StepLauncher(config, self._run.config, allocation)
+        self._driver = RunDriver(config, self._launcher, print_line)
         self._signal: int | None = None
-        self._servers: list[RestartedServer] = []  # run until ended
-        self._orchestrator: Step | None = None
-        self._trainer: Step | None = None
 
     def run(self) -> int:
         for number in (REQUEUE, STOP, *CANCELLED):
@@ -93,104 +90,70 @@ class Job:
         cause = "submitted" if first else self._attempts.why_restarted()
         nodes = tuple(name for group in self._allocation.groups for name in group)
         self._record("started", cause, nodes)
-        say(f"run directory {self._run.root} on {', '.join(nodes)} ({cause}); logs in {self._run.logs}")
-        forget_all(self._run)
+        print_line(f"run directory {self._run.root} on {', '.join(nodes)} ({cause}); logs in {self._run.logs}")
         try:
-            if first and (code := self._check()):
+            if first and (code := self._check_config()):
                 return code
             if self._signal is None:
-                self._start()
+                self._driver.start(job_plan(self._config, self._allocation, resume=self._resume))
             return self._watch()
         finally:
-            self._end_all()
+            self._driver.end_all()
 
-    def _check(self) -> int:
-        """What can be known to be wrong is said before many GPUs wait for a model to load."""
-        step = self._step(check_plan(self._config, self._allocation))
+    def _check_config(self) -> int:
+        """On a node, so that what is wrong is found before many GPUs wait for a model to load; 0 if nothing is."""
+        step = self._launcher.start(check_plan(self._config, self._allocation))
         while (code := step.poll()) is None and self._signal is None:
             time.sleep(POLL_S)
         step.kill()
         if code == REFUSED:
             self._record("failed", "the config was refused")
             return code
-        return self._failed(step, code) if code else 0
-
-    def _start(self) -> None:
-        self._servers = [self._server(plan) for plan in engine_plans(self._config, self._allocation)]
-        if self._config.samples:
-            self._orchestrator = self._step(orchestrator_plan(self._allocation))
-        self._trainer = self._step(trainer_plan(self._config, self._allocation, resume=self._resume))
-
-    def _step(self, plan: StepPlan) -> Step:
-        return Step(self._config, self._run.config, plan, self._allocation)
-
-    def _server(self, plan: StepPlan) -> RestartedServer:
-        """An engine that ends starts again on its node, as on one machine."""
-        return RestartedServer(
-            start=lambda: self._step(plan),
-            withdraw=lambda: forget(self._run, plan.name),
-            serves=lambda: (self._run.services / f"{plan.name}.json").exists(),
-            policy=RestartPolicy(self._config.engine.restarts),
-        )
-
-    @property
-    def _workers(self) -> list[Step]:
-        """Those that end by themselves when their work is done."""
-        return [step for step in (self._trainer, self._orchestrator) if step is not None]
+        return self._failed(step) if code else 0
 
     def _watch(self) -> int:
         while True:
             if self._signal in CANCELLED:
                 return self._cancelled()
-            if self._signal is not None and not self._trained():
+            if self._signal is not None and not self._driver.trained:
                 return self._stop_early()
-            for step in self._workers:
-                if code := step.poll():
-                    return self._failed(step, code)
-            if self._trainer_ended() and not self._trained():
+            outcome = self._driver.check()
+            if outcome is None:
+                time.sleep(POLL_S)
+            elif outcome.ending is Ending.COMPLETED:
+                return self._completed()
+            elif outcome.ending is Ending.TRAINER_STOPPED:
                 done, steps = self._run.checkpoint_step or 0, self._config.train.steps
                 return self._requeue(f"the trainer was asked to stop, not by this job, at step {done} of {steps}", 1)
-            if all(step.poll() == 0 for step in self._workers):
-                return self._completed()
-            for server in self._servers:
-                if news := server.check(time.monotonic()):
-                    say(news)
-                if server.failed:
-                    return self._failed(server.child, server.child.poll() or 1)
-            time.sleep(POLL_S)
-
-    def _trained(self) -> bool:
-        """Whether the trainer ended with its last step done: what remains takes no time."""
-        return self._trainer_ended() and self._run.done(self._config.train.steps)
-
-    def _trainer_ended(self) -> bool:
-        return self._trainer is not None and self._trainer.poll() == 0
+            else:
+                return self._failed(outcome.failed)
 
     def _completed(self) -> int:
         self._record("completed", f"{self._config.train.steps} steps done")
-        say(f"completed {self._config.train.steps} steps; the final model is {self._run.final_model}")
+        print_line(f"completed {self._config.train.steps} steps; the final model is {self._run.final_model}")
         try:
             from dppo_megatron.observability.report import write_report  # the environment may lack what it draws with
 
-            say(f"report: {write_report(self._run.root)}")
+            print_line(f"report: {write_report(self._run.root)}")
         except Exception as error:  # whatever is wrong with it, the run is complete
-            say(f"no report: {error}; `dppo-megatron report {self._run.root}` tries again")
+            print_line(f"no report: {error}; `dppo-megatron report {self._run.root}` tries again")
         return 0
 
     def _stop_early(self) -> int:
-        """The time limit is near, or somebody asked: checkpoint while the engines still serve, then requeue or end."""
+        """The time limit is near, or a user sent a signal: checkpoint while the engines serve, then requeue or end."""
         name = signal.Signals(self._signal).name
-        patience = 0.6 * self._config.slurm.signal_lead_s  # the rest is for ending the steps
-        say(f"{name}: asking the trainer for a checkpoint")
-        if self._trainer is not None:
-            self._trainer.ask_to_stop()
-            if not self._trainer.wait(patience):
-                say(f"the trainer did not stop within {patience:.0f} s; the checkpoint before this one remains")
-        if self._trained():
+        timeout_s = 0.6 * self._config.slurm.signal_lead_s  # the rest is for ending the steps
+        print_line(f"{name}: requesting a checkpoint from the trainer")
+        for trainer in self._driver.trainers:
+            trainer.request_stop()
+            if not trainer.wait(timeout_s):
+                print_line(f"the trainer did not stop within {timeout_s:.0f} s; the checkpoint before this one remains")
+                trainer.kill()
+        if self._driver.trained:
             return self._watch()
         if self._signal == STOP:
             self._record("stopped", f"asked to by {name}")
-            say("stopped; submit the config again with --resume to continue")
+            print_line("stopped; submit the config again with --resume to continue")
             return 128 + STOP
         return self._requeue(TIME_LIMIT, 128 + REQUEUE)
 
@@ -198,41 +161,42 @@ class Job:
         """Slurm is ending the job, steps included."""
         name = signal.Signals(self._signal).name
         self._record("stopped", f"{name}: cancelled, or ended by Slurm")
-        say(f"{name}: the job is being ended; the bank and the last checkpoint stay for --resume")
+        print_line(f"{name}: the job is being ended; the bank and the last checkpoint stay for --resume")
         return 128 + self._signal
 
-    def _failed(self, step: Step, code: int) -> int:
+    def _failed(self, step: Step) -> int:
+        code = step.poll() or 1
         cause = f"{step.name}: {exit_reason(code)}"
         if error := self._errors.first_of(step.name):
             cause += f" ({error})"
-        say(f"{cause}; logs in {self._run.logs}")
-        return self._requeue(cause, code or 1)
+        print_line(f"{cause}; logs in {self._run.logs}")
+        return self._requeue(cause, code)
 
     def _still_running(self) -> bool:
         """False when Slurm is ending the job, because it was cancelled or a node is gone: a requeue would undo that."""
         try:
             states = {job.state for job in queue.jobs([self._allocation.job_id])}
         except queue.SlurmError as error:
-            say(f"cannot ask for the job's state: {error}")
-            return not self._being_ended()
+            print_line(f"cannot query the job's state: {error}")
+            return not self._wait_for_cancellation()
         return states == {"RUNNING"}
 
     def _requeue(self, cause: str, code: int) -> int:
         """`code` is the exit code when the job is not requeued; when it is, Slurm ends this script."""
-        self._end_all()
+        self._driver.end_all()
         if self._signal in CANCELLED:
             return self._cancelled()
         if not self._still_running():
             self._record("stopped", f"{cause}, while Slurm was ending the job")
             return code
-        attempts, most = self._attempts.without_progress(), self._config.slurm.max_restarts
-        if attempts > most:
-            why = f"{attempts} attempts in a row saved no new checkpoint, slurm.max_restarts = {most}"
+        attempts, limit = self._attempts.without_progress(), self._config.slurm.max_restarts
+        if attempts > limit:
+            why = f"{attempts} attempts in a row saved no new checkpoint, slurm.max_restarts = {limit}"
             self._record("failed", f"{cause}; {why}")
-            say(f"not restarted after: {cause}; {why}. Mend the cause, then submit the config again with --resume")
+            print_line(f"not restarted after: {cause}; {why}. Remove the cause, then submit again with --resume")
             return code
         self._record("requeued", cause)
-        say(f"requeued after: {cause}")
+        print_line(f"requeued after: {cause}")
         try:
             queue.retry_until_answered(
                 lambda: queue.requeue(self._allocation.job_id),
@@ -240,13 +204,13 @@ class Job:
                 give_up=lambda: self._signal in CANCELLED,
             )
         except queue.SlurmError as error:
-            if not self._being_ended():  # a requeue that succeeds may end the command that asked for it
+            if not self._wait_for_cancellation():  # a requeue that succeeds may end the command that requested it
                 self._record("failed", f"{cause}; could not be requeued: {error}")
-                say(f"could not be requeued: {error}")
+                print_line(f"could not be requeued: {error}")
         return code
 
-    def _being_ended(self) -> bool:
-        """Whether Slurm's signal arrives within some seconds."""
+    def _wait_for_cancellation(self) -> bool:
+        """Whether Slurm's signal that it is ending the job arrives within `SIGNAL_S`."""
         deadline = time.monotonic() + SIGNAL_S
         while self._signal not in CANCELLED and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -255,20 +219,10 @@ class Job:
     def _record(self, event: Event, cause: str, nodes: tuple[str, ...] = ()) -> None:
         self._attempts.record(event, cause, job=self._allocation.job_id, restart=self._allocation.restart, nodes=nodes)
 
-    def _end_all(self) -> None:
-        """Asks every step, then kills what is left after the grace; Slurm ends the rest with the job."""
-        steps = [*self._workers, *(server.child for server in self._servers)]
-        for act, patience in ((Step.ask_to_stop, GRACE_S), (Step.kill, KILL_S)):
-            for step in steps:
-                act(step)
-            deadline = time.monotonic() + patience
-            for step in steps:
-                step.wait(max(0.0, deadline - time.monotonic()))
-
     def _on_signal(self, number: int, _frame: object) -> None:
         self._signal = number
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """To the job's output, which Slurm writes."""
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)

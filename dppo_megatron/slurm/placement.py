@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dppo_megatron.config import Config
 from dppo_megatron.fleet.registry import engine_names
+from dppo_megatron.launch.launcher import RunPlan
 
 from .allocation import Allocation
 
@@ -39,6 +40,15 @@ def node_violations(config: Config, allocation: Allocation) -> list[str]:
     ]
 
 
+def job_plan(config: Config, allocation: Allocation, *, resume: bool) -> RunPlan[StepPlan]:
+    """Every step of a run."""
+    return RunPlan(
+        engines=engine_plans(config, allocation),
+        orchestrator=orchestrator_plan(allocation) if config.samples else None,
+        trainers=[trainer_plan(config, allocation, resume=resume)],
+    )
+
+
 def trainer_plan(config: Config, allocation: Allocation, *, resume: bool) -> StepPlan:
     """One task per rank, on the first nodes."""
     return StepPlan(
@@ -52,7 +62,7 @@ def trainer_plan(config: Config, allocation: Allocation, *, resume: bool) -> Ste
 
 
 def check_plan(config: Config, allocation: Allocation) -> StepPlan:
-    """One task on the first node, with the GPUs of the ranks there: it asks what they would find missing."""
+    """One task on the first node, with the GPUs of the ranks there: it finds what they would find missing."""
     gpus = config.slurm.gpus_per_node
     return StepPlan("check", ("check",), nodes=allocation.groups[0][:1], group=0, gpus_per_node=gpus)
 

@@ -1,4 +1,4 @@
-"""One job step: its srun command line and the process that runs it."""
+"""Job steps: the srun command line of each, and how they start and end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dppo_megatron.common.process import end_with_parent
@@ -27,11 +28,11 @@ KILL_S = 10.0  # for Slurm to kill the tasks of a step
 class Step:
     """One srun. Its own messages go to the job's output, its tasks' output to the run's logs."""
 
-    def __init__(self, config: Config, config_file: Path, plan: StepPlan, allocation: Allocation):
-        self.name = plan.name
-        self.log = RunDir(config.run.dir).log(plan.name)
+    def __init__(self, name: str, command: Sequence[str], log: Path):
+        self.name = name
+        self.log = log  # of its task, where it has one
         self._process = subprocess.Popen(
-            srun_command(config, config_file, plan, allocation),
+            command,
             stdin=subprocess.DEVNULL,
             env=step_environment(os.environ),
             start_new_session=True,
@@ -42,7 +43,7 @@ class Step:
         """Exit code of srun, the largest of its tasks'; None while it runs."""
         return self._process.poll()
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """srun passes SIGUSR1 on to the tasks, which stop as on SIGTERM."""
         if self.poll() is None:
             self._process.send_signal(signal.SIGUSR1)
@@ -52,13 +53,6 @@ class Step:
         if self.poll() is None:
             self._process.terminate()
 
-    def end(self, grace_s: float) -> None:
-        """Asks, then kills what is left after `grace_s`."""
-        self.ask_to_stop()
-        if not self.wait(grace_s):
-            self.kill()
-            self.wait(KILL_S)
-
     def wait(self, timeout_s: float) -> bool:
         """Whether it ended in time."""
         try:
@@ -66,6 +60,28 @@ class Step:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+
+class StepLauncher:
+    """Starts job steps of this allocation, which read their config from `config_file`."""
+
+    def __init__(self, config: Config, config_file: Path, allocation: Allocation):
+        self._config = config
+        self._config_file = config_file
+        self._allocation = allocation
+
+    def start(self, plan: StepPlan) -> Step:
+        command = srun_command(self._config, self._config_file, plan, self._allocation)
+        return Step(plan.name, command, RunDir(self._config.run.dir).log(plan.name))
+
+    def end(self, processes: Sequence[Step], grace_s: float) -> None:
+        """What Slurm does not kill within `KILL_S` after the grace, it ends with the job."""
+        for request, timeout_s in ((Step.request_stop, grace_s), (Step.kill, KILL_S)):
+            for step in processes:
+                request(step)
+            deadline = time.monotonic() + timeout_s
+            for step in processes:
+                step.wait(max(0.0, deadline - time.monotonic()))
 
 
 def step_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import ServiceTimeout, port_in_use
-from dppo_megatron.launch.supervisor import dppo_command
+from dppo_megatron.launch.local_processes import dppo_command
 from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.run_dir import RunDir
 

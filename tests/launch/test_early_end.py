@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from dppo_megatron.config import Config, save_resolved
-from dppo_megatron.launch import supervisor
+from dppo_megatron.launch import local_processes
+from dppo_megatron.launch.launcher import RunPlan
+from dppo_megatron.launch.local_run import LocalRun
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.slurm.attempts import AttemptLog
@@ -37,18 +40,20 @@ def config(tmp_path) -> Config:
 class Ended:
     """A job step of which every task exited 0."""
 
-    name = "trainer"
+    name, log = "trainer", Path("trainer.log")
 
     def poll(self):
         return 0
 
-    def wait(self, timeout_s):
-        return True
 
-    def ask_to_stop(self):
+class FakeLauncher:
+    """Its steps have ended when they start."""
+
+    def start(self, plan):
+        return Ended()
+
+    def end(self, processes, grace_s):
         pass
-
-    kill = ask_to_stop
 
 
 @pytest.mark.parametrize(("saved", "event", "code"), [("step-000004", "failed", 1), ("step-000009", "completed", 0)])
@@ -56,8 +61,9 @@ def test_a_job_is_complete_with_its_last_step_only(config, monkeypatch, saved, e
     monkeypatch.setattr(Job, "_still_running", lambda self: True)
     run = RunDir(config.run.dir)
     (run.checkpoints / "latest").write_text(saved)
+    monkeypatch.setattr("dppo_megatron.slurm.job.StepLauncher", lambda *_: FakeLauncher())
     job = Job(config, Allocation("7", 0, (("a",),)), resume=False)
-    job._trainer = job._orchestrator = Ended()
+    job._driver.start(RunPlan(engines=[], orchestrator="orchestrator", trainers=["trainer"]))
     AttemptLog(run).record("started", "submitted", job="7", restart=0)
     assert job._watch() == code
     last = AttemptLog(run).events()[-1]
@@ -75,9 +81,9 @@ def test_a_run_on_one_machine_that_is_not_done_says_so(config, monkeypatch, save
         seconds = 15 if role == "orchestrator" and code else 0
         return [sys.executable, "-c", f"import time; time.sleep({seconds})"]
 
-    monkeypatch.setattr(supervisor, "dppo_command", command)
-    monkeypatch.setattr(supervisor, "engine_names", lambda config: [])
-    assert supervisor.Supervisor(config, resume=False).run() == code
+    monkeypatch.setattr(local_processes, "dppo_command", command)
+    monkeypatch.setattr(local_processes, "engine_names", lambda config: [])
+    assert LocalRun(config, resume=False).run() == code
     assert run.log("train").exists() == bool(code)
     if code:
         assert "asked to stop, not by this command, at step 4 of 9; resume with" in run.log("train").read_text()

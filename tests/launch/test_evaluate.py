@@ -6,7 +6,7 @@ import pytest
 
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.fleet.registry import register
-from dppo_megatron.launch import evaluate
+from dppo_megatron.launch import evaluate, local_processes
 from dppo_megatron.run_dir import RunDir
 
 
@@ -32,6 +32,9 @@ def asked(monkeypatch) -> list[str]:
         def __init__(self, name, command, log, env):
             register(RunDir(log.parents[1]), name, f"http://{log.parents[1].name}/{env['CUDA_VISIBLE_DEVICES']}", 1)
 
+        def signal(self, number):
+            pass
+
         def end(self, grace_s):
             pass
 
@@ -42,10 +45,11 @@ def asked(monkeypatch) -> list[str]:
     async def evaluate_once(config, engines):
         return 0.5
 
-    monkeypatch.setattr(evaluate, "Child", Child)
+    monkeypatch.setattr(local_processes, "Child", Child)
     monkeypatch.setattr(evaluate, "build_engine", lambda config, url: urls.append(url) or Engine())
     monkeypatch.setattr(evaluate, "evaluate_once", evaluate_once)
-    monkeypatch.setattr(evaluate, "visible_devices", lambda: ["4", "6"])
+    for module in (evaluate, local_processes):
+        monkeypatch.setattr(module, "visible_devices", lambda: ["4", "6"])
     return urls
 
 

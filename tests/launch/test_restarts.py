@@ -6,33 +6,41 @@ from pathlib import Path
 
 import pytest
 
+from dppo_megatron.launch.local_processes import ProcessPlan
 from dppo_megatron.launch.restarts import RestartedServer, RestartPolicy
 
 POLICY = RestartPolicy(limit=3, first_s=1.0, longest_s=4.0, healthy_s=100.0)
 
 
-class PlayedChild:
+class FakeProcess:
     def __init__(self):
         self.name, self.log, self.code, self.ended = "engine-0", Path("engine-0.log"), None, False
 
     def poll(self):
         return self.code
 
-    def end(self, grace_s):
-        self.ended = True
-
 
 class Scene:
-    """A server, its announcement and a clock, all moved by the test."""
+    """A server, its launcher, its registration and a clock, all moved by the test."""
 
     def __init__(self, policy: RestartPolicy = POLICY):
-        self.started: list[PlayedChild] = []
+        self.started: list[FakeProcess] = []
         self.announced, self.now = False, 0.0
-        self.server = RestartedServer(self._start, self._withdraw, lambda: self.announced, policy)
+        self.server = RestartedServer(
+            self,
+            ProcessPlan("engine-0", ("engine",)),
+            withdraw=self._withdraw,
+            is_registered=lambda: self.announced,
+            policy=policy,
+        )
 
-    def _start(self) -> PlayedChild:
-        self.started.append(PlayedChild())
+    def start(self, plan) -> FakeProcess:
+        self.started.append(FakeProcess())
         return self.started[-1]
+
+    def end(self, processes, grace_s) -> None:
+        for process in processes:
+            process.ended = True
 
     def _withdraw(self) -> None:
         self.announced = False

@@ -1,0 +1,103 @@
+"""Starts, watches and ends the processes of a run: the same on one machine and on Slurm."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic
+
+from dppo_megatron.config import Config
+from dppo_megatron.fleet.registry import forget, forget_all
+from dppo_megatron.run_dir import RunDir
+
+from .launcher import Launcher, PlanT, ProcessT, RunPlan
+from .restarts import RestartedServer, RestartPolicy
+
+GRACE_S = 10.0
+
+
+class Ending(enum.Enum):
+    COMPLETED = enum.auto()  # every step is done
+    FAILED = enum.auto()  # a process failed, or an engine too often
+    TRAINER_STOPPED = enum.auto()  # before its last step, by a signal that the driver did not send
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[ProcessT]):
+    ending: Ending
+    failed: ProcessT | None = None
+
+
+class RunDriver(Generic[PlanT, ProcessT]):
+    """Runs engines, orchestrator and trainer ranks until orchestrator and trainer are done or one of them fails.
+
+    An engine that ends is started again and serves the newest published policy (`engine.restarts`). What becomes of
+    the run otherwise (exit code, messages, requeue) is the caller's: it calls `check` in a loop and decides.
+    """
+
+    def __init__(self, config: Config, launcher: Launcher[PlanT, ProcessT], report: Callable[[str], None]):
+        self._config = config
+        self._run = RunDir(config.run.dir)
+        self._launcher = launcher
+        self._report = report  # a line about an engine, to whoever watches the run
+        self._servers: list[RestartedServer[PlanT, ProcessT]] = []  # run until ended
+        self._orchestrator: list[ProcessT] = []  # none or one
+        self.trainers: list[ProcessT] = []
+
+    def start(self, plan: RunPlan[PlanT]) -> None:
+        """Engines first: they take the longest to start."""
+        forget_all(self._run)
+        for engine in plan.engines:
+            self._servers.append(self._server(engine))
+        if plan.orchestrator is not None:
+            self._orchestrator.append(self._launcher.start(plan.orchestrator))
+        for trainer in plan.trainers:
+            self.trainers.append(self._launcher.start(trainer))
+
+    def check(self) -> Outcome[ProcessT] | None:
+        """How the run ended, or None while it goes on. Restarts engines where due; call it often, it does not block."""
+        for worker in self._workers:
+            if worker.poll() not in (None, 0):
+                return Outcome(Ending.FAILED, worker)
+        if self._trainers_ended and not self.trained:
+            return Outcome(Ending.TRAINER_STOPPED)
+        if all(worker.poll() == 0 for worker in self._workers):
+            return Outcome(Ending.COMPLETED)
+        for server in self._servers:
+            if event := server.check(time.monotonic()):
+                self._report(event)
+            if server.failed:
+                return Outcome(Ending.FAILED, server.process)
+        return None
+
+    @property
+    def trained(self) -> bool:
+        """Whether the trainer ended with its last step done: what remains takes no time."""
+        return self._trainers_ended and self._run.done(self._config.train.steps)
+
+    def end_all(self) -> None:
+        """Workers first: a rank may need the engines to reach the end of its step. May be called again."""
+        self._launcher.end(self._workers, GRACE_S)
+        self._launcher.end([server.process for server in self._servers], GRACE_S)
+
+    @property
+    def _workers(self) -> list[ProcessT]:
+        """Those that end by themselves when their work is done."""
+        return [*self._orchestrator, *self.trainers]
+
+    @property
+    def _trainers_ended(self) -> bool:
+        """With exit code 0: at their last step, or after a signal."""
+        return bool(self.trainers) and all(trainer.poll() == 0 for trainer in self.trainers)
+
+    def _server(self, plan: PlanT) -> RestartedServer[PlanT, ProcessT]:
+        return RestartedServer(
+            self._launcher,
+            plan,
+            withdraw=partial(forget, self._run, plan.name),
+            is_registered=(self._run.services / f"{plan.name}.json").exists,
+            policy=RestartPolicy(self._config.engine.restarts),
+        )

@@ -1,0 +1,46 @@
+"""What a run's driver needs of the place where its processes run: this machine, or a Slurm allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+
+class Plan(Protocol):
+    """How to start one process, or one group of processes that end together; each launcher has its own kind."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Process(Protocol):
+    """One that was started."""
+
+    name: str
+    log: Path
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+
+
+PlanT = TypeVar("PlanT", bound=Plan)
+ProcessT = TypeVar("ProcessT", bound=Process)
+
+
+class Launcher(Protocol[PlanT, ProcessT]):
+    def start(self, plan: PlanT) -> ProcessT:
+        """Starts it and returns at once. Its output is appended to its log."""
+
+    def end(self, processes: Sequence[ProcessT], grace_s: float) -> None:
+        """Requests all of them to stop, waits up to `grace_s`, and kills what still runs. Some may have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan(Generic[PlanT]):
+    """Every process of a run."""
+
+    engines: Sequence[PlanT]
+    orchestrator: PlanT | None  # None where no rollouts are sampled
+    trainers: Sequence[PlanT]  # every rank, one by one or in groups

@@ -1,0 +1,79 @@
+"""The processes of a run on this machine: what each is started with, and how they start and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dppo_megatron.checks.devices import engine_devices, visible_devices
+from dppo_megatron.common.process import Child
+from dppo_megatron.config import Config
+from dppo_megatron.fleet.registry import engine_names, free_port
+from dppo_megatron.run_dir import RunDir
+
+from .launcher import RunPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    name: str  # trainer-0, orchestrator, engine-0, ...; of its log, too
+    arguments: tuple[str, ...]  # of `dppo-megatron`
+    environment: Mapping[str, str] = field(default_factory=dict)  # on top of this process's own
+
+
+class LocalLauncher:
+    """Each process in a session of its own, with `RUN/logs/<name>.log` as its output."""
+
+    def __init__(self, run: RunDir):
+        self._run = run
+
+    def start(self, plan: ProcessPlan) -> Child:
+        return Child(plan.name, dppo_command(*plan.arguments), self._run.log(plan.name), plan.environment)
+
+    def end(self, processes: Sequence[Child], grace_s: float) -> None:
+        """Also ends what is left of a session whose first process is gone. Returns when all are gone."""
+        for child in processes:
+            child.signal(signal.SIGTERM)
+        for child in processes:
+            child.end(grace_s)
+
+
+def dppo_command(*arguments: str) -> list[str]:
+    """This program under this interpreter, whatever is on PATH."""
+    return [sys.executable, "-m", "dppo_megatron", *arguments]
+
+
+def local_plan(config: Config, *, resume: bool) -> RunPlan[ProcessPlan]:
+    """Every process of a run, the ranks one by one; the config is read from the run directory."""
+    path = str(RunDir(config.run.dir).config)
+    world_size = config.parallel.world_size
+    rendezvous = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world_size),
+        # Ranks that share a machine's cores must not each start a thread per core.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size))),
+    }
+    trainer = ("trainer", path, *(["--resume"] if resume else []))
+    return RunPlan(
+        engines=engine_plans(config),
+        orchestrator=ProcessPlan("orchestrator", ("orchestrator", path)) if config.samples else None,
+        trainers=[
+            ProcessPlan(f"trainer-{rank}", trainer, {**rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(world_size)
+        ],
+    )
+
+
+def engine_plans(config: Config, *, trains: bool = True) -> list[ProcessPlan]:
+    """The engines that the run starts, each with its GPUs. `trains`: the first GPUs are those of trainer ranks."""
+    path, visible = str(RunDir(config.run.dir).config), visible_devices()
+    plans = []
+    for index, name in enumerate(engine_names(config)):
+        devices = engine_devices(config, index, visible, trains=trains)
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+        plans.append(ProcessPlan(name, ("engine", path, "--index", str(index)), environment))
+    return plans

@@ -1,0 +1,86 @@
+"""`dppo-megatron train`: a run on this machine, shown live, from the first process to the exit code."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from dppo_megatron.common.process import Child, exit_reason
+from dppo_megatron.config import Config
+from dppo_megatron.observability.console import ProgressView
+from dppo_megatron.observability.logs import append_line, last_lines
+from dppo_megatron.run_dir import RunDir
+
+from .driver import Ending, RunDriver
+from .local_processes import LocalLauncher, local_plan
+
+POLL_S = 0.05
+LAST_LINES = 25
+
+
+class LocalRun:
+    """A process that fails, but for an engine that can be restarted, ends the run: the others are ended, its last
+    lines are shown, and what the bank and the checkpoints hold stays for `--resume`."""
+
+    def __init__(self, config: Config, *, resume: bool):
+        self._config = config
+        self._run = RunDir(config.run.dir)
+        self._resume = resume
+        self._resume_command = f"`dppo-megatron train {self._run.config} --resume`"
+        self._stop_signal: int | None = None
+
+    def run(self) -> int:
+        """Exit code: 0 when the run completed, 1 when a process failed, 128 + signal when stopped by one."""
+        handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        self._view = ProgressView(self._config.train.steps)
+        driver = RunDriver(self._config, LocalLauncher(self._run), self._report)
+        try:
+            driver.start(local_plan(self._config, resume=self._resume))
+            self._view.note(f"run directory {self._run.root}, logs in {self._run.logs}")
+            return self._watch(driver)
+        finally:
+            driver.end_all()
+            self._view.close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _watch(self, driver: RunDriver) -> int:
+        while True:
+            self._view.poll(self._run.metrics)
+            if self._stop_signal is not None:
+                name = signal.Signals(self._stop_signal).name
+                self._view.note(f"{name}: stopping; resume with {self._resume_command}")
+                return 128 + self._stop_signal
+            outcome = driver.check()
+            if outcome is None:
+                time.sleep(POLL_S)
+            elif outcome.ending is Ending.COMPLETED:
+                self._view.poll(self._run.metrics)
+                return 0
+            elif outcome.ending is Ending.TRAINER_STOPPED:
+                done, steps = self._run.checkpoint_step or 0, self._config.train.steps
+                self._report(
+                    f"the trainer was asked to stop, not by this command, at step {done} of {steps}; "
+                    f"resume with {self._resume_command}"
+                )
+                return 1
+            else:
+                self._show_failure(outcome.failed)
+                return 1
+
+    def _report(self, line: str) -> None:
+        """To whoever watches, and to a log that stays."""
+        self._view.note(line)
+        append_line(self._run.log("train"), line)
+
+    def _show_failure(self, child: Child) -> None:
+        self._report(f"{child.name} ended: {exit_reason(child.poll())}. Its last lines ({child.log}):")
+        for line in last_lines(child.log, LAST_LINES):
+            self._view.note(f"  {line}")
+        self._view.note(
+            f"the run stopped; nothing in {self._run.bank} and {self._run.checkpoints} is lost. "
+            f"Resume with {self._resume_command}"
+        )
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._stop_signal = number

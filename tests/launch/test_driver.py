@@ -1,0 +1,115 @@
+"""What the driver starts, in which order it ends it, and how it finds that a run ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.config import Config
+from dppo_megatron.launch.driver import Ending, RunDriver
+from dppo_megatron.launch.launcher import RunPlan
+from dppo_megatron.launch.local_processes import ProcessPlan
+from dppo_megatron.run_dir import RunDir
+
+STEPS = 3
+
+
+@dataclass
+class FakeProcess:
+    name: str
+    code: int | None = None
+    log: Path = Path("log")
+
+    def poll(self):
+        return self.code
+
+
+class FakeLauncher:
+    def __init__(self):
+        self.started: dict[str, FakeProcess] = {}
+        self.ended: list[list[str]] = []
+
+    def start(self, plan):
+        return self.started.setdefault(plan.name, FakeProcess(plan.name))
+
+    def end(self, processes, grace_s):
+        self.ended.append([process.name for process in processes])
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+@pytest.fixture
+def launcher() -> FakeLauncher:
+    return FakeLauncher()
+
+
+@pytest.fixture
+def reported() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def driver(run, launcher, reported) -> RunDriver:
+    """Of a run with an engine, an orchestrator and two ranks, which were started."""
+    config = Config.model_validate(
+        {"run": {"dir": run.root}, "model": {"path": "m"}, "data": {"train": "t"}, "train": {"steps": STEPS}}
+    )
+    driver = RunDriver(config, launcher, reported.append)
+    engine, orchestrator, *trainers = (
+        ProcessPlan(name, ()) for name in ("engine-0", "orchestrator", "trainer-0", "trainer-1")
+    )
+    driver.start(RunPlan([engine], orchestrator, trainers))
+    return driver
+
+
+def save_checkpoint(run: RunDir, step: int) -> None:
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    (run.checkpoints / "latest").write_text(f"step-{step:06d}")
+
+
+def test_everything_is_started_and_workers_end_before_the_engines_that_they_need(driver, launcher):
+    assert list(launcher.started) == ["engine-0", "orchestrator", "trainer-0", "trainer-1"]
+    assert driver.check() is None
+    driver.end_all()
+    assert launcher.ended == [["orchestrator", "trainer-0", "trainer-1"], ["engine-0"]]
+
+
+@pytest.mark.parametrize("name", ["orchestrator", "trainer-1", "engine-0"])
+def test_a_process_that_failed_ends_the_run(driver, launcher, name):
+    launcher.started[name].code = 3
+    outcome = driver.check()
+    assert (outcome.ending, outcome.failed) == (Ending.FAILED, launcher.started[name])
+
+
+def test_an_engine_that_served_is_restarted_and_reported(driver, launcher, run, reported):
+    registration = run.services / "engine-0.json"
+    registration.parent.mkdir(parents=True)
+    registration.write_text('{"name": "engine-0", "url": "", "pid": 1, "host": ""}')
+    assert driver.check() is None
+    launcher.started["engine-0"].code = -9
+    assert driver.check() is None
+    assert not registration.exists()
+    assert ["engine-0 ended: killed by SIGKILL. Restart 1 of 5" in line for line in reported] == [True]
+
+
+def test_a_run_is_complete_when_orchestrator_and_ranks_are_done(driver, launcher, run):
+    save_checkpoint(run, STEPS)
+    for rank in ("trainer-0", "trainer-1"):
+        assert not driver.trained
+        launcher.started[rank].code = 0
+    assert driver.trained
+    assert driver.check() is None  # the last evaluation
+    launcher.started["orchestrator"].code = 0
+    assert driver.check().ending is Ending.COMPLETED
+
+
+def test_ranks_that_ended_before_the_last_step_were_stopped(driver, launcher, run):
+    save_checkpoint(run, STEPS - 1)
+    for rank in ("trainer-0", "trainer-1"):
+        launcher.started[rank].code = 0
+    assert driver.check().ending is Ending.TRAINER_STOPPED
