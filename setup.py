@@ -19,7 +19,7 @@ TRAIN = [
     "safetensors>=0.5",  # weights and rollouts on disk
     "tokenizers>=0.21",
     "transformers>=5",  # tokenizers and HF configs
-    "jinja2>=3.1",  # chat templates
+    "jinja2>=3.1",  # chat templates, batch scripts
     "math-verify==0.9.0",  # GSM8K and MATH answers
     "pebble>=5.2",  # verifiers in worker processes that can be killed one by one
     "matplotlib>=3.9",  # curves of the report
@@ -36,6 +36,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["dppo_megatron", "dppo_megatron.*"]),
+    package_data={"dppo_megatron.slurm": ["templates/*.j2"]},
     install_requires=["torch>=2.6"],
     extras_require={
         "cpu": TRAIN,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.config import save_resolved
-from dppo_megatron.slurm.script import batch_script
+from dppo_megatron.slurm.script import batch_script, site_scripts
 from tests.support.slurm.config import config
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +30,11 @@ def test_sbatch_reads_every_option(script):
     text = script.read_text()
     assert len(options(text)) == text.count("\n#SBATCH ")
     subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_the_repository_s_scripts_are_what_the_template_gives():
+    """Else: python -m dppo_megatron.slurm.script slurm"""
+    assert {script.name: script.read_text() for script in SCRIPTS} == site_scripts()
 
 
 @pytest.mark.parametrize("heterogeneous", [False, True])
