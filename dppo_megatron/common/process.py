@@ -1,4 +1,4 @@
-"""One supervised child: a session of its own, a log file of its own, and an end that leaves nothing behind."""
+"""A child process with its own session and log file, whose end leaves no process behind."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LIBC = ctypes.CDLL(None)  # loaded before any fork
 class Child:
     """Starts `command` in its own session with output appended to `log`.
 
-    The kernel sends the child SIGTERM should this process die without ending it. A session's members are ended
-    together, so a server's own workers do not outlive it.
+    The kernel sends the child SIGTERM if this process dies without ending it. All processes of the session are ended
+    together, so that a server's workers do not outlive it.
     """
 
     def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None):
@@ -85,7 +85,7 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 
 def end_with_parent() -> None:
-    """Between fork and exec: asks the kernel to send SIGTERM when the parent dies."""
+    """For `preexec_fn`: the kernel sends the new process SIGTERM when its parent dies."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -1,4 +1,4 @@
-"""Repeats a call that may fail for a moment, within a budget of attempts and time."""
+"""Repeats a call that may fail for a moment, within a budget of attempts and time; waits for a condition."""
 
 from __future__ import annotations
 
@@ -69,6 +69,17 @@ async def retry_async(
         return await call(next(attempts))
 
     return await tenacity.AsyncRetrying(**settings)(attempt)
+
+
+def wait_until(condition: Callable[[], Result], timeout_s: float, poll_s: float) -> Result:
+    """The first true value of `condition()`, called every `poll_s`; its last, false one after `timeout_s`."""
+    waiting = tenacity.Retrying(
+        retry=tenacity.retry_if_not_result(bool),
+        wait=tenacity.wait_fixed(poll_s),
+        stop=tenacity.stop_after_delay(timeout_s),
+        retry_error_callback=lambda state: state.outcome.result(),
+    )
+    return waiting(condition)
 
 
 def _tenacity_settings(

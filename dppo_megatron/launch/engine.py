@@ -1,4 +1,4 @@
-"""`dppo-megatron engine`: runs one inference server in the foreground and announces it once it answers."""
+"""`dppo-megatron engine`: runs one inference server in the foreground and registers it once it answers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from dppo_megatron.common.process import end_with_parent, exit_reason
+from dppo_megatron.common.retry import RetryBudget, retry_async
 from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
 from dppo_megatron.engines.protocol import EngineError
@@ -21,12 +22,13 @@ from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
 
-from .quantized import made_start_model
+from .quantized import ensure_start_model
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-PATIENCE = 2  # times engine.health_failures: to the pool a dead engine may come back, killing one is final
+# Times engine.health_failures. The pool gives up on an engine earlier: it only avoids it, and it may answer again.
+FAILURES_BEFORE_KILL = 2
 
 
 class EngineStartError(ExpectedError, RuntimeError):
@@ -40,9 +42,9 @@ class EngineFrozen(ExpectedError, RuntimeError):
 def run_engine(config: Config, index: int) -> int:
     """Starts engine `index`, registers it as `engine-<index>` when healthy, and returns the server's exit code.
 
-    The server joins this process's session and output; SIGTERM and SIGINT are passed on. Raises
-    `EngineStartError` when it dies or stays silent for `engine.start_timeout_s` while starting, and `EngineFrozen`
-    when later it answers no health probe; it is killed then.
+    The server joins this process's session and output; SIGTERM and SIGINT are passed on. Raises `EngineStartError`
+    when it ends while starting or does not answer within `engine.start_timeout_s`, and `EngineFrozen` when later it
+    fails too many health checks in a row. In both cases it is dead then.
     """
     run = RunDir(config.run.dir)
     setup_logging(f"engine-{index}", run.root)
@@ -75,45 +77,44 @@ def run_engine(config: Config, index: int) -> int:
 
 
 def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int]:
-    """The policy published last, so that an engine that restarts is current; the start model as 0 where there is no
-    directory of it: none was published yet, or it was broadcast and the trainer sends it again."""
+    """Model directory and version. The policy that was published last, so that an engine that restarts is current; the
+    start model as version 0 where no directory holds it: none was published yet, or it was broadcast, and the trainer
+    sends it again."""
     published = PublishedPolicy.read(run.published)
     if published is None or published.path is None:
-        return made_start_model(config, index), 0
+        return ensure_start_model(config, index), 0
     return Path(published.path), published.version
 
 
 def _wait_healthy(config: Config, url: str, server: subprocess.Popen) -> None:
+    timeout_s = config.engine.start_timeout_s
+    budget = RetryBudget(timeout_s=timeout_s, first_pause_s=POLL_S, longest_pause_s=POLL_S)
+
     async def wait() -> None:
-        deadline = time.monotonic() + config.engine.start_timeout_s
         engine = build_engine(config, url)
         try:
-            while True:
-                if (code := server.poll()) is not None:
-                    raise EngineStartError(f"the server at {url} ended while starting ({exit_reason(code)})")
-                try:
-                    await engine.health()
-                    return
-                except EngineError:
-                    pass
-                if time.monotonic() > deadline:
-                    server.kill()
-                    raise EngineStartError(
-                        f"the server at {url} did not answer within {config.engine.start_timeout_s:.0f} s "
-                        "(engine.start_timeout_s)"
-                    )
-                await asyncio.sleep(POLL_S)
+            await retry_async(
+                lambda _attempt: engine.health(), budget, on=EngineError, give_up=lambda: server.poll() is not None
+            )
         finally:
             await engine.close()
 
-    asyncio.run(wait())
+    try:
+        asyncio.run(wait())
+    except EngineError:
+        if (code := server.poll()) is not None:
+            raise EngineStartError(f"the server at {url} ended while starting ({exit_reason(code)})") from None
+        server.kill()
+        raise EngineStartError(
+            f"the server at {url} did not answer within {timeout_s:.0f} s (engine.start_timeout_s)"
+        ) from None
 
 
 async def _watch(config: Config, url: str, server: subprocess.Popen) -> int:
-    """The server's exit code; kills one that froze, for only a dead one can be started again."""
+    """Exit code of the server. Kills one that froze: the run's driver restarts only engines that ended."""
     settings = config.engine
     engine = build_engine(config, url)
-    silent, due = 0, time.monotonic()
+    failures, due = 0, time.monotonic()
     try:
         while (code := server.poll()) is None:
             await asyncio.sleep(POLL_S)
@@ -121,15 +122,15 @@ async def _watch(config: Config, url: str, server: subprocess.Popen) -> int:
                 continue
             try:
                 await check_health(engine, config)
-                silent = 0
+                failures = 0
             except EngineError as error:
-                silent += 1
-                if silent >= PATIENCE * settings.health_failures and server.poll() is None:
+                failures += 1
+                if failures >= FAILURES_BEFORE_KILL * settings.health_failures and server.poll() is None:
                     server.kill()
                     server.wait()
                     raise EngineFrozen(
-                        f"the server at {url} was killed: {silent} health probes in a row failed "
-                        f"({PATIENCE} x engine.health_failures), the last one: {error}"
+                        f"the server at {url} was killed: {failures} health checks in a row failed "
+                        f"({FAILURES_BEFORE_KILL} x engine.health_failures), the last one: {error}"
                     ) from None
             due = time.monotonic() + settings.health_interval_s
         return code

@@ -1,12 +1,12 @@
-"""Seeing to it that the model is there that engines start with: a quantised one is made once a run."""
+"""The model that engines start with: a quantised copy is made once for a run."""
 
 from __future__ import annotations
 
 import logging
-import time
 from functools import partial
 from pathlib import Path
 
+from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config
 from dppo_megatron.convert.job import Worker
 from dppo_megatron.convert.processes import convert
@@ -23,10 +23,10 @@ class StartModelTimeout(ExpectedError, TimeoutError):
     """The quantised model was not made in time."""
 
 
-def made_start_model(config: Config, index: int) -> Path:
-    """The directory engine `index` starts with. Where it is a quantised copy, engine 0 makes it and others wait.
+def ensure_start_model(config: Config, index: int) -> Path:
+    """Directory that engine `index` starts with. Where it is a quantised copy, engine 0 makes it and the others wait.
 
-    One that was interrupted is continued. Raises `ModelError` as `convert` does, and `StartModelTimeout` when engine
+    A copy that was interrupted is continued. Raises `ModelError` as `convert` does, and `StartModelTimeout` when engine
     0 did not make it within `engine.start_timeout_s`.
     """
     directory = start_model(config)
@@ -38,12 +38,9 @@ def made_start_model(config: Config, index: int) -> Path:
         build = partial(ToHF, config.model.path, directory, config.model.path, quantization=quantization)
         convert(build, resume=True, worker=Worker())
         return directory
-    deadline = time.monotonic() + config.engine.start_timeout_s
-    while not directory.exists():
-        if time.monotonic() > deadline:
-            raise StartModelTimeout(
-                f"engine-0 did not quantise {config.model.path} to {directory} within "
-                f"{config.engine.start_timeout_s:.0f} s (engine.start_timeout_s); see its log"
-            )
-        time.sleep(POLL_S)
+    if not wait_until(directory.exists, config.engine.start_timeout_s, POLL_S):
+        raise StartModelTimeout(
+            f"engine-0 did not quantise {config.model.path} to {directory} within "
+            f"{config.engine.start_timeout_s:.0f} s (engine.start_timeout_s); see its log"
+        )
     return directory

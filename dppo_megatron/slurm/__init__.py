@@ -1,1 +1,1 @@
-"""Runs inside Slurm allocations: what asks for one, what drives the job steps in it, and what each step's task does."""
+"""Runs inside Slurm allocations: submitting a job, driving its steps, and what each step's task does."""

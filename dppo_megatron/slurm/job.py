@@ -14,6 +14,7 @@ from pathlib import Path
 from dppo_megatron.checks import check_run_dir, load_config
 from dppo_megatron.checks.slurm import problems as slurm_problems
 from dppo_megatron.common.process import exit_reason
+from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
 from dppo_megatron.launch.driver import Ending, RunDriver
 from dppo_megatron.run_dir import RunDir
@@ -211,10 +212,7 @@ class Job:
 
     def _wait_for_cancellation(self) -> bool:
         """Whether Slurm's signal that it is ending the job arrives within `SIGNAL_S`."""
-        deadline = time.monotonic() + SIGNAL_S
-        while self._signal not in CANCELLED and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        return self._signal in CANCELLED
+        return wait_until(lambda: self._signal in CANCELLED, SIGNAL_S, POLL_S)
 
     def _record(self, event: Event, cause: str, nodes: tuple[str, ...] = ()) -> None:
         self._attempts.record(event, cause, job=self._allocation.job_id, restart=self._allocation.restart, nodes=nodes)

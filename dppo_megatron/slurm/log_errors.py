@@ -1,4 +1,4 @@
-"""Which lines of a log say what went wrong."""
+"""Finds the error lines of logs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from dppo_megatron.observability.logs import plain_text
 
 SEARCHED_BYTES = 64 * 1024
-# The last line of a traceback, our own and the servers' log levels, and what the system says of a process it ended.
+# The last line of a traceback, our own and the servers' log levels, and the system's words for a process that it ended.
 _ERROR = re.compile(
     r"^[\w.]*(Error|Exception|Timeout|Diverged|Frozen)\b|\b(ERROR|CRITICAL)\b|\bKilled\b|Segmentation fault"
 )

@@ -28,7 +28,7 @@ class StepPlan:
 
 
 def node_violations(config: Config, allocation: Allocation) -> list[str]:
-    """Why the allocation is not the one that the config asks for."""
+    """How the allocation differs from the one that the config requests."""
     s = config.slurm
     have = tuple(len(nodes) for nodes in allocation.groups)
     if have in ((s.trainer_nodes, s.engine_nodes), (s.trainer_nodes + s.engine_nodes,)):

@@ -26,7 +26,7 @@ class SlurmError(ExpectedError, RuntimeError):
 
 
 class SlurmRefused(SlurmError):
-    """It refused, or is not there: asking again would not help."""
+    """It refused, or is not installed: repeating the command would not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def jobs(job_ids: list[str]) -> list[QueuedJob]:
     try:
         lines = slurm_command("squeue", "--noheader", f"--format={_FORMAT}", "--jobs", ",".join(job_ids)).splitlines()
     except SlurmError as error:
-        if "Invalid job id" in str(error):  # what squeue says of the last job it has forgotten
+        if "Invalid job id" in str(error):  # squeue's answer where it knows none of them any more
             return []
         raise
     return [QueuedJob(*(part.strip() for part in line.split("|"))) for line in lines]

@@ -1,4 +1,4 @@
-"""`dppo-megatron status`: what a run directory says of its run, and the queue and the engines if they answer."""
+"""`dppo-megatron status`: the state of a run from its directory, the queue and the engines that answer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Status:
     policy_version: int | None  # published
     engines: list[EngineStatus]
     jobs: list[queue.QueuedJob]
-    queue_note: str  # why the queue could not be asked, or what it means that no job is in it
+    queue_note: str  # why squeue failed, or what it means that no job is in the queue
     restarts: int
     last_event: str
     errors: list[LastError]
@@ -69,7 +69,7 @@ class Status:
 
 
 def read_status(directory: Path) -> Status:
-    """Reads files and asks each engine and squeue once; changes nothing. Raises `NotARun`."""
+    """Reads files and queries each engine and squeue once; changes nothing. Raises `NotARun`."""
     run = RunDir(directory)
     if not run.config.exists():
         raise NotARun(f"{directory}: no {run.config.name} in it; name the run.dir of a run that was started")
@@ -119,8 +119,7 @@ def _jobs(job_ids: list[str]) -> tuple[list[queue.QueuedJob], str]:
 
 
 async def _engines(config: Config, run: RunDir) -> list[EngineStatus]:
-
-    async def ask(service: Service) -> EngineStatus:
+    async def check(service: Service) -> EngineStatus:
         engine = build_engine(config, service.url)
         try:
             await asyncio.wait_for(engine.health(), HEALTH_TIMEOUT_S)
@@ -133,7 +132,7 @@ async def _engines(config: Config, run: RunDir) -> list[EngineStatus]:
             await engine.close()
         return EngineStatus(service.name, service.host, service.url, health)
 
-    return list(await asyncio.gather(*map(ask, engine_services(config, run).values())))
+    return list(await asyncio.gather(*map(check, engine_services(config, run).values())))
 
 
 def _errors(run: RunDir) -> list[LastError]:

@@ -17,7 +17,7 @@ from dppo_megatron.run_dir import RunDir
 from .allocation import Allocation
 from .placement import StepPlan
 
-# What the batch script was given srun would take for options of its own, other than those of its command line.
+# Options of the batch script that srun would read from the environment as its own.
 BATCH_OPTIONS = (
     "SLURM_CPUS_PER", "SLURM_DISTRIBUTION", "SLURM_EXACT", "SLURM_EXPORT_ENV", "SLURM_GPUS", "SLURM_GPU_", "SLURM_HINT",
     "SLURM_MEM_PER", "SLURM_NTASKS_PER", "SLURM_THREADS_PER_CORE", "SLURM_TRES",

@@ -1,4 +1,4 @@
-"""`dppo-megatron slurm`: checks a config, writes the batch script of its run, submits it, says how to follow it."""
+"""`dppo-megatron slurm`: checks a config, writes the batch script of its run and submits it."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ def prepare(config_file: Path, overrides: Sequence[str], nodes: str | None, *, r
     """Everything but the writing. Raises `ConfigError` with every violation."""
     config = with_absolute_paths(load_config(config_file, overrides))
     if nodes is not None:
-        config = scaled(config, nodes)
+        config = scale_to_nodes(config, nodes)
     if violations := settings_problems(config) + slurm_problems(config):
         raise ConfigError(str(config_file), violations)
     check_run_dir(config, str(config_file), resume=resume)
     if config.slurm.command:  # what the model, the data and the plan need is in there
         notes = ["slurm.command is set: the job checks model, data, reward and plan when it starts, with that command"]
     else:
-        notes = checked(config, str(config_file), place="elsewhere")
+        notes = check_config(config, str(config_file), place="elsewhere")
     return Prepared(config, batch_script(config, resume=resume, directory=Path.cwd()), notes)
 
 
-def checked(config: Config, source: str, *, place: Place) -> list[str]:
-    """What `preflight` notes, and the plan where `slurm.gpu` is set. Raises `ConfigError` with every violation."""
+def check_config(config: Config, source: str, *, place: Place) -> list[str]:
+    """The notes of `preflight` and, where `slurm.gpu` is set, the plan. Raises `ConfigError` with every violation."""
     notes = preflight(config, source, place=place)
     if config.slurm.gpu is not None:
-        notes.append(planned(config, source))
+        notes.append(check_memory(config, source))
     return notes
 
 
-def planned(config: Config, source: str) -> str:
-    """What the run needs on GPUs of kind `slurm.gpu`. Raises `ConfigError` with the plan and what to change."""
+def check_memory(config: Config, source: str) -> str:
+    """The plan of the run on GPUs of kind `slurm.gpu`, as text. Raises `ConfigError` with what to change where it does
+    not fit."""
     from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
 
     s = config.slurm
@@ -91,10 +92,10 @@ def refuse_second_job(run: RunDir, own: str | None = None) -> None:
         )
 
 
-def scaled(config: Config, nodes: str) -> Config:
+def scale_to_nodes(config: Config, nodes: str) -> Config:
     """`TRAINERS` or `TRAINERS+ENGINES` nodes, with as many ranks and engines on each as the config has now.
 
-    Raises `ConfigError` when that is not two numbers, or engines are asked for where the config has no node of them.
+    Raises `ConfigError` when that is not two numbers, or engine nodes are requested where the config has none.
     """
     trainers, plus, engines = nodes.partition("+")
     if not trainers.isdecimal() or int(trainers) < 1 or (plus and not engines.isdecimal()):

@@ -18,6 +18,7 @@ from dppo_megatron.checks import load_config
 from dppo_megatron.checks.devices import visible_devices
 from dppo_megatron.common.files import read_json, write_json
 from dppo_megatron.common.process import Child, exit_reason
+from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import ServiceTimeout, port_in_use
@@ -65,11 +66,11 @@ class Task:
 def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gpu: int) -> int:
     """Runs a trainer rank, the orchestrator, engine `index` or the check of the config; returns its exit code.
 
-    All but the check run as a child with a session and a log file of its own. SIGUSR1 reaches the child as SIGTERM:
-    srun passes on the former, and takes the latter as the order to kill.
+    All but the check run as a child with its own session and log file. SIGUSR1 reaches the child as SIGTERM: srun
+    passes on the former, and takes the latter as the order to kill.
     """
     # srun signals every process of the step, a checkpoint's writers and a server's workers too. They inherit the mask,
-    # so only this process hears it.
+    # so only this process receives it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     config = load_config(config_file)
     if role == "check":
@@ -86,22 +87,22 @@ def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gp
     else:
         name, arguments = role, [role]
     child = Child(name, dppo_command(*arguments, str(config_file)), run.log(name), environment)
-    return _follow(child, task)
+    return _wait_and_report(child, task)
 
 
 def _check(config: Config, source: str) -> int:
-    from .submit import checked
+    from .submit import check_config
 
-    for note in checked(config, source, place="node"):
+    for note in check_config(config, source, place="node"):
         print(note)
     return 0
 
 
-def _follow(child: Child, task: Task) -> int:
+def _wait_and_report(child: Child, task: Task) -> int:
     """Exit code of the child, 128 + n when signal n ended it; its last lines go to the job's output if it failed.
 
-    0 for one that ended by the signal it was sent from here: srun returns the largest code of its tasks, which must be
-    that of the rank that failed, not of those that were ended for it.
+    0 for one that ended by a signal from here: srun returns the largest code of its tasks, which must be that of the
+    rank that failed, not of those that were ended after it.
     """
     stopped = False
 
@@ -143,7 +144,7 @@ def trainer_environment(run: RunDir, task: Task, host: str, port: int) -> dict[s
 
 
 def engine_environment(config: Config, index: int, first_gpu: int, address: str) -> dict[str, str]:
-    """The engine's GPUs among those that Slurm shows its step, and the address its own processes talk over."""
+    """The engine's GPUs among those that Slurm shows its step, and the address that its own processes use."""
     environment = {"VLLM_HOST_IP": address}
     named = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if visible := named or visible_devices():
@@ -158,23 +159,22 @@ def engine_environment(config: Config, index: int, first_gpu: int, address: str)
 
 
 def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> tuple[str, int]:
-    """Where the ranks meet: rank 0 chooses a free port of its node and leaves it in the run directory.
+    """Host and port of the ranks' rendezvous: rank 0 chooses a free port of its node and writes it into the run
+    directory, the others read it there.
 
-    The file's name belongs to this job step alone, so nobody reads what an earlier attempt left. Raises
-    `ServiceTimeout` naming rank 0's log when nothing was left in time.
+    Each job step has a file of its own, so no rank reads an earlier attempt's. Raises `ServiceTimeout` naming rank 0's
+    log when there is no file in time.
     """
     path = run.services / f"trainers-{task.step}.json"
     if task.rank == 0:
         write_json(path, {"host": address, "port": unused_port(address)})
-    deadline = time.monotonic() + timeout_s
-    while (place := read_json(path)) is None:
-        if time.monotonic() > deadline:
-            raise ServiceTimeout(
-                f"waited {timeout_s:.0f} s (slurm.start_timeout_s) for rank 0 to say in {path} where it listens; see "
-                f"{run.log('trainer-0')}"
-            )
-        time.sleep(POLL_S)
-    return place["host"], place["port"]
+    address_of_rank_0 = wait_until(lambda: read_json(path), timeout_s, POLL_S)
+    if address_of_rank_0 is None:
+        raise ServiceTimeout(
+            f"waited {timeout_s:.0f} s (slurm.start_timeout_s) for rank 0 to write its address to {path}; see "
+            f"{run.log('trainer-0')}"
+        )
+    return address_of_rank_0["host"], address_of_rank_0["port"]
 
 
 def node_address(config: Config) -> str:
@@ -199,14 +199,14 @@ def node_address(config: Config) -> str:
 
 
 def interface_environment(config: Config) -> dict[str, str]:
-    """For NCCL and gloo; what the environment says already wins."""
+    """For NCCL and gloo; variables that are set already stay."""
     names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if config.slurm.interface else ()
     return {name: config.slurm.interface for name in names if name not in os.environ}
 
 
 def kernel_cache_environment() -> dict[str, str]:
-    """Compiled kernels on the node's own disk, for all processes and attempts of the job there: nodes that compile into
-    one home directory overwrite each other's. What the environment says already wins."""
+    """A directory for compiled kernels on the node's own disk, for all processes and attempts of the job there: nodes
+    that compile into one home directory overwrite each other's. A variable that is set already stays."""
     directory = Path(tempfile.gettempdir()) / f"triton-{os.getuid()}-{os.environ['SLURM_JOB_ID']}"
     return {} if "TRITON_CACHE_DIR" in os.environ else {"TRITON_CACHE_DIR": str(directory)}
 

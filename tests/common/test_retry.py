@@ -1,4 +1,4 @@
-"""Retries: how often, how long, after which errors, and what is raised in the end."""
+"""Retries: how often, how long, after which errors, and what is raised in the end; waiting for a condition."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dppo_megatron.common.retry import RetryBudget, retry, retry_async
+from dppo_megatron.common.retry import RetryBudget, retry, retry_async, wait_until
 
 
 class Busy(Exception):
@@ -107,6 +107,16 @@ def test_a_pause_ends_when_its_task_is_cancelled():
             await task
 
     asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_waiting_returns_the_first_true_value_or_the_last_false_one():
+    values = iter([None, 0, "ready", "later"])
+    assert wait_until(lambda: next(values), timeout_s=60, poll_s=0.01) == "ready"
+    started = time.monotonic()
+    assert wait_until(lambda: 0, timeout_s=0.1, poll_s=0.02) == 0
+    assert 0.1 <= time.monotonic() - started < 5
+    with pytest.raises(KeyError):
+        wait_until(lambda: {}["x"], timeout_s=60, poll_s=0.01)
 
 
 def test_a_budget_has_a_bound():

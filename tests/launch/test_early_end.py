@@ -1,4 +1,4 @@
-"""A trainer that was asked to stop exits 0, as one that is done does: what the run's watchers make of it."""
+"""A trainer that was asked to stop exits 0, as one that is done does: how the two kinds of run tell them apart."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def watch(url, process, act):
 
 def test_a_frozen_server_is_killed(server):
     url, process = server
-    with pytest.raises(launched.EngineFrozen, match=r"4 health probes in a row failed .*health_failures"):
+    with pytest.raises(launched.EngineFrozen, match=r"4 health checks in a row failed .*health_failures"):
         watch(url, process, lambda: os.kill(process.pid, signal.SIGSTOP))
     assert process.poll() == -signal.SIGKILL
 

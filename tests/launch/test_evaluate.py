@@ -1,4 +1,4 @@
-"""`eval` with children that start nothing: whose engines it asks, and which GPUs it gives them."""
+"""`eval` with children that start nothing: which engines it queries, and which GPUs it gives them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def config(tmp_path) -> Config:
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[str]:
-    """URLs of the engines that evaluations ask."""
+def queried(monkeypatch) -> list[str]:
+    """URLs of the engines that evaluations query."""
     urls = []
 
     class Child:
@@ -53,23 +53,23 @@ def asked(monkeypatch) -> list[str]:
     return urls
 
 
-def test_models_of_one_name_are_asked_of_engines_of_their_own(config, asked, tmp_path):
-    """An evaluation that still runs has announced its engines, which serve another model."""
+def test_models_of_one_name_have_engines_of_their_own(config, queried, tmp_path):
+    """An evaluation that still runs has registered its engines, which serve another model."""
     for run in ("a", "b"):
         assert evaluate.evaluate_model(config, tmp_path / run / "model", "config.yaml") == 0.5
-    assert asked == ["http://model-1/4", "http://model-1/6", "http://model-2/4", "http://model-2/6"]
+    assert queried == ["http://model-1/4", "http://model-1/6", "http://model-2/4", "http://model-2/6"]
 
 
 @pytest.mark.parametrize("change", [{"objective": {"name": "nll"}}, {"rollout": {"bank": "bank"}}])
-def test_runs_without_engines_of_their_own_are_evaluated(config, asked, tmp_path, change):
+def test_runs_without_engines_of_their_own_are_evaluated(config, queried, tmp_path, change):
     config = Config.model_validate(config.model_dump() | change)
     assert not config.samples
     evaluate.evaluate_model(config, tmp_path / "model", "config.yaml")
-    assert asked == ["http://model-1/4", "http://model-1/6"]
+    assert queried == ["http://model-1/4", "http://model-1/6"]
 
 
-def test_engines_that_do_not_fit_the_gpus_are_refused(config, asked, tmp_path):
+def test_engines_that_do_not_fit_the_gpus_are_refused(config, queried, tmp_path):
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"count": 3})})
     with pytest.raises(ConfigError, match=r"engine.count = 3: .* need 3 GPUs, 2 are visible"):
         evaluate.evaluate_model(config, tmp_path / "model", "config.yaml")
-    assert asked == []
+    assert queried == []

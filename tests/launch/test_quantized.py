@@ -10,7 +10,7 @@ import torch
 
 from dppo_megatron.config import Config
 from dppo_megatron.hf import SafetensorsDirectory, fp8, make_random_hf_model, read_hf_config
-from dppo_megatron.launch.quantized import StartModelTimeout, made_start_model
+from dppo_megatron.launch.quantized import StartModelTimeout, ensure_start_model
 from dppo_megatron.weights.manifest import BadWeights, Manifest
 
 
@@ -34,7 +34,7 @@ def config(model: Path, run: Path, quantization: str = "fp8_block") -> Config:
 
 
 def test_engine_0_quantises_the_model_once(model, tmp_path):
-    directory = made_start_model(config(model, tmp_path), 0)
+    directory = ensure_start_model(config(model, tmp_path), 0)
     assert directory != model
     assert read_hf_config(directory).quantization == fp8.quantization_config(read_hf_config(model))
     source, made = SafetensorsDirectory(model), SafetensorsDirectory(directory)
@@ -43,27 +43,27 @@ def test_engine_0_quantises_the_model_once(model, tmp_path):
     for name, tensor in expected.items():
         assert torch.equal(made.tensor(name).view(torch.uint8), tensor.view(torch.uint8)), name
     stamps = [file.stat().st_mtime_ns for file in sorted(directory.iterdir())]
-    assert made_start_model(config(model, tmp_path), 0) == directory
+    assert ensure_start_model(config(model, tmp_path), 0) == directory
     assert [file.stat().st_mtime_ns for file in sorted(directory.iterdir())] == stamps
 
 
 def test_other_engines_wait_for_it(model, tmp_path):
     with pytest.raises(StartModelTimeout, match=r"engine\.start_timeout_s"):
-        made_start_model(config(model, tmp_path), 1)
-    making = threading.Timer(0.1, made_start_model, (config(model, tmp_path), 0))
+        ensure_start_model(config(model, tmp_path), 1)
+    making = threading.Timer(0.1, ensure_start_model, (config(model, tmp_path), 0))
     making.start()
-    assert (made_start_model(config(model, tmp_path), 1) / "config.json").exists()
+    assert (ensure_start_model(config(model, tmp_path), 1) / "config.json").exists()
     making.join()
 
 
 def test_a_model_that_is_not_to_be_quantised_or_already_is_stays_where_it_is(model, tmp_path):
-    assert made_start_model(config(model, tmp_path, "none"), 0) == model
-    quantised = made_start_model(config(model, tmp_path), 0)
-    assert made_start_model(config(quantised, tmp_path / "other"), 0) == quantised
+    assert ensure_start_model(config(model, tmp_path, "none"), 0) == model
+    quantised = ensure_start_model(config(model, tmp_path), 0)
+    assert ensure_start_model(config(quantised, tmp_path / "other"), 0) == quantised
 
 
 def test_an_engine_takes_no_weights_that_are_stored_otherwise_than_its_own(model, tmp_path):
-    plain, quantised = Manifest.read(model), Manifest.read(made_start_model(config(model, tmp_path), 0))
+    plain, quantised = Manifest.read(model), Manifest.read(ensure_start_model(config(model, tmp_path), 0))
     quantised.check_replaces(quantised)
     with pytest.raises(BadWeights, match=r"unknown tensors \(.*_scale_inv"):
         quantised.check_replaces(plain)

@@ -59,8 +59,8 @@ class Scene:
 def test_an_engine_that_ended_is_started_again_after_a_delay():
     scene = Scene()
     assert "engine-0 ended: killed by SIGKILL. Restart 1 of 3 (engine.restarts) in 1 s" in scene.serve_and_end()
-    assert not scene.announced  # nobody may go on asking at its old address
-    assert scene.started[0].ended  # nor may its own workers go on
+    assert not scene.announced  # no request may go to its old address
+    assert scene.started[0].ended  # its own workers, too
     scene.check(0.9)
     assert len(scene.started) == 1
     scene.check(0.1)

@@ -15,7 +15,7 @@ from dppo_megatron.slurm import task
 from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.slurm.placement import check_plan, engine_plans, node_violations, orchestrator_plan, trainer_plan
 from dppo_megatron.slurm.step import srun_command, step_environment
-from dppo_megatron.slurm.submit import prepare, scaled
+from dppo_megatron.slurm.submit import prepare, scale_to_nodes
 from dppo_megatron.slurm.task import Task, engine_environment, kernel_cache_environment, node_address, rendezvous
 from tests.support.slurm.config import config
 
@@ -67,7 +67,7 @@ def test_one_task_per_rank_on_the_first_nodes():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"world_size": 15}, "slurm.trainer_nodes = 2: does not divide parallel.world_size = 15"),
         ({"world_size": 32}, "slurm.gpus_per_node = 8: a trainer node runs 16 ranks;"),
@@ -92,10 +92,10 @@ def test_one_task_per_rank_on_the_first_nodes():
         ),
     ],
 )
-def test_refusals(changes, said):
+def test_refusals(changes, message):
     assert slurm_problems(config()) == []
     (violation,) = slurm_problems(config(**changes))
-    assert said in violation
+    assert message in violation
 
 
 def test_an_allocation_of_another_size_is_refused():
@@ -105,7 +105,7 @@ def test_an_allocation_of_another_size_is_refused():
 
 
 def test_a_task_of_an_array_is_one_job_of_it(monkeypatch):
-    """Slurm gives one task the array's number as its id: asked for by that, all tasks would answer."""
+    """Slurm gives one task the array's number as its id: a query for that id returns all tasks."""
     monkeypatch.setattr("dppo_megatron.slurm.allocation.node_names", lambda nodes: (nodes,))
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"}
     assert Allocation.of_this_job(environment).job_id == "7"
@@ -114,13 +114,13 @@ def test_a_task_of_an_array_is_one_job_of_it(monkeypatch):
 
 
 def test_nodes_scale_ranks_and_engines():
-    more = scaled(config(), "4+2")
+    more = scale_to_nodes(config(), "4+2")
     assert (more.slurm.trainer_nodes, more.slurm.engine_nodes) == (4, 2)
     assert (more.parallel.world_size, more.engine.count) == (32, 8)
-    assert scaled(config(), "1").parallel.world_size == 8
+    assert scale_to_nodes(config(), "1").parallel.world_size == 8
     for wrong in ("0", "2+x", "two"):
         with pytest.raises(ConfigError, match="TRAINERS"):
-            scaled(config(), wrong)
+            scale_to_nodes(config(), wrong)
 
 
 def test_a_scaled_run_obeys_the_rules_between_settings(tmp_path):
@@ -143,10 +143,10 @@ def test_an_engine_takes_its_gpus_of_those_slurm_shows(monkeypatch):
         engine_environment(config(), 2, 4, "10.0.0.1")
 
 
-def test_a_step_hears_nothing_of_what_the_batch_script_was_given():
-    told = {"SLURM_TRES_PER_TASK": "gres:gpu:8", "SLURM_GPU_BIND": "none", "SLURM_DISTRIBUTION": "cyclic"}
-    told |= {"SLURM_HINT": "nomultithread", "SLURM_EXACT": "1", "SLURM_THREADS_PER_CORE": "1", "SLURM_GPUS": "8"}
-    assert step_environment(told | {"SLURM_JOB_ID": "7", "PATH": "x"}) == {"SLURM_JOB_ID": "7", "PATH": "x"}
+def test_options_of_the_batch_script_do_not_reach_its_steps():
+    options = {"SLURM_TRES_PER_TASK": "gres:gpu:8", "SLURM_GPU_BIND": "none", "SLURM_DISTRIBUTION": "cyclic"}
+    options |= {"SLURM_HINT": "nomultithread", "SLURM_EXACT": "1", "SLURM_THREADS_PER_CORE": "1", "SLURM_GPUS": "8"}
+    assert step_environment(options | {"SLURM_JOB_ID": "7", "PATH": "x"}) == {"SLURM_JOB_ID": "7", "PATH": "x"}
 
 
 def test_nodes_compile_kernels_apart(monkeypatch):

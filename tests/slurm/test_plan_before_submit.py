@@ -1,4 +1,4 @@
-"""The examples and the nodes they ask for; a run that does not fit its GPUs is refused before it is submitted."""
+"""The examples and the nodes they request; a run that does not fit its GPUs is refused before it is submitted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from dppo_megatron.checks import load_config
 from dppo_megatron.checks.slurm import problems as slurm_problems
 from dppo_megatron.config import ConfigError
-from dppo_megatron.slurm.submit import planned
+from dppo_megatron.slurm.submit import check_memory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -25,4 +25,4 @@ def test_a_run_that_does_not_fit_is_refused_with_its_plan(monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
     config = load_config(EXAMPLES / "qwen3_8b" / "config.yaml", ["slurm.gpu=a100-40"])
     with pytest.raises(ConfigError, match=r"slurm.gpu = a100-40: does not fit\n(.|\n)*needed"):
-        planned(config, "qwen3_8b")
+        check_memory(config, "qwen3_8b")

@@ -1,4 +1,4 @@
-"""What status and submission make of run directories made by hand, with a squeue that says what the test wants."""
+"""Status and submission on run directories made by hand, with a squeue that answers what the test wants."""
 
 from __future__ import annotations
 
@@ -120,23 +120,23 @@ def test_the_rank_that_failed_first_says_why_and_earlier_attempts_do_not_count(r
 
 
 @pytest.mark.parametrize(
-    ("said", "asked", "error"),
+    ("message", "failures", "error"),
     [
         ("Unable to contact slurm controller (connect failure)", 3, None),
         ("Unable to contact slurm controller (connect failure)", 99, SlurmError),
         ("Requested operation is presently disabled for job 7", 1, SlurmRefused),
     ],
 )
-def test_a_requeue_is_asked_for_until_slurm_answers(tmp_path, monkeypatch, said, asked, error):
-    """`asked`: how often scontrol says it before it succeeds; more than a few would take too long."""
+def test_a_requeue_is_repeated_until_slurm_answers(tmp_path, monkeypatch, message, failures, error):
+    """`failures`: how often scontrol fails with it before it succeeds; more than a few would take too long."""
     count, scontrol = tmp_path / "count", tmp_path / "scontrol"
     scontrol.write_text(
-        f"#!/bin/sh\necho >> {count}\n[ $(wc -l < {count}) -gt {asked} ] || {{ echo '{said}' >&2; exit 1; }}\n"
+        f"#!/bin/sh\necho >> {count}\n[ $(wc -l < {count}) -gt {failures} ] || {{ echo '{message}' >&2; exit 1; }}\n"
     )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(queue, "FIRST_PAUSE_S", 0.01)
-    expected = contextlib.nullcontext() if error is None else pytest.raises(error, match=said.split("(")[0])
+    expected = contextlib.nullcontext() if error is None else pytest.raises(error, match=message.split("(")[0])
     with expected:
         queue.retry_until_answered(lambda: queue.requeue("7"), 60 if error is None else 1)
     tries = len(count.read_text().splitlines())
