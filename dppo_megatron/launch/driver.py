@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,16 +18,19 @@ from .restarts import RestartedServer, RestartPolicy
 GRACE_S = 10.0
 
 
-class Ending(enum.Enum):
-    COMPLETED = enum.auto()  # every step is done
-    FAILED = enum.auto()  # a process failed, or an engine too often
-    TRAINER_STOPPED = enum.auto()  # before its last step, by a signal that the driver did not send
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """Every step is done, and the orchestrator has ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome(Generic[ProcessT]):
-    ending: Ending
-    failed: ProcessT | None = None
+class Failed(Generic[ProcessT]):
+    process: ProcessT  # a worker, or an engine that is not restarted any more
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStopped:
+    """Before its last step, by a signal that the driver did not send."""
 
 
 class RunDriver(Generic[PlanT, ProcessT]):
@@ -57,20 +59,20 @@ class RunDriver(Generic[PlanT, ProcessT]):
         for trainer in plan.trainers:
             self.trainers.append(self._launcher.start(trainer))
 
-    def check(self) -> Outcome[ProcessT] | None:
+    def check(self) -> Completed | Failed[ProcessT] | TrainerStopped | None:
         """How the run ended, or None while it goes on. Restarts engines where due; call it often, it does not block."""
         for worker in self._workers:
             if worker.poll() not in (None, 0):
-                return Outcome(Ending.FAILED, worker)
+                return Failed(worker)
         if self._trainers_ended and not self.trained:
-            return Outcome(Ending.TRAINER_STOPPED)
+            return TrainerStopped()
         if all(worker.poll() == 0 for worker in self._workers):
-            return Outcome(Ending.COMPLETED)
+            return Completed()
         for server in self._servers:
             if event := server.check(time.monotonic()):
                 self._report(event)
             if server.failed:
-                return Outcome(Ending.FAILED, server.process)
+                return Failed(server.process)
         return None
 
     @property

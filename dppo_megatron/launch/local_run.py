@@ -11,7 +11,7 @@ from dppo_megatron.observability.console import ProgressView
 from dppo_megatron.observability.logs import append_line, last_lines
 from dppo_megatron.run_dir import RunDir
 
-from .driver import Ending, RunDriver
+from .driver import Completed, Failed, RunDriver, TrainerStopped
 from .local_processes import LocalLauncher, local_plan
 
 POLL_S = 0.05
@@ -51,22 +51,22 @@ class LocalRun:
                 name = signal.Signals(self._stop_signal).name
                 self._view.note(f"{name}: stopping; resume with {self._resume_command}")
                 return 128 + self._stop_signal
-            outcome = driver.check()
-            if outcome is None:
-                time.sleep(POLL_S)
-            elif outcome.ending is Ending.COMPLETED:
-                self._view.poll(self._run.metrics)
-                return 0
-            elif outcome.ending is Ending.TRAINER_STOPPED:
-                done, steps = self._run.checkpoint_step or 0, self._config.train.steps
-                self._report(
-                    f"the trainer was asked to stop, not by this command, at step {done} of {steps}; "
-                    f"resume with {self._resume_command}"
-                )
-                return 1
-            else:
-                self._show_failure(outcome.failed)
-                return 1
+            match driver.check():
+                case None:
+                    time.sleep(POLL_S)
+                case Completed():
+                    self._view.poll(self._run.metrics)
+                    return 0
+                case TrainerStopped():
+                    done, steps = self._run.checkpoint_step or 0, self._config.train.steps
+                    self._report(
+                        f"the trainer was asked to stop, not by this command, at step {done} of {steps}; "
+                        f"resume with {self._resume_command}"
+                    )
+                    return 1
+                case Failed(process):
+                    self._show_failure(process)
+                    return 1
 
     def _report(self, line: str) -> None:
         """To whoever watches, and to a log that stays."""

@@ -16,7 +16,7 @@ from dppo_megatron.checks.slurm import problems as slurm_problems
 from dppo_megatron.common.process import exit_reason
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
-from dppo_megatron.launch.driver import Ending, RunDriver
+from dppo_megatron.launch.driver import Completed, Failed, RunDriver, TrainerStopped
 from dppo_megatron.run_dir import RunDir
 
 from . import queue
@@ -118,16 +118,17 @@ class Job:
                 return self._cancelled()
             if self._signal is not None and not self._driver.trained:
                 return self._stop_early()
-            outcome = self._driver.check()
-            if outcome is None:
-                time.sleep(POLL_S)
-            elif outcome.ending is Ending.COMPLETED:
-                return self._completed()
-            elif outcome.ending is Ending.TRAINER_STOPPED:
-                done, steps = self._run.checkpoint_step or 0, self._config.train.steps
-                return self._requeue(f"the trainer was asked to stop, not by this job, at step {done} of {steps}", 1)
-            else:
-                return self._failed(outcome.failed)
+            match self._driver.check():
+                case None:
+                    time.sleep(POLL_S)
+                case Completed():
+                    return self._completed()
+                case TrainerStopped():
+                    done, steps = self._run.checkpoint_step or 0, self._config.train.steps
+                    cause = f"the trainer was asked to stop, not by this job, at step {done} of {steps}"
+                    return self._requeue(cause, 1)
+                case Failed(step):
+                    return self._failed(step)
 
     def _completed(self) -> int:
         self._record("completed", f"{self._config.train.steps} steps done")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,49 +63,56 @@ def batch_script(config: Config, *, resume: bool, directory: Path) -> str:
 
 def site_scripts() -> dict[str, str]:
     """File name -> text of every script in the repository's slurm/."""
-    settings = SlurmConfig(trainer_nodes=2, engine_nodes=1)
-    run = {"site": True, "directory": None, "requeues": True, "signal_lead_s": settings.signal_lead_s}
-    once = {**run, "requeues": False, "output": "slurm-%j.out"}
-    train = {**run, "name": "dppo", "output": "slurm-%j.out"}
-    sweep = {**run, "name": "dppo-sweep", "output": "slurm-%A_%a.out"}
+    three_nodes = _node_groups(SlurmConfig(trainer_nodes=2, engine_nodes=1))
+    two_kinds = _node_groups(SlurmConfig(trainer_nodes=2, engine_nodes=1, heterogeneous=True))
     one_node = _node_groups(SlurmConfig())
-    serving = NodeGroup("", 1, "", settings.gpus_per_node, "at least engine.count x engine.tensor_parallel", "02:00:00")
-    converting = NodeGroup("", 1, "", 0, "", "02:00:00")
-    heterogeneous = settings.model_copy(update={"heterogeneous": True})
+    serving = [NodeGroup("", 1, "", 8, "at least engine.count x engine.tensor_parallel", "02:00:00")]
+    converting = [NodeGroup("", 1, "", 0, "", "02:00:00")]
+    array_output = "slurm-%A_%a.out"
     return {
-        file: _render(f"{template}.sbatch.j2", file=file, **values)
-        for file, template, values in (
-            ("train.sbatch", "train", {**train, "groups": _node_groups(settings)}),
-            ("train_hetjob.sbatch", "train", {**train, "groups": _node_groups(heterogeneous)}),
-            ("sweep.sbatch", "sweep", {**sweep, "groups": one_node}),
-            ("eval.sbatch", "eval", {**once, "name": "dppo-eval", "groups": [serving]}),
-            ("convert.sbatch", "convert", {**once, "name": "dppo-convert", "groups": [converting]}),
-        )
+        "train.sbatch": _site_script("train", "dppo", three_nodes, file="train.sbatch"),
+        "train_hetjob.sbatch": _site_script("train", "dppo", two_kinds, file="train_hetjob.sbatch"),
+        "sweep.sbatch": _site_script("sweep", "dppo-sweep", one_node, output=array_output),
+        "eval.sbatch": _site_script("eval", "dppo-eval", serving, requeues=False),
+        "convert.sbatch": _site_script("convert", "dppo-convert", converting, requeues=False),
     }
+
+
+def _site_script(template: str, job: str, groups: list[NodeGroup], **values: Any) -> str:
+    common = {"output": "slurm-%j.out", "requeues": True, "signal_lead_s": SlurmConfig().signal_lead_s}
+    common |= {"site": True, "directory": None}
+    return _render(f"{template}.sbatch.j2", name=job, groups=groups, **(common | values))
 
 
 def _node_groups(s: SlurmConfig) -> list[NodeGroup]:
     """Trainer nodes and engine nodes, as one group unless the job is heterogeneous."""
-    common = {"time": s.time, "account": s.account, "exclusive": s.exclusive}
-    trainers = {"partition": s.partition, "sbatch_args": s.sbatch_args, **common}
-    gpus = (s.gpus_per_node, "slurm.gpus_per_node")
+    trainers = NodeGroup(
+        name="trainer nodes",
+        nodes=s.trainer_nodes,
+        nodes_setting="slurm.trainer_nodes",
+        gpus_per_node=s.gpus_per_node,
+        gpus_setting="slurm.gpus_per_node",
+        time=s.time,
+        account=s.account,
+        partition=s.partition,
+        exclusive=s.exclusive,
+        sbatch_args=s.sbatch_args,
+    )
     if not s.heterogeneous:
-        both = "slurm.trainer_nodes + slurm.engine_nodes"
-        return [NodeGroup("", s.trainer_nodes + s.engine_nodes, both, *gpus, **trainers)]
-    return [
-        NodeGroup("trainer nodes", s.trainer_nodes, "slurm.trainer_nodes", *gpus, **trainers),
-        NodeGroup(
-            "engine nodes",
-            s.engine_nodes,
-            "slurm.engine_nodes",
-            s.serving_gpus_per_node,
-            "slurm.engine_gpus_per_node",
-            partition=s.engine_partition or s.partition,
-            partition_placeholder="ENGINE_PARTITION",
-            sbatch_args=s.engine_sbatch_args,
-            **common,
-        ),
-    ]
+        nodes, setting = s.trainer_nodes + s.engine_nodes, "slurm.trainer_nodes + slurm.engine_nodes"
+        return [replace(trainers, nodes=nodes, nodes_setting=setting)]
+    engines = replace(
+        trainers,
+        name="engine nodes",
+        nodes=s.engine_nodes,
+        nodes_setting="slurm.engine_nodes",
+        gpus_per_node=s.serving_gpus_per_node,
+        gpus_setting="slurm.engine_gpus_per_node",
+        partition=s.engine_partition or s.partition,
+        partition_placeholder="ENGINE_PARTITION",
+        sbatch_args=s.engine_sbatch_args,
+    )
+    return [trainers, engines]
 
 
 def _render(template: str, **values: Any) -> str:

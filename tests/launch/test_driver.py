@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.config import Config
-from dppo_megatron.launch.driver import Ending, RunDriver
+from dppo_megatron.launch.driver import Completed, Failed, RunDriver, TrainerStopped
 from dppo_megatron.launch.launcher import RunPlan
 from dppo_megatron.launch.local_processes import ProcessPlan
 from dppo_megatron.run_dir import RunDir
@@ -82,8 +82,7 @@ def test_everything_is_started_and_workers_end_before_the_engines_that_they_need
 @pytest.mark.parametrize("name", ["orchestrator", "trainer-1", "engine-0"])
 def test_a_process_that_failed_ends_the_run(driver, launcher, name):
     launcher.started[name].code = 3
-    outcome = driver.check()
-    assert (outcome.ending, outcome.failed) == (Ending.FAILED, launcher.started[name])
+    assert driver.check() == Failed(launcher.started[name])
 
 
 def test_an_engine_that_served_is_restarted_and_reported(driver, launcher, run, reported):
@@ -105,11 +104,11 @@ def test_a_run_is_complete_when_orchestrator_and_ranks_are_done(driver, launcher
     assert driver.trained
     assert driver.check() is None  # the last evaluation
     launcher.started["orchestrator"].code = 0
-    assert driver.check().ending is Ending.COMPLETED
+    assert driver.check() == Completed()
 
 
 def test_ranks_that_ended_before_the_last_step_were_stopped(driver, launcher, run):
     save_checkpoint(run, STEPS - 1)
     for rank in ("trainer-0", "trainer-1"):
         launcher.started[rank].code = 0
-    assert driver.check().ending is Ending.TRAINER_STOPPED
+    assert driver.check() == TrainerStopped()

@@ -25,7 +25,7 @@ import psutil
 NODES = tuple(f"node{i}" for i in range(1, 5))
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 START_TIMEOUT_S = 30.0
-NODE_TIMEOUT_S = 10  # a silent node is down after this
+NODE_TIMEOUT_S = 10  # a node that does not answer is down after this
 
 CONF = """\
 ClusterName=lab
