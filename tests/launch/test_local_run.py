@@ -1,0 +1,157 @@
+"""A run on this machine with stubs for its processes: exit codes, messages, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dppo_megatron.config import Config, save_resolved
+from dppo_megatron.run_dir import RunDir
+
+# Runs the config with children that note their process id and then do what the test wants of their role.
+PROGRAM = """
+import sys
+from pathlib import Path
+from dppo_megatron.checks import load_config
+from dppo_megatron.launch import local_processes
+from dppo_megatron.launch.local_run import LocalRun
+
+def command(role, *arguments):
+    return [sys.executable, "-c", Path(sys.argv[2]).read_text(), role, sys.argv[2], *arguments]
+
+local_processes.dppo_command = command
+sys.exit(LocalRun(load_config(Path(sys.argv[1])), resume=False).run())
+"""
+STUB = """
+import json, os, pathlib, signal, sys, time
+role, directory = sys.argv[1], pathlib.Path(sys.argv[2]).parent
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+note = directory / f"{role}-{os.environ.get('RANK', 0)}"
+note.with_suffix(".tmp").write_text(str(os.getpid()))
+note.with_suffix(".tmp").rename(note)
+if role == "engine":
+    service = directory / "run" / "services" / "engine-0.json"
+    service.parent.mkdir(exist_ok=True)
+    service.write_text(json.dumps({"name": "engine-0", "url": "", "pid": os.getpid(), "host": ""}))
+"""
+ENDLESS = "time.sleep(600)\n"
+TRAINS = """
+while not (directory / "gate").exists():
+    time.sleep(0.05)
+if role == "trainer":
+    latest = directory / "run" / "checkpoints" / "latest"
+    latest.parent.mkdir(exist_ok=True)
+    latest.write_text("step-000003")
+time.sleep(600 if role == "engine" else 0)
+"""
+ROLES = ("engine-0", "orchestrator-0", "trainer-0", "trainer-1")
+
+
+class Launched:
+    """The command in a process of its own, its children by name."""
+
+    def __init__(self, directory: Path, behaviour: str, **engine):
+        self.directory, self.run = directory, RunDir(directory / "run")
+        config = Config.model_validate(
+            {
+                "run": {"dir": self.run.root},
+                "model": {"path": "m"},
+                "data": {"train": "t"},
+                "train": {"steps": 3},
+                "parallel": {"world_size": 2},
+                "engine": engine,
+            }
+        )
+        self.run.root.mkdir()
+        save_resolved(config, self.run.config)
+        stub = directory / "stub.py"
+        stub.write_text(STUB + behaviour)
+        self.output, self.gate = directory / "output", directory / "gate"
+        with self.output.open("w") as output:
+            command = [sys.executable, "-c", PROGRAM, str(self.run.config), str(stub)]
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+    def wait_for_children(self) -> dict[str, psutil.Process]:
+        self.wait_until(lambda: all((self.directory / name).exists() for name in ROLES))
+        return {name: psutil.Process(int((self.directory / name).read_text())) for name in ROLES}
+
+    def wait_until(self, condition) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    launched = []
+
+    def start(behaviour: str, **engine) -> Launched:
+        launched.append(Launched(tmp_path, behaviour, **engine))
+        return launched[-1]
+
+    yield start
+    for run in launched:
+        run.process.kill()
+        run.process.wait()
+
+
+def check_gone(children: dict[str, psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(children.values(), timeout=20)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_run_that_is_done_exits_0_and_ends_its_engine(launch):
+    run = launch(TRAINS)
+    engine = run.wait_for_children()["engine-0"]
+    run.gate.touch()
+    assert run.process.wait(60) == 0, run.output.read_text()
+    check_gone({"engine-0": engine})
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_every_process_and_says_how_to_resume(launch, number):
+    run = launch(ENDLESS)
+    children = run.wait_for_children()
+    run.process.send_signal(number)
+    assert run.process.wait(60) == 128 + number
+    check_gone(children)
+    assert f"{number.name}: stopping; resume with `dppo-megatron train {run.run.config} --resume`" in (
+        run.output.read_text()
+    )
+
+
+@pytest.mark.parametrize("name", ["trainer-1", "orchestrator-0", "engine-0"])
+def test_a_killed_process_ends_the_run(launch, name):
+    run = launch(ENDLESS, restarts=0)
+    children = run.wait_for_children()
+    children[name].kill()
+    assert run.process.wait(60) == 1
+    check_gone(children)
+    assert "ended: killed by SIGKILL. Its last lines" in run.output.read_text()
+    assert "SIGKILL" in run.run.log("train").read_text()
+
+
+def test_a_killed_engine_is_started_again(launch):
+    run = launch(ENDLESS)
+    children = run.wait_for_children()
+    children["engine-0"].kill()
+    run.wait_until(lambda: "engine-0 serves again" in run.output.read_text())
+    again = run.wait_for_children()
+    assert again["engine-0"].pid != children["engine-0"].pid
+    run.process.terminate()
+    assert run.process.wait(60) == 128 + signal.SIGTERM
+    check_gone(again)
+
+
+def test_a_killed_launcher_leaves_no_process(launch):
+    run = launch(ENDLESS)
+    children = run.wait_for_children()
+    run.process.kill()
+    check_gone(children)
