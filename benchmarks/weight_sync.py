@@ -2,7 +2,7 @@
 
     python benchmarks/weight_sync.py [--layers 28] [--repeats 3]
 
-One trainer rank, one server, bf16 on both sides, both transports in one run. Every publish is the run's own, probe
+One trainer rank, one server, bf16 on both sides, both transports in one run. Each publish has its weight check
 included: the engine must score a fixed text exactly as it did when it loaded the same weights itself. The engine's
 share (unpacking into its own layout) is measured alone too, by having it load a directory that is in memory already.
 """
@@ -40,7 +40,7 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import build_publisher
 from dppo_megatron.weight_sync.engine_thread import EngineThread
 
-PROBE = np.arange(3, 67, dtype=np.int32)
+CHECK_TOKENS = np.arange(3, 67, dtype=np.int32)
 START_TIMEOUT_S = 300
 
 
@@ -132,7 +132,7 @@ def engine_alone(config: Config, url: str, policies: list[Path], repeats: int) -
             await engine.load_weights(policy, 0)
             seconds.append(time.perf_counter() - started)
             if number < 2:
-                scores.append(await engine.score(PROBE))
+                scores.append(await engine.score(CHECK_TOKENS))
         await engine.close()
         return scores, median(seconds)
 
@@ -167,7 +167,7 @@ def main() -> None:
             )
             print(f"memory copy, one thread: {speed / 1e9:.1f} GB/s; the engine loads a directory that is in memory "
                   f"in {alone_s:.2f} s ({nbytes / alone_s / 1e9:.2f} GB/s)")  # fmt: skip
-            print(f"{'transport':<16}{'export s':>9}{'engine s':>9}{'probe s':>8}{'sum s':>7}{'GB/s':>7}{'of copy':>9}")
+            print(f"{'transport':<16}{'export s':>9}{'engine s':>9}{'check s':>8}{'sum s':>7}{'GB/s':>7}{'of copy':>9}")
             for transport in ("shared_storage", "broadcast"):
                 publish_all(run_config(directory, (url,), transport), actor, policies, scores, arguments.repeats, speed)
         layout.close()
@@ -176,7 +176,7 @@ def main() -> None:
 def publish_all(config: Config, actor, policies, scores, repeats: int, speed: float) -> None:
     run = RunDir(config.run.dir)
     engines = EngineThread(lambda: LiveEngines(config, lambda: engine_services(config, run), build_engine))
-    publisher = build_publisher(config, actor, engines, PROBE)
+    publisher = build_publisher(config, actor, engines, CHECK_TOKENS)
     published = []
     for number in range(repeats + 1):
         which = (number + 1) % 2
@@ -184,13 +184,13 @@ def publish_all(config: Config, actor, policies, scores, repeats: int, speed: fl
         actor.score = lambda _, which=which: scores[which]
         published.append(publisher.publish(number + 1))
     publisher.close()
-    export, load, probe = (
-        median(getattr(p, f"{part}_s") for p in published[1:]) for part in ("export", "load", "probe")
+    export, load, check = (
+        median(getattr(p, f"{part}_s") for p in published[1:]) for part in ("export", "load", "check")
     )
     total = export + load
     rate = published[-1].nbytes / total
     print(
-        f"{config.weight_sync.transport:<16}{export:>9.2f}{load:>9.2f}{probe:>8.2f}{total:>7.2f}{rate / 1e9:>7.2f}"
+        f"{config.weight_sync.transport:<16}{export:>9.2f}{load:>9.2f}{check:>8.2f}{total:>7.2f}{rate / 1e9:>7.2f}"
         f"{rate / speed:>9.1%}   ({published[-1].nbytes:,} bytes)",
         flush=True,
     )

@@ -44,7 +44,7 @@ class RunDir:
             return None
 
     def done(self, steps: int) -> bool:
-        """Whether a run of so many steps ended with its last one; a trainer that is asked to stop exits 0, too."""
+        """Whether a run of so many steps ended with its last one; a trainer that is stopped exits 0, too."""
         return (self.checkpoint_step or 0) >= steps
 
     @property

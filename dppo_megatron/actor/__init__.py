@@ -1,12 +1,12 @@
 """The policy in Megatron-core: layout, model, update, log-probs, checkpoints.
 
-`check_model` starts nothing and can be asked before any process is. `init_layout` comes first in a trainer
+`check_model` starts no process and needs none. `init_layout` comes first in a trainer
 rank.
 """
 
 import warnings
 
-# Megatron-core says at import what is not installed (Actor.describe says what is used instead), and calls torch by
+# Megatron-core warns at import of what is not installed (Actor.describe lists what is used instead), and calls torch by
 # names that a newer torch renames; neither is for whoever reads the run's log.
 warnings.filterwarnings("ignore", module=r"megatron\.core\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
@@ -17,7 +17,7 @@ from .cpu import without_cuda
 without_cuda.import_without_compiled_fusions()
 
 from .actor import Actor, TrainingDiverged, UpdateStats
-from .checkpoint.checkpoint import CheckpointError
+from .checkpoint.errors import CheckpointError
 from .layout import Layout, LayoutError, init_layout
 from .model import check_model
 from .model_config import padded_vocab_size

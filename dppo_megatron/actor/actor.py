@@ -1,4 +1,4 @@
-"""The actor: one policy in Megatron-core on this rank, that can be trained on micro-batches and asked for log-probs."""
+"""The actor: one policy in Megatron-core on this rank, which trains on micro-batches and computes log-probs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from dppo_megatron.types import TokenBatch
 from . import megatron_version, offload, precision
 from .batch.packing import Packer
 from .batch.routing import RoutingReplay
-from .checkpoint import checkpoint
+from .checkpoint import save_load
+from .checkpoint.writer import BackgroundWrite
 from .forward import LossStep
 from .layout import Layout
 from .model import PolicyModel, build_model
@@ -63,7 +64,7 @@ class UpdateStats:
 
 
 class Actor:
-    """Builds the configured model on this rank and owns its optimizer and schedule. Every method is collective.
+    """Builds the configured model on this rank with its optimizer and schedule. Every method is collective.
 
     Weights are random (seeded by `run.seed`) until `load_hf` or `load_checkpoint`.
     Raises ModelError for a model that cannot be built, with every reason.
@@ -87,7 +88,7 @@ class Actor:
             on_host = offload.OptimizerOnHost(self.optimizer, self.model_chunks, layout.device)
             self.optimizer_on_device = on_host.on_device
         self.skipped_in_a_row = 0
-        self._writing: checkpoint.BackgroundWrite | None = None
+        self._writing: BackgroundWrite | None = None
         self.routing = RoutingReplay(self.hf, self.model_chunks) if config.rollout.routing_replay else None
         self.packer = Packer.of(self.hf, config, layout, self.routing.held_layers if self.routing else None)
         self._scorer = Scorer(self.model, self.packer, layout, self.hf.vocab_size, config.train.micro_batch_tokens)
@@ -156,7 +157,8 @@ class Actor:
         total = reduce_reports(results, prepared[: len(micro_batches)], masked, self.layout)
         metrics = total.metrics
         if self.routing is not None:
-            metrics = metrics | self.routing.disagreement(prepared[: len(micro_batches)])
+            replayed = [batch.packed.replay for batch in prepared[: len(micro_batches)]]
+            metrics = metrics | self.routing.disagreement(replayed, self.layout.device)
         self._synchronize()
         computed = time.perf_counter()
         with self.optimizer_on_device():
@@ -164,7 +166,7 @@ class Actor:
                 self.optimizer, self.schedule, clip=self.config.optimizer.grad_clip, refuse=total.nonfinite > 0
             )
         if not update.skipped:
-            self._gather.updated(trains_next=another_follows)
+            self._gather.after_update(trains_next=another_follows)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if update.skipped else 0
         self._synchronize()
         stats = UpdateStats(
@@ -191,7 +193,7 @@ class Actor:
         return stats
 
     def scores(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
-        """What the current weights say of every micro-batch's tokens. Forward only; see `Scorer`."""
+        """The current weights' log-probs of every micro-batch's tokens. Forward only; see `Scorer`."""
         self._gather.require_whole()
         return self._scorer(micro_batches, topk=topk)
 
@@ -227,24 +229,24 @@ class Actor:
         See `offload.offloaded`.
         """
         self._gather.require_whole()
-        return offload.offloaded(self)
+        return offload.offloaded([*self.model_chunks, *self.frozen_chunks], self.optimizer, self.layout.device)
 
     def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any], keep: int) -> None:
         """Write everything that training needs to go on exactly, as `directory/step-NNNNNN`; keep the newest `keep`.
 
         `state` is the caller's, JSON. With `checkpoint.asynchronous` the writing goes on behind it, and an error of
-        the one before is raised here. See `checkpoint.save`.
+        the one before is raised here. See `save_load.save`.
         """
         self._gather.require_whole()
         self.finish_checkpoint()
         with self.optimizer_on_device():
-            self._writing = checkpoint.save(self, Path(directory), step, state, keep)
+            self._writing = save_load.save(self, Path(directory), step, state, keep)
 
     def finish_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete. Raises CheckpointError when it failed or takes too long."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            checkpoint.finish(writing)
+            save_load.finish(writing)
 
     def settle_checkpoint(self) -> None:
         """After an error in training: let the checkpoint in flight be completed. No collective, and raises nothing."""
@@ -258,10 +260,10 @@ class Actor:
     def load_checkpoint(self, directory: Path) -> dict[str, Any] | None:
         """Restore the newest whole checkpoint under `directory`; the caller's state, or None where there is none.
 
-        Raises CheckpointError when it does not fit this run. See `checkpoint.load`.
+        Raises CheckpointError when it does not fit this run. See `save_load.load`.
         """
         with self.optimizer_on_device():
-            return checkpoint.load(self, Path(directory))
+            return save_load.load(self, Path(directory))
 
     def _synchronize(self) -> None:
         if self.layout.device.type == "cuda":

@@ -103,7 +103,7 @@ class LossStep:
 class LogprobStep:
     """`forward_step` that only scores: collects fp32 log-probs [T, C] of each batch as given, 0 where mask is False.
 
-    C = 1, the targets; with `topk` C = K + 2, the targets, the listed ids and everything else. Rows of other
+    C = 1, the targets; with `topk` C = K + 2, the targets, the top-K ids and everything else. Rows of other
     context-parallel ranks are 0.
     """
 
@@ -174,7 +174,7 @@ def _whole_sequences(
         loss_fields(batch.given, rows if len(rows) else torch.zeros(1, dtype=torch.long), len(rows) > 0)
         for rows in batch.context_rows
     ]
-    merged = {f.name: _joined([getattr(part, f.name) for part in parts]) for f in fields(TokenBatch)}
+    merged = {f.name: _concatenate([getattr(part, f.name) for part in parts]) for f in fields(TokenBatch)}
     rows = to_device(TokenBatch(**{**merged, "cu_seqlens": batch.given.cu_seqlens}), layout.device)
     names = [f.name for f in fields(TokenStatistics) if f.name != "nonfinite" and getattr(stats, f.name) is not None]
     whole = {name: gather_unequal_rows(getattr(stats, name), counts, layout.context_group) for name in names}
@@ -182,7 +182,7 @@ def _whole_sequences(
     return rows, replace(stats, **whole), slice(start, start + counts[layout.context_rank])
 
 
-def _joined(parts: list[Tensor | None]) -> Tensor | None:
+def _concatenate(parts: list[Tensor | None]) -> Tensor | None:
     return None if parts[0] is None else torch.cat(parts)
 
 

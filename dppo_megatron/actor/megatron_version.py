@@ -54,13 +54,13 @@ def has_fused_weight_gradient() -> bool:
 
 def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Layers of this pipeline stage (and virtual stage), dense and expert layers where the config says."""
-    # 0.16 sets it where TransformerEngine is absent too, and then asks for instances of its classes.
+    # 0.16 sets it where TransformerEngine is absent too, and then builds instances of its classes.
     multi_latent_attention.HAVE_TE = has_transformer_engine()
     return get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=transformer_engine,
         normalization=config.normalization,
-        **_accepted(get_gpt_decoder_block_spec, vp_stage=vp_stage),
+        **_select_accepted(get_gpt_decoder_block_spec, vp_stage=vp_stage),
     )
 
 
@@ -129,7 +129,7 @@ def _torch_failures_as_errors() -> Iterator[None]:
         raise OSError("; ".join(reasons)) from failed
 
 
-def _accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+def _select_accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """Those of `arguments` that this release's `function` takes."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}

@@ -102,7 +102,7 @@ def build_model(hf: HFModelConfig, config: Config, layout: Layout, transformer: 
         for layer in chunk.decoder.layers:
             if isinstance(layer.mlp, MoELayer) and layout.expert_tensor_size != layout.tensor_size:
                 for parameter in layer.mlp.experts.parameters():
-                    # Megatron says so of expert-parallel experts alone, and would reduce these over the wrong ranks.
+                    # Megatron marks expert-parallel experts alone so, and would reduce these over the wrong ranks.
                     parameter.allreduce = False
     return chunks
 
@@ -148,13 +148,13 @@ def _use_own_modules(block: TransformerBlockSubmodules) -> None:
         attention.core_attention = PackedAttention
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(attention, name):
-                # Megatron cuts them by rows and gathers, and then each rank keeps the gradient of its own heads
+                # Megatron shards them by rows and gathers, and then each rank keeps the gradient of its own heads
                 # alone for the rotated key that all heads share.
                 setattr(attention, name, megatron_version.replicated_linear())
-        for owner, names in (
+        for module, names in (
             (modules, ("input_layernorm", "pre_mlp_layernorm")),
             (attention, ("q_layernorm", "k_layernorm", "kv_layernorm")),
         ):
             for name in names:
-                if getattr(owner, name, IdentityOp) is not IdentityOp:
-                    setattr(owner, name, RMSNorm)
+                if getattr(module, name, IdentityOp) is not IdentityOp:
+                    setattr(module, name, RMSNorm)

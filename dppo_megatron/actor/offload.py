@@ -8,26 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from .actor import Actor
-
 
 @contextmanager
-def offloaded(actor: Actor) -> Iterator[int]:
-    """Inside, the actor holds no memory on its device and must not be used; gives the bytes that were freed.
+def offloaded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, device: torch.device) -> Iterator[int]:
+    """Inside, nothing of `chunks` and `optimizer` is on `device`, and they must not be used; yields the bytes freed.
 
-    Afterwards parameters and optimizer state have the bits they had; gradients, which every update starts from 0,
-    are 0. Publish the weights before. No collectives. The host needs as much free memory (pinned, with CUDA).
+    chunks: of the trained model and of frozen ones.
+
+    Afterwards parameters and optimizer state have the bits they had; gradients are 0, as at the start of every
+    update. No collectives. The host needs as much free memory (pinned, with CUDA).
     """
-    device = actor.layout.device
-    kept = _Storages(_on(device, _contents(actor)))
-    gradients = _Storages(_on(device, _gradients(actor)), keep=False, but=kept)
+    kept = _Storages(_on(device, _contents(chunks, optimizer)))
+    gradients = _Storages(_on(device, _gradients(chunks)), keep=False, but=kept)
     freed = kept.empty() + gradients.empty()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -65,11 +62,11 @@ class OptimizerOnHost:
         self._away = away
 
 
-def _contents(actor: Actor) -> Iterator[Tensor]:
-    for chunk in [*actor.model_chunks, *actor.frozen_chunks]:
+def _contents(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    for chunk in chunks:
         yield from chunk.parameters()
         yield from chunk.buffers()
-    yield from _optimizer_contents(actor.optimizer)
+    yield from _optimizer_contents(optimizer)
 
 
 def _optimizer_contents(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
@@ -82,8 +79,8 @@ def _optimizer_contents(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _gradients(actor: Actor) -> Iterator[Tensor]:
-    for chunk in actor.model_chunks:
+def _gradients(chunks: Sequence[nn.Module]) -> Iterator[Tensor]:
+    for chunk in chunks:
         yield from (parameter.main_grad for parameter in chunk.parameters() if parameter.requires_grad)
 
 

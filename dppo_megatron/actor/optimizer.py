@@ -33,7 +33,7 @@ def wrap_data_parallel(
     """Megatron's DDP: fp32 gradient buffers, summed (never averaged) over data and context parallel ranks.
 
     With `parallel.overlap` gradients are reduced during the backward pass, and new parameters of the distributed
-    optimizer are gathered when `ParameterGather` says.
+    optimizer are gathered when `ParameterGather` decides.
     """
     overlap = overlaps_communication(config)
     settings = DistributedDataParallelConfig(

@@ -22,7 +22,7 @@ class ParameterGather:
         for chunk in self._chunks:
             chunk.disable_forward_pre_hook(param_sync=False)
 
-    def updated(self, *, trains_next: bool) -> None:
+    def after_update(self, *, trains_next: bool) -> None:
         """After an optimizer step: gathers now, or where the next pass is an update's, then. Collective."""
         self._outdated = bool(self._chunks) and trains_next
         if not trains_next:

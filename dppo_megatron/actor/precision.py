@@ -1,4 +1,4 @@
-"""What numbers are computed in, what that asks of a GPU, and which implementation computes them."""
+"""What numbers are computed in, what that needs of a GPU, and which implementation computes them."""
 
 from __future__ import annotations
 

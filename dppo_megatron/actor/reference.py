@@ -17,7 +17,7 @@ class Reference:
     """`model.start` beside `actor`, whatever the actor has become: a resumed run has the reference it began with.
 
     Holds one more copy of the parameters on each rank, in `model.dtype`; no gradients, no optimizer. It is
-    lent to engines on the same GPU with the actor's memory. Building it is collective. Raises ModelError listing every
+    offloaded with the actor. Building it is collective. Raises ModelError listing every
     tensor that does not fit.
     """
 
@@ -32,5 +32,5 @@ class Reference:
         self._scorer = Scorer(chunks, actor.packer, layout, actor.hf.vocab_size, config.train.micro_batch_tokens)
 
     def scores(self, micro_batches: Sequence[TokenBatch]) -> list[Scores]:
-        """What the start model says of every micro-batch's targets; see `Scorer`."""
+        """The start model's log-probs of every micro-batch's targets; see `Scorer`."""
         return self._scorer(micro_batches)

@@ -1,4 +1,4 @@
-"""Forward-only passes: what some weights say of the tokens in micro-batches."""
+"""Forward-only passes: log-probs that given weights assign to the tokens of micro-batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Scores:
     """One micro-batch scored at its temperature, fp32 on the CPU, 0 where mask is False.
 
     logprob: of the targets. topk_logprob: of topk_ids, -inf where absent. other_logprob: of the mass of
-    everything that is neither. The last two are None unless asked for.
+    everything that is neither. The last two are None unless requested.
     """
 
     logprob: Float[Tensor, " T"]
@@ -46,7 +46,7 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
-        """Collective; the same on every rank of a replica. topk: the listed tokens too, which all must have.
+        """Collective; the same on every rank of a replica. topk: the top-K ids too, which every micro-batch must have.
 
         One forward pass; with context parallelism a sum of each result over its ranks, with pipeline parallelism a
         broadcast from the last stage.

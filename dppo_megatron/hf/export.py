@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from dppo_megatron.common.ranks import Ranks
 
 from . import fp8
 from .errors import ModelError
@@ -36,7 +38,6 @@ from .weight_map import WeightMap
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 
-T = TypeVar("T")
 Quantization = Literal["fp8_block"]
 
 
@@ -100,13 +101,13 @@ def save_hf(
     the parameters' dtype. `quantization` "fp8_block" writes the projections as block-scaled FP8 (`hf.fp8`).
 
     Collectives: those of `export_weights` and three small object gathers over the default group.
-    Raises on every rank when any rank failed, `ModelError` where it was another one: not enough disk, an
-    existing directory without `overwrite`, I/O errors. Nothing is left behind then.
+    Raises on every rank what any rank raised: `ModelError` without enough disk space or for an existing
+    directory without `overwrite`, `OSError`. Nothing is left behind then.
     """
     config = config or read_hf_config(template_dir)
     ranks = ranks or ParallelRanks.current()
     directory = Path(directory)
-    rank = dist.get_rank() if _distributed() else 0
+    everyone = Ranks()
     staging = staging_of(directory)
     stored = dtype or next((w.dtype for _, w in named_weights(model_chunks)), None)
     expected = {name: TensorInfo(stored, shape) for name, shape in WeightMap(config).hf_tensors().items()}
@@ -114,13 +115,13 @@ def save_hf(
         expected = fp8.quantized_info(expected)
 
     def prepare() -> None:
-        if rank == 0:
+        if everyone.rank == 0:
             refuse_existing(directory, overwrite)
             create_staging(directory)
             check_space(staging, sum(info.nbytes for info in expected.values()))
 
     def write() -> list[Part]:
-        writer = PartWriter(staging, f"{rank:05d}", shard_bytes)
+        writer = PartWriter(staging, f"{everyone.rank:05d}", shard_bytes)
         failure = None
         for name, tensor in export_weights(model_chunks, config, dtype, ranks=ranks, quantization=quantization):
             if failure is None:
@@ -132,19 +133,20 @@ def save_hf(
             raise failure
         return writer.close()
 
-    def finish(parts: list[Part]) -> None:
-        if rank == 0:
+    def finish() -> None:
+        if everyone.rank == 0:
+            parts = [part for of_rank in written for part in of_rank]
             refuse_incomplete(directory, parts, expected)
             assemble(staging, parts)
             copy_metadata(template_dir, staging, stored, quantization and fp8.quantization_config(config))
             publish(staging, directory, overwrite)
 
     try:
-        _run_on_all_ranks(prepare)
-        written = _run_on_all_ranks(write)
-        _run_on_all_ranks(lambda: finish([part for parts in written for part in parts]))
+        everyone.on_every_rank(prepare, f"{directory} to be prepared")
+        written = everyone.on_every_rank(write, f"the weights of {directory} to be written")
+        everyone.on_every_rank(finish, f"{directory} to be completed")
     except Exception:
-        if rank == 0:
+        if everyone.rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise
 
@@ -204,29 +206,3 @@ class _Bucket:
         pieces = zip(*(buffer.split(sizes) for buffer in received), strict=True)
         for (entry, shard), of_ranks in zip(shards, pieces, strict=True):
             yield from weight_map.to_hf(entry, [piece.view(shard.shape) for piece in of_ranks]).items()
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _run_on_all_ranks(action: Callable[[], T]) -> list[T]:
-    """Runs `action` on every rank; returns all results in rank order. When any rank failed, all raise."""
-    failure: Exception | None = None
-    result = None
-    try:
-        result = action()
-    except Exception as error:
-        failure = error
-    if not _distributed():
-        outcomes = [(result, None)]
-    else:
-        outcomes = [None] * dist.get_world_size()
-        problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-        dist.all_gather_object(outcomes, (result, problem))
-    if failure is not None:
-        raise failure
-    problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(outcomes) if problem]
-    if problems:
-        raise ModelError("save_hf", problems)
-    return [result for result, _ in outcomes]

@@ -1,4 +1,9 @@
-"""What a run needs before it is started: the model of every kind of rank, its memory, and what to change."""
+"""What a run needs before it is started: the model of every kind of rank, its memory, and what to change.
+
+By hand, because Megatron-LM's estimate (megatron/training/theoretical_memory_usage.py) is not part of megatron-core and
+counts neither latent attention, the loss and the publishing of weights as they are here, nor engines; `tests/plan`
+compares this one with every allocation of real updates.
+"""
 
 from dppo_megatron.common.hardware import Hardware, UnknownHardware, hardware
 

@@ -148,7 +148,7 @@ def _experts(work: Work) -> tuple[dict[str, int], int]:
     return saved, working + 2 * dispatched
 
 
-def recomputed(work: Work, made: Layer) -> tuple[int, int]:
+def with_recompute(work: Work, made: Layer) -> tuple[int, int]:
     """(kept, working memory) of a layer under `model.recompute`."""
     recompute: dict[str, Callable[[], tuple[int, int]]] = {
         "none": lambda: (made.total, made.working),
@@ -167,7 +167,7 @@ def head(work: Work, rows: int, padded_vocab: int) -> dict[str, int]:
     around = _norm(work) + gathered + e * hidden  # final norm, gather, the rows picked
     weight_gradient = work.weight_gradient * columns * hf.hidden_size
     if work.config.model.logits == "fused":
-        block = max(cut.stop - cut.start for cut in column_blocks(columns))
+        block = max(block.stop - block.start for block in column_blocks(columns))
         return {
             "head input": around,
             "a block of logits": e * rows * block,

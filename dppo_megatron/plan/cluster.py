@@ -22,7 +22,7 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
     def need(self, memory: Memory) -> int:
-        """Bytes of a device that `memory` asks for, with what libraries take and the margin."""
+        """Bytes of a device that `memory` needs, with what libraries take and the margin."""
         return memory.tensors + self.hardware.reserved_bytes + self.hardware.margin_bytes
 
     def fits(self, memory: Memory) -> bool:

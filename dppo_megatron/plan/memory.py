@@ -12,7 +12,7 @@ from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.export import DEFAULT_BUCKET_BYTES
 from dppo_megatron.weights.broadcast_plan import BUCKET_BYTES
 
-from .activations import FP32, Layer, Work, head, layer, recomputed
+from .activations import FP32, Layer, Work, head, layer, with_recompute
 from .ranks import RankModel
 
 INT64 = 8
@@ -40,15 +40,12 @@ class Memory:
 
     @property
     def tensors(self) -> int:
-        """Peak of tensors: what the allocator is asked for."""
+        """Peak of tensors: what the allocator must provide."""
         return self.static_bytes + max(map(_sum, self.phases.values()))
 
     @property
     def largest_phase(self) -> str:
         return max(self.phases, key=lambda name: _sum(self.phases[name]))
-
-    def of_phase(self, name: str) -> int:
-        return _sum(self.phases[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ def estimate(
     work = Work(hf, config, load.tokens, hardware.cuda)
     phases = {
         "forward and backward": _forward_backward(work, model, load, padded_vocab),
-        "optimizer step": (*_streamed(model, config, hardware.cuda), *_step(model, config, hardware)),
+        "optimizer step": (*_optimizer_if_offloaded(model, config, hardware.cuda), *_step(model, config, hardware)),
         "publishing weights": _publishing(model, config, hardware),
     }
     return Memory(_static(model, hf, config, load, work), phases)
@@ -91,7 +88,7 @@ def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, wor
         Item("parameters", model.parameters * e + model.buffers * FP32, f"{model.parameters:,} x {e} bytes"),
         Item("gradients", model.parameters * FP32, f"{model.parameters:,} x 4 bytes (fp32)"),
     ]
-    if not _streamed(model, config, work.cuda):
+    if not _optimizer_if_offloaded(model, config, work.cuda):
         items += _optimizer(model, config)
     if config.model.fp8 != "none":
         items.append(Item("FP8 weights", 2 * model.parameters, "one copy and its transpose, 1 byte each"))
@@ -103,7 +100,7 @@ def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, wor
     return tuple(items)
 
 
-def _streamed(model: RankModel, config: Config, cuda: bool) -> list[Item]:
+def _optimizer_if_offloaded(model: RankModel, config: Config, cuda: bool) -> list[Item]:
     """What `optimizer.offload` brings to the device for a step; a CPU's memory is the host's."""
     return _optimizer(model, config) if config.optimizer.offload and cuda else []
 
@@ -141,7 +138,7 @@ def _forward_backward(work: Work, model: RankModel, load: Load, padded_vocab: in
     in_flight = chunks_in_flight(work.config, model, load.micro_batches)
     kinds = [Counter(work.hf.is_moe_layer(index) for index in chunk) for chunk in model.chunks]
     made = {moe: layer(work, moe) for kind in kinds for moe in kind}
-    kept = {moe: recomputed(work, each) for moe, each in made.items()}
+    kept = {moe: with_recompute(work, each) for moe, each in made.items()}
     layers: Counter[bool] = Counter()
     for kind, count in zip(kinds, in_flight, strict=True):
         for moe, number in kind.items():

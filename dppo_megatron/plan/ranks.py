@@ -1,7 +1,7 @@
 """The real model of a rank, built on the meta device in a process group of the full size that connects nobody.
 
 Megatron decides what a rank holds; nothing here knows how. It runs in a process of its own, because Megatron's
-groups, the environment and (on a machine that has one) the GPU belong to whoever asks for the plan.
+groups, the environment and (on a machine that has one) the GPU belong to the process that makes the plan.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RankModel:
 
 
 class RankBuilder:
-    """Builds ranks' models in a child process. A context manager; the child lives as long as it."""
+    """Builds ranks' models in a child process. A context manager; the child ends with it."""
 
     def __init__(self) -> None:
         self._built: dict[tuple, list[RankModel]] = {}

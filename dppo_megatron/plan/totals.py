@@ -1,4 +1,4 @@
-"""What a plan says of the whole run: parameters, batches, disk."""
+"""The totals of a plan for the whole run: parameters, batches, disk."""
 
 from __future__ import annotations
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-
+from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.weight_sync import Publisher
 
@@ -40,10 +37,7 @@ class Control:
         self._progress, self._since = "", 0.0  # rank 0: what was last seen of the rollouts, and since when
         self._stop = False
         self._handlers: dict[int, object] = {}
-        self._group = None
-        if dist.get_world_size() > 1:
-            timeout = timedelta(seconds=stall_timeout_s + 120)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._ranks = Ranks(timeout_s=stall_timeout_s + 120)
 
     def __enter__(self) -> Control:
         self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
@@ -54,24 +48,22 @@ class Control:
             signal.signal(number, handler)
 
     def barrier(self) -> None:
-        """Waits for every rank, for up to the stall time-out."""
-        if self._group is not None:
-            dist.barrier(group=self._group)
+        """Returns when every rank has called it: rank 0 may wait for engines longer than a collective may take."""
+        self._ranks.barrier("rank 0, which waits for the engines")
 
     def wait_until_ready(self, source: BatchSource, step: int, publisher: Publisher | None = None) -> bool:
         """True when the batch of `step` can be read, False when an engine needs the policy again before it can be
-        sampled. Broadcasts of one integer.
+        sampled. Collective.
 
         Raises `StopRequested` on every rank when a signal asked for it, and `BatchTimeout` on every rank when
         nothing new arrived for `run.stall_timeout_s`.
         """
-        decision = torch.tensor([WAIT])
+        decision = WAIT
         self._progress, self._since = source.progress(), time.monotonic()
         while decision == WAIT:
-            if dist.get_rank() == 0:
-                decision[0] = self._watch(source, step, publisher)
-            if self._group is not None:
-                dist.broadcast(decision, src=0, group=self._group)
+            decision = self._ranks.from_rank_zero(
+                lambda: self._watch(source, step, publisher), f"rank 0, which waits for the batch of step {step}"
+            )
         if decision == STOP:
             raise StopRequested
         if decision == STALLED:
@@ -79,7 +71,7 @@ class Control:
                 f"step {step}: nothing new arrived for {self._stall_timeout_s:.0f} s (run.stall_timeout_s), "
                 f"{source.progress()}; see the orchestrator's log"
             )
-        return bool(decision != LAG)
+        return decision != LAG
 
     def _watch(self, source: BatchSource, step: int, publisher: Publisher | None) -> int:
         look = time.monotonic() + LAG_S

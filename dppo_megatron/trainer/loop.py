@@ -44,8 +44,8 @@ def train(
     Collective: every rank runs it. `publisher` is None where there is no engine (supervised training). A stop that
     was requested takes effect at a step boundary or while waiting, after a checkpoint, and returns early.
 
-    Colocated engines and the actor take turns: `publish` gives the GPUs to the engines, `rest` gives them back.
-    After the last publish they are the engines'.
+    Colocated engines and the actor use the GPUs in turn: `publish` offloads the actor, `onload_actor` puts the engines
+    to sleep. After the last publish the actor stays offloaded.
     """
     step = first_step
     colocated = config.engine.placement == "colocated"
@@ -65,7 +65,7 @@ def train(
                 while not control.wait_until_ready(source, step, publisher):
                     publisher.publish(step)  # again, to an engine that came back
             if publisher is not None:
-                publisher.rest()
+                publisher.onload_actor()
             with metrics.timed("read"):
                 batch = source.read(step)
             metrics.add(batch.metrics)
@@ -77,7 +77,7 @@ def train(
             metrics.check_mismatch(config.rollout.max_mismatch_kl, step)
             step += 1
             if colocated:
-                save_if_due(metrics)  # a publish lends the actor's memory to the engines
+                save_if_due(metrics)  # publish offloads the actor, and a checkpoint needs it
             if publisher is not None:
                 with metrics.timed("publish"):
                     metrics.add(publisher.publish(step).metrics())
@@ -90,7 +90,7 @@ def train(
         log.info("stop requested: saving a checkpoint at step %d", step)
         if publisher is not None:
             try:
-                publisher.rest()
+                publisher.onload_actor()
             except WeightSyncError as error:  # engines end at the same time
                 log.warning("%s", error)
         checkpoints.save(step)

@@ -17,7 +17,7 @@ from dppo_megatron.hf import save_hf
 from dppo_megatron.objectives import Objective, build_objective
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.weight_sync import build_publisher, probe_tokens
+from dppo_megatron.weight_sync import build_publisher, weight_check_tokens
 from dppo_megatron.weight_sync.colocated import put_to_sleep
 from dppo_megatron.weight_sync.engine_thread import EngineThread
 
@@ -72,8 +72,8 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     if config.samples:
         if not colocated:
             engines = _connect(config, run, layout, control)
-        probe = probe_tokens(prompts(), config.engine.max_model_len) if layout.rank == 0 else None
-        publisher = build_publisher(config, actor, engines, probe)
+        tokens = weight_check_tokens(prompts(), config.engine.max_model_len) if layout.rank == 0 else None
+        publisher = build_publisher(config, actor, engines, tokens)
     with RankZeroRecorder(config, layout.rank, first_step, lambda token: tokenizer.decode([token])) as recorder:
         with control, checkpoints:
             done = train(
@@ -89,9 +89,9 @@ def run_trainer(config: Config, *, resume: bool) -> None:
                 first_step=first_step or 0,
             )
         if done == config.train.steps:
-            if colocated:  # until then the actor's memory is lent
+            if colocated:  # the engines evaluate while the actor is offloaded
                 recorder.wait_for_last_evaluation()
-                publisher.rest()
+                publisher.onload_actor()
             save_hf(actor.model_chunks, run.final_model, template_dir=config.model.path, overwrite=True)
             recorder.wait_for_last_evaluation()
     if publisher is not None:

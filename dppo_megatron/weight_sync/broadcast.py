@@ -1,4 +1,9 @@
-"""Transport by broadcast: each rank that owns weights sends its own straight to the workers of all engines."""
+"""Transport by broadcast: each source rank sends its weights straight to the workers of all engines.
+
+By hand, although vLLM has a transfer over NCCL (https://github.com/vllm-project/vllm/tree/main/vllm/distributed/
+weight_transfer): an engine that dies within a bucket must not end the trainer, nor keep the other engines waiting
+(`weights/process_group.py`). To be decided anew with the first measurement on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.actor import Actor
+from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import KINDS
 from dppo_megatron.engines.protocol import Engine, EngineInfo
@@ -29,15 +35,14 @@ from dppo_megatron.weights.process_group import Channel, Rendezvous, WeightGroup
 
 from .engine_thread import EngineThread
 from .errors import WeightSyncError
-from .ranks import Ranks
 from .transport import StoredAs
 
 
 class Broadcast:
     """Groups are made once, and anew when the engines are others or a transfer failed.
 
-    Senders are the ranks that `export_weights` yields on: tensor-parallel rank 0 of every pipeline stage, and the
-    ranks that lead experts. The engines take the senders' buckets in `WeightGroupPlan.order`.
+    Source ranks are those that `export_weights` yields on: tensor-parallel rank 0 of every pipeline stage, and the
+    first rank of each group that shards an expert. The engines receive their buckets in `WeightGroupPlan.order`.
     """
 
     def __init__(self, config: Config, actor: Actor, engines: EngineThread | None, ranks: Ranks, stored: StoredAs):
@@ -51,8 +56,8 @@ class Broadcast:
         self._first_byte = actor.layout.device if KINDS[config.engine.kind].own_receiver else None
         self._backend = "nccl" if actor.layout.device.type == "cuda" else "gloo"
         self._bucket_bytes = config.weight_sync.bucket_bytes or BUCKET_BYTES[self._backend]
-        self._streams: tuple[tuple[Bucket, ...], ...] = ()  # of all senders
-        self._sender: int | None = None  # this rank's number among them
+        self._streams: tuple[tuple[Bucket, ...], ...] = ()  # of all source ranks
+        self._sender: int | None = None  # this rank's index among them
         self._plan: WeightGroupPlan | None = None
         self._members: Sequence[str] = ()
         self._rendezvous: Rendezvous | None = None
@@ -64,20 +69,20 @@ class Broadcast:
     def prepare(self, version: int) -> None:
         """Finds out who sends what; shapes do not change, so once is enough."""
         if not self._streams:
-            owned = [TensorSpec.of(name, tensor) for name, tensor in self._export()]
-            everyone = self._ranks.gather(make_buckets(owned, self._bucket_bytes))
-            # Each rank exports its dense weights first, then its experts layer by layer, and the engines take those of
-            # all in that order: who waits for its turn waits for nobody who waits for it in a gather.
+            specs = [TensorSpec.of(name, tensor) for name, tensor in self._export()]
+            everyone = self._ranks.gather(make_buckets(specs, self._bucket_bytes), "the buckets of all source ranks")
+            # The engines receive in the order in which every rank exports: dense weights, then experts layer by layer.
+            # So a rank whose bucket is not yet wanted never holds up a gather that the wanted bucket needs.
             senders = [rank for rank, buckets in enumerate(everyone) if buckets]
             self._streams = tuple(everyone[rank] for rank in senders)
             self._sender = senders.index(self._ranks.rank) if self._ranks.rank in senders else None
             self.nbytes = sum(bucket_bytes(bucket) for stream in self._streams for bucket in stream)
 
-    def meet(self, engines: Mapping[str, EngineInfo]) -> None:
+    def connect(self, engines: Mapping[str, EngineInfo]) -> None:
         self._step += 1
         joined = self._plan is not None and self._members == tuple(engines)
         joined = joined and all(info.weight_group == self._plan.name for info in engines.values())
-        if not all(self._ranks.gather(joined)):
+        if not all(self._ranks.gather(joined, "the state of their weight groups")):
             self.close()
             self._join(engines)
 
@@ -112,7 +117,7 @@ class Broadcast:
     def _step_name(self) -> str:
         return f"update-{self._step}"
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         caller = self._caller  # a failed sender closes it in the meantime
         if caller is not None:
             caller.abort(self._step_name, reason)
@@ -120,7 +125,7 @@ class Broadcast:
     def directory(self, version: int) -> Path | None:
         return None
 
-    def confirmed(self, version: int) -> None:
+    def after_confirmation(self, version: int) -> None:
         pass
 
     def close(self) -> None:
@@ -133,14 +138,14 @@ class Broadcast:
         workers = sum(info.workers for info in engines.values())
         hosts = [urlsplit(url).hostname for url in engines]
         first = os.environ.get("MASTER_ADDR", "127.0.0.1")  # rank 0, as the other ranks reach it
-        name = self._ranks.from_first(lambda: f"weights-{uuid.uuid4().hex[:12]}")
+        name = self._ranks.from_rank_zero(lambda: f"weights-{uuid.uuid4().hex[:12]}", "the weight group's name")
 
         def host() -> int:
             loopback = all(local_address(peer).startswith("127.") for peer in [first, *hosts])
             self._rendezvous = Rendezvous.host(name, workers, self._timeout_s, loopback=loopback)
             return self._rendezvous.port
 
-        port = self._ranks.from_first(host)
+        port = self._ranks.from_rank_zero(host, "the weight group's store")
         self._plan = WeightGroupPlan(name, first, port, self._backend, self._timeout_s, workers, self._streams)
         self._members = tuple(engines)
         replies = None
@@ -163,7 +168,7 @@ class Broadcast:
         problems = [] if problem is None else [problem]
         if replies is not None:
             problems = [str(reply) for reply in replies.result().values() if isinstance(reply, Exception)] or problems
-        problems = [line for lines in self._ranks.gather(problems) for line in lines]
+        problems = [line for lines in self._ranks.gather(problems, "the weight group to form") for line in lines]
         if problems:
             self.close()
             raise WeightSyncError("the weight group did not form:\n  " + "\n  ".join(problems))

@@ -1,4 +1,4 @@
-"""GPUs that engines share with the trainer belong to one of them at a time."""
+"""Colocated engines and trainer use the same GPUs in turn: one sleeps or is offloaded while the other works."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def put_to_sleep(engines: EngineThread) -> None:
-    """Has every engine that answers give its memory back. Raises `WeightSyncError` naming those that did not."""
+    """Has every engine that answers free its GPU memory. Raises `WeightSyncError` naming those that did not."""
 
     async def sleep(live) -> list[str]:
         answering, _ = await live.answering()
@@ -22,24 +22,24 @@ def put_to_sleep(engines: EngineThread) -> None:
         return [str(reply) for reply in replies.values() if isinstance(reply, Exception)]
 
     if awake := engines.start(sleep).result():
-        raise WeightSyncError("an engine did not give its memory back to the trainer:\n  " + "\n  ".join(awake))
+        raise WeightSyncError("an engine did not free its memory for the trainer:\n  " + "\n  ".join(awake))
 
 
 class ActorMemory:
-    """This rank's: lent to the engines, during which the actor must not be used, or with the actor."""
+    """Whether this rank's actor is on its device or offloaded, when it must not be used. Both calls may be repeated."""
 
     def __init__(self, actor: Actor):
         self._actor = actor
-        self._lent: ExitStack | None = None
+        self._offloaded: ExitStack | None = None
 
-    def lend(self) -> None:
-        if self._lent is None:
-            self._lent = ExitStack()
-            freed = self._lent.enter_context(self._actor.offloaded())
-            log.debug("lent %.2f GB to the engines", freed / 1e9)
+    def offload(self) -> None:
+        if self._offloaded is None:
+            self._offloaded = ExitStack()
+            freed = self._offloaded.enter_context(self._actor.offloaded())
+            log.debug("offloaded %.2f GB for the engines", freed / 1e9)
 
-    def take_back(self) -> None:
+    def onload(self) -> None:
         """Call it when the engines sleep."""
-        lent, self._lent = self._lent, None
-        if lent is not None:
-            lent.close()
+        offloaded, self._offloaded = self._offloaded, None
+        if offloaded is not None:
+            offloaded.close()

@@ -1,4 +1,4 @@
-"""Publishes a policy version to the engines and believes it only when engine and trainer agree on a probe."""
+"""Publishes a policy version to the engines; it counts when an engine and the trainer score the same tokens alike."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from dppo_megatron.actor import Actor
+from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import (
     Engine,
@@ -29,7 +30,6 @@ from dppo_megatron.weights.published import PublishedPolicy
 from .colocated import ActorMemory, put_to_sleep
 from .engine_thread import EngineThread
 from .errors import WeightSyncError
-from .ranks import Ranks
 from .transport import Transport
 
 log = logging.getLogger(__name__)
@@ -44,20 +44,20 @@ class Published:
 
     version: int
     nbytes: int
-    export_s: float  # before the engines are told
+    export_s: float  # before the engines begin to load
     load_s: float  # of the slowest engine
-    probe_s: float
-    probe_difference: ScoreDifference  # of the engine that differs most, among those that agree
+    check_s: float  # of scoring the weight check's tokens
+    difference: ScoreDifference  # of the engine that differs most, among those that agree
     unconfirmed: int = 0  # engines that were left out
 
     def metrics(self) -> dict[str, float]:
         return {
-            "probe/mean_abs_logprob_difference": self.probe_difference.mean,
-            "probe/max_abs_logprob_difference": self.probe_difference.largest,
+            "probe/mean_abs_logprob_difference": self.difference.mean,
+            "probe/max_abs_logprob_difference": self.difference.largest,
             "publish/bytes_per_s": self.nbytes / max(self.export_s + self.load_s, 1e-9),
             "time/publish_export_s": self.export_s,
             "time/publish_load_s": self.load_s,
-            "time/publish_probe_s": self.probe_s,
+            "time/publish_probe_s": self.check_s,
             "engine/unconfirmed": float(self.unconfirmed),
         }
 
@@ -68,14 +68,14 @@ class Outcome:
 
     published: Published | None = None
     failures: dict[str, str] = field(default_factory=dict)
-    counts: bool = False  # an engine answered and failed, so another attempt may well fail the same way
+    counts: bool = False  # an engine answered and failed, so another attempt may fail the same way
 
 
 class Publisher:
     """Collective over all trainer ranks; global rank 0 talks to the engines and writes the published-policy file.
 
-    `probe` is a fixed token sequence [P] that both sides score at temperature 1 after each update. `engines` is None
-    on the other ranks.
+    check_tokens: a fixed token sequence [S] that both sides score at temperature 1 after each update. engines: None on
+    the other ranks.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Publisher:
         engines: EngineThread | None,
         ranks: Ranks,
         transport: Transport,
-        probe: np.ndarray,
+        check_tokens: np.ndarray,
     ):
         self._config = config
         self._run = RunDir(config.run.dir)
@@ -93,45 +93,48 @@ class Publisher:
         self._engines = engines
         self._ranks = ranks
         self._transport = transport
-        self._probe = probe
+        self._check_tokens = check_tokens
         self._memory = ActorMemory(actor) if config.engine.placement == "colocated" else None
         self._last: PublishedPolicy | None = None
         self._behind: set[tuple[str, str]] = set()  # URL and instance of engines that were noticed to lag
 
     def publish(self, version: int) -> Published:
-        """Delivers the weights to every engine that answers, compares log-probs, and only then names `version`.
+        """Sends the weights to every engine that answers, compares log-probs, and then writes the published policy.
 
-        An engine that is dead, freezes, fails, or scores the probe differently by more than
-        `weight_sync.probe_tolerance` in the mean is left out: it does not serve before the policy is proven to it. With
-        none left, waits for one to come back. Raises `WeightSyncError` on every rank when an engine refuses the
-        weights, when all that loaded them score the probe differently, when none is there for
-        `engine.unavailable_timeout_s`, and when those that are fail `ATTEMPTS` times.
+        Leaves out an engine that is dead, freezes, fails, or whose log-probs differ by more than
+        `weight_sync.probe_tolerance` in the mean; it does not sample before its weights are verified. With none left,
+        waits for one to come back. Raises `WeightSyncError` on every rank when an engine refuses the weights, when no
+        engine that loaded them agrees with the trainer, when none answers for `engine.unavailable_timeout_s`, and
+        when those that answer fail `ATTEMPTS` times.
 
-        Colocated engines get the actor's memory before they wake: until `rest` the actor must not be used.
+        Where engines are colocated the actor is offloaded before they wake, and must not be used until
+        `onload_actor`.
         """
         started = time.perf_counter()
         self._transport.prepare(version)
         expected = None
         if self._memory is not None:
-            expected = self._actor.score(self._probe)
-            self._memory.lend()
-            self._ranks.gather(None)  # an engine may be on the GPUs of several ranks
+            expected = self._actor.score(self._check_tokens)
+            self._memory.offload()
+            self._ranks.gather(None, "the actor to be offloaded")  # an engine may be on the GPUs of several ranks
         exported = time.perf_counter() - started
-        patience = _Patience(version, self._config.engine.unavailable_timeout_s)
+        retries = _Retries(version, self._config.engine.unavailable_timeout_s)
         while True:
-            engines, silent = self._ranks.from_first(self._answering)
+            engines, silent = self._ranks.from_rank_zero(self._answering, "the engines that answer")
             outcome = self._attempt(version, engines, exported, expected) if engines else Outcome()
             failures = silent | outcome.failures
             if outcome.published is not None:
                 for name, reason in failures.items():
                     log.warning("policy %d is published without %s: %s", version, name, reason)
                 return replace(outcome.published, unconfirmed=len(failures))
-            self._ranks.from_first(partial(patience.check, failures, counts=outcome.counts))
+            self._ranks.from_rank_zero(
+                partial(retries.wait, failures, counts=outcome.counts), "an engine to publish to"
+            )
 
     def engines_lag(self) -> bool:
-        """Rank 0: whether an engine that answers needs the published policy from here; of each of its lives once.
+        """Rank 0: whether an engine that answers lacks a broadcast policy; reported once for each instance.
 
-        Engines that read directories are caught up by whoever notices; what was broadcast only the trainer has.
+        Engines that read directories load the published one without the trainer.
         """
         if self._last is None or self._last.path is not None:
             return False
@@ -152,23 +155,25 @@ class Publisher:
     def _attempt(
         self, version: int, engines: Mapping[str, EngineInfo], export_s: float, expected: np.ndarray | None
     ) -> Outcome:
-        """One try with these engines; the same on every rank. `expected` None: the probe is still to be scored."""
+        """One attempt with these engines; the same on every rank. expected: the trainer's scores, if already there."""
         started = time.perf_counter()
         try:
-            self._transport.meet(engines)
+            self._transport.connect(engines)
         except WeightSyncError as error:
             return Outcome(failures={"group": str(error)}, counts=True)
         replies: Future | None = None
         if self._engines is not None:
             replies = self._engines.start(
-                lambda live: live.confirm(version, engines, lambda engine: self._load(engine, version), self._probe)
+                lambda live: live.confirm(
+                    version, engines, lambda engine: self._load(engine, version), self._check_tokens
+                )
             )
         problem = self._transport.send()
         if expected is None:
-            expected = self._actor.score(self._probe)  # every rank computes while the engines load
-        problems = [p for p in self._ranks.gather(problem) if p]
+            expected = self._actor.score(self._check_tokens)  # every rank computes while the engines load
+        problems = [p for p in self._ranks.gather(problem, "the weights to be sent") if p]
 
-        def judge() -> Outcome:
+        def compare() -> Outcome:
             results = replies.result()
             confirmed = [reply for reply in results.values() if isinstance(reply, Confirmation)]
             failed = {url: reply for url, reply in results.items() if isinstance(reply, Exception)}
@@ -188,23 +193,23 @@ class Publisher:
                 reasons = "\n".join(f"  {url}: {reason}" for url, reason in failures.items())
                 raise WeightSyncError(f"policy version {version}: no engine agrees with the trainer:\n{reasons}")
             load_s = max(confirmation.load_s for confirmation in confirmed)
-            probe_s = time.perf_counter() - started - load_s
-            self._name(version, expected, [reply for reply in confirmed if reply.url in agreed])
+            check_s = time.perf_counter() - started - load_s
+            self._record(version, expected, [reply for reply in confirmed if reply.url in agreed])
             worst = ScoreDifference.worst(agreed.values())
-            return Outcome(Published(version, self._transport.nbytes, export_s, load_s, probe_s, worst), failures)
+            return Outcome(Published(version, self._transport.nbytes, export_s, load_s, check_s, worst), failures)
 
-        return self._ranks.from_first(judge)
+        return self._ranks.from_rank_zero(compare, f"the engines to load policy version {version}")
 
-    def rest(self) -> None:
-        """Before the actor is used again: colocated engines sleep and it takes its memory back, until the next publish.
+    def onload_actor(self) -> None:
+        """Puts colocated engines to sleep and the actor back on its device, where it stays until the next publish.
 
-        The actor has it back even when this raises `WeightSyncError`, because an engine did not go to sleep.
+        The actor is back even when this raises `WeightSyncError` because an engine did not go to sleep.
         """
         if self._memory is not None:
             try:
-                self._ranks.from_first(lambda: put_to_sleep(self._engines))
+                self._ranks.from_rank_zero(lambda: put_to_sleep(self._engines), "the engines to sleep")
             finally:
-                self._memory.take_back()
+                self._memory.onload()
 
     async def _load(self, engine: Engine, version: int) -> None:
         try:
@@ -212,7 +217,7 @@ class Publisher:
                 await engine.wake()
             await self._transport.receive(engine, version)
         except BaseException as error:
-            self._transport.give_up(str(error) or f"engine {engine.url} was given up")
+            self._transport.abort(str(error) or f"engine {engine.url}: cancelled")
             raise
 
     def _disagreement(self, difference: ScoreDifference) -> str:
@@ -223,13 +228,13 @@ class Publisher:
                 "expected: raise the tolerance if this one is, and limit the mismatch by rollout.max_mismatch_kl"
             )
         return (
-            f"log-probs of the probe differ from the trainer's by {difference}, more than weight_sync.probe_tolerance "
-            f"= {self._config.probe_tolerance:g}. The engine does not serve the trainer's weights or computes in "
-            f"another precision (engine.dtype = {engine.dtype}, model.dtype = {self._config.model.dtype}); do not "
-            f"train on its rollouts{quantised}"
+            f"log-probs of the weight check differ from the trainer's by {difference}, more than "
+            f"weight_sync.probe_tolerance = {self._config.probe_tolerance:g}. The engine does not serve the trainer's "
+            f"weights or computes in another precision (engine.dtype = {engine.dtype}, model.dtype = "
+            f"{self._config.model.dtype}); do not train on its rollouts{quantised}"
         )
 
-    def _name(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> None:
+    def _record(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> None:
         directory = self._transport.directory(version)
         if self._last is None or self._last.version != version:
             self._behind.clear()
@@ -239,11 +244,11 @@ class Publisher:
             str(directory) if directory else None,
             time.time(),
             confirmed={confirmation.url: confirmation.instance for confirmation in confirmed},
-            probe_tokens=self._probe.tolist(),
+            probe_tokens=self._check_tokens.tolist(),
             probe_logprobs=np.asarray(expected, np.float32).tolist(),
         )
         self._last.write(self._run.published)
-        self._transport.confirmed(version)
+        self._transport.after_confirmation(version)
 
     def close(self) -> None:
         self._transport.close()
@@ -251,28 +256,28 @@ class Publisher:
             self._engines.close()
 
 
-class _Patience:
-    """Rank 0's: how long engines are waited for, and how often those that answer may fail."""
+class _Retries:
+    """Rank 0: how long to wait for engines (`timeout_s`), and how often those that answer may fail (`ATTEMPTS`)."""
 
-    def __init__(self, version: int, limit_s: float):
+    def __init__(self, version: int, timeout_s: float):
         self._version = version
-        self._limit_s = limit_s
-        self._deadline = time.monotonic() + limit_s
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
         self._attempts = 0
-        self._told = ""
+        self._reported = ""
 
-    def check(self, failures: Mapping[str, str], *, counts: bool) -> None:
-        """Returns after a moment when another attempt is due, raises `WeightSyncError` when no more are."""
-        reasons = "\n".join(f"  {name}: {reason}" for name, reason in failures.items()) or "  none is announced"
+    def wait(self, failures: Mapping[str, str], *, counts: bool) -> None:
+        """Returns after `RETRY_S` for another attempt; raises `WeightSyncError` when time or attempts are used up."""
+        reasons = "\n".join(f"  {name}: {reason}" for name, reason in failures.items()) or "  none is registered"
         self._attempts += counts
         if self._attempts >= ATTEMPTS:
             raise WeightSyncError(f"policy version {self._version}: no engine could load it:\n{reasons}")
         if time.monotonic() > self._deadline:
             raise WeightSyncError(
-                f"policy version {self._version}: waited {self._limit_s:g} s (engine.unavailable_timeout_s) for an "
+                f"policy version {self._version}: waited {self._timeout_s:g} s (engine.unavailable_timeout_s) for an "
                 f"engine to publish it to:\n{reasons}"
             )
-        if reasons != self._told:
+        if reasons != self._reported:
             log.warning("policy %d: waiting for an engine to publish it to:\n%s", self._version, reasons)
-        self._told = reasons
+        self._reported = reasons
         time.sleep(RETRY_S)

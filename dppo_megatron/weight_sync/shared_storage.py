@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dppo_megatron.actor import Actor
+from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import Engine, EngineInfo
 from dppo_megatron.hf import save_hf
 from dppo_megatron.run_dir import RunDir
 
-from .ranks import Ranks
 from .transport import StoredAs
 
 
 class SharedStorage:
-    """Every version is one model directory, written by the ranks that own the weights, read by every engine."""
+    """Every version is one model directory, written by its source ranks and read by every engine."""
 
     def __init__(self, config: Config, actor: Actor, ranks: Ranks, stored: StoredAs):
         self._config = config
@@ -29,7 +29,7 @@ class SharedStorage:
         self.nbytes = 0
 
     def _take_over(self) -> list[int]:
-        """Versions that earlier lives of the run left, oldest first; what they had not finished is removed."""
+        """Versions that earlier attempts of the run left, oldest first; unfinished ones are removed."""
         for unfinished in self._run.weights.glob(".v*.writing"):
             shutil.rmtree(unfinished, ignore_errors=True)
         return sorted(int(found.name[1:]) for found in self._run.weights.glob("v*") if found.name[1:].isdecimal())
@@ -46,7 +46,7 @@ class SharedStorage:
         )
         self.nbytes = sum(file.stat().st_size for file in self._prepared.glob("*.safetensors"))
 
-    def meet(self, engines: Mapping[str, EngineInfo]) -> None:
+    def connect(self, engines: Mapping[str, EngineInfo]) -> None:
         pass
 
     async def receive(self, engine: Engine, version: int) -> None:
@@ -55,13 +55,13 @@ class SharedStorage:
     def send(self) -> str | None:
         return None
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         pass
 
     def directory(self, version: int) -> Path | None:
         return self._run.weights_of(version).resolve()
 
-    def confirmed(self, version: int) -> None:
+    def after_confirmation(self, version: int) -> None:
         """Keeps those published last, the published one always: an engine that restarts loads it."""
         if version in self._kept:
             self._kept.remove(version)

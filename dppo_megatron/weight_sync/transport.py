@@ -22,9 +22,9 @@ class StoredAs:
 
 
 class Transport(Protocol):
-    """`prepare`, `meet` and `send` are collective over all trainer ranks; `receive` runs on rank 0, for each engine.
+    """`prepare`, `connect` and `send` are collective over all trainer ranks; `receive` runs on rank 0, for each engine.
 
-    One `prepare` a version; then for each attempt `meet`, after it `send` on every rank while the engines `receive`.
+    One `prepare` a version; then for each attempt `connect`, after it `send` on every rank while the engines `receive`.
     """
 
     nbytes: int  # of the weights of one version, once prepared
@@ -33,27 +33,27 @@ class Transport(Protocol):
         """Does once what all attempts share."""
         ...
 
-    def meet(self, engines: Mapping[str, EngineInfo]) -> None:
-        """Gets ready to deliver to these engines, by url. Raises `WeightSyncError` on every rank."""
+    def connect(self, engines: Mapping[str, EngineInfo]) -> None:
+        """Prepares to send to these engines, by URL. Raises `WeightSyncError` on every rank."""
         ...
 
     async def receive(self, engine: Engine, version: int) -> None:
-        """Has one engine take the policy in. Raises what the engine's client raises."""
+        """Has one engine receive and load the policy. Raises what the engine's client raises."""
         ...
 
     def send(self) -> str | None:
-        """This rank's part of delivering; why it failed, or None. Never raises for an engine's sake."""
+        """Sends this rank's weights; returns why it failed, or None. An engine that fails raises nothing here."""
         ...
 
-    def give_up(self, reason: str) -> None:
-        """Rank 0, in the engines' thread, when one of them failed: nobody is to wait for it any longer."""
+    def abort(self, reason: str) -> None:
+        """Rank 0, in the engines' thread, when one of them failed: ends the transfer for all."""
         ...
 
     def directory(self, version: int) -> Path | None:
         """Where an engine that starts finds the policy; None where it must be sent again."""
         ...
 
-    def confirmed(self, version: int) -> None:
+    def after_confirmation(self, version: int) -> None:
         """Rank 0, after the engines confirmed the policy."""
         ...
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from dppo_megatron import hf
-from dppo_megatron.actor.checkpoint import checkpoint
+from dppo_megatron.actor import CheckpointError
+from dppo_megatron.actor.checkpoint import save_load
+from dppo_megatron.actor.checkpoint.optimizer_state import materialise_state
 from tests.actor.scenarios import checkpoint as scenarios
 from tests.support.actor_cases import DEEPSEEK, YARN, make_config
 
@@ -79,7 +81,7 @@ def test_every_field_of_the_model_is_recorded_and_compared(tmp_path, changes, ex
     raw = {**DEEPSEEK, "rope_parameters": YARN}
     config = make_config(tmp_path)
     actor, other = (SimpleNamespace(hf=hf.parse_hf_config(r), config=config) for r in (raw, {**raw, **changes}))
-    saved = json.loads(json.dumps(checkpoint._identity(other)))
+    saved = json.loads(json.dumps(save_load._identity(other)))
     found = checkpoint_problems(actor, saved)
     assert len(found) == len(expected)
     assert all(part in line for part, line in zip(expected, found, strict=True))
@@ -89,8 +91,8 @@ def test_every_field_of_the_model_is_recorded_and_compared(tmp_path, changes, ex
 
 def checkpoint_problems(actor, saved: dict) -> list[str]:
     try:
-        checkpoint._refuse_other_run(Path("step-000001"), {"format": checkpoint._FORMAT, "run": saved}, actor)
-    except checkpoint.CheckpointError as error:
+        save_load._refuse_other_run(Path("step-000001"), {"format": save_load._FORMAT, "run": saved}, actor)
+    except CheckpointError as error:
         return str(error).splitlines()[1:]
     return []
 
@@ -100,5 +102,5 @@ def test_a_fused_optimizer_has_its_state_before_the_first_update():
     made = []
     inner = SimpleNamespace(param_groups=[{"params": [torch.nn.Parameter(torch.zeros(1))]}])
     part = SimpleNamespace(optimizer=inner, config="settings", init_state_fn=lambda *given: made.append(given))
-    checkpoint._materialise_state(SimpleNamespace(chained_optimizers=[part]))
+    materialise_state(SimpleNamespace(chained_optimizers=[part]))
     assert made == [(inner, "settings")]

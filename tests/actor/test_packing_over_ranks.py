@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dppo_megatron.actor.batch.context import gathered_places, owned_rows
+from dppo_megatron.actor.batch.context import gathered_places, rows_of_rank
 from dppo_megatron.actor.batch.packing import Packer
 from dppo_megatron.actor.cpu.attention import PackedAttention, plan_segments
 from tests.support.actor_cases import pack, sequences
@@ -20,14 +20,14 @@ def packer(**settings) -> Packer:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_own_mirrored_chunks_of_every_sequence(size):
     bounds = torch.tensor([0, 1, 4, 6]) * 2 * size
-    owned = [owned_rows(bounds, rank, size) for rank in range(size)]
-    assert torch.equal(torch.cat(owned).sort().values, torch.arange(12 * size))
-    assert len({len(rows) for rows in owned}) == 1
-    assert owned[0].tolist()[:2] == [0, 2 * size - 1]
+    of_ranks = [rows_of_rank(bounds, rank, size) for rank in range(size)]
+    assert torch.equal(torch.cat(of_ranks).sort().values, torch.arange(12 * size))
+    assert len({len(rows) for rows in of_ranks}) == 1
+    assert of_ranks[0].tolist()[:2] == [0, 2 * size - 1]
     places = gathered_places(bounds, size)
-    assert torch.equal(torch.cat(owned)[places], torch.arange(12 * size))
+    assert torch.equal(torch.cat(of_ranks)[places], torch.arange(12 * size))
     with pytest.raises(ValueError, match="multiples"):
-        owned_rows(torch.tensor([0, 2 * size + 1]), 0, size)
+        rows_of_rank(torch.tensor([0, 2 * size + 1]), 0, size)
 
 
 @pytest.mark.parametrize(("context", "tensor"), [(1, 1), (1, 4), (2, 1), (2, 2), (3, 4)])
@@ -55,7 +55,7 @@ def test_a_rank_without_loss_tokens_still_computes_a_masked_one():
     given[0] = {name: value[:1] for name, value in given[0].items()}
     batch = pack(given)
     first = torch.zeros_like(batch.mask)
-    first[0] = True  # owned by rank 0 alone
+    first[0] = True  # of_ranks by rank 0 alone
     parts = [packer(context_size=2, context_rank=rank)(replace(batch, mask=first)) for rank in range(2)]
     assert [part.num_loss_tokens for part in parts] == [1, 0]
     assert parts[1].loss_rows.tolist() == [0]
@@ -108,8 +108,8 @@ def test_a_gathered_plan_sees_what_each_query_may(monkeypatch):
         return module(*tensors, None, packed_seq_params=PackedSequences(qkv_format="thd", plan=plan))
 
     expected = attend(query, key, value, plan=plan_segments(bounds))
-    owned = [owned_rows(bounds, rank, size) for rank in range(size)]
-    monkeypatch.setattr(attention, "gather_rows", lambda own, group: torch.cat((key, value), -1)[torch.cat(owned)])
-    for rank, rows in enumerate(owned):
+    of_ranks = [rows_of_rank(bounds, rank, size) for rank in range(size)]
+    monkeypatch.setattr(attention, "gather_rows", lambda own, group: torch.cat((key, value), -1)[torch.cat(of_ranks)])
+    for rank, rows in enumerate(of_ranks):
         got = attend(query[rows], key[rows], value[rows], plan=plan_segments(bounds, rank, size))
         torch.testing.assert_close(got, expected[rows])

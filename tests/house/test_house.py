@@ -131,7 +131,6 @@ def test_a_room_imports_only_rooms_of_lower_lines():
     assert not upward_imports(ROOT, ORDER)
 
 
-@pytest.mark.xfail(strict=False, reason="three circles are still to be opened: actor (two), plan")
 def test_no_circle_of_imports_not_even_one_for_type_checkers():
     assert not circle(ROOT)
 

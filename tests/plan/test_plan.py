@@ -181,7 +181,8 @@ def test_advice_of_several_settings_can_be_pasted():
 def test_publishing_counts_the_buckets_of_its_transport(builder):
     def publishing(*sets: str) -> int:
         made = config("qwen3_8b", "weight_sync.transport=broadcast", *sets)
-        return make_plan(made, Cluster(2, 8, hardware("h100-80")), builder).memory.of_phase("publishing weights")
+        memory = make_plan(made, Cluster(2, 8, hardware("h100-80")), builder).memory
+        return sum(item.bytes for item in memory.phases["publishing weights"])
 
     # Tensor 2: own shards, two gathered, two whole; and two buffers to send from, of the embedding as it is sent.
     embedding = 2 * 152_064 * 4096  # padded

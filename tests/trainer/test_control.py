@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch.distributed as dist
 
 from dppo_megatron.trainer import control as module
 from dppo_megatron.trainer.control import BatchTimeout, Control
@@ -30,10 +31,11 @@ class Source:
 def decisions(monkeypatch) -> list[int]:
     """What rank 0 of two broadcasts."""
     sent = []
-    monkeypatch.setattr(module.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(module.dist, "new_group", lambda **_: object())
-    monkeypatch.setattr(module.dist, "broadcast", lambda decision, **_: sent.append(int(decision)))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "new_group", lambda **_: object())
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda box, **_: sent.append(box[0]))
     monkeypatch.setattr(module, "ROUND_S", 0.05)
     return sent
 

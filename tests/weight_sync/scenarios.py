@@ -155,11 +155,11 @@ def colocated(models: Path, run: Path) -> dict:
             parameters = [p for chunk in t.actor.model_chunks for p in chunk.parameters()]
             for parameter in parameters:
                 parameter.data = torch.empty(0)
-            events.append("lent")
+            events.append("offloaded")
             yield 0
             for parameter in parameters:
                 parameter.data = at_home[id(parameter)]
-            events.append("taken back")
+            events.append("onloaded")
 
         t.actor.offloaded = offloaded
         t.actor.score = lambda tokens: events.append("score") or SCORES
@@ -167,7 +167,7 @@ def colocated(models: Path, run: Path) -> dict:
             engine.events = events
         t.load("a")
         t.publisher.publish(0)
-        t.publisher.rest()
+        t.publisher.onload_actor()
         t.load("b")
         t.publisher.publish(1)
 
@@ -177,12 +177,12 @@ def colocated(models: Path, run: Path) -> dict:
         for engine in t.engines:
             engine.sleep = stay_awake
         try:
-            t.publisher.rest()
+            t.publisher.onload_actor()
             message = "nothing raised"
         except WeightSyncError as error:
             message = str(error)
         differences = [t.difference("b")] if t.engines else []
-        return {"events": t.publisher._ranks.gather(events), "message": message, "differences": differences}
+        return {"events": t.publisher._ranks.gather(events, "events"), "message": message, "differences": differences}
 
 
 def one_of_two_disagrees(models: Path, run: Path) -> dict:
@@ -198,7 +198,7 @@ def one_token_differs(models: Path, run: Path) -> dict:
     with trainer(models, run, "qwen3", tp=2, probe_tolerance=0.1) as t:
         for engine in t.engines:
             engine.score_offset = np.float32([0, 0, 0.5, 0, 0, 0, 0])
-        return {"difference": t.publisher.publish(0).probe_difference}
+        return {"difference": t.publisher.publish(0).difference}
 
 
 def one_of_two_freezes(models: Path, run: Path) -> dict:
@@ -259,7 +259,7 @@ def fails(models: Path, run: Path, corrupt: Callable[[FakeEngine], None], **sett
             message = "nothing raised"
         except WeightSyncError as error:
             message = str(error)
-        everyone = t.publisher._ranks.gather(message)
+        everyone = t.publisher._ranks.gather(message, "messages")
         written = RunDir(run).published.exists()
         return {"messages": everyone, "seconds": time.monotonic() - started, "written": written}
 

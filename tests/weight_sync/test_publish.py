@@ -23,7 +23,7 @@ def test_engines_hold_exactly_the_policy(result_of, name, senders):
     assert result["streams"] == senders
     assert [p.version for p in result["published"]] == [0, 1, 2]
     assert result["published"][0].nbytes > 50_000
-    assert result["published"][-1].probe_difference.largest == 0
+    assert result["published"][-1].difference.largest == 0
     assert set(result["groups"]) == ({1} if senders else {0}), "one group serves all updates"
     assert result["policy"].version == 2
     assert (result["policy"].path is None) == bool(senders)
@@ -61,12 +61,12 @@ def test_what_the_fp8_trainer_published_is_a_model_that_reads_as_its_weights(res
 
 def test_colocated_engines_and_the_actor_take_turns(result_of):
     result = result_of("colocated")
-    turn = ["score", "lent", "wake", "load", "prove", "sleep", "taken back"]
+    turn = ["score", "offloaded", "wake", "load", "check", "sleep", "onloaded"]
     awake = [event for event in turn if event != "sleep"]
     first, second = result["events"]
     assert first == turn + awake
-    assert second == ["score", "lent", "taken back"] * 2
-    assert "did not give its memory back" in result["message"]
+    assert second == ["score", "offloaded", "onloaded"] * 2
+    assert "did not free its memory" in result["message"]
     assert result["differences"] == [0.0]
 
 
@@ -93,7 +93,7 @@ def test_a_trainer_that_starts_again_takes_over_what_earlier_lives_left(tmp_path
         return sorted(path.name for path in run.weights.iterdir())
 
     assert left() == ["start", "v000003", "v000011", "v000012"]
-    storage.confirmed(11)  # resumed from before version 12
+    storage.after_confirmation(11)  # resumed from before version 12
     assert left() == ["start", "v000011", "v000012"]
 
 

@@ -39,7 +39,7 @@ def main(config_path: str, out: str, *policies: str) -> None:
     records = []
     for version, policy in enumerate(policies, 1):
         if version > 1:
-            publisher.rest()
+            publisher.onload_actor()
         actor.load_hf(policy)
         if layout.rank == 0:
             Path(f"{out}.{version}").touch()
@@ -48,7 +48,7 @@ def main(config_path: str, out: str, *policies: str) -> None:
             published = publisher.publish(version)
             record = {
                 "engines": len(config.engine.urls) - published.unconfirmed,
-                "difference": published.probe_difference.largest,
+                "difference": published.difference.largest,
             }
         except WeightSyncError as error:
             record = {"error": str(error)}

@@ -1,6 +1,6 @@
-"""Context parallelism: which rows of a packed batch a rank owns, and the exchange of what the others own.
+"""Context parallelism: which rows of a packed batch a rank has, and the exchange with those of the others.
 
-Every sequence is padded to a multiple of 2 x ranks and cut into as many equal chunks; rank r owns chunk r and its
+Every sequence is padded to a multiple of 2 x ranks and split into as many equal chunks; rank r has chunk r and its
 mirror image, so that causal attention costs every rank the same. This is TransformerEngine's order too.
 """
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-def owned_rows(cu_seqlens: Int[Tensor, " B+1"], rank: int, size: int) -> Int[Tensor, " T/size"]:
-    """Ascending packed rows that context-parallel rank `rank` of `size` owns; lengths are multiples of 2 x size."""
+def rows_of_rank(cu_seqlens: Int[Tensor, " B+1"], rank: int, size: int) -> Int[Tensor, " T/size"]:
+    """Ascending packed rows that context-parallel rank `rank` of `size` has; lengths are multiples of 2 x size."""
     lengths = cu_seqlens.long().diff()
     if bool((lengths % (2 * size)).any()):
         raise ValueError(f"sequences of {lengths.tolist()} tokens: not all multiples of {2 * size}")
@@ -33,7 +33,7 @@ def owned_rows(cu_seqlens: Int[Tensor, " B+1"], rank: int, size: int) -> Int[Ten
 def gathered_places(cu_seqlens: Int[Tensor, " B+1"], size: int) -> Int[Tensor, " T"]:
     """Where each packed row lies when the rows of all ranks stand end to end, in rank order."""
     places = torch.empty(int(cu_seqlens[-1]), dtype=torch.long)
-    places[torch.cat([owned_rows(cu_seqlens, rank, size) for rank in range(size)])] = torch.arange(len(places))
+    places[torch.cat([rows_of_rank(cu_seqlens, rank, size) for rank in range(size)])] = torch.arange(len(places))
     return places
 
 

@@ -22,7 +22,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.types import TokenBatch
 
-from .context import owned_rows
+from .context import rows_of_rank
 from .routing import ReplayedExperts
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Packer:
         return self.whole_rounds([batch])[0]
 
     def _bounds(self, cu_seqlens: Tensor) -> Tensor:
-        """[B + 1] of the sequences, each padded to what context parallelism cuts evenly, and of the padding."""
+        """[B + 1] of the sequences, each padded to what context parallelism divides evenly, and of the padding."""
         if int(cu_seqlens[-1]) == 0:
             raise ValueError("a micro-batch must hold at least one token")
         unit = 2 * self.context_size if self.context_size > 1 else 1
@@ -139,17 +139,17 @@ class Packer:
             raise ValueError("packed sequences must not be empty")
         bounds = F.pad((-(-lengths // unit) * unit).cumsum(0), (1, 0))
         whole = self.context_size * math.lcm(self.multiple, 2 if self.context_size > 1 else 1)
-        return _extended(bounds, -(-int(bounds[-1]) // whole) * whole)
+        return _extend(bounds, -(-int(bounds[-1]) // whole) * whole)
 
     def _micro_batch(self, batch: TokenBatch, bounds: Tensor, end: int) -> MicroBatch:
-        bounds = _extended(bounds, end)
+        bounds = _extend(bounds, end)
         origin, position_ids = _padded_rows(batch.cu_seqlens.cpu().long(), bounds, batch.position_ids)
         carries = (origin >= 0) & batch.mask[origin]
         context_rows = (origin[carries],)
         if self.context_size > 1:
-            owned = [owned_rows(bounds, rank, self.context_size) for rank in range(self.context_size)]
-            context_rows = tuple(origin[part][carries[part]] for part in owned)
-            own = owned[self.context_rank]
+            of_ranks = [rows_of_rank(bounds, rank, self.context_size) for rank in range(self.context_size)]
+            context_rows = tuple(origin[part][carries[part]] for part in of_ranks)
+            own = of_ranks[self.context_rank]
             origin, position_ids, carries = origin[own], position_ids[own], carries[own]
         real = origin >= 0
         rows = carries.nonzero().flatten()
@@ -162,7 +162,7 @@ class Packer:
         return MicroBatch(
             token_ids=torch.where(real, batch.token_ids[origin], 0).to(self.device)[None],
             position_ids=position_ids[None],
-            packed=self._packed(bounds, position_ids, rows.to(self.device), self._replayed(batch, origin)),
+            packed=self._packed(bounds, position_ids, rows.to(self.device), self._experts_to_replay(batch, origin)),
             loss=to_device(loss, self.device),
             loss_rows=loss_rows.to(self.device),
             context_rows=context_rows,
@@ -194,7 +194,7 @@ class Packer:
             replay=replay,
         )
 
-    def _replayed(self, batch: TokenBatch, origin: Tensor) -> ReplayedExperts | None:
+    def _experts_to_replay(self, batch: TokenBatch, origin: Tensor) -> ReplayedExperts | None:
         """The routers' rows: those of the layer, of which sequence parallelism leaves each rank its part."""
         if self.held_layers is None or batch.routed_experts is None:
             return None
@@ -233,7 +233,7 @@ def loss_fields(batch: TokenBatch, rows: Tensor, carry: bool = True) -> TokenBat
     return replace(loss, mask=torch.zeros_like(loss.mask), loss_weight=torch.zeros_like(loss.loss_weight))
 
 
-def _extended(bounds: Tensor, end: int) -> Tensor:
+def _extend(bounds: Tensor, end: int) -> Tensor:
     """`bounds` with one more sequence of padding up to `end`, where there is something to fill."""
     return bounds if int(bounds[-1]) == end else torch.cat((bounds, bounds.new_tensor([end])))
 

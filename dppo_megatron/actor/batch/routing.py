@@ -1,8 +1,8 @@
 """Routing replay (R3): routers use the experts that the engine chose, in forward, recompute and so in backward.
 
-The experts travel with the micro-batch (`PackedSequences.replay`), and every layer hands its own to its router when
-it is called. So nothing has to be kept in step with the schedule: whichever micro-batch a pipeline stage runs, or
-runs again to recompute activations, brings its own.
+The experts travel with the micro-batch (`PackedSequences.replay`), and every layer passes its part to its router when
+it is called. So nothing has to follow the pipeline schedule: whichever micro-batch a stage runs, or runs again to
+recompute activations, carries its experts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from dppo_megatron.objectives import Metric
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-    from .packing import MicroBatch
 
 
 class ReplayedExperts:
@@ -58,15 +56,16 @@ class RoutingReplay:
             held.append(sparse.index(layer.layer_number - 1))
         self.held_layers = tuple(held)
 
-    def disagreement(self, batches: Sequence[MicroBatch]) -> dict[str, Metric]:
+    def disagreement(self, replayed: Sequence[ReplayedExperts | None], device: torch.device) -> dict[str, Metric]:
         """Share of replayed (token, layer, slot) triples whose expert the trainer's router would not have chosen.
 
-        Over all ranks: one all-reduce. Ranks that route the same rows count them alike, which changes no share.
+        Over the micro-batches `replayed` of all ranks: one all-reduce. Ranks that route the same rows count them
+        alike, which changes no share.
         """
-        counts = torch.zeros(2, dtype=torch.float64, device=batches[0].token_ids.device)
-        for batch in batches:
-            if batch.packed.replay is not None:
-                counts += batch.packed.replay.counts()
+        counts = torch.zeros(2, dtype=torch.float64, device=device)
+        for experts in replayed:
+            if experts is not None:
+                counts += experts.counts()
         dist.all_reduce(counts)
         return {"moe/routing_replay_disagreement": Metric("mean", counts.cpu(), counts.new_zeros(0).cpu())}
 
@@ -81,7 +80,7 @@ class RoutingReplay:
 
 
 class _LayerReplay(RouterReplay):
-    """What Megatron's router asks for its top-k. Does not register itself in Megatron's list of all routers."""
+    """Gives Megatron's router its top-k. Does not register itself in Megatron's list of all routers."""
 
     def __init__(self, index: int):
         self.index = index  # among this rank's layers with experts

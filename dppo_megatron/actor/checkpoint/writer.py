@@ -1,8 +1,10 @@
 """Writing a checkpoint while training goes on: files held in host memory, and the thread that writes them.
 
 What a rank saves is copied to the host at a step boundary, in the form of its files, so that nothing that training
-changes afterwards can reach the disk. From there on ranks meet through the directory alone, never in a collective
+changes afterwards can reach the disk. From there on ranks coordinate through the directory alone, never in a collective
 beside those of training: each announces that its files are written, and rank 0 then completes the checkpoint.
+A thread, because Megatron's asynchronous save forks, which a process with CUDA and NCCL threads does not survive:
+https://docs.pytorch.org/docs/stable/notes/multiprocessing.html#cuda-in-multiprocessing
 """
 
 from __future__ import annotations
@@ -18,14 +20,11 @@ from pathlib import Path
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from dppo_megatron.common.files import write_atomic
-from dppo_megatron.errors import ExpectedError
+
+from .errors import CheckpointError
 
 _FIRST_POLL_S, _POLL_S = 0.02, 1.0  # the storage may be slow to list, and there may be thousands of ranks
 _ANNOUNCED, _FAILED = "written-by", "failed"
-
-
-class CheckpointError(ExpectedError, RuntimeError):
-    """A checkpoint that could not be written, or that does not fit this run, with every reason."""
 
 
 class _Kept(io.BytesIO):
@@ -98,8 +97,8 @@ class BackgroundWrite:
             self._files.write()
             (self._partial / f"{_ANNOUNCED}-{self._rank}").touch()
             if self._rank == 0:
-                self._until(lambda: len(self._announced()) == self._ranks)
-                for note in self._announced():
+                self._until(lambda: len(self._written_notes()) == self._ranks)
+                for note in self._written_notes():
                     note.unlink()
                 self._complete()
             else:
@@ -108,9 +107,9 @@ class BackgroundWrite:
             self._error = error
             self._tell(error)
 
-    def _announced(self) -> list[Path]:
+    def _written_notes(self) -> list[Path]:
         try:
-            names = os.listdir(self._partial)  # a glob would ask twice, and may find it renamed in between
+            names = os.listdir(self._partial)  # a glob would look twice, and may find it renamed in between
         except FileNotFoundError:
             return []
         return [self._partial / name for name in names if name.startswith(_ANNOUNCED)]
@@ -135,7 +134,7 @@ class BackgroundWrite:
             pass
 
     def _late(self) -> CheckpointError:
-        written = {note.name.rpartition("-")[2] for note in self._announced()}
+        written = {note.name.rpartition("-")[2] for note in self._written_notes()}
         missing = [str(rank) for rank in range(self._ranks) if str(rank) not in written]
         return CheckpointError(
             f"{self._partial}: not written within {self._timeout_s:.0f} s (checkpoint.timeout_s), ranks missing: "

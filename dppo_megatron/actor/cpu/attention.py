@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from dppo_megatron.actor.batch.context import gather_rows, gathered_places, owned_rows
+from dppo_megatron.actor.batch.context import gather_rows, gathered_places, rows_of_rank
 
 from .rope import rotate
 
@@ -33,7 +33,7 @@ class SegmentPlan:
 
     `groups` are (sequences n, padded queries Q, padded keys L) in order; together they have N = sum(n Q) padded
     rows. Q = L, and keys lie where queries do, unless context-parallel ranks share each sequence: then `keys`
-    says where they lie among the gathered ones.
+    holds where they lie among the gathered ones.
     """
 
     groups: tuple[tuple[int, int, int], ...]
@@ -61,7 +61,7 @@ class GatheredKeys:
 def plan_segments(cu_seqlens: Int[Tensor, " B+1"], context_rank: int = 0, context_size: int = 1) -> SegmentPlan:
     """Group the sequences bounded by `cu_seqlens` (on the CPU, first 0, last T) by length.
 
-    With context parallelism they are the whole sequences, of which this rank holds `context.owned_rows`.
+    With context parallelism they are the whole sequences, of which this rank holds `context.rows_of_rank`.
     """
     starts = cu_seqlens[:-1].long()
     lengths = cu_seqlens.long().diff()
@@ -74,9 +74,9 @@ def plan_segments(cu_seqlens: Int[Tensor, " B+1"], context_rank: int = 0, contex
     groups = tuple((n, length // context_size, length) for n, length in zip(counts, longest, strict=True))
     if context_size == 1:
         return SegmentPlan(groups, key_rows, key_places)
-    owned = owned_rows(cu_seqlens, context_rank, context_size)
+    own = rows_of_rank(cu_seqlens, context_rank, context_size)
     rows, places = _side_by_side(starts[order] // context_size, lengths // context_size, counts)
-    in_sequence = owned - starts.repeat_interleave(cu_seqlens.long().diff())[owned]
+    in_sequence = own - starts.repeat_interleave(cu_seqlens.long().diff())[own]
     gathered = gathered_places(cu_seqlens, context_size)
     keys = GatheredKeys(gathered[key_rows], torch.empty_like(key_places), in_sequence[rows])
     keys.packed_rows[gathered] = key_places

@@ -37,13 +37,13 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, 1)
+        return _rotate(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx, grad):
-        return _rotated(grad, *ctx.saved_tensors, -1), None, None
+        return _rotate(grad, *ctx.saved_tensors, -1), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos, swapped, sin, value=direction)

@@ -37,7 +37,7 @@ def import_without_compiled_fusions() -> None:
     """
     if torch.cuda.is_available():
         return
-    compile_, torch.compile = torch.compile, _uncompiled
+    compile_, torch.compile = torch.compile, _skip_compile
     try:
         from megatron.core import jit
     finally:
@@ -83,7 +83,7 @@ def _experts() -> None:
 
 
 def _uneven_exchange() -> None:
-    """Tokens for experts that are cut over ranks are gathered unevenly, which NCCL can do and gloo refuses."""
+    """Tokens for experts that are sharded over ranks are gathered unevenly, which NCCL can do and gloo refuses."""
     from megatron.core.tensor_parallel import mappings
 
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -137,8 +137,8 @@ class _Stream:
         return True
 
 
-def _uncompiled(function=None, **options):
-    return function or _uncompiled
+def _skip_compile(function=None, **options):
+    return function or _skip_compile
 
 
 def _current_device() -> torch.device:

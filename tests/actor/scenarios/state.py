@@ -220,7 +220,7 @@ def tensor_to_pipeline(rank: Rank) -> Any:
 
 
 def many_buckets(rank: Rank) -> Any:
-    """Buffers cut into buckets with padding between them: saved, and continued in the same layout and in another.
+    """Buffers split into buckets with padding between them: saved, and continued in the same layout and in another.
 
     And how many bytes of the checkpoint each rank wrote.
     """
@@ -253,6 +253,30 @@ def many_buckets(rank: Rank) -> Any:
     finally:
         module.DistributedDataParallelConfig = settings
     return results
+
+
+def megatrons_own_shards(rank: Rank) -> Any:
+    """How many of rank 0's parameters Megatron's `fully_reshardable` save would write differently from ours."""
+    from dppo_megatron.actor import optimizer as module
+    from dppo_megatron.actor.checkpoint.save_load import _sharded_state
+
+    differing = {}
+    settings = module.DistributedDataParallelConfig
+    try:
+        for name, bucket_size in (("one bucket", None), ("many buckets", 5000)):
+            module.DistributedDataParallelConfig = partial(settings, bucket_size=bucket_size)
+            with rank.actor("qwen3", overlap=True) as actor:
+                train(actor, sequences())
+                state = _sharded_state(actor, loading=False)
+                (part,) = actor.optimizer.chained_optimizers
+                theirs = part.sharded_param_state_fully_reshardable(state["model0"], False, {})
+                differing[name] = sum(
+                    any(not torch.equal(ours[key].data, theirs[number][key].data) for key in ours)
+                    for number, ours in state["optimizer"]["param_state"].items()
+                )
+    finally:
+        module.DistributedDataParallelConfig = settings
+    return differing
 
 
 def experts_elsewhere(rank: Rank) -> Any:

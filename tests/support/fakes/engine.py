@@ -110,7 +110,7 @@ class FakeEngine:
             raise EngineUnavailable(f"engine {self.url}: died at {place}")
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        self.events.append("prove")
+        self.events.append("check")
         return SCORES + np.asarray(self.score_offset, np.float32)
 
     async def close(self) -> None:

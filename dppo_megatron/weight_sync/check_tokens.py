@@ -1,4 +1,4 @@
-"""A fixed token sequence that trainer and engine both score: equal log-probs mean equal weights."""
+"""The weight check's tokens: trainer and engine score them, and equal log-probs mean equal weights."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import numpy as np
 
 from dppo_megatron.data.prompts import PromptSource
 
-PROBE_TOKENS = 64
+CHECK_TOKENS = 64
 
 
-def probe_tokens(prompts: PromptSource, max_model_len: int) -> np.ndarray:
+def weight_check_tokens(prompts: PromptSource, max_model_len: int) -> np.ndarray:
     """[S] int32, shorter than `max_model_len`: the run's first prompts end to end.
 
-    Real text, and the same in every life of the run.
+    Real text, and the same in every attempt of the run.
     """
-    limit = min(PROBE_TOKENS, max_model_len - 1)
+    limit = min(CHECK_TOKENS, max_model_len - 1)
     tokens: list[int] = []
     for position in range(len(prompts)):
         tokens.extend(prompts.prompt(position).token_ids.tolist())

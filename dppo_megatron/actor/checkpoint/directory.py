@@ -1,0 +1,66 @@
+"""Names and retention of checkpoints on the disk.
+
+    checkpoints/step-000012/    weights and optimizer as shards, rng/, run.json (written last)
+    checkpoints/latest          name of the newest whole one, written after it
+
+A checkpoint is written as step-000012.tmp and renamed when every rank has finished, so whatever bears its final name
+is whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.common.files import read_json, replace_directory, write_atomic, write_json
+
+from .errors import CheckpointError
+
+RNG = "rng"
+REMEDY = "remove the newest checkpoint to resume from the one before it"
+_RUN, _LATEST, _PREFIX, _TMP = "run.json", "latest", "step-", ".tmp"
+
+
+def final_path(directory: Path, step: int) -> Path:
+    return directory / f"{_PREFIX}{step:06d}"
+
+
+def partial_path(final: Path) -> Path:
+    return final.with_name(final.name + _TMP)
+
+
+def complete(partial: Path, final: Path, run: dict[str, Any], keep: int) -> None:
+    """Gives a checkpoint whose files are flushed its run.json and its name; removes all but the newest `keep`."""
+    write_json(partial / _RUN, run, indent=1)
+    replace_directory(partial, final)
+    write_atomic(final.parent / _LATEST, final.name)
+    _prune(final.parent, final, keep)
+
+
+def newest(directory: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint that `latest` names, else (a crash before it was written) the one with the highest step.
+
+    With its run.json; None where there is none. Raises CheckpointError when the files cannot be read.
+    """
+    named = directory / _LATEST
+    try:
+        candidates = sorted(_whole(directory), reverse=True)
+        if named.exists() and (directory / named.read_text().strip()) in candidates:
+            candidates = [directory / named.read_text().strip()]
+        return (candidates[0], read_json(candidates[0] / _RUN)) if candidates else None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoints in {directory} cannot be read: {type(error).__name__}: {error}; {REMEDY}"
+        ) from error
+
+
+def _whole(directory: Path) -> list[Path]:
+    return [p for p in directory.glob(f"{_PREFIX}*") if p.suffix != _TMP and (p / _RUN).exists()]
+
+
+def _prune(directory: Path, newest: Path, keep: int) -> None:
+    """Older ones beyond `keep`, and what crashes left half written. Failing to remove must not stop a run."""
+    older = [p for p in sorted(_whole(directory), reverse=True) if p != newest]
+    for path in [*older[keep - 1 :], *directory.glob(f"{_PREFIX}*{_TMP}"), *directory.glob(f".{_PREFIX}*")]:
+        shutil.rmtree(path, ignore_errors=True)

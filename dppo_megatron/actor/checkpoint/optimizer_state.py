@@ -1,0 +1,134 @@
+"""Megatron's optimizer state as it is saved and loaded, whatever the layouts of the two.
+
+Megatron can describe only state that exists, leaves out a torch optimizer's `step`, and saves what is not sharded as
+rank 0 had it; here is what follows from these three.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from . import optimizer_shards
+from .errors import CheckpointError
+
+
+def sharded_optimizer_state(
+    optimizer: MegatronOptimizer, weights: dict[str, Any], metadata: dict[str, Any], *, loading: bool
+) -> dict[Any, Any]:
+    """Sharded tensors that describe this rank's part; empty ones to load into with `loading`. Collective.
+
+    weights: the sharded state dict of the model. metadata: as Megatron's `sharded_state_dict` takes it.
+    """
+    materialise_state(optimizer)
+    states = [
+        optimizer_shards.sharded_state_dict(part, weights, loading=loading)
+        if isinstance(part, DistributedOptimizer)
+        else part.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
+        for part in _parts(optimizer)
+    ]
+    return dict(enumerate(states)) if len(states) > 1 else states[0]
+
+
+def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
+    """Puts in place what was loaded into `sharded_optimizer_state`. Collective.
+
+    Raises CheckpointError where, without the distributed optimizer, another number of ranks holds experts.
+    """
+    parts = _parts(optimizer)
+    for part, state in zip(parts, _states_of_parts(parts, loaded), strict=True):
+        # Megatron copies every entry of the inner state, but a torch optimizer's `step` is not among the
+        # tensors it saved: that one comes with the groups, before the rest.
+        tensors = state.pop("param_state", {})
+        part.load_state_dict(state)
+        inner = part.optimizer
+        steps = {p: inner.state[p].pop("step") for p in inner.state if "step" in inner.state[p]}
+        if isinstance(part, DistributedOptimizer):
+            optimizer_shards.load_states(part, tensors)
+        for parameter, step in steps.items():
+            # One shared tensor would be advanced once per parameter.
+            inner.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32).clone()
+        if isinstance(part, DistributedOptimizer):
+            continue
+        _add_missing_steps(inner)
+
+
+def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> list[dict[str, Any]]:
+    """State of each of this rank's optimizers.
+
+    Sharded tensors come as this rank described them, everything else as global rank 0 had it when it saved: for one
+    optimizer, or for one of the dense and one of the expert parameters by number. A rank has the second where it
+    holds experts of an expert-parallel group, so saver and loader may differ in that.
+    """
+    numbered = len(parts) > 1
+    if not all(isinstance(part, DistributedOptimizer) for part in parts):
+        if numbered != (0 in loaded):
+            raise CheckpointError(
+                "parallel.distributed_optimizer = false: such a state loads only where as many ranks hold experts as "
+                "when it was saved; use the expert and pipeline sizes it was saved with"
+            )
+        return [loaded[index] for index in range(len(parts))] if numbered else [loaded]
+    saved = [loaded] if "optimizer" in loaded else [loaded[i] for i in (0, 1) if "optimizer" in loaded.get(i, {})]
+    wanted = [loaded[index] for index in range(len(parts))] if numbered else [loaded]
+    if len(saved) == len(parts):
+        return wanted
+    groups = {_group_key(group): group for state in saved for group in state["optimizer"]["param_groups"]}
+    states = []
+    for part, tensors in zip(parts, wanted, strict=True):
+        # Dense and expert parameters have the same settings and the same number of steps.
+        own = [
+            {**groups[_group_key(g)], "is_expert_parallel": g["is_expert_parallel"]}
+            for g in part.optimizer.param_groups
+        ]
+        common = {name: value for name, value in saved[0].items() if name not in (0, 1, "param_state")}
+        common["optimizer"] = {**common["optimizer"], "param_groups": own}
+        states.append({**common, "param_state": tensors.get("param_state", {})})
+    return states
+
+
+def _group_key(group: dict[str, Any]) -> tuple[Any, ...]:
+    """What differs between groups that an update treats differently."""
+    return tuple(group.get(name, group.get(f"pre_{name}")) for name in ("wd_mult", "lr_mult", "is_decoupled_lr"))
+
+
+def _add_missing_steps(inner: torch.optim.Optimizer) -> None:
+    """The plain optimizers leave out a step of 0."""
+    if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        for state in inner.state.values():
+            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers of dense and of expert parameters that hold any.
+
+    A stage without experts has an empty one where other stages have them, which Megatron cannot describe.
+    """
+    return [part for part in optimizer.chained_optimizers if _holds_parameters(part)]
+
+
+def _holds_parameters(part: MegatronOptimizer) -> bool:
+    if part.optimizer is None:
+        return False
+    if isinstance(part, DistributedOptimizer):
+        return bool(part.buffers)  # not of this rank's share alone: all that share a buffer must agree
+    return any(group["params"] for group in part.optimizer.param_groups)
+
+
+def materialise_state(optimizer: MegatronOptimizer) -> None:
+    """Adam state at step 0, as the first update would create it: Megatron can describe only state that exists."""
+    for part in _parts(optimizer):
+        inner = part.optimizer
+        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            part.init_state_fn(inner, part.config)  # the fused ones: Megatron knows their state
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.state[parameter].update(
+                        step=torch.zeros((), dtype=torch.float32),
+                        exp_avg=torch.zeros_like(parameter),
+                        exp_avg_sq=torch.zeros_like(parameter),
+                    )

@@ -1,0 +1,214 @@
+"""Exact checkpoints: torch_dist shards of weights and optimizer, the schedule, the generators, the caller's state.
+
+With `checkpoint.asynchronous` a checkpoint is written while training goes on. Weights and optimizer load at another
+tensor, pipeline, expert or data-parallel size; the generators only at the same one, and are seeded afresh otherwise.
+`directory` lists the files.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from dppo_megatron.actor import megatron_version
+from dppo_megatron.actor.layout import Layout, seed_everything
+from dppo_megatron.actor.model import PolicyModel
+from dppo_megatron.common.files import sync
+from dppo_megatron.common.ranks import Ranks
+from dppo_megatron.config import Config
+from dppo_megatron.hf import HFModelConfig
+
+from .directory import REMEDY, RNG, complete, final_path, newest, partial_path
+from .errors import CheckpointError
+from .generators import generators_state, set_generators
+from .optimizer_state import load_optimizer_state, materialise_state, sharded_optimizer_state
+from .writer import BackgroundWrite, HostFiles
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1
+
+
+class Checkpointed(Protocol):
+    """What a checkpoint holds of an actor."""
+
+    config: Config
+    layout: Layout
+    hf: HFModelConfig
+    model_chunks: list[PolicyModel]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+    skipped_in_a_row: int
+
+
+def save(actor: Checkpointed, directory: Path, step: int, state: dict[str, Any], keep: int) -> BackgroundWrite | None:
+    """Write `directory/step-NNNNNN`, point `latest` to it, then remove all but the newest `keep`.
+
+    Collective over all ranks, on storage they share. With `checkpoint.asynchronous` it returns when all of it is
+    copied to the host; see `finish`. Raises CheckpointError on every rank when any rank failed; the checkpoints
+    that were there before stay usable then.
+    """
+    final = final_path(directory, step)
+    partial = partial_path(final)
+    layout, settings = actor.layout, actor.config.checkpoint
+    files = HostFiles() if settings.asynchronous else None
+    run = {
+        "format": _FORMAT,
+        "step": step,
+        "state": state,
+        "updates": actor.schedule.num_steps,
+        "skipped_in_a_row": actor.skipped_in_a_row,
+        "layout": _sizes(layout),
+        "run": _identity(actor) | _rates(actor),
+    }
+
+    def prepare() -> None:
+        if layout.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    def write() -> None:
+        megatron_version.save_sharded(_sharded_state(actor, loading=False), partial, files)
+        if layout.data_parallel_rank == 0 and layout.context_rank == 0:
+            (partial / RNG).mkdir(exist_ok=True)
+            torch.save(generators_state(), partial / RNG / _rng_name(layout))
+            sync(partial / RNG / _rng_name(layout))
+
+    def finish_write() -> None:
+        if layout.rank == 0:
+            for path in [*partial.glob("*.pt"), *partial.glob("*.json"), partial / RNG]:  # Megatron's common.pt
+                sync(path)
+            complete(partial, final, run, keep)
+
+    for act in (prepare, write) if files else (prepare, write, finish_write):
+        _write_on_all(act, f"checkpoint {final}")
+    if files is None:
+        return None
+    return BackgroundWrite(files, partial, layout.rank, layout.world_size, finish_write, settings.timeout_s)
+
+
+def finish(write: BackgroundWrite) -> None:
+    """Wait until the checkpoint is complete on every rank. Collective; raises CheckpointError on every rank."""
+    _write_on_all(write.wait, "the last checkpoint")
+
+
+def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
+    """Restore the newest whole checkpoint into `actor` and return the caller's state; None where there is none.
+
+    Collective over all ranks. Raises CheckpointError listing every difference between the run that saved it
+    and this one that would make the continuation another run.
+    """
+    found = Ranks().from_rank_zero(lambda: newest(directory), f"the newest checkpoint in {directory}")
+    if found is None:
+        return None
+    path, run = found
+    _refuse_other_run(path, run, actor)
+    materialise_state(actor.optimizer)
+    try:
+        loaded = megatron_version.load_sharded(_sharded_state(actor, loading=True), path)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}; {REMEDY}") from error
+    for index, chunk in enumerate(actor.model_chunks):
+        chunk.load_state_dict(loaded[_model_key(index)])
+    load_optimizer_state(actor.optimizer, loaded["optimizer"])
+    _set_rates(actor, path, run["run"])
+    actor.schedule.num_steps = run["updates"]
+    actor.schedule.step(0)
+    actor.skipped_in_a_row = run["skipped_in_a_row"]
+    rng = path / RNG / _rng_name(actor.layout)
+    if run["layout"] == _sizes(actor.layout) and rng.exists():
+        set_generators(torch.load(rng, weights_only=False))
+    else:
+        log.warning("%s was saved in another layout: random generators are seeded afresh", path)
+        seed_everything(actor.config.run.seed + run["step"])
+    return run["state"]
+
+
+def _sharded_state(actor: Checkpointed, *, loading: bool) -> dict[str, Any]:
+    """Sharded tensors of weights and optimizer, describing this rank's part of each."""
+    metadata = {
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    model = {
+        _model_key(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(actor.model_chunks)
+    }
+    weights = model if len(model) > 1 else model[_model_key(0)]
+    return {**model, "optimizer": sharded_optimizer_state(actor.optimizer, weights, metadata, loading=loading)}
+
+
+def _model_key(index: int) -> str:
+    return f"model{index}"
+
+
+# Saved with the optimizer's state, so another value in the config would be ignored without a word.
+_OPTIMIZER_FIELDS = (
+    "warmup_updates", "decay", "weight_decay", "beta1", "beta2", "eps",
+)  # fmt: skip
+
+
+def _identity(actor: Checkpointed) -> dict[str, Any]:
+    """What must be the same for the continuation to be the same run, by the name a user knows it under."""
+    config = actor.config
+    return {
+        **{f"model.path config.json {name}": value for name, value in actor.hf.identity().items()},
+        **{f"optimizer.{name}": getattr(config.optimizer, name) for name in _OPTIMIZER_FIELDS},
+        "model.dtype": config.model.dtype,
+        "parallel.distributed_optimizer": config.parallel.distributed_optimizer,
+    }
+
+
+def _rates(actor: Checkpointed) -> dict[str, float]:
+    """What a continued run may change, to go on from where another rate diverged."""
+    return {f"optimizer.{name}": getattr(actor.config.optimizer, name) for name in ("lr", "min_lr")}
+
+
+def _set_rates(actor: Checkpointed, path: Path, saved: dict[str, Any]) -> None:
+    """Those of the config, not those that came with the optimizer's groups."""
+    for name, now in _rates(actor).items():
+        if saved.get(name) != now:
+            log.warning("%s = %s from here on: %s was saved with %s", name, now, path, saved.get(name))
+    for group in actor.optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = _rates(actor).values()
+
+
+def _refuse_other_run(path: Path, run: dict[str, Any], actor: Checkpointed) -> None:
+    if run.get("format") != _FORMAT:
+        raise CheckpointError(f"{path}: format {run.get('format')}, this version reads {_FORMAT}")
+    saved, now = run["run"], _identity(actor)
+    # Checkpoints of earlier versions recorded less of the model.
+    differing = [f"{name} = {now[name]!r}: the checkpoint was saved with {saved[name]!r}" for name in now
+                 if name in saved and saved[name] != now[name]]  # fmt: skip
+    if differing:
+        raise CheckpointError(f"{path} does not fit this run:\n  - " + "\n  - ".join(differing))
+
+
+def _sizes(layout: Layout) -> dict[str, int | None]:
+    return {
+        "tensor": layout.tensor_size,
+        "pipeline": layout.pipeline_size,
+        "virtual_pipeline": layout.virtual_pipeline_size,
+        "context": layout.context_size,
+        "expert": layout.expert_size,
+        "expert_tensor": layout.expert_tensor_size,
+        "data": layout.data_parallel_size,
+    }
+
+
+def _rng_name(layout: Layout) -> str:
+    return f"pipeline-{layout.pipeline_rank}-tensor-{layout.tensor_rank}.pt"
+
+
+def _write_on_all(act: Callable[[], None], what: str) -> None:
+    try:
+        Ranks().on_every_rank(act, what)
+    except Exception as error:  # the same on every rank
+        raise CheckpointError(f"{what} could not be written:\n  - {error}") from error
