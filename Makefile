@@ -1,5 +1,7 @@
 # make quickstart     train a small policy end to end on this machine's CPU, real parts, about ten minutes
-# make test           the tests, real vLLM server and Megatron-core ranks included
+# make test           what to run before a commit: real Megatron-core ranks, a real vLLM server, a run that learns
+# make test-all       every test there is: test-cpu, test-engines and test-slurm
+# make test-cpu       all that this environment suffices for: test, the slow ones and test-parallel
 # make test-parallel  every parallel layout trains as one process does; kill -9 and resume in several of them
 # make test-engines   the engine contract, weight transports and faults, on real vLLM and SGLang servers
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
@@ -19,17 +21,24 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart test test-engines test-parallel test-slurm lint docs-check format install sglang clean
+.PHONY: quickstart test test-all test-cpu test-engines test-parallel test-slurm lint docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
 
+PYTEST := $(BIN)/python -m pytest --durations=25 --durations-min=1
+
 test: install
-	$(BIN)/python -m pytest tests
+	$(PYTEST) tests
+
+test-cpu: install
+	$(PYTEST) tests -m "not engines and not faults and not slurm"
+
+test-all: test-cpu test-engines test-slurm
 
 test-parallel: install
-	$(BIN)/python -m pytest tests/parallel -m ""
-	$(BIN)/python -m pytest tests --ignore tests/parallel -m parallel
+	$(PYTEST) tests/parallel -m ""
+	$(PYTEST) tests --ignore tests/parallel -m parallel
 
 # The lab's slurmd starts jobs as root does. Where neither root nor sudo is to be had, the tests say so and are skipped.
 APT := apt-get install -y -qq --no-install-recommends slurm-wlm slurm-client slurmctld slurmd munge
@@ -38,11 +47,11 @@ AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || { sudo -n true 2>/dev/null && \
 test-slurm: install
 	@{ command -v slurmctld && command -v munged; } >/dev/null || $(AS_ROOT) sh -c '$(APT) || { apt-get update -qq && $(APT); }' \
 	  || echo "Slurm is not installed, and apt-get cannot install it here"
-	$(AS_ROOT) $(BIN)/python -m pytest tests/slurm -m slurm
+	$(AS_ROOT) $(PYTEST) tests/slurm -m slurm
 
 test-engines: install sglang
-	$(BIN)/python -m pytest tests -m engines
-	$(BIN)/python -m pytest tests/faults -m faults
+	$(PYTEST) tests -m engines
+	$(PYTEST) tests/faults -m faults
 
 lint: install docs-check
 	$(BIN)/ruff check .

@@ -54,6 +54,7 @@ def model(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_two_steps_of_the_example_on_real_questions(model, tmp_path):
     tree = yaml.safe_load((ROOT / "examples" / "gsm8k" / "config.yaml").read_text())
     tree["run"]["dir"] = str(tmp_path / "run")

@@ -73,9 +73,9 @@ def kill_in_the_middle(config, run_dir, victim, output):
 @pytest.mark.parametrize(
     ("victim", "named", "starts_engine"),
     [
-        ("dppo_megatron orchestrator", "orchestrator ended", False),
+        pytest.param("dppo_megatron orchestrator", "orchestrator ended", False, marks=pytest.mark.slow),
         ("dppo_megatron trainer", "trainer-", False),
-        ("api_server", "engine-0 ended", True),
+        pytest.param("api_server", "engine-0 ended", True, marks=pytest.mark.slow),
     ],
 )
 def test_kill_9_then_resume_equals_an_undisturbed_run(
@@ -93,6 +93,7 @@ def test_kill_9_then_resume_equals_an_undisturbed_run(
     check_complete(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_leaves_no_process_and_a_resumable_run(task, engine, uninterrupted, tmp_path):
     config = write_config(config_tree(task, tmp_path / "run", urls=(engine.url,)), tmp_path / "c.yaml")
     process = start("train", config, output=tmp_path / "out")
@@ -106,6 +107,7 @@ def test_a_killed_supervisor_leaves_no_process_and_a_resumable_run(task, engine,
     check_complete(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.slow
 def test_sigterm_checkpoints_leaves_no_process_and_resumes(task, engine, uninterrupted, tmp_path):
     config = write_config(config_tree(task, tmp_path / "run", urls=(engine.url,)), tmp_path / "c.yaml")
     process = start("train", config, output=tmp_path / "out")
@@ -144,6 +146,7 @@ def replay(task, bank, directory, world_size):
     return [r for r in records(directory / "run") if "time/step_s" in r]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_sizes_agree_on_the_same_bank(task, uninterrupted, tmp_path_factory):
     one, two = (replay(task, uninterrupted / "bank", tmp_path_factory.mktemp(f"tp{n}"), n) for n in (1, 2))
     assert len(one) == len(two) == STEPS
@@ -153,6 +156,7 @@ def test_tensor_parallel_sizes_agree_on_the_same_bank(task, uninterrupted, tmp_p
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_while_starting_shows_its_last_lines(task, tmp_path):
     tree = config_tree(task, tmp_path / "run")
     tree["engine"]["extra_args"] = ["--no-such-flag"]
@@ -166,6 +170,7 @@ def test_commands_explain_themselves():
         assert "--help" in run(name, "--help").stdout
 
 
+@pytest.mark.slow
 def test_eval_scores_a_model_directory(task, engine, uninterrupted, tmp_path):
     tree = config_tree(task, tmp_path / "run", urls=(engine.url,))
     result = run("eval", write_config(tree, tmp_path / "c.yaml"), "--model", uninterrupted / "model")

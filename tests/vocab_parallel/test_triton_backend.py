@@ -19,6 +19,7 @@ APART = Path(sys.prefix) / "triton-interpreter"
 MISSING = importlib.util.find_spec("triton") is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     MISSING and not APART.exists(), reason=f"triton is not installed, nor in {APART}; `make install` puts it there"
 )
