@@ -183,12 +183,12 @@ def test_a_sleeper_serves_nothing_until_it_woke_and_loaded(policy):
         await load(updater, policy)
         await updater.sleep()
         with pytest.raises(WeightsInconsistent, match="put to sleep"):
-            updater.check_whole()
+            updater.check_consistent()
         await updater.wake()
         with pytest.raises(WeightsInconsistent, match="put to sleep"):
-            updater.check_whole()
+            updater.check_consistent()
         await load(updater, policy)
-        updater.check_whole()
+        updater.check_consistent()
         return [call for call in engine.calls if call.startswith(("sleep", "wake"))]
 
     assert asyncio.run(nap()) == ["sleep 2 wait", "wake"]
@@ -210,15 +210,15 @@ def test_a_step_that_fails_refuses_generation_until_one_succeeds(policy, step):
     async def fail_then_succeed():
         engine = FakeEngine(fails_at=step)
         updater = WeightUpdater(engine, policy)
-        updater.check_whole()
+        updater.check_consistent()
         with pytest.raises(WeightsInconsistent, match="out of memory"):
             await load(updater, policy)
         assert engine.calls[-2:] == ["pause abort", "resume"]
         with pytest.raises(WeightsInconsistent, match="load them again"):
-            updater.check_whole()
+            updater.check_consistent()
         engine.fails_at = ""
         await load(updater, policy)
-        updater.check_whole()
+        updater.check_consistent()
 
     asyncio.run(fail_then_succeed())
 
@@ -230,7 +230,7 @@ def test_running_requests_that_do_not_end(policy):
         updater = WeightUpdater(engine, policy)
         with pytest.raises(TimeoutError):
             await load(updater, policy, "wait", wait_s=0.05)
-        updater.check_whole()
+        updater.check_consistent()
         return engine.calls
 
     assert asyncio.run(wait_in_vain()) == ["pause wait", "resume"]

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from dppo_megatron.engines.protocol import EngineError, EngineTimeout, GenerateRequest, InvalidSample
+from dppo_megatron.engines.protocol import EngineError, EngineTimeout, EngineUnavailable, GenerateRequest, InvalidSample
 from dppo_megatron.fleet.pool import FixedEngines
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.types import Rollout
@@ -178,3 +178,25 @@ def test_a_request_that_ends_every_engine_is_given_up(world):
         assert len(w.servers[A].asked) == 8
 
     w.live(use)
+
+
+class FailingEngine:
+    def __init__(self):
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
+        self.requests.append(request)
+        raise EngineUnavailable("gone")
+
+
+def test_fixed_engines_get_a_request_once_each():
+    failing, working = FailingEngine(), InterruptingEngine([2])
+    sampler = Sampler(FixedEngines([failing, working]))
+    asyncio.run(sampler.generate(request()))
+    assert failing.requests[0].seeds == working.requests[0].seeds
+    assert sampler.take_metrics()["engine/retried_requests"] == 1
+
+    failing = FailingEngine()
+    with pytest.raises(EngineUnavailable, match="gone"):
+        asyncio.run(Sampler(FixedEngines([failing])).generate(request()))
+    assert len(failing.requests) == 1

@@ -59,7 +59,7 @@ class SglangWeights:
             deadline = time.monotonic() + self._update_timeout_s
             await asyncio.to_thread(self._check_weights, what, path)
             if mode == "wait":
-                await self._idle(what, deadline)
+                await self._wait_until_idle(what, deadline)
             async with self._paused(what, mode, deadline):
                 await self._swap(what, path, version, deadline)
 
@@ -68,9 +68,9 @@ class SglangWeights:
         async with self._updates:
             self._check_manifest(what, lambda: Manifest.of(plan.name, plan.tensors()))
             await self._leave_group()
-            visit = (plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
+            address = (plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
             try:
-                rendezvous = await asyncio.to_thread(Rendezvous.connect, *visit)
+                rendezvous = await asyncio.to_thread(Rendezvous.connect, *address)
                 rendezvous.ready("join", workers)  # for the server, which has no part in the rendezvous
             except WeightGroupError as error:
                 raise EngineError(f"engine {self.url}: {what}: {error}") from None
@@ -100,7 +100,7 @@ class SglangWeights:
             if self._group is None or self._group.plan.name != group:
                 raise EngineRefused(f"engine {self.url}: {what}: it is not in weight group {group}; join it first")
             if mode == "wait":
-                await self._idle(what, deadline)
+                await self._wait_until_idle(what, deadline)
             async with self._paused(what, mode, deadline):
                 try:
                     await self._receive(what, self._group, step, version, deadline)
@@ -170,7 +170,7 @@ class SglangWeights:
         except UnreadableWeights as error:
             raise EngineError(f"engine {self.url}: {what}: {error}") from None
 
-    async def _idle(self, what: str, deadline: float) -> None:
+    async def _wait_until_idle(self, what: str, deadline: float) -> None:
         while time.monotonic() < deadline:
             reply = await self._calls.json(what, "/v1/loads", _left(deadline))
             if not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in reply["loads"]):

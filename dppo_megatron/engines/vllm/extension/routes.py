@@ -111,7 +111,7 @@ class DppoRoutes:
 
     async def _generate(self, request: Request) -> Response:
         group = decode_request(await request.body())
-        self._updater.check_whole()
+        self._updater.check_consistent()
         self._admit(group)
         try:
             samples = await _unless_gone(request, sample_group(self._engine, group, self._experts))
@@ -160,7 +160,7 @@ class DppoRoutes:
 
     async def _score(self, request: Request) -> Response:
         body = json.loads(await request.body())
-        self._updater.check_whole()
+        self._updater.check_consistent()
         token_ids = np.asarray(body["token_ids"], dtype=np.int32)
         if token_ids.ndim != 1 or len(token_ids) < 2:
             raise ValueError("token_ids: scoring needs a vector of at least two tokens")

@@ -31,12 +31,12 @@ class WeightUpdater:
         self._model = model
         self._served: Manifest | None = None
         self._lock = asyncio.Lock()
-        self._began: float | None = None  # what holds the lock
+        self._began: float | None = None  # when the holder of the lock took it
         self._version = version
         self._inconsistent: str | None = None
         self._group = ""
 
-    def check_whole(self) -> None:
+    def check_consistent(self) -> None:
         """Raises WeightsInconsistent after a failed update."""
         if self._inconsistent:
             raise WeightsInconsistent(f"the weights are incomplete, load them again: {self._inconsistent}")
@@ -52,7 +52,7 @@ class WeightUpdater:
         return None if self._began is None else time.monotonic() - self._began
 
     @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
+    async def _exclusive(self) -> AsyncIterator[None]:
         async with self._lock:
             self._began = time.monotonic()
             try:
@@ -70,7 +70,7 @@ class WeightUpdater:
 
         Raises BadWeights, before anybody waits, when the group's tensors are not those of the served model.
         """
-        async with self._alone():
+        async with self._exclusive():
             await asyncio.to_thread(self._check, Manifest.of(plan.name, plan.tensors()))
             self._group = ""
             await self._on_workers("dppo_join_weight_group", plan.to_json())
@@ -78,7 +78,7 @@ class WeightUpdater:
 
     async def receive(self, group: str, step: str, version: int, mode: UpdateMode, wait_s: float) -> float:
         """Serve what the trainer broadcasts in `step` of `group` as policy `version`; otherwise as `load`."""
-        async with self._alone():
+        async with self._exclusive():
             if group != self._group:
                 raise BadWeights(f"weight group {group}: the workers are in {self._group or 'none'}; join it first")
             try:
@@ -89,12 +89,12 @@ class WeightUpdater:
 
     async def sleep(self) -> None:
         """Waits for running requests and discards weights and cache; an update must follow `wake`."""
-        async with self._alone():
+        async with self._exclusive():
             self._inconsistent = "the engine was put to sleep, which discards them"
             await self._engine.sleep(level=2, mode="wait")
 
     async def wake(self) -> None:
-        async with self._alone():
+        async with self._exclusive():
             await self._engine.wake_up()
 
     async def load(self, path: Path, version: int, mode: UpdateMode, wait_s: float) -> float:
@@ -103,7 +103,7 @@ class WeightUpdater:
         Raises BadWeights or UnreadableWeights before anything is touched, TimeoutError when running requests do not end
         within `wait_s` (mode wait; the old weights go on), and WeightsInconsistent when loading itself fails.
         """
-        async with self._alone():
+        async with self._exclusive():
             manifest = await asyncio.to_thread(self._read_and_check, path)
             return await self._update(str(path), {"files": list(map(str, manifest.files))}, version, mode, wait_s)
 
