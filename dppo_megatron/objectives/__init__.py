@@ -5,6 +5,7 @@ Axes and presets are data, and configs are checked against them where there may 
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .presets import PRESETS, Preset
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name.startswith("_"):
+        # `from . import inputs` looks here before it imports the submodule, maybe while on_tensors is being imported.
+        if name.startswith("_") or find_spec(f"{__name__}.{name}"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(".on_tensors", __name__), name)

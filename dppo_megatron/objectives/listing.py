@@ -5,7 +5,7 @@ from __future__ import annotations
 from .describe import axes
 from .objective import build_objective
 from .presets import PRESETS
-from .settings import AXES
+from .settings import AXES, AXIS_ALIASES
 
 _LEGEND = """\
 mu: the policy of the rollout engine; pi: the policy in training. A threshold is a probability for tv, nats for kl,
@@ -45,4 +45,8 @@ def in_words(name: str) -> str:
         value = getattr(objective.settings, axis)
         mark = "*" if value == field.default else " "
         lines.append(f"  {axis:<{width}} {mark} {value!s:<12} {field.metadata['doc']}")
+    also = [f"{alias} (sets {' and '.join(axes)})" for alias, axes in AXIS_ALIASES.items()]
+    for axis, field in AXES.items():
+        also += [f"{axis}: {value} (= {own})" for value, own in field.metadata.get("aliases", {}).items()]
+    lines += ["", f"also accepted: {', '.join(also)}"]
     return "\n".join(lines)

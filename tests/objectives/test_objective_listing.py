@@ -27,6 +27,7 @@ def test_one_method_in_words_with_its_settings(name):
     assert text.startswith(f"objective {name}: ")
     assert PRESETS[name].source in text
     assert all(f"  {axis} " in text for axis in AXES)
+    assert "also accepted: epsilon (sets epsilon_low and epsilon_high), anchor: recomputed (= old)" in text
 
 
 def test_an_unknown_name_suggests_the_nearest():
