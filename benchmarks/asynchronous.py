@@ -35,7 +35,7 @@ def train(config: Path, overrides: list[str]) -> None:
         sys.exit(result.stdout)
 
 
-def measured(run: Path) -> dict[str, float]:
+def read_run(run: Path) -> dict[str, float]:
     records = read_records(run / "metrics.jsonl")
     steps = [r for r in records if "time/step_s" in r]
     accuracy = {r["step"]: r["eval/accuracy"] for r in records if "eval/accuracy" in r}
@@ -93,7 +93,7 @@ def main() -> None:
                     *arguments.set,
                 ],
             )
-            m = measured(run)
+            m = read_run(run)
             print(
                 f"{bound:>5}{m['wall']:>8.1f}{m['wall'] / arguments.steps:>8.2f}{m['wait']:>8.2f}{m['work']:>11.2f}"
                 f"{m['publish']:>11.2f}{m['lag']:>10.2f}{m['largest']:>9.0f}{m['kl']:>13.1e}{m['masked']:>8.1%}"

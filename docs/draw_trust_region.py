@@ -28,7 +28,7 @@ EXAMPLES = (  # panel, mu, pi, where the text stands, text
 )
 
 
-def allowed(objective: Objective, mu: np.ndarray, pi: np.ndarray) -> np.ndarray:
+def keeps_gradient(objective: Objective, mu: np.ndarray, pi: np.ndarray) -> np.ndarray:
     """mu, pi: probabilities of the sampled token, of one shape; True where neither sign of A loses its gradient."""
     rollout, logprob = (torch.from_numpy(p.ravel()).log() for p in (mu, pi))
     mask = torch.ones_like(rollout, dtype=torch.bool)
@@ -47,7 +47,7 @@ def main(output: Path) -> None:
     ):
         mu, pi = np.meshgrid(grid, grid)
         for objective, colour in METHODS:
-            inside = allowed(objective, mu, pi).astype(float)
+            inside = keeps_gradient(objective, mu, pi).astype(float)
             axis.contourf(mu, pi, inside, levels=[0.5, 1.5], colors=[colour], alpha=0.35)
             axis.contour(mu, pi, inside, levels=[0.5], colors=[colour], linewidths=1.2)
         axis.plot(grid, grid, color="#666666", lw=0.8)
