@@ -51,7 +51,7 @@ def test_ending_a_child_ends_its_whole_session_even_orphans_that_ignore_sigterm(
     wait_until(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_child_does_not_outlive_a_killed_supervisor(tmp_path):
+def test_a_child_does_not_outlive_its_killed_parent(tmp_path):
     pid_file = tmp_path / "child.pid"
     source = f"""
         import sys, time
@@ -62,11 +62,11 @@ def test_a_child_does_not_outlive_a_killed_supervisor(tmp_path):
         Path({str(pid_file)!r} + ".tmp").rename({str(pid_file)!r})
         time.sleep(600)
     """
-    supervisor = subprocess.Popen(python(source))
+    parent = subprocess.Popen(python(source))
     wait_until(pid_file.exists, 60)
     child = psutil.Process(int(pid_file.read_text()))
-    supervisor.kill()
-    supervisor.wait()
+    parent.kill()
+    parent.wait()
     wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
