@@ -84,7 +84,7 @@ def init_layout(config: Config) -> Layout:
     if world_size != parallel.world_size:
         raise LayoutError(
             f"parallel.world_size = {parallel.world_size}: {world_size} trainer processes were started; "
-            "start as many as the config says, or change it"
+            "start as many as that, or change it"
         )
     for names, ranks in {
         "tensor x pipeline x context": parallel.tensor * parallel.pipeline * parallel.context,

@@ -53,7 +53,7 @@ def has_fused_weight_gradient() -> bool:
 
 
 def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Layers of this pipeline stage (and virtual stage), dense and expert layers where the config says."""
+    """Layers of this pipeline stage (and virtual stage), dense and expert layers where the config has them."""
     # 0.16 sets it where TransformerEngine is absent too, and then builds instances of its classes.
     multi_latent_attention.HAVE_TE = has_transformer_engine()
     return get_gpt_decoder_block_spec(

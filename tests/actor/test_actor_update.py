@@ -59,14 +59,14 @@ def test_a_checkpoint_of_one_rank_continues_in_another_layout(one_rank, two_rank
     assert_same_run(got, expected)
 
 
-def test_scores_of_listed_tokens_and_of_the_reference(one_rank, two_ranks):
+def test_scores_of_top_k_ids_and_of_the_reference(one_rank, two_ranks):
     alone = one_rank(update.scores)["alone"]
     batches = micro_batches(sequences(), 3)
     mask, targets, ids = (torch.cat([getattr(b, f) for b in batches]) for f in ("mask", "target_ids", "topk_ids"))
-    listed_target = (ids == targets[:, None]).any(1)
-    mass = alone["listed"].exp().sum(1) + alone["other"].exp() + torch.where(listed_target, 0, alone["targets"].exp())
+    target_in_topk = (ids == targets[:, None]).any(1)
+    mass = alone["topk"].exp().sum(1) + alone["other"].exp() + torch.where(target_in_topk, 0, alone["targets"].exp())
     torch.testing.assert_close(mass[mask], torch.ones(int(mask.sum())))
-    for name in ("targets", "listed", "other"):
+    for name in ("targets", "topk", "other"):
         assert not alone[name][~mask].any()
     for layout, got in two_ranks(update.scores).items():
         for name, expected in alone.items():

@@ -91,7 +91,7 @@ def test_the_log_says_of_weight_gradients_what_megatron_is_told(kernel, tmp_path
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(megatron_version, "has_fused_weight_gradient", lambda: kernel)
     hf, config = read_hf_config(write_config(tmp_path)), make_config(tmp_path, dtype="bf16")
-    told = model_config._precision_arguments(hf, config)["gradient_accumulation_fusion"]
-    assert told == kernel
+    found = model_config._precision_arguments(hf, config)["gradient_accumulation_fusion"]
+    assert found == kernel
     assert chosen(False).weight_gradient == ("NVIDIA apex" if kernel else "torch")
     assert chosen(True).weight_gradient == ("TransformerEngine" if kernel else "torch")

@@ -60,7 +60,7 @@ REPLAY = {
     "vpp_recompute": {"pipeline": 2, "virtual_pipeline": 2, "settings": {"recompute": "full"}},
 }
 
-# world size -> case -> layout. A case is model[+variant]:layout; gspo compares whole sequences, cut apart by CP.
+# world size -> case -> layout. A case is model[+variant]:layout; gspo compares whole sequences, split by CP.
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {"qwen3:one": {}, "qwen3_moe:one": {}, "qwen3+gspo:one": {}, "qwen3_moe+replay:one": {}, "deepseek:one": {}},
     2: {
@@ -120,15 +120,15 @@ def _group(policy: Any, position: int, generator: torch.Generator) -> RolloutGro
     vocab = policy.config.vocab_size
     size = int(torch.randint(2, 12, (), generator=generator))
     prompt = torch.randint(0, vocab, (size,), generator=generator)
-    tokens, said = prompt.repeat(SAMPLES, 1), []
+    tokens, steps = prompt.repeat(SAMPLES, 1), []
     for _ in range(LONGEST):
         logits = policy(tokens).logits[:, -1]
         noise = 0.3 * torch.randn(logits.shape, generator=generator)
         logprobs = ((logits + noise) / TEMPERATURE).log_softmax(-1)
-        said.append(logprobs)
+        steps.append(logprobs)
         tokens = torch.cat((tokens, torch.multinomial(logprobs.exp(), 1, generator=generator)), dim=1)
-    logprobs = torch.stack(said, dim=1)
-    listed = logprobs.topk(K)
+    logprobs = torch.stack(steps, dim=1)
+    topk = logprobs.topk(K)
     sampled = logprobs.gather(2, tokens[:, size:, None])[..., 0]
     routed = _routing(policy, tokens[:, :-1], generator)
     lengths = torch.randint(3, LONGEST + 1, (SAMPLES,), generator=generator).tolist()
@@ -138,8 +138,8 @@ def _group(policy: Any, position: int, generator: torch.Generator) -> RolloutGro
             rollout_logprob=sampled[i, :n].numpy(),
             versions=np.zeros(n, np.int32),
             finish_reason="stop",
-            topk_ids=listed.indices[i, :n].int().numpy(),
-            rollout_topk_logprob=listed.values[i, :n].numpy(),
+            topk_ids=topk.indices[i, :n].int().numpy(),
+            rollout_topk_logprob=topk.values[i, :n].numpy(),
             routed_experts=None if routed is None else routed[i, : size + n - 1].numpy(),
         )
         for i, n in enumerate(lengths)

@@ -14,7 +14,7 @@ from tests.support.actor_ranks import Rank
 
 
 def train(rank: Rank, case: str) -> dict[str, list]:
-    """STEPS steps of DPPO over the listed tokens; what the last layout or one process must agree on."""
+    """STEPS steps of DPPO over the top-K ids; what the last layout or one process must agree on."""
     model, _ = case.split(":")
     name, _, variant = model.partition("+")
     bank = rank.models.parent / "banks" / name

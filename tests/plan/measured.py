@@ -1,4 +1,4 @@
-"""Bytes that an update really asks the allocator for, on every rank of a layout."""
+"""Bytes that an update really takes from the allocator, on every rank of a layout."""
 
 from __future__ import annotations
 

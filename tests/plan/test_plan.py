@@ -119,7 +119,7 @@ def test_fp8_blocks_are_not_sharded():
 
 
 def test_engines_too_small_for_the_model_do_not_fit(builder):
-    """The trainer's figures are told all the same."""
+    """The trainer's figures are reported all the same."""
     cluster = Cluster(2, 8, hardware("h100-80"))
     small = Cluster(4, 8, hardware("a100-40"))
     cramped = make_plan(config("qwen3_30b_a3b", "engine.tensor_parallel=1"), small, builder)

@@ -203,8 +203,8 @@ def one_token_differs(models: Path, run: Path) -> dict:
 
 def one_of_two_freezes(models: Path, run: Path) -> dict:
     """The second engine freezes within a bucket of the second publish, whose steps may take very long."""
-    probes = {"health_interval_s": 0.1, "health_timeout_s": 0.2, "health_failures": 2}
-    with trainer(models, run, "qwen3", tp=2, engines=2, engine=probes, timeout_s=LONG_TIMEOUT_S) as t:
+    checks = {"health_interval_s": 0.1, "health_timeout_s": 0.2, "health_failures": 2}
+    with trainer(models, run, "qwen3", tp=2, engines=2, engine=checks, timeout_s=LONG_TIMEOUT_S) as t:
         t.load("a")
         t.publisher.publish(0)
         if t.engines:

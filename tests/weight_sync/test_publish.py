@@ -76,7 +76,7 @@ def test_an_engine_that_dies_is_left_out_and_taken_in_again(result_of, place):
     assert result["unconfirmed"] == [0 if place == "join" else 1, 0]
     assert set(result["differences"]) == {0.0}
     assert result["served"] == [1, 1]
-    assert result["lags"] == [True, False, False], "each life of an engine is noticed once"
+    assert result["lags"] == [True, False, False], "each instance of an engine is reported once"
     assert result["seconds"] < 2 * TIMEOUT_S
 
 

@@ -44,7 +44,7 @@ class Gate:
 
 
 def asynchronous(rank: Rank) -> Any:
-    """Training goes on while a checkpoint is written, and what is written is what was there when it was asked for."""
+    """Training goes on while a checkpoint is written, and what is written is what was there when it was saved."""
     directory = rank.directory / "checkpoints"
     latest = directory / "latest"
     parallel = {} if rank.world_size == 1 else {"tensor": 2}

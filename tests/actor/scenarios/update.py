@@ -14,7 +14,7 @@ from tests.support.actor_ranks import Rank
 
 
 def scores(rank: Rank) -> Any:
-    """What the weights and, after they moved, a reference say of listed tokens, in every layout of this world."""
+    """Top-K log-probs of the weights and, after they moved, of a reference, in every layout of this world."""
     from dppo_megatron.actor import Reference
 
     layouts = {"alone": {}}
@@ -30,7 +30,7 @@ def scores(rank: Rank) -> Any:
             actor.train_update(batches, topk())
             results[name] = {
                 "targets": torch.cat([s.logprob for s in before]),
-                "listed": torch.cat([s.topk_logprob for s in before]),
+                "topk": torch.cat([s.topk_logprob for s in before]),
                 "other": torch.cat([s.other_logprob for s in before]),
                 "moved": torch.cat(actor.logprobs(batches)),
                 "reference": torch.cat([s.logprob for s in reference.scores(batches)]),
@@ -112,7 +112,7 @@ def against_transformers(rank: Rank) -> Any:
 
 
 def experts_against_transformers(rank: Rank) -> Any:
-    """Models with experts alone, and over two ranks: tensor-parallel, experts apart or cut, and replicated."""
+    """Models with experts alone, and over two ranks: tensor-parallel, experts apart or sharded, and replicated."""
     layouts = {"alone": {}}
     if rank.world_size == 2:
         layouts = {
