@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dppo_megatron.checks import check_run_dir, load_config
 from dppo_megatron.checks.slurm import problems as slurm_problems
+from dppo_megatron.common.files import write_atomic
 from dppo_megatron.common.process import exit_reason
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
@@ -62,7 +63,7 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
 
 def _write_note(note: Path, text: str) -> None:
     try:
-        note.write_text(text)
+        write_atomic(note, text)
     except OSError as error:
         raise queue.SlurmError(
             f"{note.absolute()}: cannot be written ({error}), and without it a requeued job could not find its run; "

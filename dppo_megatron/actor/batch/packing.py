@@ -195,7 +195,7 @@ class Packer:
         )
 
     def _experts_to_replay(self, batch: TokenBatch, origin: Tensor) -> ReplayedExperts | None:
-        """The routers' rows: those of the layer, of which sequence parallelism leaves each rank its part."""
+        """The experts for this rank's routers, which see all rows or, with sequence parallelism, a part of them."""
         if self.held_layers is None or batch.routed_experts is None:
             return None
         origin = origin.chunk(self.sequence_size)[self.sequence_rank]
@@ -226,7 +226,7 @@ def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
 
 
 def loss_fields(batch: TokenBatch, rows: Tensor, carry: bool = True) -> TokenBatch:
-    """What the objective reads at `rows`; not `carry`: the rows stand in for none at all and are masked."""
+    """What the objective reads at `rows`; without `carry` the rows are placeholders and masked."""
     loss = at_rows(replace(batch, routed_experts=None), rows)
     if carry:
         return loss

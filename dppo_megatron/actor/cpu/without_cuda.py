@@ -1,4 +1,4 @@
-"""Megatron-core on a machine without CUDA: the one module that bends anything to make it run.
+"""Megatron-core on a machine without CUDA: the one module that patches anything to make it run.
 
 Megatron-core writes "cuda" into its own source: literal devices, `.cuda()`, streams, the CUDA generator. Here
 those names mean the CPU. What a layer spec can replace (norms, core attention) is replaced there, not here.
@@ -22,11 +22,11 @@ def install() -> None:
     """Make Megatron-core's CUDA names mean the CPU, process-wide. Idempotent; a no-op where CUDA is available."""
     if torch.cuda.is_available() or torch.cuda.current_device is _current_device:
         return
-    _devices()
-    _generators()
-    _streams()
-    _experts()
-    _uneven_exchange()
+    _patch_devices()
+    _patch_generators()
+    _patch_streams()
+    _patch_experts()
+    _patch_uneven_exchange()
 
 
 def import_without_compiled_fusions() -> None:
@@ -45,14 +45,14 @@ def import_without_compiled_fusions() -> None:
     jit.disable_jit_fuser()
 
 
-def _devices() -> None:
+def _patch_devices() -> None:
     """Mappings, gradient buffers and schedules allocate on `torch.cuda.current_device()` or "cuda"."""
     torch.cuda.current_device = _current_device
     torch.cuda.synchronize = _nothing
     _CudaMeansCpu().__enter__()
 
 
-def _generators() -> None:
+def _patch_generators() -> None:
     """Recompute and the RNG tracker save and restore the CUDA generator; the CPU's takes its place."""
     from megatron.core.tensor_parallel import random
 
@@ -64,7 +64,7 @@ def _generators() -> None:
     random._set_cuda_rng_state = _set_rng_state
 
 
-def _streams() -> None:
+def _patch_streams() -> None:
     """Pipeline exchange, the all-to-all dispatcher and checkpoints order work by streams and events."""
     torch.cuda.Stream = _Stream
     torch.cuda.Event = _Stream
@@ -72,7 +72,7 @@ def _streams() -> None:
     torch.cuda.stream = contextlib.nullcontext
 
 
-def _experts() -> None:
+def _patch_experts() -> None:
     """Two places in the mixture-of-experts code are written for a GPU with TransformerEngine only."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -82,7 +82,7 @@ def _experts() -> None:
         moe_utils.te_general_gemm = None
 
 
-def _uneven_exchange() -> None:
+def _patch_uneven_exchange() -> None:
     """Tokens for experts that are sharded over ranks are gathered unevenly, which NCCL can do and gloo refuses."""
     from megatron.core.tensor_parallel import mappings
 
