@@ -42,7 +42,7 @@ def _scenarios(rank: int, directory: Path) -> dict[str, Any]:
         "both_fail": _error(lambda: own.on_every_rank(lambda: _fail(rank, (0, 1)), "work")),
     }
     own.barrier("the other")
-    short = Ranks(timeout_s=1)
+    short = Ranks(timeout_s=5)  # it is made within that, too
     if rank == 1:
         started = time.monotonic()
         results["late"] = _error(lambda: short.from_rank_zero(lambda: 1, "the engines to sleep"))
@@ -89,8 +89,8 @@ def test_errors_of_any_rank_are_raised_on_all_with_every_reason(ranks):
 def test_a_rank_that_does_not_come_is_reported_with_what_was_waited_for(ranks):
     kind, text = ranks[1]["late"]
     assert kind == RanksTimeout.__name__
-    assert "rank 1 waited 1 s for the engines to sleep: another rank ended or was too late" in text
-    assert 0.5 < ranks[1]["waited_s"] < 30
+    assert "rank 1 waited 5 s for the engines to sleep: another rank ended or was too late" in text
+    assert 4 < ranks[1]["waited_s"] < 60
 
 
 def test_one_process_needs_no_process_group():
