@@ -14,7 +14,7 @@ from dppo_megatron.actor import CheckpointError
 from dppo_megatron.actor.checkpoint import save_load
 from dppo_megatron.actor.checkpoint.optimizer_state import materialise_state
 from tests.actor.scenarios import checkpoint as scenarios
-from tests.support.actor_cases import DEEPSEEK, YARN, make_config
+from tests.support.actor_cases import DEEPSEEK, YARN, actor_config
 
 
 @pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
@@ -79,7 +79,7 @@ def test_a_resumed_run_may_have_another_learning_rate(one_rank):
 )
 def test_every_field_of_the_model_is_recorded_and_compared(tmp_path, changes, expected):
     raw = {**DEEPSEEK, "rope_parameters": YARN}
-    config = make_config(tmp_path)
+    config = actor_config(tmp_path)
     actor, other = (SimpleNamespace(hf=hf.parse_hf_config(r), config=config) for r in (raw, {**raw, **changes}))
     saved = json.loads(json.dumps(save_load._identity(other)))
     found = checkpoint_problems(actor, saved)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from dppo_megatron.actor import LayoutError, check_model, init_layout, padded_vocab_size
-from tests.support.actor_cases import DEEPSEEK, QWEN3_MOE, YARN, make_config, write_config
+from tests.support.actor_cases import DEEPSEEK, QWEN3_MOE, YARN, actor_config, write_config
 
 
 def test_a_model_that_fits(tmp_path):
-    assert check_model(make_config(write_config(tmp_path), parallel={"tensor": 2, "world_size": 2})) == []
+    assert check_model(actor_config(write_config(tmp_path), parallel={"tensor": 2, "world_size": 2})) == []
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_model_that_fits(tmp_path):
     ],
 )
 def test_every_problem_is_named(tmp_path, changes, parallel, settings, expected):
-    problems = check_model(make_config(write_config(tmp_path, **changes), parallel=parallel, **settings))
+    problems = check_model(actor_config(write_config(tmp_path, **changes), parallel=parallel, **settings))
     for text in expected:
         assert any(text in problem for problem in problems), problems
     assert all(" = " in problem and ": " in problem for problem in problems)
@@ -79,19 +79,19 @@ def test_every_problem_is_named(tmp_path, changes, parallel, settings, expected)
 def test_uneven_stages_that_fit(tmp_path):
     """DeepSeek-V3 has 61 layers."""
     parallel = {"pipeline": 16, "last_stage_layers": 1, "world_size": 16}
-    assert check_model(make_config(write_config(tmp_path, num_hidden_layers=61), parallel=parallel)) == []
+    assert check_model(actor_config(write_config(tmp_path, num_hidden_layers=61), parallel=parallel)) == []
 
 
 def test_routing_replay_needs_experts(tmp_path):
-    config = make_config(write_config(tmp_path), sections={"rollout": {"routing_replay": True}})
+    config = actor_config(write_config(tmp_path), sections={"rollout": {"routing_replay": True}})
     assert check_model(config) == ["rollout.routing_replay = true: the model has no experts to replay; set it to false"]
 
 
 def test_missing_directory_and_foreign_files(tmp_path):
-    (missing,) = check_model(make_config(tmp_path / "nowhere"))
+    (missing,) = check_model(actor_config(tmp_path / "nowhere"))
     assert "no such directory" in missing
     assert "model.path" in missing
-    (foreign,) = check_model(make_config(tmp_path))
+    (foreign,) = check_model(actor_config(tmp_path))
     assert "config.json" in foreign
 
 
@@ -106,6 +106,6 @@ def test_padded_vocabulary(vocab, tensor, padded):
 def test_processes_that_do_not_fit_the_layout(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(LayoutError, match=r"parallel.world_size = 2: 3 trainer processes"):
-        init_layout(make_config(tmp_path, parallel={"world_size": 2}))
+        init_layout(actor_config(tmp_path, parallel={"world_size": 2}))
     with pytest.raises(LayoutError, match="not a multiple of tensor x pipeline x context = 2"):
-        init_layout(make_config(tmp_path, parallel={"world_size": 3, "tensor": 2}))
+        init_layout(actor_config(tmp_path, parallel={"world_size": 3, "tensor": 2}))

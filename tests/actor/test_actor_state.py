@@ -15,7 +15,7 @@ import torch
 from dppo_megatron.actor.checkpoint.errors import CheckpointError
 from dppo_megatron.actor.checkpoint.writer import BackgroundWrite, HostFiles
 from tests.actor.scenarios import state as scenarios
-from tests.support.actor_cases import make_config, sequences
+from tests.support.actor_cases import actor_config, sequences
 from tests.support.actor_ranks import run_scenario
 from tests.support.ranks import fork_server
 
@@ -195,7 +195,7 @@ def _actor(models: Path, directory: Path):
 
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
-    config = make_config(models / "qwen3", sections={"checkpoint": {"asynchronous": True}})
+    config = actor_config(models / "qwen3", sections={"checkpoint": {"asynchronous": True}})
     return Actor(config, init_layout(config))
 
 

@@ -13,7 +13,7 @@ from dppo_megatron.actor import check_model, megatron_version, model_config
 from dppo_megatron.actor.batch.packing import Packer
 from dppo_megatron.actor.precision import capability_problems, implementations, precision_arguments
 from dppo_megatron.hf import read_hf_config
-from tests.support.actor_cases import make_config, pack, sequences, write_config
+from tests.support.actor_cases import actor_config, pack, sequences, write_config
 
 BF16 = {"dtype": "bf16"}
 
@@ -31,12 +31,12 @@ BF16 = {"dtype": "bf16"}
     ],
 )
 def test_what_a_gpu_can(settings, capability, expected):
-    problems = capability_problems(make_config(Path("unused"), **settings), capability)
+    problems = capability_problems(actor_config(Path("unused"), **settings), capability)
     assert problems == [] if expected is None else any(expected in problem for problem in problems), problems
 
 
 def test_this_machine_refuses_what_it_cannot(tmp_path):
-    config = make_config(write_config(tmp_path), **BF16, fp8="blockwise")
+    config = actor_config(write_config(tmp_path), **BF16, fp8="blockwise")
     problems = check_model(config)
     assert any("model.fp8 = blockwise: needs a CUDA device" in problem for problem in problems)
     assert any("model.fp8 = blockwise: needs TransformerEngine" in problem for problem in problems)
@@ -46,7 +46,7 @@ def test_this_machine_refuses_what_it_cannot(tmp_path):
 def test_megatron_knows_the_recipes(recipe):
     from megatron.core.enums import Fp8Recipe
 
-    arguments = precision_arguments(make_config(Path("unused"), **BF16, fp8=recipe))
+    arguments = precision_arguments(actor_config(Path("unused"), **BF16, fp8=recipe))
     assert arguments["fp8_recipe"] in list(Fp8Recipe)
     assert arguments["fp8"] in ("e4m3", "hybrid")
 
@@ -54,7 +54,7 @@ def test_megatron_knows_the_recipes(recipe):
 @pytest.mark.parametrize(("recipe", "rows"), [("none", 1), ("tensorwise", 16), ("blockwise", 16), ("mxfp8", 32)])
 def test_packed_rows_are_what_fp8_matrix_products_take(tmp_path, recipe, rows):
     """Of every sequence-parallel rank."""
-    config = make_config(write_config(tmp_path), **BF16, fp8=recipe)
+    config = actor_config(write_config(tmp_path), **BF16, fp8=recipe)
     layout = SimpleNamespace(
         device=torch.device("cpu"), tensor_size=2, tensor_rank=0, sequence_parallel=True, context_rank=0,
         context_size=1, pipeline_size=1, virtual_pipeline_size=None, expert_group=None,
@@ -90,7 +90,7 @@ def test_the_log_says_of_weight_gradients_what_megatron_is_told(kernel, tmp_path
     """Without apex's kernel TransformerEngine's layers do not accumulate either: the setting is one for all layers."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(megatron_version, "has_fused_weight_gradient", lambda: kernel)
-    hf, config = read_hf_config(write_config(tmp_path)), make_config(tmp_path, dtype="bf16")
+    hf, config = read_hf_config(write_config(tmp_path)), actor_config(tmp_path, dtype="bf16")
     found = model_config._precision_arguments(hf, config)["gradient_accumulation_fusion"]
     assert found == kernel
     assert chosen(False).weight_gradient == ("NVIDIA apex" if kernel else "torch")

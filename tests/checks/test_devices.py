@@ -8,21 +8,13 @@ import torch
 from dppo_megatron.checks.devices import engine_devices, gpu_problems, require_gpu
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
+from tests.support.configs import make_config
 
 EIGHT = [str(n) for n in range(8)]
 
 
 def config(world_size=4, **engine) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"dir": "r"},
-            "model": {"path": "m"},
-            "data": {"train": "t"},
-            "train": {"steps": 1},
-            "parallel": {"world_size": world_size},
-            "engine": engine,
-        }
-    )
+    return make_config(parallel={"world_size": world_size}, engine=engine)
 
 
 def test_engines_take_the_gpus_after_the_trainer_ranks():

@@ -5,19 +5,17 @@ from __future__ import annotations
 import pytest
 
 from dppo_megatron.checks import preflight
-from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.config import ConfigError
+from tests.support.configs import make_config
 
 
 def problems(tmp_path, **objective) -> str:
     """Of a config with this objective; the model and the data are missing too, and reported beside it."""
-    config = Config.model_validate(
-        {
-            "run": {"dir": tmp_path / "run"},
-            "model": {"path": tmp_path / "model"},
-            "data": {"train": tmp_path / "train.jsonl"},
-            "train": {"steps": 1},
-            "objective": objective,
-        }
+    config = make_config(
+        run={"dir": tmp_path / "run"},
+        model={"path": tmp_path / "model"},
+        data={"train": tmp_path / "train.jsonl"},
+        objective=objective,
     )
     with pytest.raises(ConfigError) as raised:
         preflight(config, "config.yaml")

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from dppo_megatron import hf
+from tests.support.configs import make_config
 from tests.support.models import build_gpt
 from tests.support.ranks import megatron_group, rendezvous
 
@@ -51,25 +52,20 @@ def load_with_megatron(rank: int, case: Case, root: Path) -> None:
 def save_with_actor(rank: int, case: Case, root: Path) -> None:
     """A training checkpoint in this layout, and the HF directory that the same actor exports."""
     from dppo_megatron.actor import Actor, init_layout
-    from dppo_megatron.config import Config
     from dppo_megatron.hf import save_hf
 
     model, out = root / "models" / case.family, root / "runs" / case.name
-    config = Config.model_validate(
-        {
-            "run": {"dir": str(out)},
-            "model": {"path": str(model), "dtype": "bf16", "weights": str(root / "megatron" / case.family)},
-            "parallel": {
-                "world_size": 2,
-                "tensor": case.tp,
-                "pipeline": case.pp,
-                "expert": case.ep,
-                "timeout_s": 60,
-                "sequence": case.tp > 1,
-            },
-            "train": {"steps": 1},
-            "data": {"train": "unused"},
-        }
+    config = make_config(
+        run={"dir": str(out)},
+        model={"path": str(model), "dtype": "bf16", "weights": str(root / "megatron" / case.family)},
+        parallel={
+            "world_size": 2,
+            "tensor": case.tp,
+            "pipeline": case.pp,
+            "expert": case.ep,
+            "timeout_s": 60,
+            "sequence": case.tp > 1,
+        },
     )
     out.mkdir(parents=True, exist_ok=True)
     rendezvous(out)

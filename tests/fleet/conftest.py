@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.support.fakes.fleet import A, B, FakeServer, World
-from tests.support.fakes.orchestrator import make_config
+from tests.support.fakes.orchestrator import sampling_config
 
 
 @pytest.fixture
 def world(tmp_path):
     def make(*servers: FakeServer, **engine) -> World:
-        config = make_config(tmp_path / "run")
+        config = sampling_config(tmp_path / "run")
         settings = {"health_interval_s": 0.02, "health_timeout_s": 0.1, "health_failures": 2}
         settings |= {"unavailable_timeout_s": 5.0} | engine
         config = config.model_copy(update={"engine": config.engine.model_copy(update=settings)})

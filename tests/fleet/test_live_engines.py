@@ -14,7 +14,7 @@ import pytest
 from dppo_megatron.engines.protocol import EngineError, EngineRefused
 from dppo_megatron.fleet.live_engines import Confirmation, LiveEngines
 from tests.support.fakes.fleet import PROBE, FakeServer, World, policy_scores
-from tests.support.fakes.orchestrator import make_config
+from tests.support.fakes.orchestrator import sampling_config
 
 A, B = "http://a", "http://b"
 
@@ -22,7 +22,7 @@ A, B = "http://a", "http://b"
 @pytest.fixture
 def world(tmp_path):
     def make(*servers: FakeServer, update_s: float = 600, **engine) -> World:
-        config = make_config(tmp_path / "run")
+        config = sampling_config(tmp_path / "run")
         config = config.model_copy(
             update={"weight_sync": config.weight_sync.model_copy(update={"timeout_s": update_s})}
         )

@@ -8,6 +8,7 @@ import pytest
 
 from dppo_megatron import hf
 from dppo_megatron.hf.raw_config import RawConfig, Size
+from tests.support.configs import make_config
 from tests.support.fakes.chunk import fake_chunk, ranks
 from tests.support.model_directories import same_weights
 from tests.support.models import CONFIGS
@@ -49,10 +50,8 @@ def test_its_config_is_read_and_refused_like_any_other(model):
 @pytest.mark.filterwarnings("ignore")  # Megatron's, at import
 def test_the_trainer_builds_and_loads_and_saves_it(model, tmp_path):
     from dppo_megatron.actor.model_config import transformer_config
-    from dppo_megatron.config.schema import Config
 
-    required = {"run": {"dir": "unused"}, "train": {"steps": 1}, "data": {"train": "unused"}}
-    run = Config.model_validate({**required, "model": {"path": str(model), "dtype": "fp32"}})
+    run = make_config(model={"path": str(model), "dtype": "fp32"})
     config = hf.read_hf_config(model)
     chunk = fake_chunk(config)
     chunk.config = transformer_config(config, run)

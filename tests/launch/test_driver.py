@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.config import Config
 from dppo_megatron.launch.driver import Completed, Failed, RunDriver, TrainerStopped
 from dppo_megatron.launch.launcher import RunPlan
 from dppo_megatron.launch.local_processes import ProcessPlan
 from dppo_megatron.run_dir import RunDir
+from tests.support.configs import make_config
 
 STEPS = 3
 
@@ -56,9 +56,7 @@ def reported() -> list[str]:
 @pytest.fixture
 def driver(run, launcher, reported) -> RunDriver:
     """Of a run with an engine, an orchestrator and two ranks, which were started."""
-    config = Config.model_validate(
-        {"run": {"dir": run.root}, "model": {"path": "m"}, "data": {"train": "t"}, "train": {"steps": STEPS}}
-    )
+    config = make_config(run={"dir": run.root}, train={"steps": STEPS})
     driver = RunDriver(config, launcher, reported.append)
     engine, orchestrator, *trainers = (
         ProcessPlan(name, ()) for name in ("engine-0", "orchestrator", "trainer-0", "trainer-1")

@@ -15,20 +15,14 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.slurm.attempts import AttemptLog
 from dppo_megatron.slurm.job import Job
+from tests.support.configs import make_config
 
 
 @pytest.fixture
 def config(tmp_path) -> Config:
     """Of a run of 9 steps that was saved after step 4."""
-    config = Config.model_validate(
-        {
-            "run": {"dir": tmp_path / "run"},
-            "model": {"path": "m"},
-            "data": {"train": "t"},
-            "train": {"steps": 9},
-            "engine": {"count": 1},
-            "slurm": {"max_restarts": 0},
-        }
+    config = make_config(
+        run={"dir": tmp_path / "run"}, train={"steps": 9}, engine={"count": 1}, slurm={"max_restarts": 0}
     )
     run = RunDir(config.run.dir)
     run.checkpoints.mkdir(parents=True)

@@ -8,19 +8,12 @@ from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.fleet.registry import register
 from dppo_megatron.launch import evaluate, local_processes
 from dppo_megatron.run_dir import RunDir
+from tests.support.configs import make_config
 
 
 @pytest.fixture
 def config(tmp_path) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"dir": tmp_path / "run"},
-            "model": {"path": "m"},
-            "data": {"train": "t", "eval": "e"},
-            "train": {"steps": 1},
-            "engine": {"count": 2},
-        }
-    )
+    return make_config(run={"dir": tmp_path / "run"}, data={"train": "t", "eval": "e"}, engine={"count": 2})
 
 
 @pytest.fixture

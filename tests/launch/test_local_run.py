@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dppo_megatron.config import Config, save_resolved
+from dppo_megatron.config import save_resolved
 from dppo_megatron.run_dir import RunDir
+from tests.support.configs import make_config
 
 # Runs the config with children that note their process id and then do what the test wants of their role.
 PROGRAM = """
@@ -58,16 +59,7 @@ class Launched:
 
     def __init__(self, directory: Path, behaviour: str, **engine):
         self.directory, self.run = directory, RunDir(directory / "run")
-        config = Config.model_validate(
-            {
-                "run": {"dir": self.run.root},
-                "model": {"path": "m"},
-                "data": {"train": "t"},
-                "train": {"steps": 3},
-                "parallel": {"world_size": 2},
-                "engine": engine,
-            }
-        )
+        config = make_config(run={"dir": self.run.root}, train={"steps": 3}, parallel={"world_size": 2}, engine=engine)
         self.run.root.mkdir()
         save_resolved(config, self.run.config)
         stub = directory / "stub.py"

@@ -12,6 +12,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.hf import SafetensorsDirectory, fp8, make_random_hf_model, read_hf_config
 from dppo_megatron.launch.quantized import StartModelTimeout, ensure_start_model
 from dppo_megatron.weights.manifest import BadWeights, Manifest
+from tests.support.configs import make_config
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +25,8 @@ def model(tmp_path_factory) -> Path:
 
 
 def config(model: Path, run: Path, quantization: str = "fp8_block") -> Config:
-    return Config(
-        run={"dir": run},
-        model={"path": model},
-        train={"steps": 1},
-        data={"train": "unused"},
-        engine={"quantization": quantization, "start_timeout_s": 0.5},
+    return make_config(
+        run={"dir": run}, model={"path": model}, engine={"quantization": quantization, "start_timeout_s": 0.5}
     )
 
 

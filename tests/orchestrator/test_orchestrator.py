@@ -17,7 +17,7 @@ from dppo_megatron.orchestrator.dynamic_sampling import NoSignal
 from dppo_megatron.orchestrator.metrics import last_progress
 from dppo_megatron.orchestrator.open_files import allow_open_files
 from dppo_megatron.weights.published import PolicyTimeout, PublishedFollower, PublishedPolicy
-from tests.support.fakes.orchestrator import World, make_config
+from tests.support.fakes.orchestrator import World, sampling_config
 
 GROUPS = 4
 
@@ -42,7 +42,7 @@ def version_of(group) -> int:
 @pytest.fixture
 def world(tmp_path):
     def make(*, steps: int = 3, training_s: float = 0.0, last_version=None, hopeless=None, broken=None, **rollout):
-        config = make_config(tmp_path / "run", steps=steps, **rollout)
+        config = sampling_config(tmp_path / "run", steps=steps, **rollout)
         never = lambda _: False  # noqa: E731
         return World(config, hopeless or never, broken or never, training_s, last_version)
 
@@ -138,7 +138,9 @@ def test_dropping_keeps_to_the_staleness_bound(world):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("ends", [(1,), (2, 5), (4, 6, 10)])
 def test_a_run_of_many_attempts_equals_one_of_one_attempt(world, tmp_path, dynamic, ends):
-    undisturbed = World(make_config(tmp_path / "undisturbed", dynamic_sampling=dynamic), hopeless=lambda p: p % 3 == 0)
+    undisturbed = World(
+        sampling_config(tmp_path / "undisturbed", dynamic_sampling=dynamic), hopeless=lambda p: p % 3 == 0
+    )
     undisturbed.run_attempt(undisturbed.engine())
     w = world(dynamic_sampling=dynamic, hopeless=lambda p: p % 3 == 0)
     for groups in ends:
@@ -263,7 +265,7 @@ def test_every_evaluated_prompt_shows_progress(world):
 
 
 def test_a_trainer_that_stops_publishing_is_an_error(tmp_path):
-    config = make_config(tmp_path / "run")
+    config = sampling_config(tmp_path / "run")
     config = config.model_copy(update={"run": config.run.model_copy(update={"stall_timeout_s": 0.2})})
     w = World(config, last_version=1)
     with pytest.raises(PolicyTimeout, match="for policy version 2"):
@@ -286,14 +288,14 @@ def test_the_limit_of_open_files_is_raised_or_named(tmp_path, monkeypatch):
     limits = [(1024, 4000)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
-    allow_open_files(make_config(tmp_path, max_concurrent_groups=400, group_size=8))
+    allow_open_files(sampling_config(tmp_path, max_concurrent_groups=400, group_size=8))
     assert limits[-1] == (4000, 4000)
     with pytest.raises(ConfigError, match=r"4000 .*\n.*max_concurrent_groups = 500 with rollout.group_size = 8"):
-        allow_open_files(make_config(tmp_path, max_concurrent_groups=500, group_size=8))
+        allow_open_files(sampling_config(tmp_path, max_concurrent_groups=500, group_size=8))
 
 
 def test_dynamic_sampling_needs_a_run_that_samples(tmp_path):
-    config = make_config(tmp_path)
+    config = sampling_config(tmp_path)
     changed = config.rollout.model_copy(update={"dynamic_sampling": True, "bank": tmp_path})
     (violation,) = settings_problems(config.model_copy(update={"rollout": changed}))
     assert violation.startswith("rollout.dynamic_sampling = true: nothing is sampled (rollout.bank is given)")

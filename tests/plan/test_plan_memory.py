@@ -13,6 +13,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.plan import Load, RankBuilder, estimate, hardware
 from tests.plan.measured import measure_updates
+from tests.support.configs import make_config
 
 TOKENS = 1024
 DENSE = {  # large enough that activations, logits and states all count
@@ -63,15 +64,11 @@ LATENT = {
 
 def config(directory: Path, hf: dict, model: dict, parallel: dict, tokens: int) -> Config:
     (directory / "config.json").write_text(json.dumps(hf))
-    return Config.model_validate(
-        {
-            "run": {"dir": "unused"},
-            "model": {"path": str(directory), "dtype": "fp32", **model},
-            "parallel": parallel,
-            "train": {"steps": 1, "micro_batch_tokens": tokens},
-            "data": {"train": "unused"},
-            "rollout": {"bank": "unused"},
-        }
+    return make_config(
+        model={"path": str(directory), "dtype": "fp32", **model},
+        parallel=parallel,
+        train={"steps": 1, "micro_batch_tokens": tokens},
+        rollout={"bank": "unused"},
     )
 
 

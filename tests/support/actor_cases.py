@@ -10,6 +10,7 @@ import torch
 
 from dppo_megatron.config import Config
 from dppo_megatron.types import TokenBatch
+from tests.support.configs import make_config
 
 VOCAB = 37  # not a multiple of any tensor-parallel size: the head is padded
 QWEN3 = {
@@ -94,7 +95,7 @@ def set_expert_bias(directory: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
 
 
-def make_config(
+def actor_config(
     model: Path,
     *,
     parallel: dict | None = None,
@@ -103,18 +104,15 @@ def make_config(
     **model_settings: Any,
 ) -> Config:
     """`sections` are added to those that every test shares; the rest of the model's settings come by name."""
-    return Config.model_validate(
-        {
-            "run": {"dir": "unused", "seed": 3},
-            "model": {"path": str(model), "dtype": "fp32", **model_settings},
-            "parallel": {"timeout_s": 60, **(parallel or {})},
-            # Adam divides by |gradient|: with the usual eps, rounding decides the sign of the smallest ones.
-            "optimizer": {"lr": 1e-2, "eps": 1e-4, "grad_clip": 0.5, **(optimizer or {})},
-            "train": {"steps": 10},
-            "data": {"train": "unused.jsonl"},
-            **(sections or {}),
-        }
-    )
+    tree = {
+        "run": {"seed": 3},
+        "model": {"path": str(model), "dtype": "fp32", **model_settings},
+        "parallel": {"timeout_s": 60, **(parallel or {})},
+        # Adam divides by |gradient|: with the usual eps, rounding decides the sign of the smallest ones.
+        "optimizer": {"lr": 1e-2, "eps": 1e-4, "grad_clip": 0.5, **(optimizer or {})},
+        "train": {"steps": 10},
+    }
+    return make_config(**(tree | (sections or {})))
 
 
 def sequences(count: int = 12, seed: int = 0) -> list[dict[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.actor_cases import make_config
+from tests.support.actor_cases import actor_config
 from tests.support.ranks import Ranks, rendezvous
 
 
@@ -35,7 +35,7 @@ class Rank:
         """An Actor in the layout `parallel` of these ranks, with the model's weights; closed afterwards."""
         from dppo_megatron.actor import Actor, init_layout
 
-        config = make_config(
+        config = actor_config(
             self.models / model,
             parallel={"world_size": self.world_size, **parallel},
             optimizer=optimizer,

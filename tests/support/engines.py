@@ -20,6 +20,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
 from dppo_megatron.fleet.registry import free_port
+from tests.support.configs import make_config
 
 VOCAB = 64
 MAX_MODEL_LEN = 512
@@ -94,10 +95,9 @@ def engine_config(model: Path, *, routing_replay: bool = False, **engine) -> Con
         "kv_cache_bytes": 2**28,
         "request_timeout_s": 120,
     }
-    return Config(
+    return make_config(
         run={"dir": model.parent / "run"},
         model={"path": model},
-        train={"steps": 1},
         data={"train": model.parent / "none.jsonl", "max_prompt_tokens": 256},
         engine=settings | engine,
         rollout={"max_response_tokens": 64, "topk_logprobs": 8, "routing_replay": routing_replay},

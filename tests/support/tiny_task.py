@@ -12,6 +12,7 @@ from dppo_megatron.bank import BankWriter
 from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import Config
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+from tests.support.configs import make_config
 
 VOCAB, EOS, K, TEMPERATURE = 23, 0, 4, 0.9  # not a multiple of the ranks: the head is padded
 STEPS, GROUPS, SAMPLES, LONGEST = 3, 4, 4, 6
@@ -81,7 +82,7 @@ def sample_group(model: Any, position: int, generator: torch.Generator) -> Rollo
     return RolloutGroup(prompt, tuple(rollouts), rewards, np.zeros(SAMPLES, bool), TEMPERATURE)
 
 
-def make_config(task: Path, name: str = "dppo_binary_tv", *, tensor: int = 1, **sections: dict[str, Any]) -> Config:
+def task_config(task: Path, name: str = "dppo_binary_tv", *, tensor: int = 1, **sections: dict[str, Any]) -> Config:
     """Trains on the task's bank; `sections` change it section by section."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"dir": str(task / "run"), "seed": 3},
@@ -101,7 +102,7 @@ def make_config(task: Path, name: str = "dppo_binary_tv", *, tensor: int = 1, **
         },
     }
     for section, changes in sections.items():
-        tree[section] = {**tree.get(section, {}), **changes}
-    config = Config.model_validate(tree)
+        tree[section] = tree.get(section, {}) | changes
+    config = make_config(**tree)
     assert not settings_problems(config)
     return config

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import rendezvous
-from tests.support.tiny_task import EOS, make_config
+from tests.support.tiny_task import EOS, task_config
 
 Method = tuple[str, dict[str, Any]]  # preset, settings
 
@@ -16,7 +16,7 @@ def train_method(rank: int, method: Method, task: Path, directory: Path) -> dict
     """On a rank: trains with tensor parallelism over all ranks; what rank 0 saw of it."""
     from dppo_megatron.actor import init_layout
 
-    config = make_config(task, tensor=int(os.environ["WORLD_SIZE"]), objective=_chosen(*method))
+    config = task_config(task, tensor=int(os.environ["WORLD_SIZE"]), objective=_chosen(*method))
     rendezvous(directory)
     layout = init_layout(config)
     try:

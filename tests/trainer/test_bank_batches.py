@@ -18,7 +18,7 @@ from dppo_megatron.orchestrator.metrics import append_record, show_progress
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.trainer.batches import BankBatches
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
-from tests.support.tiny_task import TEMPERATURE, K, make_config
+from tests.support.tiny_task import TEMPERATURE, K, task_config
 
 LONGEST, SAMPLES = 6, 4
 # (length, truncated, reward) of each sample; the second group is all right, the last sample of the first failed
@@ -39,7 +39,7 @@ def read(tmp_path):
     def run(method: str | Objective = "dppo_binary_tv", rank: int = 0, size: int = 1, **sections):
         base = {"prompts_per_step": 2, "group_size": SAMPLES, "max_response_tokens": LONGEST}
         sections["rollout"] = {**base, **sections.get("rollout", {})}
-        config = make_config(tmp_path, **{"train": {"updates_per_step": 1}, **sections})
+        config = task_config(tmp_path, **{"train": {"updates_per_step": 1}, **sections})
         objective = method
         if isinstance(method, str):
             objective = build_objective(method, **config.objective.settings)
@@ -158,7 +158,7 @@ def test_ranks_share_a_step_without_overlap(read):
 
 
 def test_an_evaluated_prompt_counts_as_progress(tmp_path):
-    config = make_config(tmp_path, rollout={"group_size": SAMPLES})
+    config = task_config(tmp_path, rollout={"group_size": SAMPLES})
     source = BankBatches(config, BankReader(config.rollout.bank), build_objective("dppo_binary_tv"), 0, 1)
     metrics = RunDir(config.run.dir).rollout_metrics
     metrics.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def test_staleness_is_over_tokens_and_needs_no_group_to_be_read(read, monkeypatc
     with BankWriter(bank, 2) as writer:
         writer.append(dataclasses.replace(group, rollouts=tuple(newer)))
         writer.append(_group(1, GROUPS[1]))
-    config = make_config(tmp_path, rollout={"prompts_per_step": 2, "group_size": SAMPLES})
+    config = task_config(tmp_path, rollout={"prompts_per_step": 2, "group_size": SAMPLES})
     source = BankBatches(config, BankReader(bank), build_objective("dppo_binary_tv"), 0, 1)
     source._reader.refresh()
     monkeypatch.setattr(BankReader, "read", None)
@@ -191,7 +191,7 @@ def test_staleness_is_over_tokens_and_needs_no_group_to_be_read(read, monkeypatc
 
 
 def test_a_rank_that_does_not_see_the_batch_yet_waits_for_it(tmp_path, monkeypatch):
-    config = make_config(
+    config = task_config(
         tmp_path, rollout={"prompts_per_step": 1, "group_size": SAMPLES}, train={"updates_per_step": 1}
     )
     bank = tmp_path / "slow_bank"
@@ -247,7 +247,7 @@ def test_routing_is_replayed_only_where_it_fits_the_model(tmp_path):
             bank.append(dataclasses.replace(group, rollouts=rollouts))
         settings = {"prompts_per_step": 1, "group_size": SAMPLES, "max_response_tokens": LONGEST}
         rollout = {**settings, "bank": str(tmp_path / name), "routing_replay": replay}
-        config = make_config(tmp_path, train={"updates_per_step": 1}, rollout=rollout)
+        config = task_config(tmp_path, train={"updates_per_step": 1}, rollout=rollout)
         return BankBatches(config, BankReader(tmp_path / name), build_objective("dppo_binary_tv"), 0, 1).read(0)
 
     fits = np.array([[0, 3], [2, 1]], np.uint8)
@@ -268,7 +268,7 @@ def test_routing_is_replayed_only_where_it_fits_the_model(tmp_path):
 
 
 def test_a_buffer_longer_than_the_response_is_refused(tmp_path):
-    config = make_config(tmp_path)
+    config = task_config(tmp_path)
     longer = config.model_copy(update={"reward": config.reward.model_copy(update={"overlong_buffer": LONGEST + 1})})
     (violation,) = settings_problems(longer)
     assert violation.startswith("reward.overlong_buffer = 7: longer than rollout.max_response_tokens = 6")

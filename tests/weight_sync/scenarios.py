@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from dppo_megatron import hf
-from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import EngineError, EngineRefused, EngineTimeout
 from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.fleet.registry import Service
@@ -24,6 +23,7 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import WeightSyncError, build_publisher
 from dppo_megatron.weight_sync.engine_thread import EngineThread
 from dppo_megatron.weights.published import PublishedPolicy
+from tests.support.configs import make_config
 from tests.support.fakes.engine import SCORES, FakeEngine
 from tests.support.models import build_gpt
 from tests.support.ranks import megatron_group
@@ -73,15 +73,11 @@ def trainer(models: Path, run: Path, family: str, *, tp=1, pp=1, ep=1, engines=1
     run.mkdir(parents=True, exist_ok=True)
     with megatron_group(run, tp, pp, ep=ep):
         model = models / f"{family}-a"
-        config = Config.model_validate(
-            {
-                "run": {"dir": str(run)},
-                "model": {"path": str(model)},
-                "train": {"steps": 1},
-                "data": {"train": "unused"},
-                "engine": {"dtype": "fp32", "unavailable_timeout_s": TIMEOUT_S} | dict(engine),
-                "weight_sync": {"transport": "broadcast", "bucket_bytes": 6000, "timeout_s": TIMEOUT_S, **weight_sync},
-            }
+        config = make_config(
+            run={"dir": str(run)},
+            model={"path": str(model)},
+            engine={"dtype": "fp32", "unavailable_timeout_s": TIMEOUT_S} | dict(engine),
+            weight_sync={"transport": "broadcast", "bucket_bytes": 6000, "timeout_s": TIMEOUT_S, **weight_sync},
         )
         hf_config = hf.read_hf_config(model)
         actor = SimpleNamespace(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.actor.scenarios.parts import fingerprint, same, topk, train
-from tests.support.actor_cases import make_config, pack, sequences
+from tests.support.actor_cases import actor_config, pack, sequences
 from tests.support.actor_ranks import Rank
 
 
@@ -144,7 +144,7 @@ def late_rank(rank: Rank) -> Any:
     from dppo_megatron.actor import Actor, init_layout
 
     rank.rendezvous()
-    config = make_config(rank.models / "qwen3", parallel={"world_size": 2, "tensor": 2, "timeout_s": 3})
+    config = actor_config(rank.models / "qwen3", parallel={"world_size": 2, "tensor": 2, "timeout_s": 3})
     layout = init_layout(config)
     actor = Actor(config, layout)
     torch.distributed.barrier()

@@ -25,20 +25,17 @@ from dppo_megatron.orchestrator.orchestrator import Orchestrator
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Prompt, Rollout
 from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
+from tests.support.configs import make_config
 
 STOP = 99
 
 
-def make_config(run_dir: Path, *, steps: int = 3, **rollout: Any) -> Config:
-    config = Config.model_validate(
-        {
-            "run": {"dir": str(run_dir), "seed": 5, "stall_timeout_s": 5},
-            "model": {"path": "unused"},
-            "data": {"train": "unused.jsonl"},
-            "train": {"steps": steps},
-            "eval": {"every": 2},
-            "rollout": {"prompts_per_step": 4, "group_size": 3, "max_response_tokens": 8, **rollout},
-        }
+def sampling_config(run_dir: Path, *, steps: int = 3, **rollout: Any) -> Config:
+    config = make_config(
+        run={"dir": str(run_dir), "seed": 5, "stall_timeout_s": 5},
+        train={"steps": steps},
+        eval={"every": 2},
+        rollout={"prompts_per_step": 4, "group_size": 3, "max_response_tokens": 8, **rollout},
     )
     assert not settings_problems(config)
     return config

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dppo_megatron.config import Config
+from tests.support.configs import make_config
 
 
 def config(*, world_size=16, engines=4, tensor_parallel=2, sections=None, **slurm) -> Config:
     """`sections`: further ones, and what to add to those here."""
-    sections = dict(sections or {})
-    return Config.model_validate(
-        {
-            "run": {"dir": "run"},
-            "model": {"path": "model", **sections.pop("model", {})},
-            "data": {"train": "train.jsonl"},
-            "train": {"steps": 1},
-            "parallel": {"world_size": world_size},
-            "engine": {"count": engines, "tensor_parallel": tensor_parallel, **sections.pop("engine", {})},
-            "slurm": {"trainer_nodes": 2, "engine_nodes": 1, **slurm},
-            **sections,
-        }
-    )
+    tree = {
+        "run": {"dir": "run"},
+        "model": {"path": "model"},
+        "parallel": {"world_size": world_size},
+        "engine": {"count": engines, "tensor_parallel": tensor_parallel},
+        "slurm": {"trainer_nodes": 2, "engine_nodes": 1, **slurm},
+    }
+    for name, values in (sections or {}).items():
+        tree[name] = tree.get(name, {}) | values
+    return make_config(**tree)
