@@ -1,6 +1,6 @@
 """Check what the documentation names: `python tools/check_docs.py` prints what does not exist and exits with 1.
 
-In README.md, CONTRIBUTING.md, docs/ and examples/README.md it resolves
+In README.md, CONTRIBUTING.md, tests/README.md, docs/ and examples/ it resolves
 - links and pictures inside the repository, with their headings,
 - files named in code (`trainer/loop.py`), and functions named beside them (`trainer/loop.py: train`),
 - commands (`dppo-megatron X`), their flags, and targets of make,
@@ -34,14 +34,15 @@ NUMBER = re.compile(r"(?<![\w.-])(?:\d[\d,]*)?\.?\d+(?:e-?\d+)?(?![\w.]*\w)")
 NOT_SETTINGS = re.compile(r"\.(py|md|yaml|json|jsonl|png|safetensors|log|sbatch|lock|txt)$")
 METRIC_NAMES = {metric.name for metric in METRICS}
 METRIC_GROUPS = {name.split("/")[0] for name in METRIC_NAMES}
-OF_A_RUN = ("report/report.md",)  # files that a run writes
+NO_FILES = ("report/report.md", "test_x.py", "x.py")  # of a run, and placeholders
 OF_OTHERS = ("--dist-ckpt-strictness",)  # flags of programs that only the text names
 REFUTED = ("rollout.engine",)  # settings that the text says do not exist
 
 
 def pages(root: Path) -> list[Path]:
     folders = [root / "docs", root / "examples"]
-    return [root / "README.md", root / "CONTRIBUTING.md", *(f for d in folders for f in sorted(d.glob("*.md")))]
+    single = [root / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")]
+    return [*single, *(f for d in folders for f in sorted(d.glob("*.md")))]
 
 
 def check_page(root: Path, page: Path) -> Iterator[str]:
@@ -84,7 +85,7 @@ def _headings(page: Path) -> set[str]:
 
 def _file(root: Path, page: Path, span: str) -> Iterator[str]:
     match = re.fullmatch(r"(?:python )?([\w./-]+\.(?:py|md|sbatch|lock|svg))(?:: ([\w.]+))?", span)
-    if not match or "your_" in span or span in OF_A_RUN:
+    if not match or "your_" in span or span in NO_FILES:
         return
     path, name = match.groups()
     bases = [root, root / "dppo_megatron", page.parent]
