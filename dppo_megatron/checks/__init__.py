@@ -10,17 +10,17 @@ rule needs it: the node that drives a Slurm job may have none.
 | between settings (`SETTINGS` below) | the config | every command, when it reads its config |
 | `objective`, `model`, `interpreter`, `serving`, `data`, `reward` | files, torch | `train`, `validate`, `slurm` |
 | `devices`, `ports` | this machine | the same, where this machine runs all of it; `eval` checks `devices` |
-| `slurm` | the config | `slurm` and the job it submits |
+| `slurm` | the config; in the job its nodes | `slurm` and the job it submits |
 | `cluster` | nodes and their devices | `plan`; `slurm` where `slurm.gpu` is set |
 | `resume` | the run directory | `train`, `slurm` and its job |
 
 `config` knows the tree alone and stands below the rooms that rules need, so it reads without rules and `load_config`,
 which adds them, is here. What a room alone knows, it answers: `actor.check_model` (the model in this layout, this
 installation), `actor.precision` (what a GPU computes), `hf.open_weights`, `data` (tokenizer, prompt lines), `rewards`
-and `objectives` (what a name leads to). What is only known later is checked where it becomes known: Slurm's nodes
-(`slurm.placement`), the started ranks (`actor.layout`), the limit of open files (`orchestrator.open_files`), a running
-server (`engines.serving`), a given bank (`trainer.batches`), a checkpoint (`trainer.checkpoints`, `actor.checkpoint`),
-an installed tracker (`observability.trackers`).
+and `objectives` (what a name leads to). What is only known later is checked where it becomes known: the started ranks
+(`actor.layout`), the limit of open files (`orchestrator.open_files`), a running server (`engines.serving`), a given
+bank (`trainer.batches`), a checkpoint (`trainer.checkpoints`, `actor.checkpoint`), a tracker
+(`observability.trackers`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ from . import (
     reward,
     sampling,
     serving,
+    slurm,
     training,
 )
 from .resume import check_run_dir
+from .resume import problems as run_dir_problems
 
-__all__ = ["SETTINGS", "Place", "check_run_dir", "load_config", "preflight", "settings_problems"]
+__all__ = ["SETTINGS", "Place", "check_job", "check_run_dir", "load_config", "preflight", "settings_problems"]
 
 SETTINGS = (layout, sampling, engine, precision, training)
 
@@ -96,6 +98,16 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
     if problems:
         raise ConfigError(source, list(dict.fromkeys(problems)))
     return notes
+
+
+def check_job(config: Config, source: str, *, resume: bool, nodes: tuple[int, ...] | None = None) -> None:
+    """Checks settings, nodes and the run directory of a Slurm job. `nodes`: see `slurm.problems`.
+
+    Raises `ConfigError` with every violation. Needs no torch.
+    """
+    problems = settings_problems(config) + slurm.problems(config, nodes) + run_dir_problems(config, resume=resume)
+    if problems:
+        raise ConfigError(source, problems)
 
 
 def _check(rule: Callable[[], list[str]]) -> list[str]:

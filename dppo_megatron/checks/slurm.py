@@ -5,8 +5,26 @@ from __future__ import annotations
 from dppo_megatron.config import Config
 
 
-def problems(config: Config) -> list[str]:
-    """Why the run does not fit the nodes that the `slurm` section requests."""
+def problems(config: Config, nodes: tuple[int, ...] | None = None) -> list[str]:
+    """Why the run does not fit the nodes that the `slurm` section requests, and why these are not the job's.
+
+    `nodes`: of each component of the job that runs; None before it is submitted.
+    """
+    return _requested(config) + ([] if nodes is None else _granted(config, nodes))
+
+
+def _granted(config: Config, nodes: tuple[int, ...]) -> list[str]:
+    s = config.slurm
+    if nodes in ((s.trainer_nodes, s.engine_nodes), (s.trainer_nodes + s.engine_nodes,)):
+        return []
+    shown = " + ".join(map(str, nodes))
+    return [
+        f"slurm.trainer_nodes = {s.trainer_nodes}, slurm.engine_nodes = {s.engine_nodes}: the job has {shown} nodes; "
+        "make sbatch's --nodes and the config agree"
+    ]
+
+
+def _requested(config: Config) -> list[str]:
     s, p = config.slurm, config.parallel
     engines = config.started_engines
     out = []

@@ -19,6 +19,11 @@ class Allocation:
     def heterogeneous(self) -> bool:
         return len(self.groups) > 1
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Nodes of each component."""
+        return tuple(len(nodes) for nodes in self.groups)
+
     @classmethod
     def of_this_job(cls, environment: Mapping[str, str] = os.environ) -> Allocation:
         """From the batch script's environment. Raises `SlurmError` outside a job."""

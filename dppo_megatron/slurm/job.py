@@ -11,12 +11,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dppo_megatron.checks import check_run_dir, load_config
-from dppo_megatron.checks.slurm import problems as slurm_problems
+from dppo_megatron.checks import check_job
 from dppo_megatron.common.files import write_atomic
 from dppo_megatron.common.process import exit_reason
 from dppo_megatron.common.retry import wait_until
-from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
+from dppo_megatron.config import Config, read_config, save_resolved, with_absolute_paths
 from dppo_megatron.launch.driver import Completed, Failed, RunDriver, TrainerStopped
 from dppo_megatron.run_dir import RunDir
 
@@ -24,7 +23,7 @@ from . import queue
 from .allocation import Allocation
 from .attempts import TIME_LIMIT, AttemptLog, Event
 from .log_errors import NewErrors
-from .placement import check_plan, job_plan, node_violations
+from .placement import check_plan, job_plan
 from .step import Step, StepLauncher
 from .submit import refuse_second_job
 
@@ -45,12 +44,10 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
     source = config_file
     if allocation.restart and note.exists():
         source, overrides = Path(note.read_text()), ()
-    config = with_absolute_paths(load_config(source, overrides))
+    config = with_absolute_paths(read_config(source, overrides))
     run = RunDir(config.run.dir)
     resume = resume or allocation.restart > 0
-    if violations := slurm_problems(config) + node_violations(config, allocation):
-        raise ConfigError(str(source), violations)
-    check_run_dir(config, str(source), resume=resume)
+    check_job(config, str(source), resume=resume, nodes=allocation.sizes)
     queue.retry_until_answered(lambda: refuse_second_job(run, allocation.job_id), config.slurm.signal_lead_s)
     run.root.mkdir(parents=True, exist_ok=True)
     save_resolved(config, run.config)

@@ -27,19 +27,6 @@ class StepPlan:
         return self.tasks // len(self.nodes)
 
 
-def node_violations(config: Config, allocation: Allocation) -> list[str]:
-    """How the allocation differs from the one that the config requests."""
-    s = config.slurm
-    have = tuple(len(nodes) for nodes in allocation.groups)
-    if have in ((s.trainer_nodes, s.engine_nodes), (s.trainer_nodes + s.engine_nodes,)):
-        return []
-    shown = " + ".join(map(str, have))
-    return [
-        f"slurm.trainer_nodes = {s.trainer_nodes}, slurm.engine_nodes = {s.engine_nodes}: the job has {shown} nodes; "
-        "make sbatch's --nodes and the config agree"
-    ]
-
-
 def job_plan(config: Config, allocation: Allocation, *, resume: bool) -> RunPlan[StepPlan]:
     """Every step of a run."""
     return RunPlan(

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dppo_megatron.checks import Place, check_run_dir, load_config, preflight, settings_problems
-from dppo_megatron.checks.slurm import problems as slurm_problems
-from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
+from dppo_megatron.checks import Place, check_job, preflight
+from dppo_megatron.config import Config, ConfigError, read_config, save_resolved, with_absolute_paths
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 
@@ -30,12 +29,10 @@ class Prepared:
 
 def prepare(config_file: Path, overrides: Sequence[str], nodes: str | None, *, resume: bool) -> Prepared:
     """Everything but the writing. Raises `ConfigError` with every violation."""
-    config = with_absolute_paths(load_config(config_file, overrides))
+    config = with_absolute_paths(read_config(config_file, overrides))
     if nodes is not None:
         config = scale_to_nodes(config, nodes)
-    if violations := settings_problems(config) + slurm_problems(config):
-        raise ConfigError(str(config_file), violations)
-    check_run_dir(config, str(config_file), resume=resume)
+    check_job(config, str(config_file), resume=resume)
     if config.slurm.command:  # what the model, the data and the plan need is in there
         notes = ["slurm.command is set: the job checks model, data, reward and plan when it starts, with that command"]
     else:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.checks import check_run_dir
+from dppo_megatron.checks import check_job, check_run_dir
 from dppo_megatron.config import Config, ConfigError, save_resolved
 from dppo_megatron.run_dir import RunDir
 
@@ -49,3 +49,12 @@ def test_resume_allows_what_cannot_change_the_run_and_names_the_rest(tree, start
     tree["run"]["seed"] = 2
     with pytest.raises(ConfigError, match=r"run\.seed = 2: the run was started with 1"):
         check(tree, resume=True)
+
+
+def test_settings_nodes_and_run_directory_of_a_job_are_reported_at_once(tree, tmp_path):
+    (tmp_path / "run" / "bank").mkdir(parents=True)
+    tree |= {"rollout": {"top_p": 0.5}, "slurm": {"heterogeneous": True}}
+    with pytest.raises(ConfigError) as raised:
+        check_job(Config.model_validate(tree), "config.yaml", resume=False, nodes=(2,))
+    named = [line.partition(" = ")[0] for line in raised.value.violations]
+    assert named == ["rollout.top_p", "slurm.heterogeneous", "slurm.trainer_nodes", "run.dir"]

@@ -9,11 +9,9 @@ PROGRAM = """
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None  # importing them raises
 import dppo_megatron.cli, dppo_megatron.slurm.job, dppo_megatron.slurm.submit
-from dppo_megatron.checks import check_run_dir, load_config
-from dppo_megatron.checks.slurm import problems
+from dppo_megatron.checks import check_job, load_config
 config = load_config("config.yaml", ["objective.settings.delta=0.2"])
-check_run_dir(config, "config.yaml", resume=False)
-assert problems(config) == []
+check_job(config, "config.yaml", resume=False, nodes=(1,))
 """
 
 

@@ -13,7 +13,7 @@ from dppo_megatron.fleet.registry import ServiceTimeout
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import task
 from dppo_megatron.slurm.allocation import Allocation
-from dppo_megatron.slurm.placement import check_plan, engine_plans, node_violations, orchestrator_plan, trainer_plan
+from dppo_megatron.slurm.placement import check_plan, engine_plans, orchestrator_plan, trainer_plan
 from dppo_megatron.slurm.step import srun_command, step_environment
 from dppo_megatron.slurm.submit import prepare, scale_to_nodes
 from dppo_megatron.slurm.task import Task, engine_environment, kernel_cache_environment, node_address, rendezvous
@@ -99,8 +99,8 @@ def test_refusals(changes, message):
 
 
 def test_an_allocation_of_another_size_is_refused():
-    assert node_violations(config(), ONE) == node_violations(config(), HETEROGENEOUS) == []
-    (violation,) = node_violations(config(), Allocation("7", 0, (("a",),)))
+    assert slurm_problems(config(), ONE.sizes) == slurm_problems(config(), HETEROGENEOUS.sizes) == []
+    (violation,) = slurm_problems(config(), Allocation("7", 0, (("a",),)).sizes)
     assert "the job has 1 nodes" in violation
 
 
