@@ -13,9 +13,9 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from dppo_megatron import hf
 from dppo_megatron.hf.torch_dist_reader import TorchDistWeights
-from tests.convert.helpers import environment
 from tests.support.model_directories import edit_weights, same_weights, write_model
 from tests.support.models import CONFIGS, EXPERT_FAMILIES
+from tests.support.runs import environment
 
 LAYOUTS = {
     "tp1": (),

@@ -6,9 +6,9 @@ import json
 import subprocess
 import sys
 
-from tests.convert.helpers import environment
 from tests.support.model_directories import write_model
 from tests.support.models import CONFIGS
+from tests.support.runs import environment
 
 _MEASURED = """
 import json, sys

@@ -20,8 +20,8 @@ from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.progress import Progress
 from dppo_megatron.convert.to_megatron import ToMegatron
 from dppo_megatron.hf import ModelError
-from tests.convert.helpers import environment
 from tests.support.model_directories import edit_config, same_weights
+from tests.support.runs import environment
 
 # Stops in the middle of the third shard.
 _SLOW = """

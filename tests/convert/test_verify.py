@@ -16,9 +16,9 @@ from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.processes import convert as convert_in_process
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.convert.to_megatron import ToMegatron
-from tests.convert.helpers import environment
 from tests.support.model_directories import edit_weights, write_model
 from tests.support.models import CONFIGS
+from tests.support.runs import environment
 
 FAMILIES = list(CONFIGS)
 LLAMA3 = {

@@ -6,19 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import Engine, start_engine
+from tests.support.runs import Engine, start_engine, write_task
 
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory) -> Path:
     """The quickstart's task with a held-out set small enough for tests."""
-    from make_task import make_task
-
-    directory = tmp_path_factory.mktemp("task")
-    make_task(directory, seed=1)
-    heldout = directory / "heldout.jsonl"
-    heldout.write_text("".join(heldout.read_text().splitlines(keepends=True)[:16]))
-    return directory
+    return write_task(tmp_path_factory.mktemp("task"), heldout=16)
 
 
 @pytest.fixture(scope="session")

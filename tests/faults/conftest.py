@@ -10,13 +10,9 @@ import pytest
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory) -> Path:
-    from make_task import make_task
+    from tests.support.runs import write_task
 
-    directory = tmp_path_factory.mktemp("task")
-    make_task(directory, seed=1)
-    heldout = directory / "heldout.jsonl"
-    heldout.write_text("".join(heldout.read_text().splitlines(keepends=True)[:8]))
-    return directory
+    return write_task(tmp_path_factory.mktemp("task"), heldout=8)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs import write_task
 from tests.support.slurm.lab import Lab, why_not
 
 
@@ -23,10 +24,4 @@ def lab(tmp_path_factory) -> Lab:
 @pytest.fixture(scope="session")
 def task(tmp_path_factory) -> Path:
     """The quickstart's task with a held-out set small enough for tests."""
-    from make_task import make_task
-
-    directory = tmp_path_factory.mktemp("task")
-    make_task(directory, seed=1)
-    heldout = directory / "heldout.jsonl"
-    heldout.write_text("".join(heldout.read_text().splitlines(keepends=True)[:8]))  # fewer than the reward holds
-    return directory
+    return write_task(tmp_path_factory.mktemp("task"), heldout=8)  # fewer than the reward holds back

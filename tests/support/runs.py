@@ -47,6 +47,16 @@ def config_tree(task: Path, run_dir: Path, *, urls: tuple[str, ...] = ()) -> dic
     }
 
 
+def write_task(directory: Path, *, heldout: int) -> Path:
+    """The quickstart's task with so many held-out sums."""
+    from make_task import make_task
+
+    make_task(directory, seed=1)
+    rows = directory / "heldout.jsonl"
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:heldout]))
+    return directory
+
+
 def write_config(tree: dict, path: Path) -> Path:
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -56,8 +66,9 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "dppo_megatron", *map(str, arguments)]
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+def environment(**variables: str) -> dict[str, str]:
+    """Of a process that a test starts."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", **variables}
 
 
 def start(*arguments: str | Path, output: Path) -> subprocess.Popen:
