@@ -49,7 +49,7 @@ def draw_curves(runs: Sequence[History], path: Path) -> None:
     with rc_context(_STYLE):
         figure = Figure(figsize=(12.5, 6.6), dpi=120, layout="constrained")
         panels = figure.subplots(2, 3)
-        for axes, draw in zip(panels.flat, (_reward, _accuracy, _masked, _mismatch, _grad_norm, _time), strict=True):
+        for axes, draw in zip(panels.flat, _PANELS, strict=True):
             draw(axes, runs)
             if not axes.lines and not axes.collections:
                 axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color="#999999")
@@ -73,14 +73,14 @@ def _title(run: History) -> str:
     return f"{run.label}  ({method})" if method else run.label
 
 
-def _reward(axes: Axes, runs: Sequence[History]) -> None:
+def _draw_reward(axes: Axes, runs: Sequence[History]) -> None:
     rewarded = any(run.series("rollout/reward_mean") for run in runs)
     axes.set_title("reward" if rewarded else "loss")
     for index, run in enumerate(runs):
-        _curve(axes, run.series("rollout/reward_mean" if rewarded else "train/loss"), _colour(index))
+        _draw_curve(axes, run.series("rollout/reward_mean" if rewarded else "train/loss"), _colour(index))
 
 
-def _accuracy(axes: Axes, runs: Sequence[History]) -> None:
+def _draw_accuracy(axes: Axes, runs: Sequence[History]) -> None:
     axes.set_title("held-out accuracy, greedy")
     axes.margins(y=0.12)
     _percent_axis(axes)
@@ -94,7 +94,7 @@ def _accuracy(axes: Axes, runs: Sequence[History]) -> None:
                 axes.annotate(f"{point[1]:.1%}", point, offset, textcoords="offset points", ha=side, color=_GREY)
 
 
-def _masked(axes: Axes, runs: Sequence[History]) -> None:
+def _draw_masked(axes: Axes, runs: Sequence[History]) -> None:
     axes.set_title("masked share of tokens")
     _percent_axis(axes)
     signs = (("positive", "A > 0", "-"), ("negative", "A < 0", (0, (4, 2))))
@@ -102,35 +102,35 @@ def _masked(axes: Axes, runs: Sequence[History]) -> None:
         for number, (sign, label, style) in enumerate(signs):
             colour = _colour(number if len(runs) == 1 else index)
             new = label not in axes.get_legend_handles_labels()[1]
-            _curve(axes, run.series(f"policy/masked_share_{sign}"), colour, label if new else None, style)
+            _draw_curve(axes, run.series(f"policy/masked_share_{sign}"), colour, label if new else None, style)
     if axes.lines:
         axes.set_ylim(bottom=0)
 
 
-def _mismatch(axes: Axes, runs: Sequence[History]) -> None:
+def _draw_mismatch(axes: Axes, runs: Sequence[History]) -> None:
     axes.set_title("engine-trainer mismatch (nats)" if len(runs) == 1 else "engine-trainer mismatch (KL, nats)")
     for index, run in enumerate(runs):
-        _curve(axes, run.series("mismatch/kl"), _colour(index), "KL" if len(runs) == 1 else None)
+        _draw_curve(axes, run.series("mismatch/kl"), _colour(index), "KL" if len(runs) == 1 else None)
     if len(runs) == 1:
         largest = runs[0].series("mismatch/max_abs_logprob_difference")
-        _curve(axes, largest, _colour(1), "largest log-prob difference")
+        _draw_curve(axes, largest, _colour(1), "largest log-prob difference")
     _wide_axis(axes)
 
 
-def _grad_norm(axes: Axes, runs: Sequence[History]) -> None:
+def _draw_grad_norm(axes: Axes, runs: Sequence[History]) -> None:
     axes.set_title("gradient norm before clipping")
     for index, run in enumerate(runs):
-        _curve(axes, run.series("train/grad_norm"), _colour(index))
+        _draw_curve(axes, run.series("train/grad_norm"), _colour(index))
     _wide_axis(axes)
 
 
-def _time(axes: Axes, runs: Sequence[History]) -> None:
+def _draw_time(axes: Axes, runs: Sequence[History]) -> None:
     """Seconds of a step; of one run by part, parts below 2 % in `other`."""
     axes.set_title("seconds per step")
     step = runs[0].series("time/step_s")
     if len(runs) > 1 or not step:
         for index, run in enumerate(runs):
-            _curve(axes, run.series("time/step_s"), _colour(index))
+            _draw_curve(axes, run.series("time/step_s"), _colour(index))
         return
     layers = {}
     for name in STEP_PARTS:
@@ -146,7 +146,10 @@ def _time(axes: Axes, runs: Sequence[History]) -> None:
     axes.legend(loc="upper left", ncols=3, handlelength=1.2)
 
 
-def _curve(axes: Axes, series: Series, colour: str, label: str | None = None, style: object = "-") -> None:
+_PANELS = (_draw_reward, _draw_accuracy, _draw_masked, _draw_mismatch, _draw_grad_norm, _draw_time)
+
+
+def _draw_curve(axes: Axes, series: Series, colour: str, label: str | None = None, style: object = "-") -> None:
     """Thin raw values behind their running mean, where there are enough to be noisy."""
     window = len(series.values) // 25
     if window >= 2:
