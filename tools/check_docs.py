@@ -119,6 +119,9 @@ def _command(root: Path, line: str) -> Iterator[str]:
     for target in re.findall(r"(?:^|&& )make ([a-z][a-z-]+)", line):
         if not re.search(rf"^{target}:", (root / "Makefile").read_text(), re.MULTILINE):
             yield f"make {target}: no such target"
+    for script in re.findall(r"python[\d.]* ([\w./-]+\.py) ", line):
+        if not (root / script).is_file():
+            yield f"python {script}: no such file"
     match = re.search(r"(?:dppo-megatron|python3? -m dppo_megatron) +(.*)", line.split("  #")[0])
     if match:
         yield from _words_of_command(match[1].split())
@@ -130,25 +133,21 @@ def _command(root: Path, line: str) -> Iterator[str]:
 
 
 def _words_of_command(words: list[str]) -> Iterator[str]:
+    """words: what follows `dppo-megatron`."""
     command: Any = typer.main.get_command(app)
-    alternatives = [word for word in words if word != "/"]
-    if len(words) > 1 and words[1] == "/":  # `trainer / orchestrator / engine CONFIG`
-        for word in words[:-1:2]:
-            if word not in command.commands:
-                yield f"dppo-megatron {word}: no such command"
+    if words[1:2] == ["/"]:  # `trainer / orchestrator / engine CONFIG`
+        yield from (f"dppo-megatron {word}: no such command" for word in words[:-1:2] if word not in command.commands)
         return
-    path = "dppo-megatron"
-    while hasattr(command, "commands") and alternatives and re.fullmatch(r"[a-z][\w-]*", alternatives[0]):
-        word = alternatives.pop(0)
-        path += f" {word}"
-        if word not in command.commands:
+    path, rest = "dppo-megatron", list(words)
+    while rest and hasattr(command, "commands") and re.fullmatch(r"[a-z][\w-]*", rest[0]):
+        path += f" {rest[0]}"
+        if rest[0] not in command.commands:
             yield f"{path}: no such command"
             return
-        command = command.commands[word]
-    known = {"--help", *(flag for option in command.params for flag in option.opts)}
-    for flag in FLAG.findall(" ".join(alternatives)):
-        if flag not in known and not hasattr(command, "commands"):
-            yield f"{path} {flag}: no such flag"
+        command = command.commands[rest.pop(0)]
+    if not hasattr(command, "commands"):
+        known = {"--help", *(flag for option in command.params for flag in option.opts)}
+        yield from (f"{path} {flag}: no such flag" for flag in FLAG.findall(" ".join(rest)) if flag not in known)
 
 
 @cache

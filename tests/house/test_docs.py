@@ -40,6 +40,7 @@ def test_the_documentation_names_what_exists(capsys):
         ("`bank/writer.py: BankWriter.appendix`", "bank/writer.py has no BankWriter.appendix"),
         ("`make quikstart`", "make quikstart: no such target"),
         ("```\nmake instal   # first\n```", "make instal: no such target"),
+        ("```\n.venv/bin/python tools/gone.py --x\n```", "python tools/gone.py: no such file"),
         ("`dppo-megatron trian CONFIG`", "dppo-megatron trian: no such command"),
         ("`dppo-megatron convert hf-to-gguf SRC`", "dppo-megatron convert hf-to-gguf: no such command"),
         ("`dppo-megatron trainer / enigne CONFIG`", "dppo-megatron enigne: no such command"),
