@@ -1,6 +1,6 @@
 """A real Slurm on this machine: munged, slurmctld and four slurmd on loopback, in one directory, ended by pid.
 
-    python tests/slurm/lab.py DIRECTORY      # runs until Ctrl-C; prints the SLURM_CONF to export
+    python tests/support/slurm/lab.py DIRECTORY      # runs until Ctrl-C; prints the SLURM_CONF to export
 
 Every "node" is this machine under another name, so nodes share its address, its file system and its cores: a process
 knows its node by SLURMD_NODENAME alone. Each has two "GPUs", which are device files that every Linux has.
