@@ -1,6 +1,6 @@
 """The nouns that flow from prompt to gradient. Plain frozen dataclasses; arrays are numpy until the trainer packs them.
 
-`P` prompt tokens, `R` response tokens, `K` listed top-K ids, `n` samples of one prompt, `T` packed tokens.
+`P` prompt tokens, `R` response tokens, `K` top-K ids, `n` samples of one prompt, `T` packed tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt at one place of the run's prompt order.
+    """One prompt at its position in the run's prompt order.
 
     `position` counts prompts from the start of the run and never repeats (an epoch visits every row once), so it
     names the prompt across crashes: what the bank holds by position is done, everything else is still to sample.
@@ -80,7 +80,7 @@ class TokenBatch:
     temperature: torch.Tensor | None = None  # [T] fp32; None = 1
     topk_ids: torch.Tensor | None = None  # [T, K] int32, -1 = absent
     rollout_topk_logprob: torch.Tensor | None = None  # [T, K] fp32
-    # What the trainer scores itself before the step's first update, where the objective asks for it.
+    # Computed by the trainer before the step's first update, where the objective needs it.
     old_logprob: torch.Tensor | None = None  # [T] fp32, by the weights the step starts from
     old_topk_logprob: torch.Tensor | None = None  # [T, K] fp32, of topk_ids by the same weights
     old_other_logprob: torch.Tensor | None = None  # [T] fp32, of all tokens but topk_ids and the target

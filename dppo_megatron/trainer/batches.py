@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-VISIBLE_S = 120.0  # what rank 0 has seen, a network file system shows to every node in this time
+VISIBLE_S = 120.0  # within which a network file system shows every node what rank 0 has seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class StepBatch:
 
 class BatchSource(Protocol):
     def ready(self, step: int) -> bool:
-        """Whether the batch of `step` can be read now; asked on global rank 0 alone."""
+        """Whether the batch of `step` can be read now; called on global rank 0 alone."""
 
     def progress(self) -> str:
-        """What has arrived and been done so far: a wait goes on as long as it changes. For messages too."""
+        """What has arrived and been done so far, for messages; a wait times out when it stops changing."""
 
     def read(self, step: int) -> StepBatch:
         """The batch of `step` for this data-parallel rank; the same plan on every rank."""
@@ -115,7 +115,7 @@ class BankBatches:
             if entry.topk != rollout.topk_logprobs:
                 raise ValueError(
                     f"rollout.topk_logprobs = {rollout.topk_logprobs}: prompt {entry.position} in the bank has "
-                    f"{entry.topk} listed log-probs per token; use the setting the bank was filled with"
+                    f"{entry.topk} top-K log-probs per token; use the setting the bank was filled with"
                 )
             if self._experts is not None:
                 wanted = (sum(self._experts.layers), self._experts.top_k)

@@ -12,13 +12,13 @@ from dppo_megatron.weight_sync import Publisher
 from .batches import BatchSource
 
 POLL_S = 0.005
-LAG_S = 2.0  # between looks at engines that may have come back
+LAG_S = 2.0  # between checks for engines that came back
 ROUND_S = 60.0  # the longest that other ranks wait in one broadcast
 GO, STOP, STALLED, LAG, WAIT = 0, 1, 2, 3, 4
 
 
 class StopRequested(Exception):
-    """SIGTERM or SIGINT arrived; every rank raises it at the same place."""
+    """SIGTERM or SIGINT arrived; every rank raises it at the same point of the loop."""
 
 
 class BatchTimeout(ExpectedError, TimeoutError):
@@ -26,9 +26,9 @@ class BatchTimeout(ExpectedError, TimeoutError):
 
 
 class Control:
-    """Global rank 0 watches the bank and the signals and tells the others by a small gloo broadcast a minute.
+    """Global rank 0 watches the bank and the signals, and broadcasts what to do over gloo, at least once a minute.
 
-    Only one process of the job polls the file system, and a wait of any length never meets a collective's time-out.
+    Only one process of the job polls the file system, and a long wait never reaches a collective's time-out.
     A context manager: inside it SIGTERM and SIGINT are requests to stop, outside they end the process.
     """
 
@@ -55,7 +55,7 @@ class Control:
         """True when the batch of `step` can be read, False when an engine needs the policy again before it can be
         sampled. Collective.
 
-        Raises `StopRequested` on every rank when a signal asked for it, and `BatchTimeout` on every rank when
+        Raises `StopRequested` on every rank when a signal requested it, and `BatchTimeout` on every rank when
         nothing new arrived for `run.stall_timeout_s`.
         """
         decision = WAIT

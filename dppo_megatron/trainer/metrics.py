@@ -34,7 +34,7 @@ class MismatchLimit(ExpectedError, RuntimeError):
 
 
 class StepMetrics:
-    """Collects one step. Means are over the step's updates; what only the first update can tell comes from it."""
+    """Collects one step. Means are over the step's updates; a few metrics are of the first update alone."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()

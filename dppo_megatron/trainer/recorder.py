@@ -67,7 +67,7 @@ class RankZeroRecorder:
         for record in self._follower.poll().records:
             step = record.pop("step")
             new = step not in self._evaluated if EVALUATION in record else step > self._first_step
-            if new:  # the rest an earlier life logged
+            if new:  # an earlier attempt logged the others
                 self._trackers.log(step, record)
             if EVALUATION in record:
                 self._evaluated.add(step)

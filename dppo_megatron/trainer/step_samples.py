@@ -30,7 +30,7 @@ class StepSamples:
         """Reads the index lines alone.
 
         A truncated response that `objective.overlong_filter` takes out of the loss still stands in its group's
-        baseline: what the group could earn does not depend on who learns from it.
+        baseline: the group's mean reward does not depend on which responses carry loss.
         """
         rewards = np.stack([e.rewards for e in entries])
         lengths = np.stack([e.response_lengths for e in entries])

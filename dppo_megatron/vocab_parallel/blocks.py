@@ -94,7 +94,7 @@ _compiled_sums_with_entropy = CompiledOrEager(_sums_with_entropy)
 def block_sums(block: Tensor, scale: float | Tensor, out: Tensor, entropy: bool, compiled: bool) -> None:
     """Write m, s and (with entropy) u of merge.py into out[:, 0..2].
 
-    block: [T, columns > 0], listed columns hidden as -inf. out: [T, 3], fp32 or float64. scale: 1/tau.
+    block: [T, columns > 0], the slots' columns hidden as -inf. out: [T, 3], fp32 or float64. scale: 1/tau.
     compiled: use torch.compile if it works here.
     """
     kernel = _compiled_sums_with_entropy if entropy else _compiled_sums
@@ -158,7 +158,7 @@ def block_gradient(
 ) -> None:
     """Overwrite block [T, columns > 0] of logits by e^d (a + b d), d = (z - other_max) scale.
 
-    Right for the columns that no slot names; the caller then writes the listed ones. dead: [T] bool rows that
+    Right for the columns that no slot names; the caller then writes those of the slots. dead: [T] bool rows that
     receive 0 whatever their logits, None if there are none. compiled: as in block_sums.
     """
     kernel = _compiled_gradient if b is None else _compiled_gradient_with_entropy

@@ -4,9 +4,9 @@ Replicated arithmetic on [T] and [T, n]; no vocabulary dimension, no process gro
 to a maximum and scaled by 1/temperature only after the subtraction: scaling or adding first would lose the
 low bits of large logits. `other` is every valid column that no slot names.
 
-A block of the vocabulary is summarised in rows [T, n + 3]: the logit of each slot that it owns, 0 for the
-rest,
-then over its other columns z_j: m = max z_j, s = sum e^d_j, u = sum d_j e^d_j with d_j = (z_j - m)/tau.
+A block of the vocabulary is summarised in rows [T, n + 3]: the logit of each slot whose column lies in the
+block, 0 for the rest, then over its other columns z_j: m = max z_j, s = sum e^d_j, u = sum d_j e^d_j with
+d_j = (z_j - m)/tau.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .listed import Listed
+from .topk import Slots
 
 # exp of it is 0 even in float64, and 0 times it is 0: stands for -inf where that would give NaN.
 FLOOR = -1.0e4
@@ -26,8 +26,8 @@ FLOOR = -1.0e4
 class Merged:
     """logprob: [T, n] by slot. other_logprob, entropy (or None), nonfinite: [T].
 
-    For the backward pass: listed is what `merge` was given (None from other backends), listed_mass
-    = sum of pi over the listed ids, other_max = max of the other logits,
+    For the backward pass: slots is what `merge` was given (None from other backends), slot_mass
+    = sum of pi over the slots' ids, other_max = max of the other logits,
     other_sum = sum e^((z - other_max)/tau) over them.
     """
 
@@ -35,10 +35,10 @@ class Merged:
     other_logprob: Tensor
     entropy: Tensor | None
     nonfinite: Tensor
-    listed_mass: Tensor
+    slot_mass: Tensor
     other_max: Tensor
     other_sum: Tensor
-    listed: Listed | None
+    slots: Slots | None
 
 
 def _column(scale: float | Tensor) -> float | Tensor:
@@ -72,59 +72,59 @@ def add_rows(rows: Tensor, block: Tensor, scale: float | Tensor) -> None:
     rows[:, -3:] = join_sums(torch.stack((rows[:, -3:], block[:, -3:])), scale)
 
 
-def merge(rows: Tensor, listed: Listed, scale: float | Tensor, entropy: bool) -> Merged:
+def merge(rows: Tensor, slots: Slots, scale: float | Tensor, entropy: bool) -> Merged:
     """rows: [ranks, T, n + 3]. scale: 1/tau, a float or [T]."""
     scores = rows[0, :, :-3] if rows.shape[0] == 1 else rows[:, :, :-3].sum(dim=0)
     m, s = rows[:, :, -3], rows[:, :, -2]
     other_max, d, w = _rescale(m, m.amax(dim=0), scale)
     other_sum = (w * s).sum(dim=0)
 
-    listed_scores = scores.masked_fill(~listed.counted, float("-inf"))
-    listed_max, listed_arg = listed_scores.max(dim=1, keepdim=True)
+    slot_scores = scores.masked_fill(~slots.counted, float("-inf"))
+    slot_max, slot_arg = slot_scores.max(dim=1, keepdim=True)
     empty = other_sum == 0
     best_other = other_max.masked_fill(empty, float("-inf")).unsqueeze(1)
-    best = torch.maximum(listed_max, best_other)
+    best = torch.maximum(slot_max, best_other)
 
-    d_listed = (scores - best) * _column(scale)
-    e_listed = d_listed.exp().masked_fill_(~listed.counted, 0.0)
+    d_slots = (scores - best) * _column(scale)
+    e_slots = d_slots.exp().masked_fill_(~slots.counted, 0.0)
     d_other = (other_max - best.squeeze(1)) * scale
     w_other = d_other.exp().masked_fill_(empty, 0.0)
     mass_other = w_other * other_sum
 
     # S = 1 + rest, where the 1 is the largest term: ln pi and 1 - pi stay exact when pi is near 1.
-    listed_leads = listed_max >= best_other
-    led = e_listed.gather(1, listed_arg).masked_fill_(~listed_leads, 0.0)
-    others_listed = e_listed.scatter(1, listed_arg, e_listed.gather(1, listed_arg) - led).sum(dim=1)
-    rest = torch.where(listed_leads.squeeze(1), mass_other, mass_other - 1.0) + others_listed
+    slot_leads = slot_max >= best_other
+    led = e_slots.gather(1, slot_arg).masked_fill_(~slot_leads, 0.0)
+    other_slots = e_slots.scatter(1, slot_arg, e_slots.gather(1, slot_arg) - led).sum(dim=1)
+    rest = torch.where(slot_leads.squeeze(1), mass_other, mass_other - 1.0) + other_slots
     log_s = rest.log1p()
     total = rest + 1.0
     log_s_column = log_s.unsqueeze(1)
 
-    logprob = (d_listed - log_s_column).masked_fill_(~listed.present, float("-inf"))
-    listed_mass = (others_listed + led.squeeze(1)) / total
+    logprob = (d_slots - log_s_column).masked_fill_(~slots.present, float("-inf"))
+    slot_mass = (other_slots + led.squeeze(1)) / total
     direct = d_other + other_sum.log() - log_s
-    other_logprob = torch.where(listed_mass < 0.5, torch.log1p(-listed_mass), direct)
+    other_logprob = torch.where(slot_mass < 0.5, torch.log1p(-slot_mass), direct)
 
     h = None
     if entropy:
         u_other = (w * (rows[:, :, -1] + d * s)).sum(dim=0)
         total_u = w_other * (u_other + d_other.clamp_min(FLOOR) * other_sum)
-        total_u = total_u + (d_listed.clamp_min(FLOOR) * e_listed).sum(dim=1)
+        total_u = total_u + (d_slots.clamp_min(FLOOR) * e_slots).sum(dim=1)
         h = log_s - total_u / total
 
-    finite = torch.isfinite(scores).logical_or_(~listed.present).all(dim=1)
+    finite = torch.isfinite(scores).logical_or_(~slots.present).all(dim=1)
     finite &= torch.isfinite(log_s) & torch.isfinite(best.squeeze(1))
-    return Merged(logprob, other_logprob, h, ~finite, listed_mass, other_max, other_sum, listed)
+    return Merged(logprob, other_logprob, h, ~finite, slot_mass, other_max, other_sum, slots)
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """dL/dz = listed [T, n] at the slots' columns, and e^d (a + b d) elsewhere, d = (z - other_max)/tau.
+    """dL/dz = slots [T, n] at the slots' columns, and e^d (a + b d) elsewhere, d = (z - other_max)/tau.
 
     b is None when no entropy gradient arrives.
     """
 
-    listed: Tensor
+    slots: Tensor
     a: Tensor
     b: Tensor | None
 
@@ -138,30 +138,30 @@ def coefficients(
 ) -> Coefficients:
     """Gradients of L by logprob [T, n], other_logprob [T] and entropy [T] -> what the backward pass writes.
 
-    dz_j = [g_j - pi_j (sum g + h (ln pi_j + H))] / tau for listed j; for other j, g_j is g_other
+    dz_j = [g_j - pi_j (sum g + h (ln pi_j + H))] / tau for j in a slot; for other j, g_j is g_other
     pi_j/pi_other. The factors 1 - pi are formed from what is left, never by subtraction from 1 in working
     precision.
     """
-    skip, listed = merged.nonfinite, merged.listed
-    g = g_slots.masked_fill(~listed.present | skip.unsqueeze(1), 0.0)
+    skip, slots = merged.nonfinite, merged.slots
+    g = g_slots.masked_fill(~slots.present | skip.unsqueeze(1), 0.0)
     g_sum = g.sum(dim=1)
-    g = listed.sum_over_twins(g)
+    g = slots.sum_over_twins(g)
     if g_other is not None:
         g_other = g_other.masked_fill(skip | (merged.other_sum == 0), 0.0)
     all_g = g_sum if g_other is None else g_sum + g_other
 
     lp = merged.logprob
     pi = lp.exp()
-    at_listed = -g * torch.expm1(lp) - pi * (all_g.unsqueeze(1) - g)
+    at_slots = -g * torch.expm1(lp) - pi * (all_g.unsqueeze(1) - g)
     pi_other = merged.other_logprob.exp()
     a = -pi_other * g_sum
     if g_other is not None:
-        a = a + g_other * merged.listed_mass
+        a = a + g_other * merged.slot_mass
     b = None
     if g_entropy is not None:
         h = g_entropy.masked_fill(skip, 0.0)
         entropy = merged.entropy
-        at_listed = at_listed - h.unsqueeze(1) * pi * (lp.clamp_min(FLOOR) + entropy.unsqueeze(1))
+        at_slots = at_slots - h.unsqueeze(1) * pi * (lp.clamp_min(FLOOR) + entropy.unsqueeze(1))
         b = -h * pi_other
         a = a + b * (merged.other_logprob.clamp_min(FLOOR) + entropy)
     # The elementwise pass works relative to other_max, not to ln pi_other: fold the difference in here.
@@ -171,5 +171,5 @@ def coefficients(
         a = a - b * safe_sum.log()
         b = (b / safe_sum * scale).masked_fill_(dead, 0.0)
     a = (a / safe_sum * scale).masked_fill_(dead, 0.0)
-    at_listed = (at_listed * _column(scale)).masked_fill_(~listed.present | skip.unsqueeze(1), 0.0)
-    return Coefficients(at_listed, a, b)
+    at_slots = (at_slots * _column(scale)).masked_fill_(~slots.present | skip.unsqueeze(1), 0.0)
+    return Coefficients(at_slots, a, b)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from . import checks, torch_backend
-from .listed import join_ids
 from .merge import Coefficients, Merged
 from .shard import HEADER, Shard, gather_rows, total_columns, write_header
 from .statistics import TokenStatistics
+from .topk import join_ids
 
 
 @dataclass(frozen=True)

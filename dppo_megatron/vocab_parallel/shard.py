@@ -1,4 +1,4 @@
-"""Which columns of the vocabulary this rank owns, and the one collective of the forward pass."""
+"""Which columns of the vocabulary lie in this rank's shard, and the one collective of the forward pass."""
 
 from __future__ import annotations
 

@@ -12,16 +12,16 @@ from torch import Tensor
 class TokenStatistics:
     """Statistics of the policy at each of T tokens, replicated and bit-identical on every rank of the group.
 
-    All are fp32 (float64 for float64 logits), in nats, at the temperature asked for.
+    All are fp32 (float64 for float64 logits), in nats, at the requested temperature.
 
     logprob: [T] ln pi(target). Differentiable.
     entropy: [T] over the whole vocabulary, None with entropy="none". Differentiable only with
         entropy="differentiable".
-    topk_logprob: [T, K] ln pi of each listed id, -inf where the id is -1. None without topk_ids.
+    topk_logprob: [T, K] ln pi of each top-K id, -inf where the id is -1. None without topk_ids.
         Differentiable; the gradient that arrives at an absent id is ignored.
-    other_logprob: [T] ln of the mass outside the listed ids and the target, -inf when nothing is outside.
+    other_logprob: [T] ln of the mass outside the top-K ids and the target, -inf when nothing is outside.
         None without topk_ids. Differentiable.
-    nonfinite: [T] bool, rows with a NaN or +inf logit, or -inf at the target or at a listed id. Their values
+    nonfinite: [T] bool, rows with a NaN or +inf logit, or -inf at the target or at a top-K id. Their values
         are not to be used and their logits receive gradient 0, so they cannot affect other rows. A -inf
         elsewhere is probability 0 and not reported.
     """

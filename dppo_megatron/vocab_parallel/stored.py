@@ -33,9 +33,9 @@ def token_statistics(
     inplace: bool | None = None,
     check: bool = True,
 ) -> TokenStatistics:
-    """Log-probs of the target, of listed ids and of everything else, and the entropy, from sharded logits.
+    """Log-probs of the target, of top-K ids and of everything else, and the entropy, from sharded logits.
 
-    Sharding: logits are split over `group` by columns; rank r owns [r V_local, (r + 1) V_local), or
+    Sharding: logits are split over `group` by columns; rank r holds [r V_local, (r + 1) V_local), or
     [vocab_start, vocab_start + V_local) where vocab_start is given (on every rank; shards may then differ in
     size). All other arguments are replicated, and so are the results, bit for bit.
     Collectives: forward one all-gather of [T + 1, 1 + K + 3] fp32 (none without a group); backward none.
@@ -52,7 +52,7 @@ def token_statistics(
         group: tensor-parallel process group (gloo or NCCL); None = logits hold the whole vocabulary.
         entropy: "none" skips it, "metric" gives it without gradient, "differentiable" with.
         backend: "torch", "triton", or "auto": Triton for CUDA tensors where it is installed, else torch.
-        vocab_start: first global id this rank owns, for shards of different sizes.
+        vocab_start: first global id of this rank's shard, for shards of different sizes.
         inplace: True = the backward pass writes the gradient into the logits' own storage, so nothing of the
             size of the logits is allocated. False = it allocates. None = True unless the logits are a leaf
             or a view of one (whose values the caller would expect to keep). Either way the logits keep their
@@ -60,9 +60,9 @@ def token_statistics(
         check: verify ids, temperatures and that the ranks agree. Costs small reductions and, on CUDA,
             a synchronisation with the device.
 
-    Maths: for A the listed ids, dz_j = [1{j in A} g_j - pi_j (sum g + h (ln pi_j + H))] / temperature with
+    Maths: for A the top K and the target, dz_j = [1{j in A} g_j - pi_j (sum g + h (ln pi_j + H))] / temperature with
     g = dL/d ln pi and h = dL/dH; each rank sends max, sum and entropy sum of its columns outside A, and the
-    logits it owns of A (log-sum-exp merging, as in Milakov and Gimelshein, 2018, "Online normalizer
+    logits of A in its shard (log-sum-exp merging, as in Milakov and Gimelshein, 2018, "Online normalizer
     calculation").
 
     Raises:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from . import blocks
 from . import merge as arithmetic
-from .listed import list_ids, owned_slots
 from .merge import Coefficients, Merged
+from .topk import find_slots, local_slots
 
 
 def forward(
@@ -26,21 +26,21 @@ def forward(
     restore: bool,
     large: bool,
 ) -> None:
-    """Fill out [T, n + 3] with the logit of each slot owned by the block (0 elsewhere), then m, s, u.
+    """Fill out [T, n + 3] with the logit of each slot in the block (0 elsewhere), then m, s, u.
 
-    block: [T, columns > 0] logits of columns [first, first + columns). It is written during the call (listed
+    block: [T, columns > 0] logits of columns [first, first + columns). It is written during the call (the slots'
     columns become -inf) and with `restore` holds its old bits again at the end. large: see
     compiled.worthwhile.
     """
     n = ids.shape[1]
-    owned = owned_slots(ids, first, block.shape[1])
-    kept = owned.hide(block)
+    slots = local_slots(ids, first, block.shape[1])
+    kept = slots.hide(block)
     try:
-        out[:, :n] = kept.masked_fill(~owned.inside, 0.0)
+        out[:, :n] = kept.masked_fill(~slots.inside, 0.0)
         blocks.block_sums(block, scale, out[:, n:], entropy, compiled=large)
     finally:
         if restore:
-            owned.show(block, kept)
+            slots.show(block, kept)
 
 
 def backward(
@@ -56,12 +56,12 @@ def backward(
 ) -> None:
     """Overwrite block [T, columns > 0] of logits by their gradient. dead: [T] bool, rows that get 0."""
     blocks.block_gradient(block, other_max, scale, coefficients.a, coefficients.b, dead, compiled=large)
-    owned_slots(ids, first, block.shape[1]).put(block, coefficients.listed)
+    local_slots(ids, first, block.shape[1]).put(block, coefficients.slots)
 
 
 def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Merged:
     """Summaries of all ranks [ranks, T, n + 3] -> statistics of the slots ids [T, n]."""
-    return arithmetic.merge(rows, list_ids(ids), scale, entropy)
+    return arithmetic.merge(rows, find_slots(ids), scale, entropy)
 
 
 def coefficients(

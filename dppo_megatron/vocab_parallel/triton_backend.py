@@ -31,11 +31,11 @@ def _add_tile(z, place, m, s, u, scale, offset, tile: tl.constexpr, entropy: tl.
     ones outside the tile are not in it. scale: log2(e) / tau, so u is in units of ln 2.
     """
     pending = tl.where((offset >= 0) & (offset < tile), offset, tile)
-    owned = tl.min(pending, axis=0)
-    while owned < tile:  # as often as the tile owns an id: to compare all n with every column costs 5 times the rest
-        z = tl.where(place == owned, float("-inf"), z)
-        pending = tl.where(pending == owned, tile, pending)
-        owned = tl.min(pending, axis=0)
+    column = tl.min(pending, axis=0)
+    while column < tile:  # once for each id in the tile: to compare all n with every column costs 5 times the rest
+        z = tl.where(place == column, float("-inf"), z)
+        pending = tl.where(pending == column, tile, pending)
+        column = tl.min(pending, axis=0)
     top = tl.maximum(m, tl.max(z, axis=1))
     safe = tl.where(top == float("-inf"), 0.0, top)
     d = (z - tl.expand_dims(safe, 1)) * scale
@@ -78,9 +78,9 @@ def forward_kernel(
 
     slot = tl.arange(0, n_padded)
     local = tl.load(ids + row * n + slot, mask=slot < n, other=-1) - first
-    owned = (slot < n) & (local >= 0) & (local < columns)
+    is_local = (slot < n) & (local >= 0) & (local < columns)
     if split == 0:
-        score = tl.load(line + local * column_stride, mask=owned, other=0.0)
+        score = tl.load(line + local * column_stride, mask=is_local, other=0.0)
         tl.store(scores + row * scores_stride + slot, score.to(acc), mask=slot < n)
 
     lanes: tl.constexpr = tile // chunk
@@ -90,7 +90,7 @@ def forward_kernel(
     u = tl.zeros((lanes,), acc)
     begin = split * tiles_per_split
     full = columns // tile
-    offset = tl.where(owned, local, -1).to(tl.int32) - begin * tile
+    offset = tl.where(is_local, local, -1).to(tl.int32) - begin * tile
     where = line + begin.to(tl.int64) * tile * column_stride + place * column_stride
     # Whole tiles without a mask: masked by an odd width, loads would not be vectorised.
     for _ in range(begin, tl.minimum(begin + tiles_per_split, full)):
@@ -124,7 +124,7 @@ def backward_kernel(
     scale,
     scale_stride,
     other_max,
-    at_listed,
+    at_slots,
     a,
     b,
     dead,
@@ -162,12 +162,12 @@ def backward_kernel(
     # Top-K columns are written over the tile's own values, which this program's other threads may have stored.
     slot = tl.arange(0, n_padded)
     local = tl.load(ids + row * n + slot, mask=slot < n, other=-1) - first - start
-    owned = (slot < n) & (local >= 0) & (local < tl.minimum(inside, tile))
-    if tl.sum(owned.to(tl.int32), axis=0) > 0:
+    is_local = (slot < n) & (local >= 0) & (local < tl.minimum(inside, tile))
+    if tl.sum(is_local.to(tl.int32), axis=0) > 0:
         tl.debug_barrier()
-        value = tl.load(at_listed + row * n + slot, mask=owned, other=0.0)
+        value = tl.load(at_slots + row * n + slot, mask=is_local, other=0.0)
         value = tl.where(live, value, 0.0).to(logits.dtype.element_ty)
-        tl.store(line + local * column_stride, value, mask=owned)
+        tl.store(line + local * column_stride, value, mask=is_local)
 
 
 def _by_row(scale: float | Tensor, like: Tensor) -> tuple[Tensor, int]:
@@ -266,7 +266,7 @@ def backward(
             tau,
             tau_stride,
             other_max.contiguous(),
-            coefficients.listed.contiguous(),
+            coefficients.slots.contiguous(),
             coefficients.a.contiguous(),
             coefficients.a if b is None else b.contiguous(),
             mask,
@@ -281,7 +281,7 @@ def backward(
 
 def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Merged:
     """As torch_backend.merge."""
-    if rows.dtype != torch.float32 or ids.shape[1] > triton_rows.LONGEST_LIST:
+    if rows.dtype != torch.float32 or ids.shape[1] > triton_rows.MAX_SLOTS:
         return torch_backend.merge(rows, ids, scale, entropy)
     return triton_rows.merge(rows, ids.contiguous(), _by_row(scale, rows), entropy)
 
@@ -295,7 +295,7 @@ def coefficients(
     g_entropy: Tensor | None,
 ) -> Coefficients:
     """As torch_backend.coefficients."""
-    if merged.listed is not None:  # merged by the torch backend
+    if merged.slots is not None:  # merged by the torch backend
         return torch_backend.coefficients(merged, ids, scale, g_slots, g_other, g_entropy)
     tau = _by_row(scale, merged.other_max)
     return triton_rows.coefficients(merged, ids.contiguous(), tau, g_slots, g_other, g_entropy)

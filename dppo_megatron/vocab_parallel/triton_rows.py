@@ -14,7 +14,7 @@ from torch import Tensor
 from .merge import Coefficients, Merged
 
 # Ids are compared pairwise in registers.
-LONGEST_LIST = 64
+MAX_SLOTS = 64
 
 
 @triton.jit
@@ -59,19 +59,19 @@ def _merge_kernel(
     other_logprob,
     entropy,
     nonfinite,
-    listed_mass,
+    slot_mass,
     other_max,
     other_sum,
     ranks: tl.constexpr,
-    listed: tl.constexpr,
+    n: tl.constexpr,
     padded: tl.constexpr,
     with_entropy: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, padded)
-    used = slot < listed
+    used = slot < n
     tau = tl.load(scale + row * scale_stride)
-    name = tl.load(ids + row * listed + slot, mask=used, other=-1)
+    name = tl.load(ids + row * n + slot, mask=used, other=-1)
     present = used & (name >= 0)
     line = rows + row * row_stride
 
@@ -80,13 +80,13 @@ def _merge_kernel(
     for rank in range(ranks):
         here = line + rank * rank_stride
         scores += tl.load(here + slot, mask=used, other=0.0)
-        m = tl.load(here + listed)
+        m = tl.load(here + n)
         top = tl.where((m > top) | (m != m), m, top)
     top = tl.where(top == float("-inf"), 0.0, top)
     s = tl.full((), 0.0, tl.float32)
     u = tl.full((), 0.0, tl.float32)
     for rank in range(ranks):
-        here = line + rank * rank_stride + listed
+        here = line + rank * rank_stride + n
         d = _floor((tl.load(here) - top) * tau)
         w = tl.exp(d)
         part = tl.load(here + 1)
@@ -98,17 +98,17 @@ def _merge_kernel(
     twin = tl.min(tl.where(same, tl.expand_dims(slot, 0), padded), axis=1)
     counted = present & (twin == slot)
     candidates = tl.where(counted, scores, float("-inf"))
-    listed_max = tl.max(candidates, axis=0)
-    leader = tl.min(tl.where(candidates == listed_max, slot, padded), axis=0)
+    slot_max = tl.max(candidates, axis=0)
+    leader = tl.min(tl.where(candidates == slot_max, slot, padded), axis=0)
     empty = s == 0.0
     best_other = tl.where(empty, float("-inf"), top)
-    best = tl.maximum(listed_max, best_other)
-    d_listed = (scores - best) * tau
-    e = tl.where(counted, tl.exp(d_listed), 0.0)
+    best = tl.maximum(slot_max, best_other)
+    d_slots = (scores - best) * tau
+    e = tl.where(counted, tl.exp(d_slots), 0.0)
     d_other = (top - best) * tau
     w_other = tl.where(empty, 0.0, tl.exp(d_other))
     mass_other = w_other * s
-    leads = listed_max >= best_other
+    leads = slot_max >= best_other
     leading = slot == tl.where(leads, leader, padded)
     led = tl.sum(tl.where(leading, e, 0.0), axis=0)
     others = tl.sum(tl.where(leading, 0.0, e), axis=0)
@@ -120,14 +120,14 @@ def _merge_kernel(
 
     bad = tl.sum((present & _nonfinite(scores)).to(tl.int32), axis=0) > 0
     bad = bad | _nonfinite(log_s) | _nonfinite(best)
-    tl.store(logprob + row * listed + slot, tl.where(present, d_listed - log_s, float("-inf")), mask=used)
+    tl.store(logprob + row * n + slot, tl.where(present, d_slots - log_s, float("-inf")), mask=used)
     tl.store(other_logprob + row, tl.where(mass < 0.5, _log1p(-mass), direct))
     tl.store(nonfinite + row, bad.to(tl.int8))
-    tl.store(listed_mass + row, mass)
+    tl.store(slot_mass + row, mass)
     tl.store(other_max + row, top)
     tl.store(other_sum + row, s)
     if with_entropy:
-        total_u = w_other * (u + _floor(d_other) * s) + tl.sum(_floor(d_listed) * e, axis=0)
+        total_u = w_other * (u + _floor(d_other) * s) + tl.sum(_floor(d_slots) * e, axis=0)
         tl.store(entropy + row, log_s - total_u / total)
 
 
@@ -143,21 +143,21 @@ def _coefficients_kernel(
     other_logprob,
     entropy,
     nonfinite,
-    listed_mass,
+    slot_mass,
     other_sum,
-    at_listed,
+    at_slots,
     a_out,
     b_out,
-    listed: tl.constexpr,
+    n: tl.constexpr,
     padded: tl.constexpr,
     with_other: tl.constexpr,
     with_entropy: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, padded)
-    used = slot < listed
+    used = slot < n
     tau = tl.load(scale + row * scale_stride)
-    name = tl.load(ids + row * listed + slot, mask=used, other=-1)
+    name = tl.load(ids + row * n + slot, mask=used, other=-1)
     flag = tl.load(nonfinite + row)
     skip = flag != 0
     live = used & (tl.where(flag == 0, name, -1) >= 0)
@@ -165,11 +165,11 @@ def _coefficients_kernel(
     dead = skip | (s == 0.0)
     safe = tl.where(s == 0.0, 1.0, s)
 
-    each = tl.where(live, tl.load(g_slots + row * listed + slot, mask=used, other=0.0), 0.0)
+    each = tl.where(live, tl.load(g_slots + row * n + slot, mask=used, other=0.0), 0.0)
     g_sum = tl.sum(each, axis=0)
     same = tl.expand_dims(name, 1) == tl.expand_dims(name, 0)
     g = tl.sum(tl.where(same, tl.expand_dims(each, 0), 0.0), axis=1)
-    lp = tl.load(logprob + row * listed + slot, mask=used, other=float("-inf"))
+    lp = tl.load(logprob + row * n + slot, mask=used, other=float("-inf"))
     lpo = tl.load(other_logprob + row)
     pi = tl.exp(lp)
     pi_other = tl.exp(lpo)
@@ -178,7 +178,7 @@ def _coefficients_kernel(
     if with_other:
         go = tl.where(dead, 0.0, tl.load(g_other + row))
         all_g += go
-        a += go * tl.load(listed_mass + row)
+        a += go * tl.load(slot_mass + row)
     found = -g * _expm1(lp) - pi * (all_g - g)
     if with_entropy:
         h = tl.where(skip, 0.0, tl.load(g_entropy + row))
@@ -188,16 +188,16 @@ def _coefficients_kernel(
         a += b * (_floor(lpo) + mean) - b * tl.log(safe)
         tl.store(b_out + row, tl.where(dead, 0.0, b / safe * tau))
     tl.store(a_out + row, tl.where(dead, 0.0, a / safe * tau))
-    tl.store(at_listed + row * listed + slot, tl.where(live, found * tau, 0.0), mask=used)
+    tl.store(at_slots + row * n + slot, tl.where(live, found * tau, 0.0), mask=used)
 
 
 def merge(rows: Tensor, ids: Tensor, tau: tuple[Tensor, int], entropy: bool) -> Merged:
-    """merge.merge for rows [ranks, T, n + 3] in fp32, n <= LONGEST_LIST. tau: 1/tau and its stride over rows."""
+    """merge.merge for rows [ranks, T, n + 3] in fp32, n <= MAX_SLOTS. tau: 1/tau and its stride over rows."""
     ranks, tokens, width = rows.shape
-    listed = width - 3
+    n = width - 3
     if rows.stride(2) != 1:
         rows = rows.contiguous()
-    logprob = rows.new_empty((tokens, listed))
+    logprob = rows.new_empty((tokens, n))
     by_row = rows.new_empty((5, tokens))
     other_logprob, mass, other_max, other_sum, mean = by_row.unbind()
     nonfinite = torch.empty(tokens, dtype=torch.bool, device=rows.device)
@@ -217,10 +217,10 @@ def merge(rows: Tensor, ids: Tensor, tau: tuple[Tensor, int], entropy: bool) -> 
                 other_max,
                 other_sum,
                 ranks=ranks,
-                listed=listed,
-                padded=triton.next_power_of_2(listed),
+                n=n,
+                padded=triton.next_power_of_2(n),
                 with_entropy=entropy,
-                num_warps=1 if listed <= 32 else 4,
+                num_warps=1 if n <= 32 else 4,
             )
     return Merged(logprob, other_logprob, mean if entropy else None, nonfinite, mass, other_max, other_sum, None)
 
@@ -234,8 +234,8 @@ def coefficients(
     g_entropy: Tensor | None,
 ) -> Coefficients:
     """merge.coefficients, of what `merge` above returned."""
-    tokens, listed = g_slots.shape
-    at_listed, a = torch.empty_like(g_slots), torch.empty_like(merged.other_max)
+    tokens, n = g_slots.shape
+    at_slots, a = torch.empty_like(g_slots), torch.empty_like(merged.other_max)
     b = None if g_entropy is None else torch.empty_like(a)
     unused = merged.other_max
     if tokens:
@@ -250,15 +250,15 @@ def coefficients(
                 merged.other_logprob,
                 unused if merged.entropy is None else merged.entropy,
                 merged.nonfinite.view(torch.int8),
-                merged.listed_mass,
+                merged.slot_mass,
                 merged.other_sum,
-                at_listed,
+                at_slots,
                 a,
                 unused if b is None else b,
-                listed=listed,
-                padded=triton.next_power_of_2(listed),
+                n=n,
+                padded=triton.next_power_of_2(n),
                 with_other=g_other is not None,
                 with_entropy=g_entropy is not None,
-                num_warps=1 if listed <= 32 else 4,
+                num_warps=1 if n <= 32 else 4,
             )
-    return Coefficients(at_listed, a, b)
+    return Coefficients(at_slots, a, b)

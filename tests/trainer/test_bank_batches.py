@@ -210,7 +210,7 @@ def test_a_bank_filled_under_other_settings_is_refused(read):
     for setting, value, says in (
         ("temperature", 0.5, r"rollout.temperature = 0.5: prompt 0 in the bank was sampled at 0.9"),
         ("group_size", 8, r"rollout.group_size = 8: prompt 0 in the bank has 4 samples"),
-        ("topk_logprobs", 2, r"rollout.topk_logprobs = 2: prompt 0 in the bank has 4 listed"),
+        ("topk_logprobs", 2, r"rollout.topk_logprobs = 2: prompt 0 in the bank has 4 top-K"),
     ):
         with pytest.raises(ValueError, match=says):
             read(rollout={setting: value})

@@ -130,7 +130,7 @@ def test_large_logits_keep_their_low_bits() -> None:
     assert (stats.entropy + (wanted.exp() * wanted).sum(1)).abs().max() < 2e-6
 
 
-def test_all_of_the_vocabulary_listed() -> None:
+def test_all_of_the_vocabulary_as_top_k() -> None:
     case = Case(seed=1, tokens=4, columns=(5,), vocab=None, topk=5)
     logits = make_inputs(case).logits.requires_grad_()
     everything = torch.arange(5).expand(4, 5)
@@ -146,7 +146,7 @@ def test_all_of_the_vocabulary_listed() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("entropy", ["none", "differentiable"])
-@pytest.mark.parametrize("column", [0, 4, 9])  # the target, a listed id, another column
+@pytest.mark.parametrize("column", [0, 4, 9])  # the target, a top-K id, another column
 def test_nonfinite_rows_are_named_and_affect_no_other(bad: float, entropy: str, column: int) -> None:
     clean = torch.randn(4, 12, generator=torch.Generator().manual_seed(2))
     target, topk = torch.tensor([0, 0, 0, 0]), torch.tensor([[4, 5]] * 4)

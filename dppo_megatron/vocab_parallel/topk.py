@@ -1,4 +1,4 @@
-"""The listed ids of each row (the target, then the top-K) and the columns of a block that they own.
+"""The ids of each row, the target and then the top-K, and the columns of a block that they name.
 
 A slot is one position of [T, n], n = 1 + K. Two slots may name the same id, and a slot may be absent (-1).
 """
@@ -14,7 +14,7 @@ _PAIRS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
-class Listed:
+class Slots:
     """ids: [T, n] int64. present: ids >= 0. twin: [T, n] the slot that stands for all slots with this id,
     None when n is 1. counted: present and standing for itself, so that each distinct id counts once."""
 
@@ -31,18 +31,18 @@ class Listed:
 
 
 def join_ids(target_ids: Tensor, topk_ids: Tensor | None) -> Tensor:
-    """[T, n] int64: the target, then the list."""
+    """[T, n] int64: the target, then the top-K."""
     ids = target_ids.long().unsqueeze(1)
     if topk_ids is not None and topk_ids.shape[1]:
         ids = torch.cat((ids, topk_ids.long()), dim=1)
     return ids
 
 
-def list_ids(ids: Tensor) -> Listed:
+def find_slots(ids: Tensor) -> Slots:
     present = ids >= 0
     n = ids.shape[1]
     if n == 1:
-        return Listed(ids, present, present, None)
+        return Slots(ids, present, present, None)
     twin = torch.empty_like(ids)
     rows = max(1, _PAIRS_AT_ONCE // (n * n))
     for r in range(0, ids.shape[0], rows):
@@ -50,7 +50,7 @@ def list_ids(ids: Tensor) -> Listed:
         equal = block.unsqueeze(2) == block.unsqueeze(1)
         torch.argmax(equal.view(torch.uint8), dim=2, out=twin[r : r + rows])
     counted = (twin == torch.arange(n, device=ids.device)).logical_and_(present)
-    return Listed(ids, present, counted, twin)
+    return Slots(ids, present, counted, twin)
 
 
 def _scatter(block: Tensor, column: Tensor, values: Tensor) -> None:
@@ -62,7 +62,7 @@ def _scatter(block: Tensor, column: Tensor, values: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Owned:
+class LocalSlots:
     """The slots whose column lies in one block of columns.
 
     inside: [T, n]. column: [T, n], within the block; a slot outside the block repeats a column of the same
@@ -84,7 +84,7 @@ class Owned:
         _scatter(block, self.column, torch.where(self.any_inside, values.to(block.dtype), kept))
 
     def hide(self, block: Tensor) -> Tensor:
-        """Set the owned columns of block to -inf, in place. Returns what `show` needs to undo it."""
+        """Set the slots' columns of block to -inf, in place. Returns what `show` needs to undo it."""
         kept = block.gather(1, self.column)
         _scatter(block, self.column, kept.masked_fill(self.any_inside, float("-inf")))
         return kept
@@ -93,14 +93,14 @@ class Owned:
         _scatter(block, self.column, kept)
 
 
-def owned_slots(ids: Tensor, first: int, columns: int) -> Owned:
+def local_slots(ids: Tensor, first: int, columns: int) -> LocalSlots:
     """Slots of ids [T, n] (global) within the block [first, first + columns), columns > 0."""
     local = ids - first
     inside = (local >= 0) & (local < columns)
     if ids.shape[1] == 1:
-        return Owned(inside, local.masked_fill_(~inside, 0), None, inside)
+        return LocalSlots(inside, local.masked_fill_(~inside, 0), None, inside)
     any_inside = inside.any(dim=1, keepdim=True)
     home = inside.view(torch.uint8).argmax(dim=1, keepdim=True)
     source = torch.where(inside, torch.arange(ids.shape[1], device=ids.device), home)
     column = local.gather(1, source).masked_fill_(~any_inside, 0)
-    return Owned(inside, column, source, any_inside)
+    return LocalSlots(inside, column, source, any_inside)
