@@ -75,7 +75,7 @@ def stubbed(lab, task, tmp_path):
     yield make
     for run in runs:
         lab.run("scancel", run.job, check=False)
-    wait_until(lambda: not lab.processes_on(), "the jobs' processes to end", 60)
+    wait_until(lab.idle, "the jobs to end", 60)
 
 
 def seen(directory: Path, name: str) -> dict:

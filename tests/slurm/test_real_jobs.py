@@ -35,7 +35,7 @@ def run(lab, task, tmp_path, request) -> Run:
     yield run
     if run.job:
         lab.run("scancel", run.job, check=False)
-        wait_until(lambda: not lab.processes_on(), "the job's processes to end", 60)
+        wait_until(lab.idle, "the job to end", 60)
 
 
 def check_complete(run: Run, reference: Run) -> None:

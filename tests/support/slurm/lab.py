@@ -148,6 +148,10 @@ class Lab:
                 found.append(process)
         return found
 
+    def idle(self) -> bool:
+        """Whether no job waits, runs or completes: until then the next job would get other nodes."""
+        return not self.run("squeue", "-h", check=False) and not self.processes_on()
+
     def _step_daemons(self, node: str = "") -> list[psutil.Process]:
         """The slurmstepd processes, known by the socket each has in its node's spool directory."""
         spool, found = str(self.root / "spool" / node), []
