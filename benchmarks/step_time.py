@@ -35,7 +35,7 @@ def step_parts(record: dict[str, float], generate_s: float, eval_s: float) -> di
         "hand-over of rollouts": record["time/wait_s"] - generate_s - eval_s,
         "read and pack": record["time/read_s"],
         "export weights": record["time/publish_export_s"],
-        "probe": record["time/publish_probe_s"],
+        "weight check": record["time/publish_probe_s"],
         "checkpoint": record.get("time/checkpoint_s", 0.0),
     }
     return {**parts, "other": record["time/step_s"] - sum(parts.values())}
