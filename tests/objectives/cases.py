@@ -37,17 +37,17 @@ def make_case(
     dtype: torch.dtype = torch.float64,
     mask: Tensor | None = None,
 ) -> Case:
-    """mu_logprobs [T, V]: exact; logits [T, V]: of pi; sampled, advantage [T]; k: list length."""
+    """mu_logprobs [T, V]: exact; logits [T, V]: of pi; sampled, advantage [T]; k: size of the top K."""
     logits = logits.detach().to(dtype).requires_grad_()
     logprobs = logits.log_softmax(-1)
     ids = mu_logprobs.topk(k, dim=1).indices
-    listed = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
-    listed = listed.scatter(1, sampled[:, None], True)
+    in_s = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
+    in_s = in_s.scatter(1, sampled[:, None], True)
     topk = TopKLogprobs(
         ids=ids,
         rollout_logprob=mu_logprobs.gather(1, ids).to(dtype),
         logprob=logprobs.gather(1, ids),
-        other_logprob=logprobs.detach().masked_fill(listed, -torch.inf).logsumexp(1),
+        other_logprob=logprobs.detach().masked_fill(in_s, -torch.inf).logsumexp(1),
         target_ids=sampled,
         vocab_size=logits.shape[1],
     )

@@ -80,10 +80,10 @@ def test_topk_penalty_gradient_matches_the_written_objective(seed, k):
     generator = torch.Generator().manual_seed(seed)
     mu = (2 * torch.randn(8, 12, generator=generator, dtype=torch.float64)).softmax(-1)
     torch.testing.assert_close(mu.gather(1, ids).log(), case.topk.rollout_logprob)
-    listed = torch.zeros_like(mu, dtype=torch.bool).scatter(1, ids, True).scatter(1, target[:, None], True)
+    in_s = torch.zeros_like(mu, dtype=torch.bool).scatter(1, ids, True).scatter(1, target[:, None], True)
     pi = case.logits.softmax(-1)
     shift = pi - mu
-    squares = (shift * listed).square().sum(1) + (shift * ~listed).sum(1).square()
+    squares = (shift * in_s).square().sum(1) + (shift * ~in_s).sum(1).square()
     advantage = case.call["advantage"]
     ratio = gather(pi / mu, target)
     written = -(ratio * advantage - advantage.abs() / 0.4 * squares)

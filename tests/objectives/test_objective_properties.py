@@ -66,12 +66,12 @@ def test_topk_divergence_is_zero_iff_equal_on_the_listed_set(seed, moved):
     mu_logits = torch.randn(4, 10, generator=generator, dtype=torch.float64)
     mu, sampled = mu_logits.log_softmax(-1), torch.randint(10, (4,), generator=generator)
     ids = mu.topk(3, dim=1).indices
-    listed = torch.zeros_like(mu, dtype=torch.bool).scatter(1, ids, True).scatter(1, sampled[:, None], True)
+    in_s = torch.zeros_like(mu, dtype=torch.bool).scatter(1, ids, True).scatter(1, sampled[:, None], True)
     # Moving mass among the unlisted tokens is invisible ...
-    tail = torch.where(listed, -torch.inf, mu + moved * torch.randn(4, 10, generator=generator))
-    tail = tail.log_softmax(-1) + mu.masked_fill(listed, -torch.inf).logsumexp(1, keepdim=True)
-    hidden = make_case(mu, torch.where(listed, mu, tail), sampled, torch.ones(4), 3)
-    # ... and moving any listed token is not.
+    tail = torch.where(in_s, -torch.inf, mu + moved * torch.randn(4, 10, generator=generator))
+    tail = tail.log_softmax(-1) + mu.masked_fill(in_s, -torch.inf).logsumexp(1, keepdim=True)
+    hidden = make_case(mu, torch.where(in_s, mu, tail), sampled, torch.ones(4), 3)
+    # ... and moving any token of S is not.
     seen = make_case(mu, mu + moved * (torch.arange(10) == sampled[:, None]), sampled, torch.ones(4), 3)
     for kind in ("tv", "kl"):
         assert (run(f"dppo_topk_{kind}", hidden).divergence < 1e-12).all()
@@ -167,12 +167,12 @@ def test_no_gradient_flows_to_garbage(name, rubbish):
     """The log-probs as leaves: 0 times nan in a backward pass is nan, so a mask on the loss is not enough."""
     case, keep = random_case(5, tokens=24), torch.arange(24) % 3 != 1
     leaf = torch.where(keep, case.call["logprob"].detach(), rubbish).requires_grad_()
-    listed = torch.where(keep[:, None], case.topk.logprob.detach(), rubbish)
-    listed[0, 0] = rubbish
-    listed.requires_grad_()
+    topk_logprob = torch.where(keep[:, None], case.topk.logprob.detach(), rubbish)
+    topk_logprob[0, 0] = rubbish
+    topk_logprob.requires_grad_()
     ids = case.topk.ids.clone()
     ids[0, 0] = -1
-    topk = dataclasses.replace(case.topk, ids=ids, logprob=listed)
+    topk = dataclasses.replace(case.topk, ids=ids, logprob=topk_logprob)
     corrupted = {
         key: torch.where(keep, case.call[key], rubbish) for key in ("rollout_logprob", "old_logprob", "advantage")
     }
@@ -182,10 +182,10 @@ def test_no_gradient_flows_to_garbage(name, rubbish):
     assert leaf.grad.isfinite().all()
     assert (leaf.grad[keep][corrupted["advantage"][keep] != 0] != 0).any()
     if name == TOPK_PENALTY:
-        assert listed.grad.isfinite().all()
-        assert (listed.grad[~keep] == 0).all()
-        assert listed.grad[0, 0] == 0
-        assert (listed.grad != 0).any()
+        assert topk_logprob.grad.isfinite().all()
+        assert (topk_logprob.grad[~keep] == 0).all()
+        assert topk_logprob.grad[0, 0] == 0
+        assert (topk_logprob.grad != 0).any()
 
 
 @pytest.mark.parametrize("name", ["dppo_topk_tv", "dppo_topk_kl", "dppo_predictive", TOPK_PENALTY])

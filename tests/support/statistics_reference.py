@@ -143,11 +143,11 @@ def reference(case: Case, inputs: Inputs) -> Reference:
     if inputs.topk is not None:
         present = inputs.topk >= 0
         topk = logp.gather(1, inputs.topk.clamp_min(0)).masked_fill(~present, float("-inf"))
-        listed = torch.zeros_like(logp, dtype=torch.bool).scatter_(1, inputs.target.unsqueeze(1), True)
+        in_s = torch.zeros_like(logp, dtype=torch.bool).scatter_(1, inputs.target.unsqueeze(1), True)
         row, slot = present.nonzero(as_tuple=True)
-        listed[row, inputs.topk[row, slot]] = True
-        rest = logp.masked_fill(listed, float("-inf"))
-        alive = ~listed.all(dim=1)
+        in_s[row, inputs.topk[row, slot]] = True
+        rest = logp.masked_fill(in_s, float("-inf"))
+        alive = ~in_s.all(dim=1)
         other = torch.full_like(logprob, float("-inf"))
         other = other.masked_scatter(alive, rest[alive].logsumexp(dim=1))
     values = (logprob, entropy, topk, other)

@@ -56,7 +56,7 @@ def sample_group(model: Any, position: int, generator: torch.Generator) -> Rollo
     prompt = Prompt(position, position, np.array([3 + position % 5, 4], np.int32), f"prompt {position}", "1 2")
     rollouts = []
     for _ in range(SAMPLES):
-        tokens, logprobs, ids, listed = list(prompt.token_ids), [], [], []
+        tokens, logprobs, ids, topk_logprobs = list(prompt.token_ids), [], [], []
         for _ in range(LONGEST):
             row = (model(torch.tensor([tokens])).logits[0, -1] / TEMPERATURE).log_softmax(-1)
             token = int(torch.multinomial(row.exp(), 1, generator=generator))
@@ -64,7 +64,7 @@ def sample_group(model: Any, position: int, generator: torch.Generator) -> Rollo
             tokens.append(token)
             logprobs.append(row[token])
             ids.append(top.indices)
-            listed.append(top.values)
+            topk_logprobs.append(top.values)
             if token == EOS:
                 break
         size = len(logprobs)
@@ -75,7 +75,7 @@ def sample_group(model: Any, position: int, generator: torch.Generator) -> Rollo
                 versions=np.zeros(size, np.int32),
                 finish_reason="stop" if tokens[-1] == EOS else "length",
                 topk_ids=torch.stack(ids).int().numpy(),
-                rollout_topk_logprob=torch.stack(listed).numpy(),
+                rollout_topk_logprob=torch.stack(topk_logprobs).numpy(),
             )
         )
     rewards = np.array([np.isin(r.token_ids, (1, 2)).sum() + 0.1 * i for i, r in enumerate(rollouts)], np.float32)

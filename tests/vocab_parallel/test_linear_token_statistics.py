@@ -14,18 +14,18 @@ from tests.support.ranks import Ranks
 from tests.support.shards import CountCollectives
 from tests.support.statistics_reference import weighted
 
-TOKENS, WIDTH, COLUMNS, VOCAB, LISTED = 12, 8, 40, 37, 5
+TOKENS, WIDTH, COLUMNS, VOCAB, K = 12, 8, 40, 37, 5
 
 
 def build(dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
     random = torch.Generator().manual_seed(seed)
-    shapes = ((TOKENS,), (TOKENS,), (TOKENS, LISTED), (TOKENS,))
+    shapes = ((TOKENS,), (TOKENS,), (TOKENS, K), (TOKENS,))
     return {
         "hidden": torch.randn(TOKENS, WIDTH, generator=random).to(dtype),
         "weight": torch.randn(COLUMNS, WIDTH, generator=random).to(dtype),
         "bias": torch.randn(COLUMNS, generator=random).to(dtype),
         "target": torch.randint(0, VOCAB, (TOKENS,), generator=random),
-        "topk": torch.randint(-1, VOCAB, (TOKENS, LISTED), generator=random),
+        "topk": torch.randint(-1, VOCAB, (TOKENS, K), generator=random),
         "temperature": torch.rand(TOKENS, generator=random) + 0.5,
         "mask": torch.rand(TOKENS, generator=random) > 0.4,
         "weights": tuple(torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes),
