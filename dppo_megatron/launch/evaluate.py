@@ -71,7 +71,7 @@ def evaluate_model(config: Config, model: Path, source: str) -> float:
 
 
 def _new_directory(parent: Path, name: str) -> Path:
-    """NAME-1, NAME-2, ...: engines announce themselves in it, and those of another evaluation serve another model."""
+    """NAME-1, NAME-2, ...: engines register in it, and those of another evaluation serve another model."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         try:
