@@ -90,6 +90,7 @@ def check(directory: Path, hf: dict, *, model: dict[str, Any] | None = None, tok
         assert planned == pytest.approx(min(alike), rel=0.1), (rank.stage, measured)
 
 
+@pytest.mark.slow
 def test_dense_on_one_rank(tmp_path):
     check(tmp_path, DENSE)
 

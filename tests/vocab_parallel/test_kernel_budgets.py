@@ -21,6 +21,7 @@ def counts() -> list[dict]:
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None and not APART.exists(),
     reason=f"triton is not installed, nor in {APART}; `make install` puts it there",
