@@ -1,0 +1,58 @@
+"""A shortened quickstart learns: the quickstart's own configs with fewer steps, on the shared engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from make_task import write_sums
+
+from tests.support.runs import records, run, write_config
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+HELD_OUT, STEPS = 200, 6
+
+
+def shortened(name: str, run_dir: Path, sums: Path, **changes: dict) -> dict:
+    """The quickstart's config `name` on the sums in `sums`; `changes` are added section by section."""
+    tree = yaml.safe_load((QUICKSTART / name).read_text())
+    tree["run"]["dir"] = str(run_dir)
+    for column, path in tree["data"].items():
+        if str(path).endswith(".jsonl"):
+            tree["data"][column] = str(sums / Path(path).name)
+    for section, values in changes.items():
+        tree[section] = tree.get(section, {}) | values
+    return tree
+
+
+def test_dppo_teaches_sums_to_a_policy_raised_on_careless_text(task, engine, tmp_path):
+    write_sums(tmp_path, seed=1)
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text("".join(heldout.read_text().splitlines(keepends=True)[:HELD_OUT]))
+
+    warmup = shortened(
+        "warmup.yaml",
+        tmp_path / "warmup",
+        tmp_path,
+        model={"path": str(task / "random_model")},
+        train={"steps": 120},
+        optimizer={"decay": "constant"},
+    )
+    run("train", write_config(warmup, tmp_path / "warmup.yaml"))
+
+    dppo = shortened(
+        "config.yaml",
+        tmp_path / "dppo",
+        tmp_path,
+        model={"path": str(tmp_path / "warmup" / "model")},
+        train={"steps": STEPS},
+        engine={"urls": [engine.url]},
+        checkpoint={"every": 0},
+        eval={"every": 0},
+        tracking={"tensorboard": False},
+    )
+    run("train", write_config(dppo, tmp_path / "dppo.yaml"))
+
+    accuracy = {r["step"]: r["eval/accuracy"] for r in records(tmp_path / "dppo") if "eval/accuracy" in r}
+    assert accuracy[0] < 0.5, accuracy
+    assert accuracy[STEPS] > accuracy[0] + 0.25, accuracy
