@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -243,6 +244,10 @@ def slurm_task(
 
 def main() -> None:
     """Entry point. What a user can act on is printed as it is, without a traceback: exit 2 for a config, else 1."""
+    # `python -m` looks for modules in the working directory, where users keep rewards and objectives; a console script
+    # does not.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         app()
     except ConfigError as error:

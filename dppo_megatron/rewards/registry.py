@@ -37,7 +37,7 @@ def load_reward(name: str) -> Reward:
     """
     if name not in BUILTIN and ":" not in name:
         near = difflib.get_close_matches(name, BUILTIN, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(BUILTIN)}"
+        hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(BUILTIN)}."
         raise RewardError(f"reward.name = {name}: unknown; {hint} For your own, write package.module:function")
     module_name, _, attribute = BUILTIN.get(name, name).partition(":")
     module = _import(module_name, name)

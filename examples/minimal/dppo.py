@@ -4,7 +4,7 @@
 
 The task is the quickstart's: sums of two two-digit numbers. The model first imitates careless text, in which most
 writers forget every carry (47+85=22); then reinforcement learning from the reward "is the sum right?" teaches it to
-carry. The method is `dppo_loss`, fifteen lines, and `train_step` around it. Only torch is needed.
+carry. The method is `dppo_loss`, thirteen lines, and `train_step` around it. Only torch is needed.
 
 What a real run needs, and where the package dppo_megatron has it:
 

@@ -103,6 +103,21 @@ def unresolved_imports(root: Path) -> list[str]:
     return wrong
 
 
+def unused_modules(root: Path) -> list[str]:
+    """Modules that no other imports and that no other file, of code or of settings, names by their dotted name."""
+    files = module_files(root)
+    used = set().union(*imports(root).values()) | {f"{PACKAGE}.__main__"}
+    texts = [
+        f.read_text() for s in (*SOURCES, "Makefile") for f in [root / s, *(root / s).rglob("*.py")] if f.is_file()
+    ]
+    return [
+        module
+        for module, file in files.items()
+        if file.name not in ("__init__.py", "sitecustomize.py") and module not in used
+        if not any(module in text for text in texts)
+    ]
+
+
 def _text(module: str, files: Mapping[str, Path]) -> str:
     """Of a module and of those it takes every name from."""
     text = files[module].read_text() if module in files else ""
@@ -145,6 +160,10 @@ def test_no_room_is_over_the_limit():
 
 def test_scripts_import_names_that_exist():
     assert not unresolved_imports(ROOT)
+
+
+def test_every_module_is_used():
+    assert not unused_modules(ROOT)
 
 
 def test_every_room_of_the_order_exists():
@@ -211,6 +230,11 @@ def test_a_script_that_imports_what_moved_is_found(house):
         "tools/script.py: dppo_megatron.objectives has no attic",
         "tools/script.py: dppo_megatron.gone has no x",
     ]
+
+
+def test_a_module_that_nothing_names_is_found(house):
+    (house / PACKAGE / "trainer" / "attic.py").write_text("x = 1\n")
+    assert f"{PACKAGE}.trainer.attic" in unused_modules(house)
 
 
 def test_the_length_rules_count_lines(house):

@@ -7,6 +7,7 @@ Megatron-core once.
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -137,6 +138,10 @@ def _serve(rank: int, size: int, store: str, backend: str | None, pipe: Any) -> 
         except Exception as error:
             answer = ("raised", (type(error).__name__, str(error), traceback.format_exc()))
         _send(pipe, answer)
+        # What a function leaves in circles keeps its process groups, and each has threads that poll: after some
+        # scenarios hundreds of them would take a core from the tests.
+        del job, function, arguments, answer
+        gc.collect()
     if backend is not None:
         dist.destroy_process_group()
 
