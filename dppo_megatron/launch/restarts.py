@@ -65,12 +65,13 @@ class RestartedServer(Generic[PlanT, ProcessT]):
                 self._due, self.process = None, self._launcher.start(self._plan)
             return None
         code = self.process.poll()
+        # Asked of one that ended, too: it may have served, and been killed, between two calls.
+        serves = self._serving_since is None and self._is_registered()
+        if serves:
+            self._serving_since, self._ever_served = now, True
         if code is not None:
             return self._plan_restart(exit_reason(code), now)
-        if self._serving_since is None and self._is_registered():
-            self._serving_since, self._ever_served = now, True
-            return f"{self._plan.name} serves again" if self._restarts else None
-        return None
+        return f"{self._plan.name} serves again" if serves and self._restarts else None
 
     def _plan_restart(self, reason: str, now: float) -> str | None:
         """After it ended; or sets `failed`."""

@@ -17,7 +17,7 @@ from tests.actor.scenarios import checkpoint as scenarios
 from tests.support.actor_cases import DEEPSEEK, YARN, actor_config
 
 
-@pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("world", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.slow)])
 def test_resume_is_bit_identical(request, world):
     results = request.getfixturevalue(world)(scenarios.resume)
     assert len(results) == (3 if world == "one_rank" else 11)

@@ -50,7 +50,7 @@ def test_memory_on_the_host_and_back_changes_no_bit(on, size):
         assert equal, layout
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_optimizer_on_the_host_changes_no_bit(on, size):
     for layout, (held, state, equal) in on(size, scenarios.optimizer_on_host).items():
         assert held == 0, layout
@@ -77,6 +77,7 @@ def test_an_fp32_head_is_exact_to_fp32(on, size):
         assert wide_norm == pytest.approx(norm, rel=0.05)
 
 
+@pytest.mark.slow
 def test_saved_in_one_layout_and_continued_in_another(on):
     cases = {"tensor to pipeline": tuple(on(2, scenarios.tensor_to_pipeline)[k] for k in ("expected", "got"))}
     cases |= on(2, scenarios.experts_elsewhere)

@@ -168,6 +168,7 @@ def test_learning_rate(one_rank):
     assert rates["cosine", 0][-1] == pytest.approx(0.01)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_raises(models, tmp_path):
     with Ranks(2) as ranks:
         values = run_scenario(ranks, checkpoint.late_rank, models, tmp_path)

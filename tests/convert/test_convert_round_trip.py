@@ -118,6 +118,7 @@ def test_several_processes_by_the_command_itself(models, tmp_path):
     assert all(torch.equal(read.tensor(name), source.tensor(name)) for name in source.tensors)
 
 
+@pytest.mark.slow
 def test_two_processes_of_torchrun(models, tmp_path):
     script = "tools/convert_hf_to_megatron.py"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", script]

@@ -74,7 +74,7 @@ def kill_in_the_middle(config, run_dir, victim, output):
     ("victim", "named", "starts_engine"),
     [
         pytest.param("dppo_megatron orchestrator", "orchestrator ended", False, marks=pytest.mark.slow),
-        ("dppo_megatron trainer", "trainer-", False),
+        pytest.param("dppo_megatron trainer", "trainer-", False, marks=pytest.mark.slow),
         pytest.param("api_server", "engine-0 ended", True, marks=pytest.mark.slow),
     ],
 )

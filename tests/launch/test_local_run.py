@@ -33,13 +33,13 @@ STUB = """
 import json, os, pathlib, signal, sys, time
 role, directory = sys.argv[1], pathlib.Path(sys.argv[2]).parent
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-note = directory / f"{role}-{os.environ.get('RANK', 0)}"
-note.with_suffix(".tmp").write_text(str(os.getpid()))
-note.with_suffix(".tmp").rename(note)
 if role == "engine":
     service = directory / "run" / "services" / "engine-0.json"
     service.parent.mkdir(exist_ok=True)
     service.write_text(json.dumps({"name": "engine-0", "url": "", "pid": os.getpid(), "host": ""}))
+note = directory / f"{role}-{os.environ.get('RANK', 0)}"
+note.with_suffix(".tmp").write_text(str(os.getpid()))
+note.with_suffix(".tmp").rename(note)
 """
 ENDLESS = "time.sleep(600)\n"
 TRAINS = """

@@ -56,6 +56,13 @@ class Scene:
         return self.check(served_s)
 
 
+def test_an_engine_that_served_and_was_killed_between_two_looks_is_started_again():
+    scene = Scene()
+    scene.announced, scene.started[-1].code = True, -9
+    assert "Restart 1 of 3" in scene.check()
+    assert not scene.server.failed
+
+
 def test_an_engine_that_ended_is_started_again_after_a_delay():
     scene = Scene()
     assert "engine-0 ended: killed by SIGKILL. Restart 1 of 3 (engine.restarts) in 1 s" in scene.serve_and_end()

@@ -31,6 +31,7 @@ def test_the_cases_hold_masked_tokens_of_both_signs():
     assert not masked.all()
 
 
+@pytest.mark.slow
 def test_a_short_run_learns(capsys):
     short = dppo.Settings(numbers=range(10, 40), warmup_batch=64, steps=30, prompts=24, lr=5e-4)
     before, after = dppo.run(short)

@@ -51,7 +51,7 @@ def test_offline_writes_files_takes_late_evaluations_and_resumes_the_same_id(con
     assert (settings.run.dir / "wandb_id").read_text().strip() != run_id
 
 
-@pytest.mark.parametrize("case", ["no login", "no network"])
+@pytest.mark.parametrize("case", ["no login", pytest.param("no network", marks=pytest.mark.slow)])
 def test_online_that_cannot_work_warns_and_goes_on_offline(config, monkeypatch, caplog, case):
     monkeypatch.setattr(wandb_tracker, "CONNECT_TIMEOUT_S", 2.0)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")

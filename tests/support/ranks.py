@@ -138,10 +138,11 @@ def _serve(rank: int, size: int, store: str, backend: str | None, pipe: Any) -> 
         except Exception as error:
             answer = ("raised", (type(error).__name__, str(error), traceback.format_exc()))
         _send(pipe, answer)
-        # What a function leaves in circles keeps its process groups, and each has threads that poll: after some
-        # scenarios hundreds of them would take a core from the tests.
-        del job, function, arguments, answer
-        gc.collect()
+        if backend is None:
+            # What a function leaves in circles keeps the process groups that it opened, and each has threads that poll:
+            # after some scenarios hundreds of them would take a core from the tests.
+            del job, function, arguments, answer
+            gc.collect()
     if backend is not None:
         dist.destroy_process_group()
 

@@ -275,6 +275,7 @@ def test_eager_allocates_a_fraction_of_the_logits() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+@pytest.mark.slow
 def test_compiled_agrees_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_WORTHWHILE", 0)
     monkeypatch.setattr(blocks, "_COMPILED_CPU", 200)  # several pieces
