@@ -13,6 +13,11 @@ Result = TypeVar("Result")
 Errors = type[Exception] | tuple[type[Exception], ...]
 
 
+def doubling_delay_s(first_s: float, doublings: int, longest_s: float) -> float:
+    """Seconds of a delay that doubles each time, and stays at `longest_s` for ever: 2**1024 is no float."""
+    return min(first_s * 2.0 ** min(doublings, 64), longest_s)
+
+
 @dataclass(frozen=True, slots=True)
 class RetryBudget:
     """How often and for how long a call is attempted; whichever bound is reached first ends it. Set at least one.

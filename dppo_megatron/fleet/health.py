@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from dppo_megatron.common.retry import doubling_delay_s
+
 
 class State(StrEnum):
     STARTING = "starting"  # has not answered at this address yet
@@ -235,7 +237,7 @@ class EngineHealth:
         return replace(self, state=State.SERVING, verified=(instance, version), silent=0, failed=0)
 
     def _quarantine(self, reason: str, now: float, rules: HealthRules) -> EngineHealth:
-        wait = min(rules.quarantine_s * 2**self.quarantines, rules.longest_quarantine_s)
+        wait = doubling_delay_s(rules.quarantine_s, self.quarantines, rules.longest_quarantine_s)
         return replace(self._die(reason, until=now + wait), quarantines=self.quarantines + 1)
 
     def _die(self, reason: str, until: float) -> EngineHealth:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from dppo_megatron.common.process import exit_reason
+from dppo_megatron.common.retry import doubling_delay_s
 
 from .launcher import Launcher, PlanT, ProcessT
 
@@ -27,7 +28,7 @@ class RestartPolicy:
         return 1 if served_s >= self.healthy_s else before + 1
 
     def delay_s(self, number: int) -> float:
-        return min(self.first_s * 2 ** (number - 1), self.longest_s)
+        return doubling_delay_s(self.first_s, number - 1, self.longest_s)
 
 
 class RestartedServer(Generic[PlanT, ProcessT]):

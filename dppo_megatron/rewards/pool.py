@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _LOOK_S = 1.0  # between looks at whether the pool still works
 _LOGGED_PER_REASON = 5
+_LONGEST_DETAIL = 500  # characters of an error in the log
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -99,7 +100,7 @@ class RewardPool:
                 continue
             # Whatever cannot be sent to a worker, such as columns that do not pickle.
             except Exception as error:
-                return _Failure("raised", f"{type(error).__name__}: {error}")
+                return _Failure("raised", _describe(error))
         return _Failure("died", f"the verifier processes broke down {_ATTEMPTS} times")
 
     def _workers(self) -> ProcessPool:
@@ -142,14 +143,23 @@ class _Failure(NamedTuple):
 
 
 def _attempt(reward: Reward, prompt: Prompt, text: str) -> float | _Failure:
-    # A reward is foreign code: whatever it raises concerns one sample alone.
+    # A reward is foreign code: whatever it raises concerns one sample alone. BaseException, because math-verify's own
+    # time-out, sys.exit and asyncio's CancelledError are no Exceptions; here nobody cancels and no signal raises.
     try:
         value = float(reward(prompt, text))
-    except (Exception, SystemExit) as error:
-        return _Failure("raised", f"{type(error).__name__}: {error}")
+    except BaseException as error:
+        return _Failure("raised", _describe(error))
     if not math.isfinite(value) or abs(value) > _LARGEST:
         return _Failure("not_finite", f"it returned {value!r}")
     return value
+
+
+def _describe(error: BaseException) -> str:
+    """Type and text of an error, which may refuse to be text."""
+    try:
+        return f"{type(error).__name__}: {error}"[:_LONGEST_DETAIL]
+    except Exception:
+        return type(error).__name__
 
 
 _loaded = functools.cache(load_reward)  # one reward object per worker process

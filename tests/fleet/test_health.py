@@ -141,6 +141,15 @@ def test_one_that_cannot_name_its_life_must_be_verified_after_every_silence():
     assert after(Silent("refused"), Answered("", 4), start=health).state is State.STALE
 
 
+def test_an_engine_that_never_verifies_is_quarantined_for_ever():
+    health = EngineHealth()
+    now = 0.0
+    for _ in range(1100):  # 2**1024 is no float
+        health = health._quarantine("log-probs differ", now, RULES)
+        assert health.quarantined_until == now + min(2.0 * 2 ** min(health.quarantines - 1, 9), 10.0)
+        now = health.quarantined_until
+
+
 def test_failed_requests_quarantine_it_for_longer_each_time():
     health, now, waits = serving(), 0.0, []
     for _ in range(5):

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
 import sys
 import time
+
+
+class TimedOut(BaseException):
+    """As math-verify's own time-out, which is no Exception."""
+
+
+class NoText(Exception):
+    def __str__(self):
+        raise ValueError
 
 
 def strange(prompt, response_text):
@@ -15,6 +25,14 @@ def strange(prompt, response_text):
             raise KeyError("no such thing")
         case "exit":
             sys.exit(0)
+        case "cancel":
+            raise asyncio.CancelledError
+        case "base":
+            raise TimedOut
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "no text":
+            raise NoText
         case "hang":
             time.sleep(1000)
         case "spin":

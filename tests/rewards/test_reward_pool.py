@@ -43,6 +43,17 @@ def test_failures_cost_their_own_sample_alone(prompt, caplog):
         assert logged_failures(caplog) == {"raised": 4, "not_finite": 2, "died": 2}
 
 
+@pytest.mark.parametrize("name", ["strange", "trusted"])
+def test_what_is_no_exception_costs_its_own_sample_alone(prompt, name, caplog):
+    texts = ["cancel", "ok", "base", "interrupt", "no text", "ok"]
+    with make_pool(f"tests.rewards.strange_rewards:{name}") as pool:
+        rewards, failed = score(pool, prompt("1"), *texts)
+    assert failed == [True, False, True, True, True, False]
+    assert rewards == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+    for raised in ("CancelledError", "TimedOut", "KeyboardInterrupt", "NoText"):
+        assert f"(raised): {raised}" in caplog.text
+
+
 def test_hanging_verifiers_are_replaced(prompt, caplog):
     with make_pool(timeout_s=0.5, workers=2) as pool:
         start = time.monotonic()
