@@ -204,8 +204,8 @@ def _load(path: str, overrides: dict[str, Any]) -> Objective:
     module_name, _, attribute = path.partition(":")
     try:
         target = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ObjectiveError(f"objective {path!r} cannot be loaded: {error}") from error
+    except Exception as error:  # importing runs the user's module, which can raise anything
+        raise ObjectiveError(f"objective {path!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if isinstance(target, ObjectiveSettings):
         return Objective(path, override(target, overrides))
     lacking = _lacking(target)

@@ -54,9 +54,17 @@ class StepMetrics:
         self._updates.append((stats, batch))
 
     def check_mismatch(self, limit: float | None, step: int) -> None:
-        """Raises `MismatchLimit` where the step's mismatch/kl is above `rollout.max_mismatch_kl`, or not finite."""
-        kl = self._updates[0][0].metrics.get("mismatch/k3") if self._updates else None
-        if limit is not None and kl is not None and not kl <= limit:
+        """Raises `MismatchLimit` where the step's mismatch/kl is above `rollout.max_mismatch_kl`, not finite, or not
+        measured by the objective."""
+        if limit is None or not self._updates:
+            return
+        kl = self._updates[0][0].metrics.get("mismatch/k3")
+        if kl is None:
+            raise MismatchLimit(
+                f"rollout.max_mismatch_kl = {limit:g}: the objective reports no metric mismatch/k3, the KL between "
+                "engine and trainer, so there is nothing to limit; report it, or remove the setting"
+            )
+        if not kl <= limit:
             raise MismatchLimit(
                 f"step {step}: mismatch/kl = {kl:.3g} nats per token between engine and trainer, more than "
                 f"rollout.max_mismatch_kl = {limit:g}. The engine samples another policy than the trainer trains: "

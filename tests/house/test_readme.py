@@ -1,4 +1,4 @@
-"""The Python blocks of README.md run, on torch alone; that of CONTRIBUTING.md is a reward."""
+"""The Python blocks of README.md run, on torch alone; those of CONTRIBUTING.md are an objective and a reward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from dppo_megatron.objectives import build_objective
 from dppo_megatron.rewards.registry import load_reward
 from dppo_megatron.types import Prompt
 
@@ -49,9 +51,26 @@ def test_the_trainer_would_not_run_like_that():
 
 
 def test_the_reward_of_contributing_is_one(tmp_path, monkeypatch):
-    (block,) = python_blocks("CONTRIBUTING.md")
+    (block,) = (block for block in python_blocks("CONTRIBUTING.md") if "def reward(" in block)
     (tmp_path / "my_reward.py").write_text(block)
     monkeypatch.syspath_prepend(tmp_path)
     prompt = Prompt(position=0, row=0, token_ids=np.zeros(1, np.int32), text="2+2=", answer="4")
     reward = load_reward("my_reward:reward")
     assert (reward(prompt, " 4\n"), reward(prompt, "5")) == (1.0, 0.0)
+
+
+def test_the_objective_of_contributing_is_one(tmp_path, monkeypatch):
+    (block,) = (block for block in python_blocks("CONTRIBUTING.md") if "(Objective)" in block)
+    (tmp_path / "my_objective.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    objective = build_objective("my_objective:reinforce")
+    logprob = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    out = objective(
+        logprob=logprob,
+        rollout_logprob=logprob.detach(),
+        advantage=torch.tensor([1.0, -1.0, 1.0]),
+        mask=torch.tensor([True, True, False]),
+    )
+    out.loss.sum().backward()
+    assert logprob.grad.tolist() == [-1.0, 1.0, 0.0]
+    assert objective.describe() == "objective reinforce: -A ln pi(a)"

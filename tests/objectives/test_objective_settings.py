@@ -325,6 +325,13 @@ def test_a_users_own_by_dotted_path(user_module):
         build_objective("no_such_package.module:thing")
 
 
+def test_a_users_module_that_raises_is_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_objective.py").write_text("settings = ObjectiveSettings()")
+    with pytest.raises(ObjectiveError, match="'broken_objective:settings' cannot be loaded: NameError"):
+        build_objective("broken_objective:settings")
+
+
 def test_settings_are_frozen_values_with_a_word_on_every_axis():
     settings = build_objective("ppo").settings
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -59,7 +59,7 @@ CONFIGS = {
         "num_nextn_predict_layers": 0,
     },
 }
-EXPERT_FAMILIES = ("qwen3_moe", "deepseek_v3")
+EXPERT_FAMILIES = tuple(name for name, config in CONFIGS.items() if {"num_experts", "n_routed_experts"} & config.keys())
 
 
 def build_gpt(

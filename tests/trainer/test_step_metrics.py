@@ -54,3 +54,11 @@ def test_too_much_mismatch_ends_the_run():
     step.check_mismatch(0.5, 7)
     with pytest.raises(MismatchLimit, match=r"step 7: mismatch/kl = 0.342 .* rollout.max_mismatch_kl = 0.3"):
         step.check_mismatch(0.3, 7)
+
+
+def test_a_limit_on_what_the_objective_does_not_measure_is_refused():
+    step = of_step("gspo")
+    step._updates[0][0].metrics.pop("mismatch/k3")
+    step.check_mismatch(None, 1)
+    with pytest.raises(MismatchLimit, match="reports no metric mismatch/k3"):
+        step.check_mismatch(0.5, 1)
