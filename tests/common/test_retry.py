@@ -79,9 +79,9 @@ def test_no_attempt_begins_after_the_time(run):
     flaky = Flaky(*(Busy(str(number)) for number in range(99)))
     started = time.monotonic()
     with pytest.raises(Busy):
-        run(flaky, RetryBudget(timeout_s=0.5, first_pause_s=0.1))
-    assert flaky.attempts == [0, 1, 2]  # at 0, 0.1 and 0.3; the next would be at 0.7
-    assert 0.3 <= time.monotonic() - started < 0.7
+        run(flaky, RetryBudget(timeout_s=2.0, first_pause_s=0.4))
+    assert flaky.attempts == [0, 1, 2]  # at 0, 0.4 and 1.2; the next would be at 2.8
+    assert 1.2 <= time.monotonic() - started < 2.8
 
 
 @both

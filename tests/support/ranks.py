@@ -7,7 +7,6 @@ Megatron-core once.
 from __future__ import annotations
 
 import functools
-import gc
 import multiprocessing
 import os
 import pickle
@@ -22,10 +21,13 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 300.0
+MOST_THREADS = 100  # of a rank; with more it is replaced by a new process
+RANKS = "TEST_RANKS"  # environment: names these processes, for files of their own in a directory that others had
 TORCH = ("torch", "torch.distributed", "torch._dynamo")  # dispatch modes need Dynamo
 MEGATRON = (*TORCH, "dppo_megatron.actor")
 
@@ -75,11 +77,18 @@ class Ranks:
         for _, pipe in self._members:
             pipe.send((function, arguments))
         answers = self._answers(function.__name__ if hasattr(function, "__name__") else str(function))
+        if self._backend is None and self._threads() > MOST_THREADS:
+            self.close()
         raised = [(value[0], value[1]) for kind, value in answers if kind == "raised"]
         if raised:
             details = "\n".join(value[2] for kind, value in answers if kind == "raised")
             raise RankError(raised, f"{len(raised)} of {self.size} ranks raised\n{details}")
         return [value for _, value in answers]
+
+    def _threads(self) -> int:
+        """Of the rank that has most. Process groups that a function left behind have threads that poll: those of some
+        scenarios together would take a core from the tests."""
+        return max(psutil.Process(process.pid).num_threads() for process, _ in self._members)
 
     def close(self) -> None:
         for _, pipe in self._members:
@@ -126,6 +135,7 @@ def _serve(rank: int, size: int, store: str, backend: str | None, pipe: Any) -> 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
+    os.environ[RANKS] = Path(store).parent.name
     if backend == "nccl":
         torch.cuda.set_device(rank)
     if backend is not None:
@@ -138,11 +148,6 @@ def _serve(rank: int, size: int, store: str, backend: str | None, pipe: Any) -> 
         except Exception as error:
             answer = ("raised", (type(error).__name__, str(error), traceback.format_exc()))
         _send(pipe, answer)
-        if backend is None:
-            # What a function leaves in circles keeps the process groups that it opened, and each has threads that poll:
-            # after some scenarios hundreds of them would take a core from the tests.
-            del job, function, arguments, answer
-            gc.collect()
     if backend is not None:
         dist.destroy_process_group()
 
@@ -167,7 +172,7 @@ def megatron_group(
 
     without_cuda.install()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = directory / f"store-{rendezvous(directory)}"
+    store = directory / f"store-{os.environ.get(RANKS, '')}-{rendezvous(directory)}"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     try:
         parallel_state.initialize_model_parallel(
@@ -189,7 +194,7 @@ def rendezvous(directory: Path) -> int:
     """On a rank: sets MASTER_PORT to a port that rank 0 found, the same on all ranks of `directory`."""
     rank = int(os.environ["RANK"])
     number = _rendezvous_count[directory] = _rendezvous_count.get(directory, 0) + 1
-    note = directory / f"port-{number}"
+    note = directory / f"port-{os.environ.get(RANKS, '')}-{number}"
     if rank == 0:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
