@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .checks import load_config
+from .common import working_directory
 from .config import ConfigError, read_config, save_resolved
 from .convert.commands import app as convert_app
 from .errors import ExpectedError
@@ -244,10 +244,7 @@ def slurm_task(
 
 def main() -> None:
     """Entry point. What a user can act on is printed as it is, without a traceback: exit 2 for a config, else 1."""
-    # `python -m` looks for modules in the working directory, where users keep rewards and objectives; a console script
-    # does not.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+    working_directory.put_on_path()
     try:
         app()
     except ConfigError as error:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
-import sys
 from typing import TYPE_CHECKING
 
+from dppo_megatron.common import working_directory
 from dppo_megatron.errors import ExpectedError
 
 from .interface import Reward
@@ -54,9 +53,7 @@ def load_reward(name: str) -> Reward:
 
 
 def _import(module_name: str, name: str):
-    # A console script does not have the working directory on its path, where users keep their rewards.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+    working_directory.put_on_path()
     try:
         return importlib.import_module(module_name)
     # Importing runs the user's module, which can raise anything.
