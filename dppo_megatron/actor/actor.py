@@ -154,6 +154,7 @@ class Actor:
                 data_iterator=[iter(prepared) for _ in self.model],  # every virtual stage reads all of them
                 num_microbatches=len(prepared),
             )
+        step.checks.raise_if_failed()
         total = reduce_reports(results, prepared[: len(micro_batches)], masked, self.layout)
         metrics = total.metrics
         if self.routing is not None:

@@ -6,7 +6,7 @@ Megatron's schedules call `forward_step` on every stage and what it returns on t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,9 +14,9 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from dppo_megatron.objectives import Metric, Objective, TopKLogprobs, mean_metric, sequence_ids_from_cu_seqlens
+from dppo_megatron.objectives import Metric, Objective, TopKLogprobs, mean_metric
 from dppo_megatron.types import TokenBatch
-from dppo_megatron.vocab_parallel import TokenStatistics, linear_token_statistics, token_statistics
+from dppo_megatron.vocab_parallel import DeferredChecks, TokenStatistics, linear_token_statistics, token_statistics
 
 from .batch.context import gather_unequal_rows
 from .batch.packing import MicroBatch, loss_fields, to_device
@@ -41,19 +41,24 @@ class LossStep:
     """`forward_step` of Megatron's schedules for one update with one objective.
 
     masked: [V] int64 on the device, how often each token id was outside the trust region, over all calls.
+    checks: to be read when all micro-batches are done, before their gradients are used.
     """
 
     objective: Objective
     vocab_size: int
     layout: Layout
     masked: Int[Tensor, " V"]
+    checks: DeferredChecks = field(default_factory=DeferredChecks)
 
     def __call__(self, data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(data)
         return run_model(model, batch), partial(self.loss, batch, model)
 
     def loss(self, batch: MicroBatch, model: Any, output: Tensor) -> tuple[Tensor, Tensor, MicroBatchResult]:
-        """(loss to differentiate, token count 0, report). The count is unused: `loss_weight` holds the divisors."""
+        """(loss to differentiate, token count 0, report). The count is unused: `loss_weight` holds the divisors.
+
+        The host waits for the device nowhere in here: it prepares the next micro-batch meanwhile.
+        """
         objective, rows = self.objective, batch.loss
         stats = head_statistics(
             model,
@@ -75,7 +80,7 @@ class LossStep:
             topk=None if rows.topk_ids is None else self._topk(rows, stats),
             old_logprob=rows.old_logprob,
             reference_logprob=rows.reference_logprob,
-            sequence_ids=_sequence_ids(batch, self.layout) if objective.needs_sequences else None,
+            sequence_ids=batch.sequence_ids if objective.needs_sequences else None,
             entropy=stats.entropy,
         )
         self.masked.index_add_(0, rows.target_ids[own], out.masked_tokens[own].long())
@@ -104,12 +109,13 @@ class LogprobStep:
     """`forward_step` that only scores: collects fp32 log-probs [T, C] of each batch as given, 0 where mask is False.
 
     C = 1, the targets; with `topk` C = K + 2, the targets, the top-K ids and everything else. Rows of other
-    context-parallel ranks are 0.
+    context-parallel ranks are 0. checks: as in `LossStep`.
     """
 
     vocab_size: int
     layout: Layout
     topk: bool = False
+    checks: DeferredChecks = field(default_factory=DeferredChecks)
 
     def __call__(self, data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(data)
@@ -158,6 +164,7 @@ def head_statistics(
         temperature=1.0 if rows.temperature is None else rows.temperature,
         group=layout.tensor_group if layout.tensor_size > 1 else None,
         entropy=entropy,
+        check=step.checks,
     )
 
 
@@ -184,13 +191,3 @@ def _whole_sequences(
 
 def _concatenate(parts: list[Tensor | None]) -> Tensor | None:
     return None if parts[0] is None else torch.cat(parts)
-
-
-def _sequence_ids(batch: MicroBatch, layout: Layout) -> Tensor:
-    """Sequence of each row that the objective is given, numbered without gaps: it wants them below their number."""
-    rows = batch.loss_rows
-    if layout.context_size > 1:
-        parts = [part if len(part) else part.new_zeros(1) for part in batch.context_rows]
-        rows = torch.cat(parts).to(layout.device)
-    ids = sequence_ids_from_cu_seqlens(batch.loss.cu_seqlens, batch.batch_tokens)[rows]
-    return torch.unique(ids, return_inverse=True)[1]

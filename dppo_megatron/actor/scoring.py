@@ -52,8 +52,9 @@ class Scorer:
         broadcast from the last stage.
         """
         prepared = self.packer.whole_rounds(micro_batches)
+        step = LogprobStep(self.vocab_size, self.layout, topk)
         results = get_forward_backward_func()(
-            forward_step_func=LogprobStep(self.vocab_size, self.layout, topk),
+            forward_step_func=step,
             data_iterator=[iter(prepared) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(prepared),
@@ -62,6 +63,7 @@ class Scorer:
             forward_only=True,
             collect_non_loss_data=True,
         )
+        step.checks.raise_if_failed()
         if self.layout.context_size > 1:
             for result in results:
                 dist.all_reduce(result, group=self.layout.context_group)

@@ -3,8 +3,9 @@
 Importable with torch alone. `docs/vocab_parallel.md` shows its use from another framework.
 """
 
+from .deferred import DeferredChecks
 from .linear import linear_token_statistics
 from .statistics import TokenStatistics
 from .stored import token_statistics
 
-__all__ = ["TokenStatistics", "linear_token_statistics", "token_statistics"]
+__all__ = ["DeferredChecks", "TokenStatistics", "linear_token_statistics", "token_statistics"]

@@ -60,20 +60,27 @@ def inverse_temperature(
     return 1.0 / value
 
 
-def check_id_values(target_ids: Tensor, topk_ids: Tensor | None, scale: float | Tensor, vocab: int) -> None:
-    """Raise ValueError where an id lies outside the vocabulary or a temperature is not positive and finite.
-
-    One device synchronisation, on the extremes of all arguments together.
-    """
-    if target_ids.numel() == 0:
-        return
-    extremes = [*torch.aminmax(target_ids)]
-    if topk_ids is not None and topk_ids.numel():
-        extremes += torch.aminmax(topk_ids)
+def id_extremes(target_ids: Tensor, topk_ids: Tensor | None, scale: float | Tensor) -> Tensor:
+    """fp64, on the device: what `check_id_values` decides by. No synchronisation."""
+    extremes: list[Tensor] = []
+    for ids in (target_ids, topk_ids):
+        if ids is not None and ids.numel():
+            extremes += torch.aminmax(ids)
     if isinstance(scale, Tensor):
         extremes.append((torch.isfinite(scale) & (scale > 0)).all())
-    if target_ids.device.type != "cpu":
-        extremes = list(torch.stack([extreme.long() for extreme in extremes]).cpu())
+    if not extremes:
+        return target_ids.new_zeros(0, dtype=torch.float64)
+    return torch.stack([extreme.double() for extreme in extremes])
+
+
+def check_id_values(
+    target_ids: Tensor, topk_ids: Tensor | None, scale: float | Tensor, vocab: int, extremes: list[float]
+) -> None:
+    """Raise ValueError where an id lies outside the vocabulary or a temperature is not positive and finite.
+
+    extremes: `id_extremes` of the same arguments, on the host. Looks at the arguments themselves, which
+    synchronises with the device, only to say what is wrong.
+    """
     values = [int(extreme) for extreme in extremes]
     for name, low, ids in (("target_ids", 0, target_ids), ("topk_ids", -1, topk_ids)):
         if ids is None or ids.numel() == 0:

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import blocks, checks
 from .collectives import gather_sequence, reduce_gradient
 from .compiled import worthwhile
+from .deferred import DeferredChecks
 from .merge import add_rows, empty_rows
 from .request import Request, choose_backend, statistics
 from .shard import make_shard
@@ -37,7 +38,7 @@ def linear_token_statistics(
     sequence_parallel: bool = False,
     vocab_start: int | None = None,
     block_columns: int | None = None,
-    check: bool = True,
+    check: bool | DeferredChecks = True,
 ) -> TokenStatistics:
     """token_statistics of hidden @ weight.T + bias, a block of the vocabulary at a time.
 

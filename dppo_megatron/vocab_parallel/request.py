@@ -10,9 +10,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import checks, torch_backend
+from . import torch_backend
+from .deferred import DeferredChecks, Verification
 from .merge import Coefficients, Merged
-from .shard import HEADER, Shard, gather_rows, total_columns, write_header
+from .shard import HEADER, Shard, gather_rows, write_header
 from .statistics import TokenStatistics
 from .topk import join_ids
 
@@ -27,13 +28,16 @@ class Request:
     scale: float | Tensor
     entropy: str
     dtype: torch.dtype
-    check: bool
+    check: bool | DeferredChecks
     backend: ModuleType
 
-    def _check_ids(self, headers: list[list[float]] | None) -> None:
-        total = total_columns(self.shard, headers)
-        vocab = total if self.shard.vocab_size is None else self.shard.vocab_size
-        checks.check_id_values(self.target_ids, self.topk_ids, self.scale, vocab)
+    def _verify(self, headers: Tensor | None) -> None:
+        if self.check is False:
+            return
+        checks = DeferredChecks() if self.check is True else self.check
+        checks.add(Verification.of(self.target_ids, self.topk_ids, self.scale, self.shard, headers))
+        if self.check is True:
+            checks.raise_if_failed()
 
     def forward(self, fill: Callable[[Tensor, Tensor], None]) -> tuple[Tensor, Merged]:
         """Merge the shards of all ranks. One all-gather if there is more than one.
@@ -44,18 +48,16 @@ class Request:
         tokens, n = ids.shape
         device = ids.device
         if self.shard.world == 1:
-            if self.check:
-                self._check_ids(None)
+            self._verify(None)
             rows = torch.empty((1, tokens, n + 3), dtype=self.dtype, device=device)
             fill(ids, rows[0])
         else:
             packed = torch.zeros((tokens + 1, n + 3), dtype=self.dtype, device=device)
-            if self.check:
+            if self.check is not False:
                 write_header(packed[0], self.shard, ids)
             fill(ids, packed[1:])
             gathered = gather_rows(packed, self.shard)
-            if self.check:
-                self._check_ids(gathered[:, 0, :HEADER].tolist())
+            self._verify(gathered[:, 0, :HEADER])
             rows = gathered[:, 1:]
         return ids, self.backend.merge(rows, ids, self.scale, entropy=self.entropy != "none")
 

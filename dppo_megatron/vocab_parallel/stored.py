@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import blocks, checks
 from .compiled import worthwhile
+from .deferred import DeferredChecks
 from .merge import empty_rows
 from .request import Request, choose_backend, statistics
 from .shard import make_shard
@@ -31,7 +32,7 @@ def token_statistics(
     *,
     vocab_start: int | None = None,
     inplace: bool | None = None,
-    check: bool = True,
+    check: bool | DeferredChecks = True,
 ) -> TokenStatistics:
     """Log-probs of the target, of top-K ids and of everything else, and the entropy, from sharded logits.
 
@@ -58,7 +59,8 @@ def token_statistics(
             or a view of one (whose values the caller would expect to keep). Either way the logits keep their
             values until the backward pass.
         check: verify ids, temperatures and that the ranks agree. Costs small reductions and, on CUDA,
-            a synchronisation with the device.
+            a synchronisation with the device: one for each call, or, given a DeferredChecks, one for all calls
+            until its `raise_if_failed`. False: neither.
 
     Maths: for A the top K and the target, dz_j = [1{j in A} g_j - pi_j (sum g + h (ln pi_j + H))] / temperature with
     g = dL/d ln pi and h = dL/dH; each rank sends max, sum and entropy sum of its columns outside A, and the

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -41,6 +43,17 @@ def test_two_ranks_train_as_one(one_rank, two_ranks, layout):
     assert got["tokens"] == expected["tokens"]
     assert got["loss_tokens"] == expected["loss_tokens"]
     assert got["masked_tokens"] == expected["masked_tokens"]
+
+
+@pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
+def test_no_micro_batch_makes_the_host_wait_for_the_device(request, world):
+    assert all(map(math.isfinite, request.getfixturevalue(world)(update.host_reads)))
+
+
+def test_ids_of_another_model_are_named_before_they_reach_the_device(one_rank):
+    messages = one_rank(update.wrong_ids)
+    for name in ("token_ids", "target_ids", "topk_ids"):
+        assert f"{name} of micro-batch 1 must be within" in messages[name]
 
 
 @pytest.mark.parametrize("layout", [update.tensor_tied, update.pipeline_tied], ids=name_of)

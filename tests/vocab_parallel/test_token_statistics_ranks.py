@@ -69,8 +69,8 @@ def test_many_columns(ranks: Ranks, dtype: str) -> None:
     check(ranks, case)
 
 
-def _disagree(rank: int, what: str) -> None:
-    from dppo_megatron.vocab_parallel import token_statistics
+def _disagree(rank: int, what: str, deferred: bool) -> None:
+    from dppo_megatron.vocab_parallel import DeferredChecks, token_statistics
 
     group, world = dist.group.WORLD, dist.get_world_size()
     target = torch.tensor([0, 1, 2])
@@ -87,9 +87,16 @@ def _disagree(rank: int, what: str) -> None:
         arguments |= {"vocab_start": 5 * rank, "vocab_size": 5 * world + 1}
     elif what == "range":
         arguments["topk_ids"] = torch.full((3, 2), 5 * world)
-    token_statistics(**arguments)
+    if not deferred:
+        token_statistics(**arguments)
+    checks = DeferredChecks()
+    right = {"logits": torch.randn(3, 5), "target_ids": target, "group": group}
+    for each in (right, arguments, right):
+        token_statistics(**each, check=checks)
+    checks.raise_if_failed()
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -101,9 +108,9 @@ def _disagree(rank: int, what: str) -> None:
         ("range", "topk_ids must be within"),
     ],
 )
-def test_disagreement_raises_on_every_rank(ranks: Ranks, what: str, message: str) -> None:
+def test_disagreement_raises_on_every_rank(ranks: Ranks, what: str, message: str, deferred: bool) -> None:
     with pytest.raises(RankError) as caught:
-        ranks.run(_disagree, what=what)
+        ranks.run(_disagree, what=what, deferred=deferred)
     assert len(caught.value.raised) == ranks.size
     for kind, text in caught.value.raised:
         assert kind == "ValueError"

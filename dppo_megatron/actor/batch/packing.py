@@ -20,6 +20,7 @@ from dppo_megatron.actor.model_config import dtype, use_transformer_engine
 from dppo_megatron.actor.precision import row_multiple
 from dppo_megatron.config.schema import Config
 from dppo_megatron.hf import HFModelConfig
+from dppo_megatron.objectives import sequence_ids_from_cu_seqlens
 from dppo_megatron.types import TokenBatch
 
 from .context import rows_of_rank
@@ -58,6 +59,7 @@ class MicroBatch:
     loss: TokenBatch
     loss_rows: Int[Tensor, " n"]  # where `loss` lies in the batch as given
     context_rows: tuple[Int[Tensor, " m"], ...]  # the same of every context-parallel rank, empty where it has none
+    sequence_ids: Int[Tensor, " n_all"]  # of the loss rows of all context-parallel ranks, numbered without gaps
     given: TokenBatch  # the batch as given, on the CPU
     batch_tokens: int  # tokens of the batch as given, all context-parallel ranks together
     num_tokens: int  # of those, this rank's
@@ -74,6 +76,7 @@ class Packer:
     round_size: a pass takes a multiple of so many micro-batches (the interleaved pipeline schedule does).
     equal_group: ranks that must hold equally many rows of each micro-batch, else None.
     held_layers: routing replay: this rank's layers with experts, counted among all of those; else None.
+    vocab_size: token ids lie below it. Where it is None they are not checked.
     """
 
     device: torch.device
@@ -88,6 +91,7 @@ class Packer:
     round_size: int = 1
     equal_group: dist.ProcessGroup | None = None
     held_layers: tuple[int, ...] | None = None
+    vocab_size: int | None = None
 
     @classmethod
     def of(cls, hf: HFModelConfig, config: Config, layout: Layout, held_layers: tuple[int, ...] | None) -> Packer:
@@ -106,15 +110,21 @@ class Packer:
             round_size=layout.pipeline_size if layout.virtual_pipeline_size else 1,
             equal_group=layout.expert_group if gathers and layout.expert_group.size() > 1 else None,
             held_layers=held_layers,
+            vocab_size=hf.vocab_size,
         )
 
     def whole_rounds(self, batches: Sequence[TokenBatch]) -> list[MicroBatch]:
-        """The micro-batches of one pass, then fillers up to whole rounds. Raises ValueError without any.
+        """The micro-batches of one pass, then fillers up to whole rounds.
+
+        Raises ValueError without any, and for ids outside the vocabulary: here, on the host, where it can be said
+        which; on a device they would be an assertion somewhere in the embedding.
 
         Collective over `equal_group`: one all-reduce.
         """
         if not batches:
             raise ValueError("an update needs at least one micro-batch")
+        for number, batch in enumerate(batches):
+            self._check_ids(batch, number)
         missing = -len(batches) % self.round_size
         batches = [*batches, *[filler(batches[0])] * missing]
         bounds = [self._bounds(batch.cu_seqlens.cpu()) for batch in batches]
@@ -128,6 +138,20 @@ class Packer:
     def __call__(self, batch: TokenBatch) -> MicroBatch:
         """Copies to the device. Raises ValueError for a batch without tokens or with an empty sequence."""
         return self.whole_rounds([batch])[0]
+
+    def _check_ids(self, batch: TokenBatch, number: int) -> None:
+        if self.vocab_size is None:
+            return
+        for name, low in (("token_ids", 0), ("target_ids", 0), ("topk_ids", -1)):
+            ids = getattr(batch, name)
+            if ids is None or ids.numel() == 0:
+                continue
+            lowest, highest = map(int, torch.aminmax(ids))
+            if lowest < low or highest >= self.vocab_size:
+                raise ValueError(
+                    f"{name} of micro-batch {number} must be within [{low}, {self.vocab_size}), found {lowest} to "
+                    f"{highest}: these are tokens of another model"
+                )
 
     def _bounds(self, cu_seqlens: Tensor) -> Tensor:
         """[B + 1] of the sequences, each padded to what context parallelism divides evenly, and of the padding."""
@@ -166,6 +190,7 @@ class Packer:
             loss=to_device(loss, self.device),
             loss_rows=loss_rows.to(self.device),
             context_rows=context_rows,
+            sequence_ids=_sequence_ids(batch, context_rows).to(self.device),
             given=batch,
             batch_tokens=batch.token_ids.shape[0],
             num_tokens=int(real.sum()),
@@ -202,6 +227,13 @@ class Packer:
         experts = batch.routed_experts[:, list(self.held_layers)][origin]
         experts[origin < 0] = -1
         return ReplayedExperts(experts.to(self.device).transpose(0, 1).contiguous())
+
+
+def _sequence_ids(batch: TokenBatch, context_rows: Sequence[Tensor]) -> Tensor:
+    """Sequence of each loss row, those of all ranks end to end. An objective wants them below their number."""
+    rows = torch.cat([part if len(part) else part.new_zeros(1) for part in context_rows])
+    ids = sequence_ids_from_cu_seqlens(batch.cu_seqlens.cpu(), batch.token_ids.shape[0])[rows]
+    return torch.unique(ids, return_inverse=True)[1]
 
 
 def filler(batch: TokenBatch) -> TokenBatch:

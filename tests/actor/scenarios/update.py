@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -11,6 +13,7 @@ from dppo_megatron.objectives import build_objective
 from tests.actor.scenarios.parts import fingerprint, same, topk, train
 from tests.support.actor_cases import VOCAB, K, micro_batches, pack, sequences
 from tests.support.actor_ranks import Rank
+from tests.support.host_reads import no_host_reads
 
 
 def scores(rank: Rank) -> Any:
@@ -53,6 +56,50 @@ def idle_rank(rank: Rank) -> Any:
             stats = [actor.train_update([batch], topk()) for _ in range(2)]
         results[name] = [(s.loss, s.grad_norm, s.metrics["masked/share"]) for s in stats]
     return results
+
+
+def host_reads(rank: Rank) -> Any:
+    """What of LossStep and LogprobStep would make the host wait for a GPU in a micro-batch, in several layouts."""
+    from dppo_megatron.actor import forward
+
+    def unread(step):
+        def checked(*args, **kwargs):
+            with no_host_reads():
+                return step(*args, **kwargs)
+
+        return checked
+
+    layouts = {"alone": {}}
+    if rank.world_size == 2:
+        layouts = {"tensor": {"tensor": 2}, "context": {"context": 2}}
+    objectives = [topk(), build_objective("gspo", entropy_coefficient=0.1), build_objective("drpo")]
+    patches = [(forward.LossStep, "loss"), (forward.LogprobStep, "collect")]
+    found = []
+    with contextlib.ExitStack() as stack:
+        for owner, name in patches:
+            stack.enter_context(mock.patch.object(owner, name, unread(getattr(owner, name))))
+        for layout in layouts.values():
+            for settings in ({}, {"logits": "fused"}):
+                with rank.actor(settings=settings, **layout) as actor:
+                    batches = micro_batches(sequences(), 2)
+                    found += [actor.train_update(batches, objective).loss for objective in objectives]
+                    actor.scores(batches, topk=True)
+    return found
+
+
+def wrong_ids(rank: Rank) -> Any:
+    """The error for each field that names a token outside the vocabulary."""
+    messages = {}
+    with rank.actor() as actor:
+        for name in ("token_ids", "target_ids", "topk_ids"):
+            right, wrong = micro_batches(sequences(), 2)
+            ids = getattr(wrong, name).clone()
+            ids[3] = VOCAB
+            try:
+                actor.train_update([right, replace(wrong, **{name: ids})], topk())
+            except ValueError as error:
+                messages[name] = str(error)
+    return messages
 
 
 # ---- one rank

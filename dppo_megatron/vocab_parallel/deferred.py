@@ -1,0 +1,69 @@
+"""Checks of values that lie on the device, made now or later: to read one, the host waits for all work before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checks import check_id_values, id_extremes
+from .shard import HEADER, Shard, total_columns
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What one call has to verify: its ids, its temperatures, and that the ranks of its group agree.
+
+    numbers: fp64, on the device: `id_extremes`, then the gathered headers of all ranks.
+    """
+
+    target_ids: Tensor
+    topk_ids: Tensor | None
+    scale: float | Tensor
+    shard: Shard
+    numbers: Tensor
+
+    @classmethod
+    def of(
+        cls, target_ids: Tensor, topk_ids: Tensor | None, scale: float | Tensor, shard: Shard, headers: Tensor | None
+    ) -> Verification:
+        """headers: [world, HEADER], None for a single shard. No synchronisation."""
+        numbers = id_extremes(target_ids, topk_ids, scale)
+        if headers is not None:
+            numbers = torch.cat((numbers, headers.double().flatten()))
+        return cls(target_ids, topk_ids, scale, shard, numbers)
+
+    def raise_if_failed(self, numbers: list[float]) -> None:
+        """Raises ValueError with names and sizes. numbers: those above, on the host."""
+        headers = None
+        if self.shard.world > 1:
+            flat = numbers[-self.shard.world * HEADER :]
+            numbers = numbers[: -len(flat)]
+            headers = [flat[i : i + HEADER] for i in range(0, len(flat), HEADER)]
+        total = total_columns(self.shard, headers)
+        vocab = total if self.shard.vocab_size is None else self.shard.vocab_size
+        check_id_values(self.target_ids, self.topk_ids, self.scale, vocab, numbers)
+
+
+class DeferredChecks:
+    """Collects what calls with `check=` this would have raised, for one look at the device after many of them.
+
+    Until then results of a call that would have raised are not to be used. Ids of waiting calls stay in memory.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Verification] = []
+
+    def add(self, verification: Verification) -> None:
+        self._waiting.append(verification)
+
+    def raise_if_failed(self) -> None:
+        """Raises what the first wrong call would have raised, and forgets all calls. One synchronisation, if any."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        sizes = [verification.numbers.numel() for verification in waiting]
+        numbers = torch.cat([verification.numbers for verification in waiting]).cpu()
+        for verification, part in zip(waiting, numbers.split(sizes), strict=True):
+            verification.raise_if_failed(part.tolist())

@@ -1,0 +1,56 @@
+"""Refuses what would make the host wait for a GPU, on tensors that here lie on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# By the names that Python calls them, for some read a CPU's memory without any operator, ...
+_READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "equal"}
+# ... and by operator, whoever calls it: values, and shapes that depend on values.
+_OPERATORS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_consecutive",
+    "unique_dim",
+    "equal",
+    "repeat_interleave",
+}
+
+
+class HostRead(AssertionError):
+    """A value was read from, or a shape made of, a tensor that on a GPU would still be computed."""
+
+
+def _masks(index: Any) -> bool:
+    parts = index if isinstance(index, tuple | list) else (index,)
+    return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
+
+
+class _Functions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in _READS or (name in ("__getitem__", "__setitem__") and _masks(args[1])):
+            raise HostRead(name)
+        return function(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in _OPERATORS:
+            raise HostRead(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def no_host_reads() -> Iterator[None]:
+    """Inside, whatever would synchronise with a device raises HostRead."""
+    with _Functions(), _Operators():
+        yield
