@@ -86,6 +86,7 @@ def test_saved_in_one_layout_and_continued_in_another(on):
         assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_every_rank_saves_its_share_of_buffers_with_many_buckets(on):
     for model, value in on(2, scenarios.many_buckets).items():
         assert value["buckets"] > 5, model

@@ -109,6 +109,7 @@ def test_dry_run_names_every_tensor_and_writes_nothing(models, tmp_path, convert
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_several_processes_by_the_command_itself(models, tmp_path):
     command = [sys.executable, "-m", "dppo_megatron", "convert"]
     arguments = ["hf-to-megatron", str(models / "llama"), str(tmp_path / "m"), "--pipeline", "4", "--nproc", "2"]

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.model_directories import write_model
 from tests.support.models import CONFIGS
 from tests.support.runs import environment
@@ -36,6 +38,7 @@ print(json.dumps(status("VmHWM") - before))
 """
 
 
+@pytest.mark.slow
 def test_peak_is_a_few_weights(tmp_path):
     config = {**CONFIGS["qwen2"], "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     small = write_model(tmp_path / "small", CONFIGS["qwen2"])

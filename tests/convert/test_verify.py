@@ -70,6 +70,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
     return dict(zip(pairs, lines, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, "padded vocabulary"])
 def test_logits_of_a_converted_model_are_those_of_the_source(results, family):
     assert results[family]["differs_at"] is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import yaml
 from make_task import write_sums
 
@@ -25,7 +27,7 @@ def shortened(name: str, run_dir: Path, sums: Path, **changes: dict) -> dict:
     return tree
 
 
-def test_dppo_teaches_sums_to_a_policy_raised_on_careless_text(task, engine, tmp_path):
+def test_dppo_teaches_sums_to_a_policy_raised_on_careless_text(task, request: pytest.FixtureRequest, tmp_path):
     write_sums(tmp_path, seed=1)
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text("".join(heldout.read_text().splitlines(keepends=True)[:HELD_OUT]))
@@ -35,10 +37,14 @@ def test_dppo_teaches_sums_to_a_policy_raised_on_careless_text(task, engine, tmp
         tmp_path / "warmup",
         tmp_path,
         model={"path": str(task / "random_model")},
+        parallel={"world_size": 1, "tensor": 1},
         train={"steps": 120},
         optimizer={"decay": "constant"},
     )
-    run("train", write_config(warmup, tmp_path / "warmup.yaml"))
+    with ThreadPoolExecutor() as pool:  # the engine starts meanwhile
+        warmed_up = pool.submit(run, "train", write_config(warmup, tmp_path / "warmup.yaml"))
+        engine = request.getfixturevalue("engine")
+        warmed_up.result()
 
     dppo = shortened(
         "config.yaml",

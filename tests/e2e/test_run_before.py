@@ -51,6 +51,7 @@ def test_it_is_reported(before):
     assert (before / "run" / "report" / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_it_is_continued_as_the_earlier_version_would_have(before):
     run("train", "config.yaml", "--resume")
     assert steps_done(before / "run") == list(range(1, STEPS + 1))

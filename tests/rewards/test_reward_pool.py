@@ -95,6 +95,7 @@ def test_a_class_is_one_object_per_process(prompt):
         assert score(pool, prompt("1"), "a", "b", "c") == ([1.0, 2.0, 3.0], [False] * 3)
 
 
+@pytest.mark.slow
 def test_importing_does_not_count_against_the_timeout(prompt):
     with make_pool("tests.rewards.slow_to_import:one", timeout_s=0.75) as pool:
         assert score(pool, prompt("1"), "a", "b") == ([1.0, 1.0], [False, False])

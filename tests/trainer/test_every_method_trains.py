@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -19,6 +20,16 @@ VARIANTS = {
 }
 METHODS = {**{name: (name, {}) for name in PRESETS}, **VARIANTS}
 REFERENCE = "dppo_reference_kl"
+OFTEN = {"dppo_binary_tv", "dppo_topk_tv", "drpo", "grpo", "nll", *VARIANTS}
+
+
+def labels(chosen: Callable[[str, dict], bool] = lambda name, settings: True) -> list:
+    """The methods for which `chosen(name, settings)`; those not trained before every commit are marked slow."""
+    return [
+        label if label in OFTEN else pytest.param(label, marks=pytest.mark.slow)
+        for label, method in METHODS.items()
+        if chosen(*method)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +40,7 @@ def trained(ranks, tmp_path_factory):
     return functools.cache(lambda label: ranks(2).run(train_method, method=METHODS[label], **given)[0])
 
 
-@pytest.mark.parametrize("label", METHODS)
+@pytest.mark.parametrize("label", labels())
 def test_trains_without_error(trained, label):
     found = trained(label)
     assert found["steps"] == len(found["records"]) == STEPS
@@ -41,7 +52,7 @@ def test_trains_without_error(trained, label):
         assert update["nonfinite_tokens"] == 0
 
 
-@pytest.mark.parametrize("label", METHODS)
+@pytest.mark.parametrize("label", labels())
 def test_the_log_begins_with_the_method_in_words(trained, label):
     name, settings = METHODS[label]
     words = build_objective(name, **settings).describe().splitlines()
@@ -51,7 +62,7 @@ def test_the_log_begins_with_the_method_in_words(trained, label):
     assert head[len(words)].startswith(f"advantage: {PRESETS[name].advantage}, aggregation: ")
 
 
-@pytest.mark.parametrize("label", [label for label in METHODS if label != "nll"])
+@pytest.mark.parametrize("label", labels(lambda name, _: name != "nll"))
 def test_the_first_update_is_on_policy(trained, label):
     """The policy that sampled the bank: nothing is outside the region, and every weight is 1."""
     first = trained(label)["updates"][0]
@@ -62,16 +73,13 @@ def test_the_first_update_is_on_policy(trained, label):
     assert first["divergence/max"] < 1e-4
 
 
-@pytest.mark.parametrize("label", [label for label, (name, _) in METHODS.items() if name != "nll"])
+@pytest.mark.parametrize("label", labels(lambda name, _: name != "nll"))
 def test_the_policy_moves_away_from_the_rollouts(trained, label):
     updates = trained(label)["updates"]
     assert updates[-1]["mismatch/k3"] > 1e-4
 
 
-@pytest.mark.parametrize(
-    "label",
-    [label for label, (name, settings) in METHODS.items() if build_objective(name, **settings).needs_old],
-)
+@pytest.mark.parametrize("label", labels(lambda name, settings: build_objective(name, **settings).needs_old))
 def test_the_old_policy_is_that_of_the_steps_start(trained, label):
     found = trained(label)
     first, second = found["updates"][-2:]  # of the last step: far from the rollouts by then
