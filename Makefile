@@ -5,6 +5,7 @@
 # make test-parallel  every parallel layout trains as one process does; kill -9 and resume in several of them
 # make test-engines   the engine contract, weight transports and faults, on real vLLM and SGLang servers
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
+# make attack         tests/attack with another seed and more cases: ATTACK_SEED=N ATTACK_CASES=N make attack
 # make lint           ruff, mypy on the public surface, retired words, docs-check
 # make docs-check     links, files, commands, flags, settings and figures named in the docs exist
 # make format         ruff, which mends what it can
@@ -21,7 +22,7 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart test test-all test-cpu test-engines test-parallel test-slurm lint docs-check format install sglang clean
+.PHONY: quickstart test test-all test-cpu test-engines test-parallel test-slurm attack lint docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -52,6 +53,9 @@ test-slurm: install
 test-engines: install sglang
 	$(PYTEST) tests -m engines
 	$(PYTEST) tests/faults -m faults
+
+attack: install
+	$(PYTEST) tests/attack -m ""
 
 lint: install docs-check
 	$(BIN)/ruff check .

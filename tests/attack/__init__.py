@@ -1,0 +1,20 @@
+"""Attacks from outside, drawn at random from a seed, so that each can be repeated.
+
+ATTACK_SEED draws others (default 1). ATTACK_CASES is how many of each kind are tried (default: each test's own number).
+What an attack found is kept under a name of its own, in the tests of the room that was mended.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+
+def cases(usual: int) -> int:
+    """How many cases of one kind to try."""
+    return int(os.environ.get("ATTACK_CASES", usual))
+
+
+def generator(*case: object) -> random.Random:
+    """The source of randomness of one case, e.g. `generator("config", 17)`; another for every ATTACK_SEED."""
+    return random.Random(repr((os.environ.get("ATTACK_SEED", "1"), *case)))
