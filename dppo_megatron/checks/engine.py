@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dppo_megatron.config import Config
 
+LAST_PORT = 65535
 MOST_SENDERS = 32  # of broadcast weights: a communicator for each, with buffers of its own in every engine worker
 
 
@@ -14,6 +15,11 @@ def problems(config: Config) -> list[str]:
     out = []
     if e.urls and e.count != 1 and e.count != len(e.urls):
         out.append(f"engine.count = {e.count}: engine.urls names {len(e.urls)} engines; remove engine.count")
+    if e.port + config.started_engines - 1 > LAST_PORT:
+        out.append(
+            f"engine.port = {e.port}: with engine.count = {e.count} the last port would be "
+            f"{e.port + config.started_engines - 1}, above {LAST_PORT}; set it to a lower one, or to 0 for free ones"
+        )
     if e.placement == "colocated":
         out += _colocated(config)
     return out + _transport(config) + _quantization(config)

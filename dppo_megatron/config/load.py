@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from dppo_megatron.common.files import write_atomic
-from dppo_megatron.errors import ExpectedError
+from dppo_megatron.errors import ExpectedError, bounded, listing, shown
 
 from .schema import Config
+from .yaml_tree import DEEPEST, MOST_BYTES, parse
 
 
 class ConfigError(ExpectedError, ValueError):
@@ -22,9 +22,7 @@ class ConfigError(ExpectedError, ValueError):
 
     def __init__(self, source: str, violations: Sequence[str]):
         self.violations = tuple(violations)
-        lines = "\n".join(f"  - {v}" for v in self.violations)
-        count = len(self.violations)
-        super().__init__(f"{source}: {count} problem{'s' if count != 1 else ''}\n{lines}")
+        super().__init__(listing(source, self.violations))
 
 
 def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -35,11 +33,15 @@ def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     source = str(path)
     tree, violations = _read_file(Path(path))
     violations += _apply_overrides(tree, overrides)
+    return validated(tree, source, violations)
+
+
+def validated(tree: dict[str, Any], source: str, violations: Sequence[str] = ()) -> Config:
+    """The settings in `tree`. Raises `ConfigError` naming every violation of types and names, beside those given."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        violations += [_describe(e) for e in error.errors()]
-        raise ConfigError(source, violations) from None
+        raise ConfigError(source, [*violations, *map(_describe, error.errors())]) from None
     if violations:
         raise ConfigError(source, violations)
     return config
@@ -61,56 +63,22 @@ def with_absolute_paths(config: Config) -> Config:
     return config.model_copy(update=sections)
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads 1e-4 as the number it is in YAML 1.2, not as YAML 1.1's text, and notes keys that a mapping repeats, of
-    which YAML would keep the last and drop the others without a word.
-    """
-
-    def __init__(self, text: str):
-        super().__init__(text)
-        self.repeated: list[str] = []
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[str, list[int]] = {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                lines.setdefault(key.value, []).append(key.start_mark.line + 1)
-        for name, places in lines.items():
-            if len(places) > 1:
-                self.repeated.append(f"{name}: given in lines {', '.join(map(str, places))}; merge them into one")
-        return node
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
-def _parse(text: str) -> tuple[Any, list[str]]:
-    """The value that YAML `text` stands for, and a violation for each key it repeats. Raises ValueError."""
-    loader = _Loader(text)
-    try:
-        return loader.get_single_data(), loader.repeated
-    except yaml.MarkedYAMLError as error:
-        at = error.problem_mark
-        place = "" if at is None else f"line {at.line + 1}, column {at.column + 1}: "
-        raise ValueError(f"not valid YAML: {place}{error.problem}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. a date with 13 months
-        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from None
-    finally:
-        loader.dispose()
-
-
 def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Raises `ConfigError` where there is no tree to look at."""
     try:
-        tree, repeated = _parse(path.read_text())
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"more than the {MOST_BYTES} bytes that a config has at most; is it the right file?")
+        tree, repeated = parse(content.decode())
     except FileNotFoundError:
         problem = "no such file; pass the path of a YAML config, e.g. examples/quickstart/config.yaml"
         raise ConfigError(str(path), [problem]) from None
     except OSError as error:
         raise ConfigError(str(path), [f"cannot be read: {error.strerror}"]) from None
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(str(path), [f"line {line}: not UTF-8 ({error.reason}); save it as UTF-8"]) from None
     except ValueError as error:
         raise ConfigError(str(path), [str(error)]) from None
     if not isinstance(tree, dict):
@@ -122,22 +90,25 @@ def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str
     violations = []
     for item in overrides:
         dotted, equals, text = item.partition("=")
+        item, dotted = bounded(item, 200), dotted.strip()
         if not equals or not dotted:
             violations.append(f"--set {item}: write it as section.key=value")
             continue
-        *parents, leaf = dotted.strip().split(".")
-        node: Any = tree
+        *parents, leaf = dotted.split(".")
+        node: Any = tree if len(parents) < DEEPEST else None
         for key in parents:
             node = node.setdefault(key, {}) if isinstance(node, dict) else None
             if node is None:
                 break
         if not isinstance(node, dict):
-            violations.append(f"--set {item}: {dotted} does not name a setting")
+            violations.append(f"--set {item}: {bounded(dotted, 100)} does not name a setting")
             continue
         try:
-            node[leaf], repeated = _parse(text) if text else ("", [])
+            node[leaf], repeated = parse(text) if text else ("", [])
         except ValueError as error:
-            violations.append(f"--set {item}: {error}; quote text for YAML, e.g. --set '{dotted}=\"...\"'")
+            violations.append(
+                f"--set {item}: {error}; quote text for YAML, e.g. --set '{bounded(dotted, 100)}=\"...\"'"
+            )
             continue
         violations += [f"--set {item}: {problem}" for problem in repeated]
     return violations
@@ -145,12 +116,12 @@ def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str
 
 def _describe(error: Any) -> str:
     location = [str(part) for part in error["loc"]]
-    dotted = ".".join(location)
+    dotted = ".".join(bounded(part, 60) for part in location)
     if error["type"] == "extra_forbidden":
         return f"{dotted}: unknown setting{_nearest(location)}"
     if error["type"] == "missing":
         return f"{dotted}: required, not set"
-    return f"{dotted} = {error['input']!r}: {error['msg']}"
+    return f"{dotted} = {shown(error['input'])}: {error['msg']}"
 
 
 def _nearest(location: list[str]) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, JsonValue, ValidationError, ValidationInfo, field_validator
 
 from dppo_megatron.objectives import PRESETS, ObjectiveError
 from dppo_megatron.objectives.settings import (
@@ -17,20 +16,20 @@ from dppo_megatron.objectives.settings import (
     override,
 )
 
-from .section import Section
+from .section import Count, Section, refusal
 
 
 class ObjectiveConfig(Section):
     name: str = Field("dppo_binary_tv", description="preset, or package.module:attribute")
-    settings: dict[str, Any] = Field(
+    settings: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="axes of the preset to replace, e.g. delta: 0.2; `dppo-megatron objectives NAME` lists them. An "
         "objective of your own takes what it likes",
     )
     advantage: AdvantageKind = "group_mean"
     aggregation: AggregationKind = "seq_mean_token_sum_norm"
-    horizon: int | None = Field(
-        None, ge=1, description="divisor of seq_mean_token_sum_norm; default: rollout.max_response_tokens"
+    horizon: Count | None = Field(
+        None, description="divisor of seq_mean_token_sum_norm; default: rollout.max_response_tokens"
     )
     overlong_filter: bool = Field(
         False, description="truncated responses carry no loss (DAPO); their rewards stay in the baseline"
@@ -40,7 +39,7 @@ class ObjectiveConfig(Section):
     @classmethod
     def _check_name(cls, name: str) -> str:
         if ":" not in name and name not in PRESETS:
-            raise _refusal(f"unknown objective {name!r}: {nearest(name, PRESETS)}")
+            raise refusal(f"unknown objective {name!r}: {nearest(name, PRESETS)}")
         return name
 
     @field_validator("settings")
@@ -54,20 +53,16 @@ class ObjectiveConfig(Section):
         if wrong:
             raise ValidationError.from_exception_data(
                 "objective.settings",
-                [{"type": _refusal(why), "loc": (axis,), "input": settings[axis]} for axis, why in wrong.items()],
+                [{"type": refusal(why), "loc": (axis,), "input": settings[axis]} for axis, why in wrong.items()],
             )
         if name is not None:
             try:
                 override(PRESETS[name].settings, settings)
             except ObjectiveError as error:
-                raise _refusal(f"objective {name}: {error}") from None
+                raise refusal(f"objective {name}: {error}") from None
         return {axis: canonical(axis, value) for axis, value in settings.items()}
 
     @property
     def supervised(self) -> bool:
         """True for the objective that learns from given answers: no rollouts, no engine."""
         return self.name == "nll"
-
-
-def _refusal(why: str) -> PydanticCustomError:
-    return PydanticCustomError("objective", "{why}", {"why": why})

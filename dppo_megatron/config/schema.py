@@ -13,18 +13,33 @@ from pydantic import Field
 from dppo_megatron.common.dtypes import FloatName
 
 from .objective import ObjectiveConfig
-from .section import Section
+from .section import (
+    Bytes,
+    Count,
+    CountFromZero,
+    EnvironmentName,
+    FilePath,
+    Float,
+    Int,
+    Positive,
+    Processes,
+    ProcessesFromZero,
+    Seconds,
+    Section,
+    TokenId,
+    Url,
+)
 
 
 class RunConfig(Section):
-    dir: Path = Field(description="run directory: resolved config, bank, weights, checkpoints, logs, metrics")
-    seed: int = Field(1, ge=0, description="seeds prompt order, sampling and dropout")
-    stall_timeout_s: float = Field(1800.0, gt=0, description="a wait without progress longer than this raises")
+    dir: FilePath = Field(description="run directory: resolved config, bank, weights, checkpoints, logs, metrics")
+    seed: Int = Field(1, ge=0, lt=1 << 32, description="seeds prompt order, sampling and dropout")
+    stall_timeout_s: Seconds = Field(1800.0, description="a wait without progress longer than this raises")
 
 
 class ModelConfig(Section):
-    path: Path = Field(description="Hugging Face model directory (config.json, safetensors, tokenizer)")
-    weights: Path | None = Field(
+    path: FilePath = Field(description="Hugging Face model directory (config.json, safetensors, tokenizer)")
+    weights: FilePath | None = Field(
         None,
         description="start from these weights of the same model instead: a Megatron checkpoint that `convert` made or "
         "a run's checkpoints/step-N, saved in whatever layout",
@@ -54,17 +69,17 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    world_size: int = Field(1, ge=1, description="trainer ranks; data-parallel size follows from the rest")
-    tensor: int = Field(1, ge=1)
-    pipeline: int = Field(1, ge=1)
-    virtual_pipeline: int | None = Field(None, ge=2, description="model chunks per pipeline rank (interleaved)")
-    first_stage_layers: int | None = Field(
-        None, ge=1, description="layers of the first pipeline rank; default: as many as each other rank"
+    world_size: Processes = Field(1, description="trainer ranks; data-parallel size follows from the rest")
+    tensor: Processes = 1
+    pipeline: Processes = 1
+    virtual_pipeline: Count | None = Field(None, ge=2, description="model chunks per pipeline rank (interleaved)")
+    first_stage_layers: Count | None = Field(
+        None, description="layers of the first pipeline rank; default: as many as each other rank"
     )
-    last_stage_layers: int | None = Field(None, ge=1, description="layers of the last pipeline rank, likewise")
-    context: int = Field(1, ge=1)
-    expert: int = Field(1, ge=1)
-    expert_tensor: int | None = Field(None, ge=1, description="tensor parallelism of the experts; default: tensor")
+    last_stage_layers: Count | None = Field(None, description="layers of the last pipeline rank, likewise")
+    context: Processes = 1
+    expert: Processes = 1
+    expert_tensor: Processes | None = Field(None, description="tensor parallelism of the experts; default: tensor")
     expert_dispatcher: Literal["alltoall", "allgather"] = Field(
         "alltoall", description="how tokens reach the experts of other ranks; allgather suits few experts per rank"
     )
@@ -75,46 +90,43 @@ class ParallelConfig(Section):
         description="reduce gradients over data-parallel ranks during the backward pass, and between the updates of a "
         "step gather new parameters during the forward pass; default: on CUDA",
     )
-    timeout_s: float = Field(600.0, gt=0, description="a collective that takes longer raises")
+    timeout_s: Seconds = Field(600.0, description="a collective that takes longer raises")
 
 
 class OptimizerConfig(Section):
-    lr: float = Field(1e-6, gt=0)
-    min_lr: float = Field(0.0, ge=0)
-    warmup_updates: int = Field(0, ge=0, description="optimizer updates of linear warm-up")
+    lr: Positive = 1e-6
+    min_lr: Float = Field(0.0, ge=0, le=1e6)
+    warmup_updates: CountFromZero = Field(0, description="optimizer updates of linear warm-up")
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: float = Field(0.0, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    grad_clip: float = Field(1.0, ge=0, description="global gradient norm; 0 = off")
+    weight_decay: Float = Field(0.0, ge=0, le=1e6)
+    beta1: Float = Field(0.9, ge=0, lt=1)
+    beta2: Float = Field(0.95, ge=0, lt=1)
+    eps: Float = Field(1e-8, ge=1e-30, le=1, description="smaller is 0 in fp32, and an update then 0 / 0")
+    grad_clip: Float = Field(1.0, ge=0, le=1e12, description="global gradient norm; 0 = off")
     offload: bool = Field(
         False,
         description="keep main parameters and Adam states on the host between optimizer steps; each step moves them "
         "to the GPU and back",
     )
-    max_skipped_in_a_row: int = Field(
-        5, ge=1, description="stop after so many updates skipped for non-finite gradients"
-    )
+    max_skipped_in_a_row: Count = Field(5, description="stop after so many updates skipped for non-finite gradients")
 
 
 class TrainConfig(Section):
-    steps: int = Field(ge=1, description="rollout batches to train on (policy versions)")
-    updates_per_step: int = Field(1, ge=1, description="optimizer updates per rollout batch")
-    micro_batch_tokens: int = Field(8192, ge=1, description="packed tokens per forward-backward on one rank")
+    steps: Count = Field(description="rollout batches to train on (policy versions)")
+    updates_per_step: Count = Field(1, description="optimizer updates per rollout batch")
+    micro_batch_tokens: Count = Field(8192, description="packed tokens per forward-backward on one rank")
 
 
 class DataConfig(Section):
-    train: Path = Field(description="JSONL, one prompt a line")
-    eval: Path | None = Field(None, description="JSONL of held-out prompts")
+    train: FilePath = Field(description="JSONL, one prompt a line")
+    eval: FilePath | None = Field(None, description="JSONL of held-out prompts")
     prompt_column: str = "prompt"
     answer_column: str = "answer"
     chat_template: bool = Field(False, description="wrap the prompt as a user turn with the tokenizer's chat template")
     prompt_template: str = Field("{prompt}", description="text around the prompt; {prompt} is replaced")
     shuffle: bool = True
-    max_prompt_tokens: int = Field(
+    max_prompt_tokens: Count = Field(
         1024,
-        ge=1,
         description="longer prompts are an error before work starts; with the longest response at most "
         "engine.max_model_len",
     )
@@ -122,11 +134,10 @@ class DataConfig(Section):
 
 class RewardConfig(Section):
     name: str = Field("arithmetic", description="arithmetic | gsm8k | package.module:function")
-    timeout_s: float = Field(10.0, gt=0, description="a verifier slower than this scores the sample as failed")
-    workers: int = Field(2, ge=1, description="verifier processes")
-    overlong_buffer: int = Field(
+    timeout_s: Seconds = Field(10.0, description="a verifier slower than this scores the sample as failed")
+    workers: Processes = Field(2, description="verifier processes")
+    overlong_buffer: CountFromZero = Field(
         0,
-        ge=0,
         description="tokens before rollout.max_response_tokens over which a reward falls by up to 1 (DAPO's soft "
         "overlong penalty, added when training, not in the bank); 0 = off",
     )
@@ -134,69 +145,69 @@ class RewardConfig(Section):
 
 class EngineConfig(Section):
     kind: Literal["vllm", "sglang"] = "vllm"
-    urls: tuple[str, ...] = Field((), description="engines already running; empty = started with the run")
-    count: int = Field(1, ge=1, description="engines to start when urls is empty")
-    tensor_parallel: int = Field(1, ge=1, description="GPUs of one engine")
+    urls: tuple[Url, ...] = Field((), description="engines already running; empty = started with the run")
+    count: Processes = Field(1, description="engines to start when urls is empty")
+    tensor_parallel: Processes = Field(1, description="GPUs of one engine")
     placement: Literal["disaggregated", "colocated"] = Field(
         "disaggregated",
         description="disaggregated: engines have GPUs of their own; colocated: they share the trainer's and sleep, "
         "their memory given back, while it trains",
     )
-    python: Path | None = Field(
+    python: FilePath | None = Field(
         None,
         description="interpreter of the engine's own environment; default: .venv-sglang beside this one for sglang, "
         "else this one",
     )
     host: str = "127.0.0.1"
-    port: int = Field(0, ge=0, le=65535, description="first port; 0 = a free one")
+    port: CountFromZero = Field(0, le=65535, description="first port; 0 = a free one")
     dtype: FloatName = "bf16"
     quantization: Literal["none", "fp8_block"] = Field(
         "none",
         description="fp8_block: every publish quantises the layers' projections to FP8 (e4m3, a scale for 128 x 128 "
         "values) and engines multiply in FP8; needs GPUs",
     )
-    max_model_len: int = Field(4096, ge=2)
-    max_num_seqs: int = Field(256, ge=1)
-    kv_cache_bytes: int | None = Field(None, ge=1, description="KV cache on each GPU; default: the engine's own choice")
-    max_logprobs: int = Field(64, ge=1, description="the engine's cap on top-K log-probs per token")
+    max_model_len: Count = Field(4096, ge=2)
+    max_num_seqs: Count = 256
+    kv_cache_bytes: Bytes | None = Field(None, description="KV cache on each GPU; default: the engine's own choice")
+    max_logprobs: Count = Field(64, description="the engine's cap on top-K log-probs per token")
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     extra_args: tuple[str, ...] = Field((), description="appended to the server's command line")
-    env: dict[str, str] = Field(default_factory=dict)
-    start_timeout_s: float = Field(600.0, gt=0)
-    request_timeout_s: float | None = Field(
+    env: dict[EnvironmentName, str] = Field(default_factory=dict)
+    start_timeout_s: Seconds = 600.0
+    request_timeout_s: Seconds | None = Field(
         None,
-        gt=0,
         description="a group not answered for so long, waiting in the engine's queue included, is sent again; "
         "default: 600 s and 0.5 s for each token that a response may have",
     )
-    health_interval_s: float = Field(2.0, gt=0, description="time between health checks of an engine")
-    health_timeout_s: float = Field(10.0, gt=0, description="a health check that takes longer has failed")
-    health_failures: int = Field(
+    health_interval_s: Seconds = Field(2.0, description="time between health checks of an engine")
+    health_timeout_s: Seconds = Field(10.0, description="a health check that takes longer has failed")
+    health_failures: Count = Field(
         3,
-        ge=1,
         description="failed health checks, or failed requests, in a row after which an engine is dead and its requests "
         "go elsewhere; a server that fails twice as many checks is ended, and restarted if the run started it",
     )
-    unavailable_timeout_s: float = Field(
-        900.0, gt=0, description="waiting longer than this for any engine to serve raises; a restart must fit in it"
+    unavailable_timeout_s: Seconds = Field(
+        900.0, description="waiting longer than this for any engine to serve raises; a restart must fit in it"
     )
-    restarts: int = Field(
-        5, ge=0, description="restarts in a row of an engine that the run started; one more end ends the run"
+    restarts: CountFromZero = Field(
+        5, description="restarts in a row of an engine that the run started; one more end ends the run"
     )
 
 
 class RolloutConfig(Section):
-    prompts_per_step: int = Field(64, ge=1)
-    group_size: int = Field(8, ge=1, description="samples per prompt")
-    max_response_tokens: int = Field(1024, ge=1)
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = 1.0
-    top_k: int = -1
-    stop_token_ids: tuple[int, ...] = Field((), description="besides the tokenizer's end-of-sequence token")
-    topk_logprobs: int = Field(
-        0, ge=0, description="K of the top-K tokens kept of the rollout policy; top-K methods need > 0"
+    prompts_per_step: Count = 64
+    group_size: Count = Field(8, description="samples per prompt")
+    max_response_tokens: Count = 1024
+    temperature: Float = Field(
+        1.0, ge=0.01, le=100, description="of sampling and of the log-probs; vLLM raises smaller ones to 0.01"
     )
-    max_staleness: int = Field(0, ge=0, description="policy versions a rollout may lag behind; 0 = synchronous")
+    top_p: Float = Field(1.0, ge=0, le=1)
+    top_k: Int = Field(-1, ge=-1, le=10**9)
+    stop_token_ids: tuple[TokenId, ...] = Field((), description="besides the tokenizer's end-of-sequence token")
+    topk_logprobs: CountFromZero = Field(
+        0, description="K of the top-K tokens kept of the rollout policy; top-K methods need > 0"
+    )
+    max_staleness: CountFromZero = Field(0, description="policy versions a rollout may lag behind; 0 = synchronous")
     on_update: Literal["keep", "wait", "abort"] = Field(
         "keep",
         description="requests that run when weights change: keep = go on under the new weights, wait = end first "
@@ -207,23 +218,22 @@ class RolloutConfig(Section):
         description="a group still sampled when the last step that may train on it needs it: wait = the step waits, "
         "drop = the group is given up and another prompt begun, train = it is trained on later, beyond max_staleness",
     )
-    max_mismatch_kl: float | None = Field(
+    max_mismatch_kl: Positive | None = Field(
         None,
-        gt=0,
         description="largest mismatch/kl (engine against trainer, nats per token) of a step; more ends the run; "
         "default: no limit",
     )
-    max_concurrent_groups: int = Field(256, ge=1)
+    max_concurrent_groups: Count = 256
     dynamic_sampling: bool = Field(
         False, description="groups whose rewards are all equal are dropped and other prompts sampled for them (DAPO)"
     )
-    max_prompts_per_group: int = Field(
+    max_prompts_per_group: Count = Field(
         8, ge=2, description="dynamic_sampling: most prompts for each group of a step, on average; more is an error"
     )
     routing_replay: bool = Field(
         False, description="MoE: engines return the experts of every token and the trainer routes by them (R3)"
     )
-    bank: Path | None = Field(
+    bank: FilePath | None = Field(
         None, description="train on the rollouts of this existing bank: nothing is sampled, no engine is started"
     )
 
@@ -234,32 +244,31 @@ class WeightSyncConfig(Section):
         description="shared_storage: a model directory per version, on storage that trainer and engines share; "
         "broadcast: straight from the trainer's source ranks, over NCCL on GPUs, else gloo",
     )
-    bucket_bytes: int | None = Field(
-        None, ge=1, description="broadcast: weights that travel at once; default: 256 MiB on GPUs, else 16 MiB"
+    bucket_bytes: Bytes | None = Field(
+        None, description="broadcast: weights that travel at once; default: 256 MiB on GPUs, else 16 MiB"
     )
-    keep_versions: int = Field(2, ge=1, description="shared_storage: published weight directories kept on disk")
-    probe_tolerance: float | None = Field(
+    keep_versions: Count = Field(2, description="shared_storage: published weight directories kept on disk")
+    probe_tolerance: Positive | None = Field(
         None,
-        gt=0,
         description="largest engine-trainer log-prob difference after a publish, in the mean over the tokens of the "
         "weight check; default: 1e-4 where both compute in fp32, 0.3 where either does in 16 bits, 1.0 where either "
         "does in FP8",
     )
-    timeout_s: float = Field(600.0, gt=0, description="of every single step of an update; longer raises")
+    timeout_s: Seconds = Field(600.0, description="of every single step of an update; longer raises")
 
 
 class CheckpointConfig(Section):
-    every: int = Field(50, ge=0, description="steps between checkpoints; 0 = only at the end")
-    keep: int = Field(2, ge=1)
+    every: CountFromZero = Field(50, description="steps between checkpoints; 0 = only at the end")
+    keep: Count = 2
     asynchronous: bool = Field(
         False, description="go on training while a checkpoint is written; costs a host copy of this rank's part"
     )
-    timeout_s: float = Field(1800.0, gt=0, description="asynchronous: an unfinished write that takes longer raises")
+    timeout_s: Seconds = Field(1800.0, description="asynchronous: an unfinished write that takes longer raises")
 
 
 class EvalConfig(Section):
-    every: int = Field(0, ge=0, description="steps between greedy evaluations; 0 = only before and after")
-    max_response_tokens: int | None = Field(None, ge=1, description="default: rollout.max_response_tokens")
+    every: CountFromZero = Field(0, description="steps between greedy evaluations; 0 = only before and after")
+    max_response_tokens: Count | None = Field(None, description="default: rollout.max_response_tokens")
 
 
 class TrackingConfig(Section):
@@ -270,16 +279,18 @@ class TrackingConfig(Section):
 
 
 class SlurmConfig(Section):
-    trainer_nodes: int = Field(1, ge=1, description="nodes over which parallel.world_size ranks are spread evenly")
-    engine_nodes: int = Field(
-        0, ge=0, description="nodes that only serve; 0 = engines share the trainer nodes, on the GPUs after the ranks'"
+    trainer_nodes: Processes = Field(1, description="nodes over which parallel.world_size ranks are spread evenly")
+    engine_nodes: ProcessesFromZero = Field(
+        0, description="nodes that only serve; 0 = engines share the trainer nodes, on the GPUs after the ranks'"
     )
     heterogeneous: bool = Field(
         False, description="request trainer nodes and engine nodes as two components of a heterogeneous job"
     )
-    gpus_per_node: int = Field(8, ge=0, description="GPUs requested on each node; 0 = none, the run is on the CPU")
-    engine_gpus_per_node: int | None = Field(
-        None, ge=0, description="GPUs of an engine node of a heterogeneous job; default: gpus_per_node"
+    gpus_per_node: ProcessesFromZero = Field(
+        8, description="GPUs requested on each node; 0 = none, the run is on the CPU"
+    )
+    engine_gpus_per_node: ProcessesFromZero | None = Field(
+        None, description="GPUs of an engine node of a heterogeneous job; default: gpus_per_node"
     )
     exclusive: bool = Field(True, description="request whole nodes; false: give CPUs and memory in sbatch_args")
     gpu: str | None = Field(
@@ -292,11 +303,11 @@ class SlurmConfig(Section):
         None, description="partition of the engine nodes of a heterogeneous job; default: partition"
     )
     time: str = Field("24:00:00", description="time limit of one attempt of the job, as sbatch takes it")
-    signal_lead_s: int = Field(
+    signal_lead_s: Count = Field(
         300, ge=60, description="seconds before the time limit at which the run checkpoints and requeues"
     )
-    max_restarts: int = Field(
-        3, ge=0, description="restarts in a row that may save no new checkpoint; one more ends the job"
+    max_restarts: CountFromZero = Field(
+        3, description="restarts in a row that may save no new checkpoint; one more ends the job"
     )
     interface: str | None = Field(
         None, description="network interface of NCCL, gloo and the engines, e.g. ib0; default: the host name's"
@@ -310,7 +321,7 @@ class SlurmConfig(Section):
     sbatch_args: tuple[str, ...] = Field((), description="further #SBATCH options, e.g. --qos=high")
     engine_sbatch_args: tuple[str, ...] = Field((), description="the same for a heterogeneous job's engine nodes")
     srun_args: tuple[str, ...] = Field((), description="further options of every srun, e.g. --container-image=...")
-    start_timeout_s: float = Field(600.0, gt=0, description="ranks that have not all started after this fail the job")
+    start_timeout_s: Seconds = Field(600.0, description="ranks that have not all started after this fail the job")
 
     @property
     def serving_gpus_per_node(self) -> int:

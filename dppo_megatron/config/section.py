@@ -1,9 +1,64 @@
-"""What every section of the config is."""
+"""What every section of the config is, and the types of its settings: each of a size that can be meant."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import os
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=False, allow_inf_nan=False)
+
+
+def refusal(why: str) -> PydanticCustomError:
+    """To be raised by a validator."""
+    return PydanticCustomError("refused", "{why}", {"why": why})
+
+
+def _a_number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise refusal("must be a number, not true or false")
+    return value
+
+
+def _a_path(value: Any) -> Any:
+    if isinstance(value, (str, Path)):
+        text = os.fspath(value)
+        if not text:
+            raise refusal("is empty; name a file or directory, . for the working directory")
+        if not text.isprintable():
+            raise refusal("holds a character that cannot be shown; rename it")
+        if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
+            raise refusal("is longer than a path may be (4095 bytes, 255 between slashes)")
+    return value
+
+
+def _a_url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # no such port, half an IPv6 address
+        valid = False
+    if not valid:
+        raise refusal("must be http://HOST:PORT, with a port of at most 65535")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_a_number)]
+Float = Annotated[float, BeforeValidator(_a_number)]
+Count = Annotated[Int, Field(ge=1, le=10**9)]
+CountFromZero = Annotated[Int, Field(ge=0, le=10**9)]  # none of them
+Processes = Annotated[Int, Field(ge=1, le=100_000)]  # ranks, engines, nodes
+ProcessesFromZero = Annotated[Int, Field(ge=0, le=100_000)]
+Bytes = Annotated[Int, Field(ge=1, le=1 << 50)]
+TokenId = Annotated[Int, Field(ge=0, lt=1 << 31)]
+Seconds = Annotated[Float, Field(gt=0, le=10**7)]  # 115 days
+Positive = Annotated[Float, Field(gt=0, le=10**6)]
+FilePath = Annotated[Path, BeforeValidator(_a_path)]
+Url = Annotated[str, AfterValidator(_a_url)]
+EnvironmentName = Annotated[str, Field(pattern=r"^[^=]+$")]

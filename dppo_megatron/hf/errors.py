@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dppo_megatron.errors import ExpectedError
-
-_SHOWN = 40  # a wrong directory can produce thousands of lines; the count stays exact
+from dppo_megatron.errors import ExpectedError, listing
 
 
 class ModelError(ExpectedError, ValueError):
@@ -15,8 +13,4 @@ class ModelError(ExpectedError, ValueError):
     def __init__(self, source: str, problems: Sequence[str]):
         self.source = source
         self.problems = tuple(problems)
-        count = len(self.problems)
-        lines = [f"  - {problem}" for problem in self.problems[:_SHOWN]]
-        if count > _SHOWN:
-            lines.append(f"  ... and {count - _SHOWN} more")
-        super().__init__("\n".join([f"{source}: {count} problem{'s' if count != 1 else ''}", *lines]))
+        super().__init__(listing(source, self.problems))

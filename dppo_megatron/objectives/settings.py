@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from dppo_megatron.errors import ExpectedError
+
+_SMALLEST, _LARGEST = 1e-30, 1e30  # what fp32 holds with room for a quotient or a product
 
 
 class ObjectiveError(ExpectedError, ValueError):
@@ -283,8 +284,10 @@ def _number_problem(value: Any, meta: Any) -> str:
     or_none = " or None" if meta["optional"] else ""
     if value is None:
         return "" if meta["optional"] else "must be a number, not None"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return f"must be a finite number{or_none}"
+    if value != 0 and not _SMALLEST <= abs(value) <= _LARGEST:
+        return f"must be a finite number{or_none}, of {_SMALLEST:g} to {_LARGEST:g}: the loss is computed in fp32"
     if meta["above"] is not None and not value > meta["above"]:
         return f"must be above {meta['above']:g}"
     if meta["at_least"] is not None and not value >= meta["at_least"]:

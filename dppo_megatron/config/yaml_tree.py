@@ -1,0 +1,117 @@
+"""YAML to plain values: numbers as YAML 1.2 reads them, and nothing twice, hidden, or larger than a config is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+import yaml
+
+MOST_BYTES = 1 << 18
+DEEPEST = 32
+_MOST_VALUES = 1 << 20  # characters and values, those that an alias stands for counted each time
+_STR = "tag:yaml.org,2002:str"
+
+
+class YamlError(ValueError):
+    """Not YAML, or none that a config is made of; the message says where."""
+
+
+def parse(text: str) -> tuple[Any, list[str]]:
+    """The value that YAML `text` stands for, and a violation for each key it repeats. Raises `YamlError`."""
+    if len(text) > MOST_BYTES:
+        raise YamlError(f"{len(text)} characters; a config has at most {MOST_BYTES}")
+    loader = None
+    try:
+        loader = _Loader(text)
+        return _apart(loader.get_single_data()), loader.repeated
+    except yaml.MarkedYAMLError as error:
+        at = error.problem_mark
+        place = "" if at is None else f"line {at.line + 1}, column {at.column + 1}: "
+        raise YamlError(f"not valid YAML: {place}{error.problem}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise YamlError(f"not valid YAML: line {line}: holds the control character U+{error.character:04X}") from None
+    except (yaml.YAMLError, ValueError, ArithmeticError) as error:  # e.g. a date with 13 months
+        raise YamlError(f"not valid YAML: {' '.join(str(error).split())}") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _apart(value: Any) -> Any:
+    """The same without parts that two names share: an override of the one would change the other."""
+    if isinstance(value, dict):
+        return {key: _apart(inner) for key, inner in value.items()}
+    return [_apart(inner) for inner in value] if isinstance(value, list) else value
+
+
+class _Loader(yaml.SafeLoader):
+    """Notes keys that a mapping repeats, of which YAML would keep the last and drop the others without a word."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.repeated: list[str] = []
+        self._depth = 0
+        self._values = 0
+        self._of_anchor: dict[int, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if getattr(event, "tag", None) not in (None, "!", _STR):
+            raise _refused("a tag; write the value alone", event)
+        before, self._depth = self._values, self._depth + 1
+        if self._depth > DEEPEST:
+            raise _refused(f"nested more than {DEEPEST} levels deep", event)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if id(node) not in self._of_anchor:
+                raise _refused(f"*{event.anchor} contains itself", event)
+            self._values += self._of_anchor[id(node)]
+        else:
+            self._values += 1
+            if isinstance(node, yaml.ScalarNode):
+                self._values += len(node.value)
+                if hidden := _HIDDEN.search(node.value):
+                    raise _refused(f"holds the control character U+{ord(hidden[0]):04X}", event)
+            self._of_anchor[id(node)] = self._values - before
+        if self._values > _MOST_VALUES:
+            raise _refused("aliases (*name) stand for more values than a config has", event)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, list[int]] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                lines.setdefault(key.value, []).append(key.start_mark.line + 1)
+        for name, places in lines.items():
+            if len(places) > 1:
+                self.repeated.append(f"{name}: given in lines {', '.join(map(str, places))}; merge them into one")
+        return node
+
+
+# Invisible, or not to be written in UTF-8; a line break, a tab and the like are text.
+_HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ud800-\udfff]")
+
+
+def _refused(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=cast(yaml.Mark, event.start_mark))
+
+
+def _read_numbers_as_yaml_1_2() -> None:
+    """1e-4 is a number and 1:30 is text; YAML 1.1 has it the other way round, and reads 010 as 8."""
+    numbers = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
+    _Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in numbers]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    integer = r"[-+]?(0|[1-9][0-9_]{0,39}|0b[01]{1,64}|0x[0-9a-fA-F]{1,16})"
+    real = r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?"
+    real += r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+    for tag, pattern in zip(sorted(numbers, reverse=True), (integer, real), strict=True):
+        _Loader.add_implicit_resolver(tag, re.compile(f"^({pattern})$"), list("-+.0123456789"))
+
+
+_read_numbers_as_yaml_1_2()

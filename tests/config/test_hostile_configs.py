@@ -1,0 +1,188 @@
+"""What a config must not be, by accident or on purpose: each is one clear error of at most a screen."""
+
+from __future__ import annotations
+
+import time
+import types
+import typing
+
+import pytest
+
+from dppo_megatron.checks import load_config
+from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.config.section import Section
+from dppo_megatron.errors import LONGEST_MESSAGE, ExpectedError, bounded, listing, shown
+from tests.support.configs import REQUIRED
+
+BASE = "run: {dir: x}\nmodel: {path: m}\ndata: {train: t}\ntrain: {steps: 1}\n"
+
+
+def refused(tmp_path, text: str | bytes, overrides=()) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    start = time.perf_counter()
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, overrides)
+    assert time.perf_counter() - start < 5
+    assert len(str(raised.value).encode()) <= LONGEST_MESSAGE
+    return str(raised.value)
+
+
+def numbers() -> list[tuple[str, str, type]]:
+    """Section, setting and type of every setting that is a number or several."""
+    found = []
+    for name, field in Config.model_fields.items():
+        for setting, inner in field.annotation.model_fields.items():
+            for kind in scalars(inner.annotation):
+                if kind in (int, float):
+                    found.append((name, setting, kind))
+    return found
+
+
+def scalars(annotation) -> list[type]:
+    if typing.get_origin(annotation) is typing.Annotated:
+        return scalars(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple):
+        return [kind for inner in typing.get_args(annotation) for kind in scalars(inner)]
+    return [annotation]
+
+
+def wrong(section: str, setting: str, value) -> str:
+    tree = {name: dict(settings) for name, settings in REQUIRED.items()}
+    several = Config.model_fields[section].annotation.model_fields[setting].annotation
+    tree.setdefault(section, {})[setting] = [value] if typing.get_origin(several) is tuple else value
+    with pytest.raises(ValueError, match=rf"{section}\.{setting}") as raised:
+        Config.model_validate(tree)
+    return str(raised.value)
+
+
+def test_there_are_numbers_to_check():
+    assert len(numbers()) > 60
+    assert all(issubclass(field.annotation, Section) for field in Config.model_fields.values())
+
+
+@pytest.mark.parametrize(("section", "setting", "kind"), numbers(), ids=lambda part: getattr(part, "__name__", part))
+def test_every_number_is_finite_of_a_size_that_can_be_meant_and_no_truth_value(section, setting, kind):
+    for value in (True, False):
+        assert "not true or false" in wrong(section, setting, value)
+    for value in (float("inf"), float("-inf"), float("nan"), -1e300, 10**21 if kind is int else 1e300):
+        wrong(section, setting, value)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.temperature=1e-300", "rollout.temperature"),
+        ("rollout.temperature=0.001", "greater than or equal to 0.01"),
+        ("optimizer.eps=1e-60", "optimizer.eps"),
+        ("optimizer.min_lr=.inf", "optimizer.min_lr"),
+        ("rollout.stop_token_ids=[2, -1]", "rollout.stop_token_ids.1 = -1"),
+        ("rollout.stop_token_ids=[1000000000000000000000]", "rollout.stop_token_ids.0"),
+        ("train.steps=1:30", "train.steps = '1:30'"),
+        ("optimizer.lr=1:30.5", "optimizer.lr = '1:30.5'"),
+        ("train.steps=true", "train.steps = True: must be a number"),
+        ("engine.port=65536", "engine.port = 65536"),
+        ("engine.urls=[http://127.0.0.1:70000]", "http://HOST:PORT, with a port of at most 65535"),
+        ("engine.urls=[127.0.0.1]", "http://HOST:PORT"),
+        ("engine.env={A=B: c}", "engine.env.A=B"),
+        ("run.dir=", "run.dir = '': is empty"),
+        (f"run.dir={'d' * 300}", "longer than a path may be"),
+        ('run.dir="a\\nb"', "holds a character that cannot be shown"),
+        ("objective.settings={delta: 1" + "0" * 31 + "}", "objective.settings.delta"),
+        ("objective.settings={delta: 1e-60}", "must be a finite number or None, of 1e-30 to 1e+30"),
+        ("objective.settings={delta: !!binary aGk=}", "a tag"),
+    ],
+)
+def test_values_that_nobody_means_are_refused(tmp_path, override, expected):
+    assert expected in refused(tmp_path, BASE, [override])
+
+
+def test_ports_of_all_engines_exist(tmp_path):
+    assert "engine.port = 65530: with engine.count = 8" in refused(
+        tmp_path, BASE, ["engine.port=65530", "engine.count=8"]
+    )
+
+
+def test_times_of_day_and_leading_zeros_are_what_they_look_like(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(BASE)
+    config = load_config(path, ["slurm.time=12:00:00", "rollout.max_response_tokens=010", "train.steps=1_000"])
+    assert config.slurm.time == "12:00:00"
+    assert config.rollout.max_response_tokens == 10
+    assert config.train.steps == 1000
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 12)
+)
+MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 8)}]}}\n" for n in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (BOMB, "aliases (*name) stand for more values"),
+        (MERGED, "aliases (*name) stand for more values"),
+        ("run: &a {dir: [*a]}\n", "*a contains itself"),
+        ("run: " + "[" * 5000 + "]" * 5000, "nested more than 32 levels deep"),
+        ("".join(" " * n + "a:\n" for n in range(600)), "nested more than 32 levels deep"),
+        (BASE + "tracking: {wandb_name: 'a\x07b'}", "line 5: holds the control character U+0007"),
+        (BASE + 'tracking: {wandb_name: "\\0"}', "line 5, column 24: holds the control character U+0000"),
+        (BASE + 'tracking: {wandb_name: "\\ud800"}', "line 5, column 24: holds the control character U+D800"),
+        (BASE.encode("utf-16"), "line 1: not UTF-8"),
+        (BASE.encode() + b"# caf\xe9\n", "line 5: not UTF-8"),
+        (BASE + "x: !!python/object/apply:os.system [ls]", "line 5, column 4: a tag"),
+        (BASE + "x: !!int ''", "line 5, column 4: a tag"),
+        ("x" * (1 << 19), "bytes that a config has at most"),
+        (BASE + f"x: {'y' * 200_000}\n", "x: unknown setting"),
+        (BASE + f"? {'y' * 200_000}\n: 1\n", "unknown setting"),
+        (BASE + "".join(f"y{n}: 1\n" for n in range(5000)), "more"),
+        (f"run: {{dir: x, seed: {'z' * 200_000}}}\n", "run.seed = 'zzz"),
+        (BASE + "? [a, b]\n: 1\n", "unhashable"),
+        (BASE + "1: 2\nnull: 3\n", "1 = 1: Keys should be strings"),
+        ("", "must be a mapping"),
+    ],
+    ids=range(20),
+)
+def test_hostile_yaml_is_one_short_error(tmp_path, text, expected):
+    assert expected in refused(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "override", ["." * 5000 + "=1", "a." * 3000 + "b=1", "=" * 5000, "run.dir=\udcff", "x" * 100_000]
+)
+def test_hostile_overrides_are_one_short_error(tmp_path, override):
+    refused(tmp_path, BASE, [override])
+
+
+def test_an_override_changes_one_of_two_names_for_the_same_section(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(BASE + "parallel: &p {timeout_s: 5}\nweight_sync: *p\n")
+    config = load_config(path, ["parallel.timeout_s=7"])
+    assert (config.parallel.timeout_s, config.weight_sync.timeout_s) == (7, 5)
+
+
+def test_every_expected_error_is_at_most_a_screen_and_can_be_printed():
+    text = str(ExpectedError("a\x1b[2J" + "\ud800" + "é" * 100_000))
+    assert len(text.encode()) <= LONGEST_MESSAGE
+    assert text.startswith("a\\x1b[2J\\ud800é")
+    assert text.endswith("(100006 characters)")
+    assert str(ExpectedError("two\nlines")) == "two\nlines"
+
+
+def test_a_list_of_problems_shows_as_many_as_fit_and_counts_the_others():
+    assert listing("c.yaml", ["a", "b"]) == "c.yaml: 2 problems\n  - a\n  - b"
+    text = listing("c.yaml", [f"problem {n} {'x' * 5000}" for n in range(1000)])
+    assert len(text.encode()) <= LONGEST_MESSAGE
+    lines = text.splitlines()
+    assert lines[0] == "c.yaml: 1000 problems"
+    assert lines[-1] == f"  ... and {1000 - (len(lines) - 2)} more"
+    assert len(listing("c.yaml", ["line\n" * 5000]).encode()) <= LONGEST_MESSAGE
+
+
+def test_values_are_shortened():
+    assert shown("short") == "'short'"
+    assert len(shown("x" * 10**6)) < 200
+    assert len(shown([["x" * 1000] * 1000] * 1000)) < 2000
+    assert shown(16**10_000) == "<int>"
+    assert bounded("x" * 10, 100) == "x" * 10
