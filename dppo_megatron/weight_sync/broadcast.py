@@ -59,6 +59,7 @@ class Broadcast:
         self._streams: tuple[tuple[Bucket, ...], ...] = ()  # of all source ranks
         self._sender: int | None = None  # this rank's index among them
         self._plan: WeightGroupPlan | None = None
+        self._formed = False  # the group of `_plan`, and no step of it failed on this rank
         self._members: Sequence[str] = ()
         self._rendezvous: Rendezvous | None = None
         self._caller: Rendezvous | None = None  # rank 0's second connection, for aborting
@@ -80,7 +81,7 @@ class Broadcast:
 
     def connect(self, engines: Mapping[str, EngineInfo]) -> None:
         self._step += 1
-        joined = self._plan is not None and self._members == tuple(engines)
+        joined = self._formed and self._members == tuple(engines)
         joined = joined and all(info.weight_group == self._plan.name for info in engines.values())
         if not all(self._ranks.gather(joined, "the state of their weight groups")):
             self.close()
@@ -95,32 +96,38 @@ class Broadcast:
             stream = _Stream(
                 self._channel, self._streams[self._sender], self._actor.layout.device, self._rendezvous, self._step_name
             )
-        failure = None
+        problem = None
         for name, tensor in self._export():  # to the end in any case: other ranks wait in its gathers
-            if stream is None or failure is not None:
+            if stream is None or problem is not None:
                 continue
             try:
                 stream.add(name, tensor)
             except WeightGroupError as error:
-                failure = error
+                problem = self._give_up(error)
         try:
-            if stream is not None and failure is None:
+            if stream is not None and problem is None:
                 stream.finish()
         except WeightGroupError as error:
-            failure = error
-        if failure is None:
-            return None
-        self.close()
-        return f"trainer rank {self._ranks.rank}: {failure}"
+            problem = self._give_up(error)
+        return problem
+
+    def _give_up(self, error: WeightGroupError) -> str:
+        """Ends this rank's part of the step and tells everybody: gloo does not end a bucket under way elsewhere.
+
+        The store stays until the next group: those who wait read there that it is off.
+        """
+        problem = f"trainer rank {self._ranks.rank}: {error}"
+        self._rendezvous.abort(self._step_name, problem)
+        self._channel.close()
+        self._formed = False
+        return problem
 
     @property
     def _step_name(self) -> str:
         return f"update-{self._step}"
 
     def abort(self, reason: str) -> None:
-        caller = self._caller  # a failed sender closes it in the meantime
-        if caller is not None:
-            caller.abort(self._step_name, reason)
+        self._caller.abort(self._step_name, reason)
 
     def directory(self, version: int) -> Path | None:
         return None
@@ -132,7 +139,8 @@ class Broadcast:
         """Ends this rank's part of the group; whoever waits for it fails at once."""
         if self._channel is not None:
             self._channel.close()
-        self._channel = self._rendezvous = self._caller = self._plan = None
+        self._channel = self._rendezvous = self._caller = None
+        self._formed = False
 
     def _join(self, engines: Mapping[str, EngineInfo]) -> None:
         workers = sum(info.workers for info in engines.values())
@@ -172,6 +180,7 @@ class Broadcast:
         if problems:
             self.close()
             raise WeightSyncError("the weight group did not form:\n  " + "\n  ".join(problems))
+        self._formed = True
 
     async def _invite(self, engine: Engine, plan: WeightGroupPlan) -> None:
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,8 +20,6 @@ from dppo_megatron.engines.protocol import (
     EngineIncompatible,
     EngineInfo,
     EngineRefused,
-    EngineTimeout,
-    EngineUnavailable,
 )
 from dppo_megatron.fleet.engine_checks import ScoreDifference
 from dppo_megatron.fleet.live_engines import Confirmation
@@ -35,7 +34,7 @@ from .transport import Transport
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-ATTEMPTS = 3  # at loading, by engines that answer and fail
+ATTEMPTS = 3  # with the same engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,6 @@ class Outcome:
 
     published: Published | None = None
     failures: dict[str, str] = field(default_factory=dict)
-    counts: bool = False  # an engine answered and failed, so another attempt may fail the same way
 
 
 class Publisher:
@@ -127,9 +125,7 @@ class Publisher:
                 for name, reason in failures.items():
                     log.warning("policy %d is published without %s: %s", version, name, reason)
                 return replace(outcome.published, unconfirmed=len(failures))
-            self._ranks.from_rank_zero(
-                partial(retries.wait, failures, counts=outcome.counts), "an engine to publish to"
-            )
+            self._ranks.from_rank_zero(partial(retries.wait, engines, failures), "an engine to publish to")
 
     def engines_lag(self) -> bool:
         """Rank 0: whether an engine that answers lacks a broadcast policy; reported once for each instance.
@@ -160,7 +156,7 @@ class Publisher:
         try:
             self._transport.connect(engines)
         except WeightSyncError as error:
-            return Outcome(failures={"group": str(error)}, counts=True)
+            return Outcome(failures={"group": str(error)})
         replies: Future | None = None
         if self._engines is not None:
             replies = self._engines.start(
@@ -183,8 +179,7 @@ class Publisher:
             failures = {url: str(error) for url, error in failed.items()}
             if not confirmed:
                 failures |= {f"sender {number}": problem for number, problem in enumerate(problems)}
-                counts = any(not isinstance(e, EngineUnavailable | EngineTimeout) for e in failed.values())
-                return Outcome(failures=failures, counts=counts)
+                return Outcome(failures=failures)
             differences = {reply.url: ScoreDifference.between(reply.scores, expected) for reply in confirmed}
             tolerance = self._config.probe_tolerance
             agreed = {url: difference for url, difference in differences.items() if difference.within(tolerance)}
@@ -257,21 +252,30 @@ class Publisher:
 
 
 class _Retries:
-    """Rank 0: how long to wait for engines (`timeout_s`), and how often those that answer may fail (`ATTEMPTS`)."""
+    """Rank 0: how long to wait while no engine answers (`timeout_s`), how often to try those that do (`ATTEMPTS`).
+
+    An attempt takes what time it takes, and the wait begins anew after it: an engine answered. Engines die one after
+    the other, so only attempts with the same engines are counted.
+    """
 
     def __init__(self, version: int, timeout_s: float):
         self._version = version
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._attempts = 0
+        self._attempts: Counter[frozenset[str]] = Counter()  # by the URLs of the engines
         self._reported = ""
 
-    def wait(self, failures: Mapping[str, str], *, counts: bool) -> None:
-        """Returns after `RETRY_S` for another attempt; raises `WeightSyncError` when time or attempts are used up."""
+    def wait(self, attempted: Collection[str], failures: Mapping[str, str]) -> None:
+        """After an attempt with the engines `attempted`, or with none for none answered: returns after `RETRY_S` for
+        another one. Raises `WeightSyncError` when time or attempts are used up."""
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in failures.items()) or "  none is registered"
-        self._attempts += counts
-        if self._attempts >= ATTEMPTS:
-            raise WeightSyncError(f"policy version {self._version}: no engine could load it:\n{reasons}")
+        if attempted:
+            self._deadline = time.monotonic() + self._timeout_s
+            self._attempts[frozenset(attempted)] += 1
+        if self._attempts[frozenset(attempted)] >= ATTEMPTS:
+            raise WeightSyncError(
+                f"policy version {self._version}: no engine could load it in {ATTEMPTS} attempts:\n{reasons}"
+            )
         if time.monotonic() > self._deadline:
             raise WeightSyncError(
                 f"policy version {self._version}: waited {self._timeout_s:g} s (engine.unavailable_timeout_s) for an "

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -80,8 +80,10 @@ class Rendezvous:
             self._store.set(f"{step}/begin", "")
 
     def abort(self, step: str, reason: str) -> None:
-        self._store.set(f"{step}/off", reason)
-        self._store.set(f"{step}/begin", reason)
+        """The first reason stays. Does nothing where the store is gone: then nobody waits at it."""
+        with suppress(Exception):
+            first = self._store.compare_set(f"{step}/off", "", reason)
+            self._store.set(f"{step}/begin", first)
 
     def check(self, step: str) -> None:
         """Raises `WeightGroupError` when `step` was aborted, also after it began."""

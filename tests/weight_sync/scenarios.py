@@ -244,6 +244,54 @@ def one_of_two_dies(models: Path, run: Path, place: str | int) -> dict:
         }
 
 
+def one_of_two_dies_unnoticed(models: Path, run: Path) -> dict:
+    """Its connections are gone within a bucket, and the trainer's client of it hears nothing until the other engine has
+    ended its own part of the step."""
+    with trainer(models, run, "qwen3", tp=2, engines=2, timeout_s=LONG_TIMEOUT_S) as t:
+        t.load("a")
+        t.publisher.publish(0)
+        survivor_s = []
+        if t.engines:
+            survivor, dying = t.engines
+            dying.dies_at = 3
+            dying.death_shows.clear()
+            receive = survivor.receive_weights
+
+            async def receive_weights(*arguments: Any) -> None:
+                started = time.monotonic()
+                try:
+                    await receive(*arguments)
+                finally:
+                    survivor_s.append(time.monotonic() - started)
+                    dying.death_shows.set()
+
+            survivor.receive_weights = receive_weights
+        t.load("b")
+        second = t.publisher.publish(1)
+        return {
+            "unconfirmed": second.unconfirmed,
+            "survivor_s": survivor_s,
+            "differences": [t.difference("b")] if t.engines else [],
+        }
+
+
+def fails_once(models: Path, run: Path) -> dict:
+    """The only engine answers, but its first attempt fails after longer than an engine may be away."""
+    with trainer(models, run, "qwen3", tp=2, engine={"unavailable_timeout_s": 0.5}) as t:
+        for engine in t.engines:
+            receive = engine.receive_weights
+
+            async def fail(*_: Any, engine=engine, receive=receive) -> None:
+                engine.receive_weights = receive
+                await asyncio.sleep(1.0)
+                raise EngineError(f"engine {engine.url}: Operation timed out!")
+
+            engine.receive_weights = fail
+        t.load("b")
+        published = t.publisher.publish(0)
+        return {"version": published.version, "differences": [t.difference("b")] if t.engines else []}
+
+
 def fails(models: Path, run: Path, corrupt: Callable[[FakeEngine], None], **settings: Any) -> dict:
     """What a publish to one engine with a fault raises, on every rank, and when."""
     with trainer(models, run, "qwen3", **{"pp": 2, **settings}) as t:
@@ -303,6 +351,8 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     "dies_at_join": partial(one_of_two_dies, place="join"),
     "dies_at_receive": partial(one_of_two_dies, place="receive"),
     "dies_at_bucket": partial(one_of_two_dies, place=3),
+    "dies_unnoticed": one_of_two_dies_unnoticed,
+    "fails_once": fails_once,
     "disagrees": one_of_two_disagrees,
     "one_token": one_token_differs,
     "freezes": one_of_two_freezes,

@@ -80,6 +80,20 @@ def test_an_engine_that_dies_is_left_out_and_taken_in_again(result_of, place):
     assert result["seconds"] < 2 * TIMEOUT_S
 
 
+def test_a_sender_whose_engine_died_tells_the_others(result_of):
+    """They are within a bucket, which gloo ends after its time-out alone; nobody else knows of the death yet."""
+    result = result_of("dies_unnoticed")
+    assert result["unconfirmed"] == 1
+    assert result["differences"] == [0.0]
+    assert result["survivor_s"][0] < LONG_TIMEOUT_S / 5
+
+
+def test_the_time_of_an_attempt_is_not_time_without_an_engine(result_of):
+    result = result_of("fails_once")
+    assert result["version"] == 0
+    assert result["differences"] == [0.0]
+
+
 def test_a_trainer_that_starts_again_takes_over_what_earlier_lives_left(tmp_path):
     run = RunDir(tmp_path)
     for version in (3, 11, 12):
@@ -122,7 +136,7 @@ def test_one_that_freezes_within_a_bucket_is_not_waited_for(result_of):
     [
         ("dead", ["waited 2 s (engine.unavailable_timeout_s)", "http://127.0.0.1:90", "connection failed"]),
         ("dies_for_good", ["waited 2 s", "http://127.0.0.1:90"]),
-        ("frozen", ["waited 2 s", "no answer", "aborted"]),
+        ("frozen", ["no engine could load it in 3 attempts", "no answer", "aborted"]),
         ("refuses", ["http://127.0.0.1:90", "not the served model"]),
         ("cannot_load", ["no engine could load it", "out of memory"]),
         ("other_weights", ["http://127.0.0.1:90", "differ from the trainer's by 0.5", "weight_sync.probe_tolerance"]),

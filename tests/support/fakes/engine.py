@@ -14,13 +14,15 @@ from dppo_megatron.engines.vllm.extension.receiver import WeightReceiver
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.process_group import WeightGroupError
 
+LATE_S = 60.0
 SCORES = np.linspace(-3, -1, 7, dtype=np.float32)
 
 
 class FakeEngine:
     """Keeps what it receives in `weights`. `dies_at` names what kills it: "join", "receive", or a bucket's number.
 
-    `down` engines do not answer. One that freezes at the bucket `freezes_at` keeps its connections too.
+    `down` engines do not answer. One that freezes at the bucket `freezes_at` keeps its connections too. Who asked one
+    that dies hears of it once `death_shows` is set.
     """
 
     def __init__(self, url: str):
@@ -29,6 +31,8 @@ class FakeEngine:
         self.instance = "first"
         self.dies_at: str | int | None = None
         self.freezes_at: int | None = None
+        self.death_shows = threading.Event()
+        self.death_shows.set()
         self._thawed = threading.Event()
         self.served = -1
         self.weights: dict[str, torch.Tensor] = {}
@@ -104,9 +108,11 @@ class FakeEngine:
     def _die_at(self, place: str | int) -> None:
         if self.dies_at == place:
             self.dies_at = None
-            self.down = True
+            self.down = self.death_shows.is_set()
             if self._receiver is not None:
                 self._receiver.close()
+            self.death_shows.wait(LATE_S)
+            self.down = True
             raise EngineUnavailable(f"engine {self.url}: died at {place}")
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
