@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dppo_megatron.errors import ExpectedError
 from dppo_megatron.types import Prompt
+
+from .rows import PromptFileError, check_text, column, numbered_lines, parse_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from dppo_megatron.config.schema import DataConfig
 
-_SHOWN = 50  # violations described in the message; of the rest it gives the line numbers
-
-
-class PromptFileError(ExpectedError, ValueError):
-    """Every malformed line of a prompt file. `violations`: (line number from 1, problem)."""
-
-    def __init__(self, path: Path, violations: Sequence[tuple[int, str]]):
-        self.violations = tuple(violations)
-        count = len(self.violations)
-        lines = [f"  - line {number}: {problem}" for number, problem in self.violations[:_SHOWN]]
-        if rest := [number for number, _ in self.violations[_SHOWN:]]:
-            lines.append(f"  - and lines {_ranges(rest)}")
-        super().__init__("\n".join([f"{path}: {count} malformed line{'s' if count != 1 else ''}", *lines]))
+_CHARACTERS_PER_TOKEN = 1000  # no token is longer; text that is need not be tokenized to be refused
 
 
 class PromptSource:
@@ -40,7 +27,7 @@ class PromptSource:
     it is the file's order. The whole file is read and tokenized on construction.
 
     Raises `PromptFileError` naming every malformed line (not JSON, no such column, empty prompt, more than
-    `max_prompt_tokens` tokens), `ValueError` for a missing or empty file or an unusable template.
+    `max_prompt_tokens` tokens), and for a missing or empty file; `ValueError` for an unusable template.
     """
 
     def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, data_config: DataConfig, seed: int):
@@ -80,16 +67,22 @@ class PromptSource:
         violations: list[tuple[int, str]] = []
         parsed: list[tuple[int, dict[str, Any], str, str]] = []
         render = _renderer(tokenizer, self._config)
-        for number, line in _numbered_lines(self._path):
+        longest = _CHARACTERS_PER_TOKEN * self._config.max_prompt_tokens
+        for number, line in numbered_lines(self._path):
             try:
-                columns = _parse(line)
-                prompt = _column(columns, self._config.prompt_column, "data.prompt_column")
-                answer = _column(columns, self._config.answer_column, "data.answer_column")
-                parsed.append((number, columns, render(prompt), _answer(answer)))
+                columns = parse_line(line)
+                text = render(column(columns, self._config.prompt_column, "data.prompt_column"))
+                answer = _answer(column(columns, self._config.answer_column, "data.answer_column"))
+                check_text(text, "the prompt")
+                check_text(answer, "the answer")
+                if len(text) > longest:
+                    limit = self._config.max_prompt_tokens
+                    raise ValueError(f"{len(text)} characters, data.max_prompt_tokens is {limit}")
+                parsed.append((number, columns, text, answer))
             except ValueError as error:
                 violations.append((number, str(error)))
         if not parsed and not violations:
-            raise ValueError(f"{self._path}: empty; it must hold one JSON object a line")
+            raise PromptFileError(self._path, problem="empty; it must hold one JSON object a line")
         texts = [text for _, _, text, _ in parsed]
         # A chat template writes its own special tokens.
         encoded = tokenizer(texts, add_special_tokens=not self._config.chat_template)["input_ids"] if texts else []
@@ -105,39 +98,11 @@ class PromptSource:
         return rows
 
 
-def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot read the prompt file: {error.strerror}") from error
-    while lines and not lines[-1].strip():
-        lines.pop()
-    return enumerate(lines, start=1)
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    if not line.strip():
-        raise ValueError("blank; remove it")
-    try:
-        columns = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
-    if not isinstance(columns, dict):
-        raise ValueError(f"expected a JSON object, found {type(columns).__name__}")
-    return columns
-
-
-def _column(columns: dict[str, Any], name: str, setting: str) -> Any:
-    if name not in columns:
-        raise ValueError(f"no column {name!r} ({setting}); it has {', '.join(map(repr, columns)) or 'none'}")
-    return columns[name]
-
-
 def _answer(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"the answer is {type(value).__name__}, expected text or a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"the answer is {value}")
     return str(value)
 
 
@@ -176,10 +141,3 @@ def _is_messages(value: Any) -> bool:
         and bool(value)
         and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in value)
     )
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """1, 4-6 for [1, 4, 5, 6]."""
-    runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
-    spans = [[number for _, number in run] for _, run in runs]
-    return ", ".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans)

@@ -9,21 +9,26 @@ from decimal import Decimal
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Float, Integer
 
+from dppo_megatron.common.text import shorten
 from dppo_megatron.types import Prompt
+
+from .extract import boxes, depth
 
 # It warns once that its timeouts are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-_DIGITS = r"(?:[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)"
-# Refused when it goes on as an expression: 72/2 is not 72. Blanks can be matched in one way only: more would take
-# cubic time over many of them.
+_LONGEST = 256  # characters of an answer; a number is shorter
+_DEEPEST = 5  # levels of braces; the time of the parser grows by a factor with each
+# Digits with thousands separators or without any: 5,5 is no number.
+_DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+# Refused when it goes on as an expression: 72/2 is not 72. And as a heading: `#### 2. Solve`. Blanks can be matched in
+# one way only: more would take cubic time over many of them.
 _MARKED = re.compile(
-    rf"####\s*(?P<number>(?:[-+]\s*)?(?:\\?\$\s*)?[-+]?{_DIGITS})(?![.,]?[0-9]|[eE][0-9]|\s*[-+*/^=]\s*[0-9$(\\])"
+    rf"####\s*(?P<number>(?:[-+]\s*)?(?:\\?\$\s*)?[-+]?{_DIGITS})"
+    r"(?![.,]?[0-9]|[eE][0-9]|\s*[-+*/^=]\s*[0-9$(\\]|[.):][^\S\n]*[^\s*$])"
 )
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
-_BOX = re.compile(r"\\boxed\s*\{")
-_LONGEST_BOX = 256  # characters; a number is shorter
-_THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:(?:,|\{,\}|\\,)[0-9]{3})+(?![0-9])")
+_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:(?:,|\{,\}|\\,)[0-9]{3})+(?![0-9])")
 
 
 def gsm8k(prompt: Prompt, response_text: str) -> float:
@@ -43,30 +48,15 @@ def gsm8k(prompt: Prompt, response_text: str) -> float:
 def final_answer(text: str) -> str | None:
     """The last documented form in the text, without separators and units; None when there is none."""
     candidates = [(match.start(), match["number"]) for match in _MARKED.finditer(text)]
-    candidates += [(start, content) for start, content in _boxes(text)]
-    if not candidates:
-        return None
-    return _plain(max(candidates)[1])
+    candidates += boxes(text, _LONGEST)
+    return _plain(max(candidates)[1]) if candidates else None
 
 
 def _gold(answer: str) -> Decimal:
     number = _plain(answer.rpartition("####")[2])
     if not _NUMBER.fullmatch(number):
-        raise ValueError(f"the answer column ends in {number!r}, expected `#### number`")
+        raise ValueError(f"the answer column ends in {shorten(number)}, expected `#### number`")
     return Decimal(number)
-
-
-def _boxes(text: str) -> list[tuple[int, str]]:
-    """(place, content) of every \\boxed{...} whose braces close within a sensible length."""
-    found = []
-    for match in _BOX.finditer(text):
-        depth = 1
-        for end in range(match.end(), min(len(text), match.end() + _LONGEST_BOX)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                found.append((match.start(), text[match.end() : end]))
-                break
-    return found
 
 
 def _plain(text: str) -> str:
@@ -77,6 +67,8 @@ def _plain(text: str) -> str:
 
 
 def _equal(gold: Decimal, found: str) -> bool:
+    if len(found) > _LONGEST or depth(found) > _DEEPEST or "," in found:  # a list is no number, whatever is in it
+        return False
     if _NUMBER.fullmatch(found):
         return Decimal(found) == gold
     # Its own timeouts are signals, which work in a main thread alone; the pool's timeout holds everywhere.

@@ -13,7 +13,7 @@ class Reward(Protocol):
 
     `prompt.answer` is the answer column, `prompt.columns` the whole source row; `response_text` is what
     followed the prompt, special tokens removed. Returns a finite number. Raising, a value that is not finite,
-    or exceeding `reward.timeout_s` scores the sample as failed: it carries no loss.
+    or exceeding `reward.timeout_s` scores the sample as failed: it carries no loss. It may be async.
 
     It runs in worker processes, so it should depend on its arguments alone. A callable with the attribute
     `trusted = True` promises to return within microseconds and runs in the calling process, without a

@@ -3,81 +3,78 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import logging
-import math
-import multiprocessing
-import os
-import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as SampleTimeout
-from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
-from pebble import ProcessExpired, ProcessPool
 
 from dppo_megatron.types import Prompt
 
-from .interface import Reward
-from .registry import RewardError, build_reward, load_reward
+from .outcome import Failure, attempt, describe
+from .registry import build_reward
+from .worker import Worker, WorkerError, WorkerTimeout
 
 if TYPE_CHECKING:
     from dppo_megatron.config.schema import RewardConfig
 
 log = logging.getLogger(__name__)
 
-_ATTEMPTS = 3
-_LOOK_S = 1.0  # between looks at whether the pool still works
-_LOGGED_PER_REASON = 5
-_LONGEST_DETAIL = 500  # characters of an error in the log
-_LARGEST = float(np.finfo(np.float32).max)
+_LOGGED_PER_REASON = 5  # then whenever their number has doubled
 
 
 class RewardPool:
     """Scores responses with the reward that `config.name` names, `config.workers` at a time.
 
     A sample whose verifier raises, returns something that is not a finite number, runs longer than
-    `config.timeout_s`, or kills its process scores 0 and is marked failed. Processes that hang or die are
-    replaced. Rewards with `trusted = True` are called directly, without process or timeout.
+    `config.timeout_s`, or ruins its process scores 0 and is marked failed. Processes that hang, die or write to the
+    channel of the results are replaced. Rewards with `trusted = True` are called directly, without process or timeout.
 
-    Raises `RewardError` on construction when there is no such reward. Close it, or use it as a context
-    manager.
+    Raises `RewardError` on construction when there is no such reward. Close it, or use it as a context manager.
     """
 
     def __init__(self, config: RewardConfig):
         self._config = config
         reward = build_reward(config)
         self._inline = reward if getattr(reward, "trusted", False) else None
-        self._pool: ProcessPool | None = None
-        self._failures: Counter[str] = Counter()  # by reason: "raised", "not_finite", "timeout", "died"
+        self._threads = ThreadPoolExecutor(config.workers, "reward")  # each waits for one worker
+        self._workers: set[Worker] = set()
+        self._idle: list[Worker] = []
+        self._closed = False
+        self._scored = 0
+        self._failures: Counter[str] = Counter()  # by reason
 
     async def score(self, prompt: Prompt, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Rewards [n] fp32 and failed [n] bool of n responses to one prompt; raises nothing a reward does."""
         if self._inline is not None:
-            outcomes = [_attempt(self._inline, prompt, text) for text in texts]
+            outcomes = [attempt(self._inline, prompt, text) for text in texts]
         else:
-            outcomes = await asyncio.gather(*(self._score_in_worker(prompt, text) for text in texts))
+            run = asyncio.get_running_loop().run_in_executor
+            outcomes = await asyncio.gather(*(run(self._threads, self._in_worker, prompt, text) for text in texts))
         rewards = np.zeros(len(texts), dtype=np.float32)
         failed = np.zeros(len(texts), dtype=bool)
+        self._scored += len(texts)
         for i, outcome in enumerate(outcomes):
-            if isinstance(outcome, _Failure):
+            if isinstance(outcome, Failure):
                 failed[i] = True
-                self._log(prompt, outcome)
+                self._count(prompt, outcome)
             else:
                 rewards[i] = outcome
         return rewards, failed
 
     def close(self) -> None:
         """Stops the workers at once, running verifiers included. Harmless when repeated."""
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
-            self._pool = None
+        if self._closed:
+            return
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in tuple(self._workers):
+            worker.end()
+        self._threads.shutdown()
+        if self._failures:
+            log.warning("rewards of %d of %d samples failed: %s", *self._totals())
 
     def __enter__(self) -> RewardPool:
         return self
@@ -85,100 +82,75 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def _score_in_worker(self, prompt: Prompt, text: str) -> float | _Failure:
-        arguments = (self._config.name, prompt, text)
-        for _ in range(_ATTEMPTS):
+    def _in_worker(self, prompt: Prompt, text: str) -> float | Failure:
+        """A sample that ends its worker is charged with it only where no other sample can have harmed the worker."""
+        worker = None
+        try:
+            worker = self._idle_worker() or self._start_worker()
+            if not worker.fresh:
+                try:
+                    return self._scored_by(worker, prompt, text)
+                except WorkerTimeout:
+                    raise
+                except WorkerError:
+                    worker = self._start_worker()
+            return self._scored_by(worker, prompt, text)
+        except WorkerTimeout:
+            return Failure("timeout", f"no reward within reward.timeout_s = {self._config.timeout_s:g} s")
+        except WorkerError as error:
+            return Failure("died", str(error))
+        # What cannot be sent to a worker, such as columns that do not pickle; their code is foreign too.
+        except BaseException as error:
+            return Failure("raised", describe(error))
+
+    def _scored_by(self, worker: Worker, prompt: Prompt, text: str) -> float | Failure:
+        try:
+            outcome = worker.score(prompt, text, self._config.timeout_s)
+        except WorkerError:
+            self._end(worker)
+            raise
+        except BaseException:
+            self._idle.append(worker)
+            raise
+        self._idle.append(worker)
+        return outcome
+
+    def _idle_worker(self) -> Worker | None:
+        while self._idle:
             try:
-                pool = self._workers()
-                return await _result(pool, pool.schedule(_score, args=arguments, timeout=self._config.timeout_s))
-            except SampleTimeout:
-                return _Failure("timeout", f"no reward within reward.timeout_s = {self._config.timeout_s:g} s")
-            except ProcessExpired as error:
-                return _Failure("died", f"the verifier's process ended with exit code {error.exitcode}")
-            except RuntimeError:
-                # The pool gave up as a whole, e.g. as an idle worker was killed: not this sample's doing.
-                continue
-            # Whatever cannot be sent to a worker, such as columns that do not pickle.
-            except Exception as error:
-                return _Failure("raised", _describe(error))
-        return _Failure("died", f"the verifier processes broke down {_ATTEMPTS} times")
+                worker = self._idle.pop()
+            except IndexError:  # another thread took the last one
+                return None
+            if worker.usable:
+                return worker
+            log.warning("a verifier's process ended or wrote where it must not while nobody asked; starting a new one")
+            self._end(worker)
+        return None
 
-    def _workers(self) -> ProcessPool:
-        if self._pool is not None and not self._pool.active:
-            log.warning("the verifier processes broke down; starting new ones")
-            self.close()
-        if self._pool is None:
-            self._pool = ProcessPool(
-                max_workers=self._config.workers,
-                # Not fork: the caller has threads, and a worker must not inherit its locks and sockets.
-                context=multiprocessing.get_context("spawn"),
-                initializer=_start_worker,
-                initargs=(self._config.name, os.getpid()),
-            )
-        return self._pool
+    def _start_worker(self) -> Worker:
+        worker = Worker(self._config.name)
+        self._workers.add(worker)
+        try:
+            if self._closed:
+                raise WorkerError("the rewards are closed")
+            worker.load()  # an error that the worker alone has is told by every sample
+        except WorkerError:
+            self._end(worker)
+            raise
+        return worker
 
-    def _log(self, prompt: Prompt, failure: _Failure) -> None:
+    def _end(self, worker: Worker) -> None:
+        worker.end()
+        self._workers.discard(worker)
+
+    def _count(self, prompt: Prompt, failure: Failure) -> None:
         self._failures[failure.reason] += 1
-        if self._failures[failure.reason] <= _LOGGED_PER_REASON:
+        count = self._failures[failure.reason]
+        if count <= _LOGGED_PER_REASON or count.bit_count() == 1:
             log.warning("reward of prompt row %d failed (%s): %s", prompt.row, failure.reason, failure.detail)
+        if count > _LOGGED_PER_REASON and count.bit_count() == 1:
+            log.warning("rewards of %d of %d samples failed so far: %s", *self._totals())
 
-
-async def _result(pool: ProcessPool, future: Future) -> float | _Failure:
-    """What `future` gives. Raises `BrokenProcessPool` soon after the pool broke: it fails the tasks it has sent to its
-    workers, and leaves for ever those that still wait to be sent."""
-    result = asyncio.wrap_future(future)
-    try:
-        while not result.done():
-            await asyncio.wait((result,), timeout=_LOOK_S)
-            if not (result.done() or pool.active):
-                raise BrokenProcessPool
-        return result.result()
-    finally:
-        result.cancel()
-
-
-class _Failure(NamedTuple):
-    reason: str
-    detail: str
-
-
-def _attempt(reward: Reward, prompt: Prompt, text: str) -> float | _Failure:
-    # A reward is foreign code: whatever it raises concerns one sample alone. BaseException, because math-verify's own
-    # time-out, sys.exit and asyncio's CancelledError are no Exceptions; here nobody cancels and no signal raises.
-    try:
-        value = float(reward(prompt, text))
-    except BaseException as error:
-        return _Failure("raised", _describe(error))
-    if not math.isfinite(value) or abs(value) > _LARGEST:
-        return _Failure("not_finite", f"it returned {value!r}")
-    return value
-
-
-def _describe(error: BaseException) -> str:
-    """Type and text of an error, which may refuse to be text."""
-    try:
-        return f"{type(error).__name__}: {error}"[:_LONGEST_DETAIL]
-    except Exception:
-        return type(error).__name__
-
-
-_loaded = functools.cache(load_reward)  # one reward object per worker process
-
-
-def _start_worker(name: str, parent: int) -> None:
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
-    # Here, because loading does not count against the first sample's timeout. An error that this process
-    # alone has is left for the samples to report: raising would break the pool.
-    with contextlib.suppress(RewardError):
-        _loaded(name)
-
-
-def _score(name: str, prompt: Prompt, text: str) -> float | _Failure:
-    return _attempt(_loaded(name), prompt, text)
-
-
-def _die_with(parent: int) -> None:
-    # A killed parent cannot stop its workers, and one that hangs would outlive it for ever.
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
+    def _totals(self) -> tuple[int, int, str]:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self._failures.most_common())
+        return self._failures.total(), self._scored, reasons

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.common import working_directory
 from dppo_megatron.errors import ExpectedError
 
 from .interface import Reward
+from .outcome import describe
 
 if TYPE_CHECKING:
     from dppo_megatron.config.schema import RewardConfig
@@ -18,6 +20,8 @@ BUILTIN = {
     "arithmetic": "dppo_megatron.rewards.arithmetic:arithmetic",
     "gsm8k": "dppo_megatron.rewards.gsm8k:gsm8k",
 }
+
+_ABSENT = object()
 
 
 class RewardError(ExpectedError, ValueError):
@@ -39,26 +43,26 @@ def load_reward(name: str) -> Reward:
         hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(BUILTIN)}."
         raise RewardError(f"reward.name = {name}: unknown; {hint} For your own, write package.module:function")
     module_name, _, attribute = BUILTIN.get(name, name).partition(":")
-    module = _import(module_name, name)
-    if not hasattr(module, attribute):
+    working_directory.put_on_path()
+    where = "It must be on the Python path or in the working directory"
+    module = _foreign(name, f"cannot import {module_name}", lambda: importlib.import_module(module_name), where)
+    reward = _foreign(name, f"cannot look up {attribute!r}", lambda: getattr(module, attribute, _ABSENT), where)
+    if reward is _ABSENT:
         near = difflib.get_close_matches(attribute, dir(module), n=3, cutoff=0.5)
         hint = f"did you mean {', '.join(near)}?" if near else "check the spelling"
         raise RewardError(f"reward.name = {name}: module {module_name} has no {attribute!r}; {hint}")
-    reward = getattr(module, attribute)
     if isinstance(reward, type):
-        reward = reward()
+        reward = _foreign(name, f"{attribute}() failed", reward, "An instance is made without arguments")
     if not callable(reward):
         raise RewardError(f"reward.name = {name}: {type(reward).__name__} is not callable; name a function")
     return reward
 
 
-def _import(module_name: str, name: str):
-    working_directory.put_on_path()
+def _foreign(name: str, what: str, call: Callable[[], Any], remedy: str) -> Any:
+    """Result of the user's code, which can raise anything: sys.exit too must not end a command without a word."""
     try:
-        return importlib.import_module(module_name)
-    # Importing runs the user's module, which can raise anything.
-    except Exception as error:
-        raise RewardError(
-            f"reward.name = {name}: cannot import {module_name}: {type(error).__name__}: {error}. It must "
-            "be on the Python path or in the working directory"
-        ) from error
+        return call()
+    except BaseException as error:
+        # As the cause only what a traceback may print; it is for whoever wrote the reward.
+        cause = error if isinstance(error, Exception) else None
+        raise RewardError(f"reward.name = {name}: {what}: {describe(error)}. {remedy}") from cause

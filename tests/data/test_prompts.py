@@ -121,6 +121,44 @@ def test_a_file_that_is_all_wrong_stays_readable(tmp_path, tokenizer):
     assert len(str(raised.value)) < 5000
 
 
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"prompt": "\\u0000", "answer": "2"}', "the prompt has the control character U+0000 at character 1"),
+        (b'{"prompt": "1", "answer": "\\frac12"}', "a LaTeX command whose backslash was not escaped?"),
+        (b'{"prompt": "\\ud800", "answer": "2"}', "half a surrogate pair, U+D800"),
+        (b'{"prompt": "1", "answer": "2", "more": ["\\udfff"]}', "half a surrogate pair, U+DFFF"),
+        (b'{"prompt": "1", "answer": "2", "more": ' + b"[" * 500 + b"]" * 500 + b"}", "nested more than 100 levels"),
+        (b'{"prompt": "1", "answer": "2", "more": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", "nested more than 100"),
+        (b'{"prompt": "1", "answer": "2", "answer": "3"}', "the key 'answer' is given twice"),
+        (b'{"prompt": "1", "answer": NaN}', "the answer is nan"),
+        (b'{"prompt": "1", "answer": 1e999}', "the answer is inf"),
+        (b'{"prompt": "1", "answer": ' + b"1" * 5000 + b"}", "digits"),
+        ('{"prompt": "1", "answer": "2"}'.encode("utf-16"), "not UTF-8"),
+        (b'{"prompt": "' + b"x" * 20_000_000 + b'", "answer": "2"}', "20000000 characters, data.max_prompt_tokens is"),
+        (b'{"' + b"k" * 1_000_000 + b'": 1}', "no column 'prompt'"),
+    ],
+)
+def test_a_hostile_line_is_one_short_error(tmp_path, tokenizer, line, problem):
+    path = tmp_path / "hostile.jsonl"
+    path.write_bytes(b'{"prompt": "1", "answer": "2"}\n' + line)
+    with pytest.raises(PromptFileError) as raised:
+        source(path, tokenizer)
+    message = str(raised.value)
+    assert message.startswith(f"{path}: 1 malformed line\n  - line 2: ")
+    assert problem in message
+    assert len(message.encode()) < 1000
+
+
+def test_a_file_whose_lines_are_all_hostile_is_a_screen(tmp_path, tokenizer):
+    path = tmp_path / "hostile.jsonl"
+    path.write_bytes(b"\n".join(b'{"%s%d": 1}' % (b"k" * 300, i) for i in range(0, 9000)))
+    with pytest.raises(PromptFileError) as raised:
+        source(path, tokenizer)
+    assert len(raised.value.violations) == 9000
+    assert len(str(raised.value).encode()) < 4096
+
+
 def test_missing_and_empty_files(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"none\.jsonl: cannot read the prompt file: No such file"):
         source(tmp_path / "none.jsonl", tokenizer)

@@ -10,7 +10,7 @@ import pytest
 from dppo_megatron.config.schema import RewardConfig
 from dppo_megatron.rewards import Reward, RewardError, build_reward
 from dppo_megatron.rewards.arithmetic import arithmetic
-from dppo_megatron.rewards.gsm8k import gsm8k
+from dppo_megatron.rewards.gsm8k import final_answer, gsm8k
 
 SAMPLE = Path(__file__).parent.parent / "data" / "gsm8k_sample.jsonl"
 
@@ -83,6 +83,51 @@ def test_gsm8k_accepts(prompt, text):
 )
 def test_gsm8k_rejects(prompt, text):
     assert gsm8k(prompt("48 + 24\n#### 72"), text) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#### 2. Solve for x",
+        "#### 2) Solve",
+        "#### 2: Solve",
+        "#### 2.\tSolve",
+        "#### 5,5",
+        r"\boxed{5,5}",
+        r"\boxed{5, 5}",
+        r"\boxed{5{,}5}",
+        "#### 12,34",
+        "#### 5,5,5",
+    ],
+)
+def test_a_heading_or_a_list_is_no_number(prompt, text):
+    assert final_answer(text) is None or not gsm8k(prompt("#### 5"), text)
+    assert gsm8k(prompt("#### 2"), text) == 0
+    if text.startswith("####"):
+        assert gsm8k(prompt("#### 72"), rf"\boxed{{72}}, as I said.\n{text}") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#### " + "1," * 4000 + "1",
+        r"\boxed{" + "1," * 4000 + "1}",
+        r"\boxed{" + "1," * 100 + "1}",
+        r"\boxed{" + "{" * 16 + "1" + "}" * 16 + "}",
+        r"\boxed{" + "(" * 100 + "1" + ")" * 100 + "}",
+        "#### " + "9" * 1_000_000,
+        "#### " + ",".join(["999"] * 300_000),
+        r"\boxed{" * 200_000,
+        r"\boxed{1" * 100_000 + "}" * 100_000,
+        "#### 1" * 100_000,
+        "{" * 1_000_000,
+        r"\boxed" + " " * 1_000_000 + "{",
+    ],
+)
+def test_no_answer_is_too_long_or_too_deep_to_be_refused_at_once(prompt, text):
+    started = time.monotonic()
+    assert gsm8k(prompt("#### 7"), text) == 0
+    assert time.monotonic() - started < 2
 
 
 @pytest.mark.parametrize("text", ["#### {}x", "#### - {}x", "#### - {}$ {}x", "#### 72{}- {}5", "####{}" * 20])

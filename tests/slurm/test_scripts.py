@@ -68,7 +68,7 @@ def test_a_host_without_the_model_s_libraries_submits_what_runs_in_a_container(t
     """And the script names every path from the root: a container has another working directory."""
     save_resolved(config(gpu="h100-80", command=["in-container"]), tmp_path / "c")
     program = (
-        "import sys; sys.modules |= dict.fromkeys(('megatron', 'transformers', 'tokenizers', 'vllm', 'pebble'))\n"
+        "import sys; sys.modules |= dict.fromkeys(('megatron', 'transformers', 'tokenizers', 'vllm', 'math_verify'))\n"
         "from dppo_megatron.cli import main; main()"
     )
     command = [sys.executable, "-c", program, "slurm", "c", "--dry-run"]

@@ -1,0 +1,136 @@
+"""The rows of a data file, each with its place; every row that cannot be used is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.common.text import shorten
+from dppo_megatron.errors import ExpectedError
+
+_SHOWN = 50  # violations described in the message; of the rest it gives the line numbers
+_LONGEST_LIST = 3000  # characters of those that are described
+_LONGEST_PROBLEM = 200
+_LONGEST_RANGES = 300
+_LONGEST_PATH = 300
+_DEEPEST = 100  # levels of lists and objects; pickling a row and chat templates recurse over it
+_OPENING = re.compile(rb"[\[{]")
+# What JSON escapes and text for a model never has. A form feed is often what is left of an unescaped \frac.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+class PromptFileError(ExpectedError, ValueError):
+    """A prompt file that cannot be used: every malformed line. `violations`: (line number from 1, problem)."""
+
+    def __init__(self, path: Path, violations: Sequence[tuple[int, str]] = (), problem: str = ""):
+        self.violations = tuple(violations)
+        count = len(self.violations)
+        name = str(path) if len(str(path)) <= _LONGEST_PATH else shorten(str(path), _LONGEST_PATH)
+        if not count:
+            super().__init__(f"{name}: {problem}")
+            return
+        lines, size = [], 0
+        for number, text in self.violations[:_SHOWN]:
+            text = text if len(text) <= _LONGEST_PROBLEM else text[: _LONGEST_PROBLEM - 4] + " ..."
+            lines.append(f"  - line {number}: {text}")
+            size += len(lines[-1].encode(errors="backslashreplace"))
+            if size > _LONGEST_LIST:
+                break
+        if rest := [number for number, _ in self.violations[len(lines) :]]:
+            lines.append(f"  - and lines {_ranges(rest)}")
+        super().__init__("\n".join([f"{name}: {count} malformed line{'s' if count != 1 else ''}", *lines]))
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Raises `PromptFileError` when the file cannot be read."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise PromptFileError(path, problem=f"cannot read the prompt file: {error.strerror}") from error
+    while lines and not lines[-1].strip():
+        lines.pop()
+    return enumerate(lines, start=1)
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The object of one line. Raises `ValueError` for what is none, or ambiguous, or too deep to be handed on."""
+    if not line.strip():
+        raise ValueError("blank; remove it")
+    try:
+        text = line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from None
+    try:
+        columns = json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        problem = error.msg.removesuffix(" enclosed in double quotes")
+        raise ValueError(f"not JSON: {problem} at character {error.pos + 1}") from None
+    except RecursionError:
+        raise ValueError(f"nested more than {_DEEPEST} levels deep") from None
+    if not isinstance(columns, dict):
+        raise ValueError(f"expected a JSON object, found {type(columns).__name__}")
+    if sum(1 for _ in _OPENING.finditer(line)) > _DEEPEST and _is_deep(columns):
+        raise ValueError(f"nested more than {_DEEPEST} levels deep")
+    if "\\u" in text:
+        check_text(json.dumps(columns, ensure_ascii=False), "it", control=False)
+    return columns
+
+
+def check_text(text: str, what: str, *, control: bool = True) -> None:
+    """Raises `ValueError` for text that is not UTF-8's, or with control characters besides tab and line ends."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X}"
+        raise ValueError(f"{what} has half a surrogate pair, {found}, which is no text") from None
+    if control and (match := _CONTROL.search(text)):
+        hint = "; a LaTeX command whose backslash was not escaped?" if match[0] in "\x08\x0c" else ""
+        raise ValueError(
+            f"{what} has the control character U+{ord(match[0]):04X} at character {match.start() + 1}{hint}"
+        )
+
+
+def column(columns: dict[str, Any], name: str, setting: str) -> Any:
+    """The value of a column. Raises `ValueError` when there is none."""
+    if name not in columns:
+        raise ValueError(f"no column {name!r} ({setting}); it has {shorten_list(map(repr, columns)) or 'none'}")
+    return columns[name]
+
+
+def shorten_list(names: Iterable[str], longest: int = 120) -> str:
+    text = ", ".join(names)
+    return text if len(text) <= longest else text[:longest] + " ..."
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    columns = dict(pairs)
+    if len(columns) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {shorten(repeated)} is given twice")
+    return columns
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            part
+            for whole in level
+            if isinstance(whole, (dict, list))
+            for part in (whole.values() if isinstance(whole, dict) else whole)
+        ]
+        if not level:
+            return False
+    return any(isinstance(part, (dict, list)) for part in level)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """1, 4-6 for [1, 4, 5, 6]; as many of them as fit."""
+    runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    spans = [[number for _, number in run] for _, run in runs]
+    return shorten_list((str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans), _LONGEST_RANGES)

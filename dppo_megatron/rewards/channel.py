@@ -1,0 +1,90 @@
+"""Messages between the pool and one of its workers, over a socket that foreign code may write to.
+
+A message is the worker's token, its length and its bytes. The pool believes nothing else: bytes without the token, too
+many of them, or JSON that is no reply end the worker. What the worker sends is never unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from typing import Any
+
+TOKEN_BYTES = 16
+LARGEST_REPLY = 64 * 1024  # bytes
+_LENGTH = struct.Struct(">I")
+_HEAD = TOKEN_BYTES + _LENGTH.size
+
+
+class Rubbish(ConnectionError):
+    """Bytes that the worker's own code did not write."""
+
+
+class Channel:
+    """One end. Every call ends at `deadline` (`time.monotonic()`), raising `TimeoutError`; `None` waits for ever.
+
+    Raises `EOFError` or `OSError` when the other end is gone.
+    """
+
+    def __init__(self, end: socket.socket, token: bytes):
+        self._end = end
+        self._token = token
+
+    def send(self, payload: bytes, deadline: float | None = None) -> None:
+        self._limit(deadline)
+        self._end.sendall(self._token + _LENGTH.pack(len(payload)) + payload)
+
+    def receive(self, deadline: float | None = None, largest: int | None = None) -> bytes:
+        """Raises `Rubbish` for a message without the token, or of more than `largest` bytes."""
+        head = b""
+        while len(head) < _HEAD:
+            head += self._read(_HEAD - len(head), deadline)
+            if not self._token.startswith(head[:TOKEN_BYTES]):
+                raise Rubbish(f"{head[:TOKEN_BYTES]!r} came instead of a reply")
+        (size,) = _LENGTH.unpack(head[TOKEN_BYTES:])
+        if largest is not None and size > largest:
+            raise Rubbish(f"a reply of {size} bytes")
+        parts = []
+        while size:
+            parts.append(self._read(min(size, 1 << 20), deadline))
+            size -= len(parts[-1])
+        return b"".join(parts)
+
+    def receive_reply(self, deadline: float, number: int) -> dict[str, Any]:
+        """The reply to request `number`. Raises as `receive`."""
+        payload = self.receive(deadline, LARGEST_REPLY)
+        try:
+            reply = json.loads(payload)
+        except (ValueError, RecursionError):
+            raise Rubbish("a reply that is not JSON") from None
+        if not isinstance(reply, dict) or reply.get("number") != number:
+            raise Rubbish("a reply to another request")
+        return reply
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the other end is there and has sent nothing that nobody asked for."""
+        self._end.settimeout(0)
+        try:
+            self._end.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False  # bytes, or the end of them
+
+    def close(self) -> None:
+        self._end.close()
+
+    def _read(self, size: int, deadline: float | None) -> bytes:
+        self._limit(deadline)
+        part = self._end.recv(size)
+        if not part:
+            raise EOFError("it closed its end")
+        return part
+
+    def _limit(self, deadline: float | None) -> None:
+        # Never 0, which would mean not to wait at all instead of having waited long enough.
+        self._end.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))

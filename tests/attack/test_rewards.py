@@ -1,0 +1,181 @@
+"""A reward may do anything at all: it costs its own sample, nobody else's, and never more than its time-out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from dppo_megatron.config.schema import DataConfig, RewardConfig
+from dppo_megatron.data.prompts import PromptFileError, PromptSource
+from dppo_megatron.data.tokenizer import load_tokenizer
+from dppo_megatron.rewards import RewardError, RewardPool, build_reward
+from dppo_megatron.types import Prompt
+from tests.attack import cases, generator
+from tests.attack.hostile_rewards import HARMS, RAISES, RETURNS, exactly, harmless
+from tests.support.tokenizers import CHAT, save_character_model
+
+PROMPT = Prompt(0, 0, np.zeros(1, np.int32), "", "1", {})
+NAMED = [*RAISES, "recursion", "chain"]
+
+
+def pool(kind: str, **settings) -> RewardPool:
+    return RewardPool(RewardConfig(name=f"tests.attack.hostile_rewards:{kind}_reward", **settings))
+
+
+def check(names: list[str], rewards: np.ndarray, failed: np.ndarray) -> None:
+    """Every sample that is not hostile has its reward; every hostile one has none."""
+    wanted = {name: exactly.get(name, 1.0) for name in names}
+    spoils = {name for name in (*NAMED, *RETURNS, *HARMS) if name not in exactly and name not in harmless}
+    for name, reward, lost in zip(names, rewards.tolist(), failed.tolist(), strict=True):
+        expected = (0.0, True) if name in spoils else (float(np.float32(wanted[name])), False)
+        assert (reward, lost) == expected, name
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "inline"])
+def test_anything_raised_or_returned_costs_its_own_sample_alone(kind, caplog):
+    names = [name for hostile in (*NAMED, *RETURNS) for name in ("ok", hostile)]
+    if kind != "sync":  # it was awaited already, or runs in the loop of whoever scores and cannot wait
+        names.remove("awaitable")
+    with pool(kind, workers=2) as rewards:
+        started = time.monotonic()
+        check(names, *asyncio.run(rewards.score(PROMPT, names)))
+        assert time.monotonic() - started < 30
+    (total,) = re.findall(r"rewards of (\d+) of (\d+) samples failed: (.*)", caplog.text)[-1:]
+    assert (int(total[0]), int(total[1])) == (sum(n != "ok" and n not in exactly for n in names), len(names))
+    assert re.fullmatch(r"\d+ raised, \d+ not_finite", total[2])
+    assert max(len(record.getMessage()) for record in caplog.records) < 4096
+    caplog.text.encode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(cases(2)))
+def test_a_process_that_is_ruined_costs_its_own_sample_alone(seed):
+    """All of them among samples that are not hostile, in an order drawn anew; each alone takes at most its time-out."""
+    names = [*HARMS, *["ok"] * len(HARMS)]
+    generator("harms", seed).shuffle(names)
+    with pool("sync", workers=4, timeout_s=2.0) as rewards:
+        check(names, *asyncio.run(rewards.score(PROMPT, names)))
+        check(["ok"] * 8, *asyncio.run(rewards.score(PROMPT, ["ok"] * 8)))
+
+
+@pytest.mark.parametrize("name", ["rubbish", "one byte", "much rubbish", "not JSON"])
+def test_rubbish_on_the_channel_is_no_wait(name, caplog):
+    with pool("sync", workers=1, timeout_s=60.0) as rewards:
+        asyncio.run(rewards.score(PROMPT, ["ok"]))
+        started = time.monotonic()
+        check([name, "ok"], *asyncio.run(rewards.score(PROMPT, [name, "ok"])))
+        assert time.monotonic() - started < 20
+    assert "(died): the verifier wrote to the channel of the results" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise BaseException('x' * 10**6)", "BaseException: xxx"),
+        ("class reward:\n    def __init__(self):\n        raise SystemExit(3)", r"reward\(\) failed: SystemExit: 3"),
+        ("def __getattr__(name):\n    raise ValueError(name)", "ValueError"),
+        ("raise ValueError('\\ud800')", "ValueError"),
+        ("1 +", "SyntaxError"),
+        ("def f(): return f()\nf()", "RecursionError"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_clear_error(tmp_path, monkeypatch, body, why):
+    name = f"hostile_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(body + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RewardError, match=why) as raised:
+        build_reward(RewardConfig(name=f"{name}:reward"))
+    sys.modules.pop(name, None)
+    assert f"reward.name = {name}:reward" in str(raised.value)
+    assert len(str(raised.value).encode()) < 4096
+
+
+GOOD = {"prompt": "1+1=", "answer": 2, "extra": {"index": [1, 2]}}
+
+
+def damaged(random) -> bytes:
+    """A file of three lines, one of which is damaged in some way."""
+    values = [
+        None, True, 3, -1.5, [], {}, [1], "", " ", "\x00", "\x1b[31m", "\ud800", "\udfff tail", "x" * 3_000_000,
+        float("nan"), float("inf"), [{"role": "user"}], [{"role": 3, "content": None}], {"role": "user"},
+        [{"role": "user", "content": "\ud83d"}], "1" * 5000, 10**4000, "\x0crac12", "\u202e", "\U0001f600", "{{", "{%",
+    ]  # fmt: skip
+    kind = random.choice(["value", "byte", "cut", "deep", "twice", "junk", "encoding", "big number", "keys", "column"])
+    row = dict(GOOD)
+    line = json.dumps(row).encode()
+    match kind:
+        case "value":
+            row[random.choice(["prompt", "answer"])] = random.choice(values)
+            try:
+                line = json.dumps(row, ensure_ascii=random.random() < 0.7).encode(errors="surrogatepass")
+            except ValueError:  # an integer too long to be written
+                line = b'{"prompt": "1", "answer": ' + b"9" * 6000 + b"}"
+        case "byte":
+            place = random.randrange(len(line))
+            line = line[:place] + bytes([random.randrange(256)]) + line[place + 1 :]
+        case "cut":
+            line = line[: random.randrange(len(line))]
+        case "deep":
+            deep = random.choice([b"[", b'{"a":']) * random.choice([90, 101, 500, 100_000])
+            line = b'{"prompt": "1", "answer": "1", "x": ' + deep
+            if random.random() < 0.7:
+                line = json.dumps(row)[:-1].encode() + b', "x": ' + b"[" * (n := random.choice([99, 500, 20_000]))
+                line += b"]" * n + b"}"
+        case "twice":
+            line = b'{"prompt": "1", "answer": "1", "answer": "2"}'
+        case "junk":
+            line = random.randbytes(random.choice([1, 100, 100_000]))
+        case "encoding":
+            line = line.decode().encode(random.choice(["utf-16", "utf-32", "utf-16-le", "utf-7", "cp037"]))
+        case "big number":
+            line = random.choice([b"1e999", b"-0", b"1" * 5000, b"NaN", b"1e-999", b"Infinity"])
+            line = b'{"prompt": "1", "answer": ' + line + b"}"
+        case "keys":
+            line = json.dumps({f"key {i} {'k' * random.randrange(500)}": i for i in range(3000)}).encode()
+        case "column":
+            del row[random.choice(["prompt", "answer"])]
+            line = json.dumps(row).encode()
+    lines = [json.dumps(GOOD).encode()] * 3
+    lines[random.randrange(3)] = line
+    return b"\n".join(lines) + b"\n" * random.randrange(3)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    return [load_tokenizer(save_character_model(directory / str(t), chat_template=t)) for t in (None, CHAT)]
+
+
+def test_damaged_prompt_files_are_one_clear_error(tmp_path, tokenizers):
+    refused = 0
+    for case in range(cases(100)):
+        random = generator("prompts", case)
+        path = tmp_path / "prompts.jsonl"
+        path.write_bytes(damaged(random))
+        chat = random.random() < 0.5
+        config = DataConfig(train=path, chat_template=chat)
+        started = time.monotonic()
+        try:
+            source = PromptSource(path, tokenizers[chat], config, seed=1)
+        except PromptFileError as error:
+            refused += 1
+            message = str(error)
+            assert len(message.encode()) <= 4096, case
+            assert re.match(rf"{re.escape(str(path))}: \d+ malformed lines?\n  - line \d+: ", message), case
+            assert not re.search(r"[\x00-\x09\x0b-\x1f]", message), case
+        else:
+            for position in range(len(source)):
+                prompt = source.prompt(position)
+                prompt.text.encode()
+                prompt.answer.encode()
+                assert len(prompt.token_ids)
+        assert time.monotonic() - started < 5, case
+    assert refused > cases(100) // 2
