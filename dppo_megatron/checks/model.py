@@ -16,22 +16,35 @@ def read(config: Config) -> HFModelConfig | None:
 
     try:
         return read_hf_config(config.model.path)
-    except ModelError:
+    except (ModelError, OSError):
         return None
 
 
 def problems(config: Config, hf: HFModelConfig | None, *, elsewhere: bool) -> list[str]:
     """`elsewhere`: the run has other GPUs than this machine, those of `slurm.gpu`."""
     from dppo_megatron.actor import check_model
-    from dppo_megatron.hf import ModelError, open_weights
 
     out = check_model(on_any_machine(config) if elsewhere else config)
-    if config.model.weights is not None and not out:
-        try:
-            open_weights(config.model.weights, hf)
-        except ModelError as error:
-            out.append(f"model.weights = {error}")
+    if hf is not None:
+        out += _weights(config, hf)
     return out + (_capability(config) if elsewhere else [])
+
+
+def _weights(config: Config, hf: HFModelConfig) -> list[str]:
+    """Why trainer or engines cannot start from their weights: from the files' headers, in milliseconds a file."""
+    from dppo_megatron.hf import ModelError, WeightMap, header_problems, open_weights
+
+    m, out = config.model, []
+    used = {"model.path": m.weights is None or config.started_engines > 0, "model.weights": m.weights is not None}
+    for setting, directory in (("model.path", m.path), ("model.weights", m.weights)):
+        if not used[setting]:
+            continue
+        try:
+            if found := header_problems(WeightMap(hf), open_weights(directory, hf)):
+                raise ModelError(str(directory), found)
+        except ModelError as error:
+            out.append(f"{setting} = {error}")
+    return out
 
 
 def on_any_machine(config: Config) -> Config:

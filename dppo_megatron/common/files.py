@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+_MOST_BYTES = 64 << 20  # of a file that names every tensor of a model with hundreds of thousands of them
+
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes or replaces a small file. Its directory must exist. Raises OSError, and the old file is then untouched."""
@@ -40,6 +42,32 @@ def read_json(path: Path) -> Any | None:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return None
+
+
+def read_foreign_json(path: Path) -> dict[str, Any]:
+    """The object in a file that another program wrote.
+
+    Raises FileNotFoundError, and `ValueError` that says what else is wrong with it.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
+        value = json.loads(content.decode())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("not valid JSON: nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"the top level must be an object, found {type(value).__name__}")
+    return value
 
 
 def sync(path: Path) -> None:

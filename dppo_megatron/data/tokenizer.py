@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dppo_megatron.errors import ExpectedError
+from dppo_megatron.common.files import read_foreign_json
+from dppo_megatron.errors import ExpectedError, bounded, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_MOST_TOKENS = 1 << 31
 
 
 class TokenizerError(ExpectedError, ValueError):
@@ -39,13 +40,17 @@ def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreT
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    # transformers raises OSError, ValueError, KeyError and bare Exception from the Rust side, by kind of
-    # damage.
-    except Exception as error:
-        raise TokenizerError(f"model.path = {directory}: its tokenizer cannot be loaded: {error}") from error
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # By kind of damage any Exception, and of a Rust panic what is none.
+    except BaseException as error:
+        raise TokenizerError(
+            f"model.path = {directory}: its tokenizer cannot be loaded: {type(error).__name__}: "
+            f"{bounded(str(error), 500)}"
+        ) from error
     rows = vocab_size if vocab_size is not None else read_json(directory / "config.json").get("vocab_size")
-    if rows is not None and len(tokenizer) > rows:
+    if isinstance(rows, int) and len(tokenizer) > rows:
         raise TokenizerError(
             f"model.path = {directory}: the tokenizer has {len(tokenizer)} tokens but the model only {rows} "
             "rows (vocab_size); they do not belong together"
@@ -64,7 +69,10 @@ def end_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> 
     for name in ("generation_config.json", "config.json"):
         value = read_json(directory / name).get("eos_token_id")
         if value is not None:
-            found.update(value if isinstance(value, list) else [value])
+            ids = value if isinstance(value, list) else [value]
+            if wrong := [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < _MOST_TOKENS]:
+                raise TokenizerError(f"{directory / name}: eos_token_id = {shown(wrong[0])}: is no token; correct it")
+            found.update(ids)
             break
     if tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)
@@ -73,14 +81,14 @@ def end_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> 
             f"model.path = {directory}: no end-of-sequence token in generation_config.json, config.json or "
             "the tokenizer; responses would never stop. Set eos_token_id in generation_config.json"
         )
-    return tuple(sorted(int(token) for token in found))
+    return tuple(sorted(found))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty when there is no file. Raises `TokenizerError` when it is not JSON."""
+    """The object in a JSON file, empty when there is no file. Raises `TokenizerError` when it is none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_foreign_json(path)
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise TokenizerError(f"{path}: not valid JSON: {error}") from error
+        raise TokenizerError(f"{path}: {error}") from error

@@ -14,7 +14,7 @@ from .rules import Entry, HFTensor, MegatronLayout
 from .safetensors_reader import SafetensorsDirectory
 from .safetensors_writer import PartWriter
 from .weight_map import WeightMap
-from .weight_source import WeightSource, open_weights
+from .weight_source import WeightSource, header_problems, open_weights
 
 __all__ = [
     "FAMILIES",
@@ -34,6 +34,7 @@ __all__ = [
     "WeightSource",
     "export_weights",
     "fp8",
+    "header_problems",
     "inverse_frequencies",
     "load_into",
     "make_random_hf_model",

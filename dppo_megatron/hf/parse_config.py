@@ -5,10 +5,12 @@ Not by transformers' AutoConfig: it fills in what a file leaves out without a wo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from dppo_megatron.common.files import read_foreign_json
+from dppo_megatron.errors import shown
 
 from .errors import ModelError
 from .families import FAMILIES, Family
@@ -40,11 +42,11 @@ def read_hf_config(directory: str | Path) -> HFModelConfig:
     if not directory.is_dir():
         raise ModelError(str(directory), ["no such directory; pass a local Hugging Face model directory"])
     try:
-        raw = json.loads(path.read_text())
+        raw = read_foreign_json(path)
     except FileNotFoundError:
         raise ModelError(str(directory), ["no config.json: not a Hugging Face model directory"]) from None
-    except json.JSONDecodeError as error:
-        raise ModelError(str(path), [f"not valid JSON: {error}"]) from None
+    except ValueError as error:
+        raise ModelError(str(path), [str(error)]) from None
     return parse_hf_config(raw, str(path))
 
 
@@ -93,7 +95,9 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFMo
     )
     problems += _size_problems(fields, family, config) + fields.problems(raw)
     problems += [
-        f"{name} = {raw[name]!r}: {why}" for name, (only, why) in _ONLY.items() if raw.get(name) not in (None, only)
+        f"{name} = {shown(raw[name])}: {why}"
+        for name, (only, why) in _ONLY.items()
+        if raw.get(name) not in (None, only)
     ]
     if problems:
         raise ModelError(source, list(dict.fromkeys(problems)))
@@ -105,7 +109,7 @@ def _family(raw: Mapping[str, Any], source: str) -> Family:
     known = {family.architecture: family for family in FAMILIES.values()}
     if isinstance(named, list) and len(named) == 1 and named[0] in known:
         return known[named[0]]
-    what = f"architectures = {named!r}: not supported" if named else "architectures: missing"
+    what = f"architectures = {shown(named)}: not supported" if named else "architectures: missing"
     raise ModelError(source, [f"{what}; supported: {', '.join(known)}"])
 
 
@@ -138,7 +142,7 @@ def _rope_settings(name: str, given: Mapping[str, Any], fields: RawConfig, famil
     rope_type = given.get("rope_type") or given.get("type") or "default"
     supported = rope_type in family.rope_types
     if not supported:
-        problems.append(f"rope_type = {rope_type!r}: {family.name} supports {', '.join(family.rope_types)}")
+        problems.append(f"rope_type = {shown(rope_type)}: {family.name} supports {', '.join(family.rope_types)}")
     settings = read_fields(ROPE_TYPES[rope_type] if supported else RopeSettings, given, problems, f"{name}.")
     if settings.partial_rotary_factor != 1.0:
         problems.append(f"{name}.partial_rotary_factor = {settings.partial_rotary_factor}: not supported")

@@ -7,9 +7,15 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from dppo_megatron.errors import shown
+
 from .hf_config import MLAConfig, MoEConfig
 
-Size = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, lt=1 << 31)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+Heads = Annotated[int, Field(ge=1, le=1 << 16)]
+FromZero = Annotated[int, Field(ge=0, le=1 << 16)]
+Experts = Annotated[int, Field(ge=1, le=1 << 16)]
 Positive = Annotated[float, Field(gt=0)]
 M = TypeVar("M", bound=BaseModel)
 
@@ -21,21 +27,21 @@ _TYPES = {
 
 class _Fields(BaseModel):
     # Strict: "64" is no size and true no number. A null counts as absent.
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class RawConfig(_Fields):
     """The keys that every family has. A family with more of them derives its own class and overrides the methods."""
 
     hidden_size: Size
-    num_hidden_layers: Size
-    num_attention_heads: Size
-    num_key_value_heads: Size | None = None
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
+    num_key_value_heads: Heads | None = None
     head_dim: Size | None = None
     intermediate_size: Size
     vocab_size: Size
     max_position_embeddings: Size
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: Annotated[float, Field(ge=0)] = 1e-6
     rope_theta: Positive = 10000.0
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
@@ -115,8 +121,11 @@ def _problem(error: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     name = error["loc"][0]
     if error["type"] == "missing":
         return f"{name}: missing"
+    found = shown(error["input"])
     if error["type"] == "greater_than_equal":
-        return f"{name} = {given[name]}: must be at least {error['ctx']['ge']}"
+        return f"{name} = {found}: must be at least {error['ctx']['ge']:g}"
     if error["type"] == "greater_than":
-        return f"{name} = {given[name]}: must be above {error['ctx']['gt']:g}"
-    return f"{name} = {given[name]!r}: must be {_TYPES.get(error['type'], error['msg'])}"
+        return f"{name} = {found}: must be above {error['ctx']['gt']:g}"
+    if error["type"] in ("less_than", "less_than_equal"):
+        return f"{name} = {found}: no model has so many"
+    return f"{name} = {found}: must be {_TYPES.get(error['type'], error['msg'])}"

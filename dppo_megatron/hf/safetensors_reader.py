@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dppo_megatron.common.files import read_foreign_json
+from dppo_megatron.errors import shown
+
 from .errors import ModelError
 from .safetensors_file import DTYPES, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_LFS_POINTER = b"version https://git-lfs"
 _MAPPED_BYTES = 8 << 20  # read before `release` closes the files: opening one again parses its header again
 
 
@@ -72,12 +75,18 @@ class SafetensorsDirectory:
             problems.append(f"neither {SINGLE_FILE} nor {INDEX_FILE}: no weights to read")
             return {}
         try:
-            weight_map = dict(json.loads(index.read_text())["weight_map"])
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            problems.append(f"{INDEX_FILE}: not a valid index: {error!r}")
+            weight_map = read_foreign_json(index).get("weight_map")
+        except ValueError as error:
+            problems.append(f"{INDEX_FILE}: not a valid index: {error}")
+            return {}
+        if not isinstance(weight_map, dict) or not weight_map:
+            problems.append(f"{INDEX_FILE}: not a valid index: weight_map must name a file for each tensor")
             return {}
         names: dict[Path, list[str] | None] = {}
         for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
+                problems.append(f"{INDEX_FILE}: {name}: {shown(file)} is no name of a file beside it")
+                continue
             names.setdefault(self.directory / file, []).append(name)
         absent = sorted(file for file in names if not file.is_file())
         problems += [f"{file.name}: absent, the index places {len(names.pop(file))} tensors there" for file in absent]
@@ -92,6 +101,9 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             return {name: TensorInfo(DTYPES[at.get_dtype()], tuple(at.get_shape())) for name, at in slices.items()}
     except (SafetensorError, OSError) as error:
         what = f"not a safetensors file, or truncated ({file.stat().st_size} bytes): {error}"
+        with file.open("rb") as opened:
+            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                what = "a Git LFS pointer, not the file; `git lfs pull` in the model's repository fetches it"
     except KeyError as error:
         what = f"holds tensors of type {error}, which no model here has"
     raise ModelError(str(file), [f"{file.name}: {what}"])

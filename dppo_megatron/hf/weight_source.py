@@ -52,7 +52,17 @@ def open_weights(
 
 
 def source_problems(weight_map: WeightMap, source: WeightSource) -> list[str]:
-    """Every missing, misshaped and unexpected tensor, one line each."""
+    """Every missing, misshaped and unexpected tensor, one line each, and a tied head that is stored and differs."""
+    out = header_problems(weight_map, source)
+    # Some writers store the tied head too. A different one must not be dropped silently.
+    stored_twice = weight_map.config.tied_embeddings and {_HEAD, _EMBEDDING} <= source.tensors.keys()
+    if stored_twice and not torch.equal(source.tensor(_HEAD), source.tensor(_EMBEDDING)):
+        out.append(f"{_HEAD}: differs from {_EMBEDDING} although tie_word_embeddings is true")
+    return out
+
+
+def header_problems(weight_map: WeightMap, source: WeightSource) -> list[str]:
+    """Of these what shows without reading a tensor."""
     expected, found = weight_map.hf_tensors(), source.tensors
     tied = weight_map.config.tied_embeddings
     out = []
@@ -64,10 +74,6 @@ def source_problems(weight_map: WeightMap, source: WeightSource) -> list[str]:
     for name, info in found.items():
         if not (name in expected or weight_map.is_ignored(name) or (tied and name == _HEAD)):
             out.append(f"{name}: unexpected, shape {info.shape}")
-    # Some writers store the tied head too. A different one must not be dropped silently.
-    stored_twice = tied and {_HEAD, _EMBEDDING} <= found.keys()
-    if stored_twice and not torch.equal(source.tensor(_HEAD), source.tensor(_EMBEDDING)):
-        out.append(f"{_HEAD}: differs from {_EMBEDDING} although tie_word_embeddings is true")
     return out
 
 

@@ -15,6 +15,7 @@ from dppo_megatron.convert.job import Worker
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.processes import convert
 from dppo_megatron.convert.to_megatron import ToMegatron
+from dppo_megatron.hf import make_random_hf_model
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,8 @@ def test_an_engine_longer_than_the_model_is_refused(tree):
 def test_fp8_engines_are_refused_on_a_cpu(tree, task, tmp_path, monkeypatch):
     model = shutil.copytree(task / "random_model", tmp_path / "whole_blocks")
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 512}))
+    make_random_hf_model(tmp_path / "wide", config | {"intermediate_size": 512}, seed=1)
+    shutil.copytree(tmp_path / "wide", model, dirs_exist_ok=True)
     tree["model"]["path"] = str(model)
     tree["engine"] |= {"quantization": "fp8_block", "dtype": "bf16"}
     monkeypatch.setattr("dppo_megatron.checks.devices.visible_devices", list)
@@ -114,7 +116,8 @@ def test_a_missing_model_directory_is_one_violation_beside_all_others(tree, tmp_
 
 def test_a_model_without_a_tokenizer_is_one_violation(tree, task, tmp_path):
     (tmp_path / "bare").mkdir()
-    shutil.copy(task / "random_model" / "config.json", tmp_path / "bare")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(task / "random_model" / name, tmp_path / "bare")
     tree["model"]["path"] = str(tmp_path / "bare")
     assert found(tree).count("\n") == 0
     assert "holds no tokenizer" in found(tree)

@@ -9,7 +9,7 @@ from pydantic import AliasChoices, Field
 
 from dppo_megatron.hf.hf_config import MTP_NAMES, HFModelConfig, MLAConfig, MoEConfig
 from dppo_megatron.hf.operations import Operation, Replicated, Sharded
-from dppo_megatron.hf.raw_config import RawConfig, Size
+from dppo_megatron.hf.raw_config import Experts, FromZero, RawConfig, Size
 from dppo_megatron.hf.rules import MegatronLayout, Rule
 
 from .common import all_layers, decoder_rules, layer_rule, norm, swiglu
@@ -22,21 +22,21 @@ _ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq":
 
 
 class DeepseekV3Config(RawConfig):
-    q_lora_rank: int | None = None
+    q_lora_rank: Size | None = None
     kv_lora_rank: Size
     qk_nope_head_dim: Size
     qk_rope_head_dim: Size
     v_head_dim: Size
-    n_routed_experts: Size = Field(validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
+    n_routed_experts: Experts = Field(validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
     num_experts_per_tok: Size
     moe_intermediate_size: Size
-    n_shared_experts: int = 0
-    first_k_dense_replace: int = 0
-    n_group: int | None = None
-    topk_group: int | None = None
+    n_shared_experts: FromZero = 0
+    first_k_dense_replace: FromZero = 0
+    n_group: Experts | None = None
+    topk_group: Experts | None = None
     routed_scaling_factor: float = 1.0
     norm_topk_prob: bool = True
-    num_nextn_predict_layers: int = Field(0, validation_alias=AliasChoices(*MTP_NAMES))
+    num_nextn_predict_layers: FromZero = Field(0, validation_alias=AliasChoices(*MTP_NAMES))
 
     def experts(self) -> MoEConfig:
         return MoEConfig(

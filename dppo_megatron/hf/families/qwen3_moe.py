@@ -5,13 +5,13 @@ from __future__ import annotations
 from pydantic import AliasChoices, Field
 
 from dppo_megatron.hf.hf_config import MoEConfig
-from dppo_megatron.hf.raw_config import RawConfig, Size
+from dppo_megatron.hf.raw_config import Experts, RawConfig, Size
 
 from .family import Family
 
 
 class Qwen3MoeConfig(RawConfig):
-    num_experts: Size = Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts: Experts = Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: Size
     moe_intermediate_size: Size
     decoder_sparse_step: Size = 1

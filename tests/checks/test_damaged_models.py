@@ -1,0 +1,249 @@
+"""Every damage of a model directory is found before a run starts, by the file's name, in one clear error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.checks import preflight
+from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.errors import LONGEST_MESSAGE
+from dppo_megatron.hf import make_random_hf_model
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A sound model: its weights in one file, and beside it the same in several."""
+    from make_task import MODEL, write_random_model
+
+    root = tmp_path_factory.mktemp("whole")
+    write_random_model(root / "single", seed=1)
+    make_random_hf_model(root / "weights", MODEL, seed=1, shard_bytes=60_000)
+    shutil.copytree(root / "single", root / "sharded", ignore=shutil.ignore_patterns(SINGLE))
+    shutil.copytree(root / "weights", root / "sharded", dirs_exist_ok=True)
+    (root / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    return root
+
+
+def config(whole: Path, model: Path, tmp_path: Path) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": str(tmp_path / "run")},
+            "model": {"path": str(model), "dtype": "fp32"},
+            "data": {"train": str(whole / "prompts.jsonl"), "max_prompt_tokens": 16},
+            "train": {"steps": 1},
+            "rollout": {"max_response_tokens": 4},
+            "engine": {"max_model_len": 64, "urls": ["http://127.0.0.1:9"]},
+        }
+    )
+
+
+def problems(whole: Path, model: Path, tmp_path: Path) -> str:
+    with pytest.raises(ConfigError) as raised:
+        preflight(config(whole, model, tmp_path), "config.yaml", place="node")
+    assert len(str(raised.value).encode()) <= LONGEST_MESSAGE
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_a_sound_model_is_accepted(whole, kind, tmp_path):
+    preflight(config(whole, whole / kind, tmp_path), "config.yaml", place="node")
+
+
+def header_of(file: Path) -> dict:
+    content = file.read_bytes()
+    return json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
+
+
+def with_header(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """The weights with another header before the same bytes."""
+
+    def damage(model: Path) -> None:
+        file = model / SINGLE
+        content, header = file.read_bytes(), header_of(file)
+        (size,) = struct.unpack("<Q", content[:8])
+        change(header)
+        text = json.dumps(header).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+
+    return damage
+
+
+def of_tensor(change: Callable[[dict], object], name: str = "model.norm.weight") -> Callable[[Path], None]:
+    return with_header(lambda header: change(header[name]))
+
+
+def shift(by: int) -> Callable[[dict], None]:
+    def change(tensor: dict) -> None:
+        tensor["data_offsets"] = [offset + by for offset in tensor["data_offsets"]]
+
+    return change
+
+
+def rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda model: (model / name).write_bytes(change((model / name).read_bytes()))
+
+
+def rename(header: dict) -> None:
+    header["model.layers.7.other"] = header.pop("model.norm.weight")
+
+
+IN_ONE_FILE = {
+    "absent": lambda model: (model / SINGLE).unlink(),
+    "a directory": lambda model: ((model / SINGLE).unlink(), (model / SINGLE).mkdir()),
+    "empty": rewrite(SINGLE, lambda content: b""),
+    "four bytes": rewrite(SINGLE, lambda content: content[:4]),
+    "header alone": rewrite(SINGLE, lambda content: content[: 8 + struct.unpack("<Q", content[:8])[0]]),
+    "one byte short": rewrite(SINGLE, lambda content: content[:-1]),
+    "one byte long": rewrite(SINGLE, lambda content: content + b"x"),
+    "half": rewrite(SINGLE, lambda content: content[: len(content) // 2]),
+    "zeros": rewrite(SINGLE, lambda content: bytes(len(content))),
+    "a pointer": rewrite(SINGLE, lambda content: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+    "a page": rewrite(SINGLE, lambda content: b"<!DOCTYPE html><html>403</html>"),
+    "header of 2^63": rewrite(SINGLE, lambda content: b"\xff" * 7 + b"\x7f" + content[8:]),
+    "header not JSON": rewrite(SINGLE, lambda content: content[:8] + b"[" + content[9:]),
+    "header not UTF-8": rewrite(SINGLE, lambda content: content[:9] + b"\xff" + content[10:]),
+    "negative offset": of_tensor(shift(-(10**9))),
+    "offset behind the end": of_tensor(shift(10**9)),
+    "overlap": of_tensor(shift(-4)),
+    "hole": of_tensor(shift(4)),
+    "offsets swapped": of_tensor(lambda tensor: tensor["data_offsets"].reverse()),
+    "one offset": of_tensor(lambda tensor: tensor["data_offsets"].pop()),
+    "offsets as text": of_tensor(lambda tensor: tensor.update(data_offsets=["0", "4"])),
+    "another size": of_tensor(lambda tensor: tensor["shape"].append(2)),
+    "negative size": of_tensor(lambda tensor: tensor.update(shape=[-64])),
+    "wider type": of_tensor(lambda tensor: tensor.update(dtype="F64")),
+    "unknown type": of_tensor(lambda tensor: tensor.update(dtype="F4")),
+    "no type": of_tensor(lambda tensor: tensor.pop("dtype")),
+    "another shape": of_tensor(lambda tensor: tensor.update(shape=[2, tensor["shape"][0] // 2])),
+    "a transposed matrix": of_tensor(lambda tensor: tensor["shape"].reverse(), "model.layers.0.mlp.up_proj.weight"),
+    "another name": with_header(rename),
+    "no tensors": with_header(dict.clear),
+}
+
+
+@pytest.mark.parametrize("damage", IN_ONE_FILE.values(), ids=IN_ONE_FILE)
+def test_damaged_weights_are_refused_by_name(whole, damage, tmp_path):
+    model = shutil.copytree(whole / "single", tmp_path / "model")
+    damage(model)
+    found = problems(whole, model, tmp_path)
+    assert f"model.path = {model}: " in found
+    assert SINGLE in found or "model.norm.weight" in found or "up_proj.weight" in found
+
+
+def test_a_git_lfs_pointer_is_called_one(whole, tmp_path):
+    model = shutil.copytree(whole / "single", tmp_path / "model")
+    IN_ONE_FILE["a pointer"](model)
+    assert "model.safetensors: a Git LFS pointer, not the file; `git lfs pull`" in problems(whole, model, tmp_path)
+
+
+def shard(model: Path) -> Path:
+    return sorted(model.glob("*.safetensors"))[1]
+
+
+def indexed(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def damage(model: Path) -> None:
+        index = json.loads((model / INDEX).read_text())
+        change(index)
+        (model / INDEX).write_text(json.dumps(index))
+
+    return damage
+
+
+def entries(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    return indexed(lambda index: change(index["weight_map"]))
+
+
+IN_SHARDS = {
+    "absent shard": lambda model: shard(model).unlink(),
+    "short shard": lambda model: shard(model).write_bytes(shard(model).read_bytes()[:-100]),
+    "another shard's bytes": lambda model: shutil.copy(sorted(model.glob("*.safetensors"))[0], shard(model)),
+    "absent index": lambda model: (model / INDEX).unlink(),
+    "empty index": lambda model: (model / INDEX).write_text(""),
+    "index of nothing": indexed(dict.clear),
+    "index of no tensors": entries(dict.clear),
+    "index a list": lambda model: (model / INDEX).write_text("[]"),
+    "map a list": indexed(lambda index: index.update(weight_map=list(index["weight_map"]))),
+    "map a number": indexed(lambda index: index.update(weight_map=7)),
+    "nested index": lambda model: (model / INDEX).write_text("[" * 100_000),
+    "index not UTF-8": lambda model: (model / INDEX).write_bytes(b"\xff\xfe{}"),
+    "a missing tensor named": entries(lambda names: names.update({"model.ghost": next(iter(names.values()))})),
+    "a tensor not named": entries(lambda names: names.pop("model.norm.weight")),
+    "a tensor in the wrong file": entries(
+        lambda names: names.update(
+            {"model.norm.weight": next(f for f in names.values() if f != names["model.norm.weight"])}
+        )
+    ),
+    "a file that is a number": entries(lambda names: names.update({"model.norm.weight": 3})),
+    "a file elsewhere": entries(lambda names: names.update({"model.norm.weight": "../single/model.safetensors"})),
+    "a file that is a directory": entries(lambda names: names.update({"model.norm.weight": "."})),
+}
+
+
+@pytest.mark.parametrize("damage", IN_SHARDS.values(), ids=IN_SHARDS)
+def test_damaged_shards_are_refused_by_name(whole, damage, tmp_path):
+    model = shutil.copytree(whole / "sharded", tmp_path / "model")
+    damage(model)
+    found = problems(whole, model, tmp_path)
+    assert f"model.path = {model}: " in found
+    assert INDEX in found or "model-0" in found or "model.ghost" in found or "model.norm.weight" in found
+
+
+def keys(**values) -> Callable[[Path], None]:
+    def damage(model: Path) -> None:
+        settings = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(settings | values))
+
+    return damage
+
+
+def text(name: str, content: str | bytes) -> Callable[[Path], None]:
+    return lambda model: (model / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+OTHER_FILES = {
+    "config not UTF-8": (text("config.json", b'{"a": "\xff"}'), "config.json: not UTF-8"),
+    "config a list": (text("config.json", "[]"), "the top level must be an object"),
+    "config nested": (text("config.json", "[" * 200_000), "nested too deeply"),
+    "config cut": (text("config.json", '{"a": '), "config.json: not valid JSON"),
+    "config a long number": (text("config.json", '{"a": ' + "1" * 5000 + "}"), "config.json"),
+    "infinite eps": (keys(rms_norm_eps=float("inf")), "rms_norm_eps = inf"),
+    "a million layers": (keys(num_hidden_layers=10**6), "num_hidden_layers = 1000000: no model has so many"),
+    "heads beyond counting": (keys(num_attention_heads=10**9), "num_attention_heads = 1000000000"),
+    "long architecture": (keys(architectures=["x" * 10**6]), "architectures = ['xxx"),
+    "dtype a number": (keys(dtype=5), "dtype = 5: must be str"),
+    "torch_dtype a number": (lambda m: (keys(torch_dtype=5)(m), drop("dtype")(m)), "torch_dtype = 5: must be str"),
+    "end token a word": (keys(eos_token_id="stop"), "eos_token_id = 'stop'"),
+    "generation config null": (text("generation_config.json", "null"), "generation_config.json: the top level must be"),
+    "end tokens of no kind": (text("generation_config.json", '{"eos_token_id": [1, {}]}'), "eos_token_id = {}"),
+    "negative end token": (text("generation_config.json", '{"eos_token_id": -1}'), "eos_token_id = -1"),
+    "tokenizer cut": (text("tokenizer.json", '{"version": '), "tokenizer cannot be loaded"),
+    "tokenizer a list": (text("tokenizer.json", "[]"), "tokenizer cannot be loaded"),
+    "tokenizer null": (text("tokenizer.json", "null"), "tokenizer cannot be loaded"),
+    "tokenizer of nothing": (text("tokenizer.json", "{}"), "tokenizer cannot be loaded"),
+    "tokenizer not UTF-8": (text("tokenizer.json", b"\xff\xfe"), "tokenizer cannot be loaded"),
+    "tokenizer settings a list": (text("tokenizer_config.json", "[]"), "tokenizer cannot be loaded"),
+}
+
+
+def drop(name: str) -> Callable[[Path], None]:
+    def damage(model: Path) -> None:
+        settings = json.loads((model / "config.json").read_text())
+        settings.pop(name, None)
+        (model / "config.json").write_text(json.dumps(settings))
+
+    return damage
+
+
+@pytest.mark.parametrize(("damage", "expected"), OTHER_FILES.values(), ids=OTHER_FILES)
+def test_other_damaged_files_are_one_clear_error(whole, damage, expected, tmp_path):
+    model = shutil.copytree(whole / "single", tmp_path / "model")
+    damage(model)
+    assert expected in problems(whole, model, tmp_path)
