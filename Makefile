@@ -6,6 +6,7 @@
 # make test-engines   the engine contract, weight transports and faults, on real vLLM and SGLang servers
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
 # make attack         tests/attack with another seed and more cases: ATTACK_SEED=N ATTACK_CASES=N make attack
+# make test-gpu       on a machine with a GPU, eight minutes: kernels, training, offload, a colocated engine; writes a file
 # make lint           ruff, mypy on the public surface, retired words, docs-check
 # make docs-check     links, files, commands, flags, settings and figures named in the docs exist
 # make format         ruff, which mends what it can
@@ -22,7 +23,7 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart test test-all test-cpu test-engines test-parallel test-slurm attack lint docs-check format install sglang clean
+.PHONY: quickstart test test-all test-cpu test-engines test-gpu test-parallel test-slurm attack lint docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -56,6 +57,11 @@ test-engines: install sglang
 
 attack: install
 	$(PYTEST) tests/attack -m ""
+
+# With the Python that has CUDA's torch, which is not that of $(VENV): set GPU_PYTHON. docs/gpu_day.md says what it needs.
+GPU_PYTHON ?= python3
+test-gpu:
+	$(GPU_PYTHON) benchmarks/gpu_day.py
 
 lint: install docs-check
 	$(BIN)/ruff check .
