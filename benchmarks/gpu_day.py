@@ -102,6 +102,8 @@ class Outcome:
 
 def lacking(part: Part, device: str | None) -> str | None:
     """Why the part cannot run here; None where it can."""
+    if not _found("torch"):
+        return f"torch is not installed in {sys.executable}"
     if device is None:
         return "no CUDA device on this machine"
     apart = Path(sys.prefix) / "triton-interpreter"  # where `make install` puts Triton on a machine without a GPU
@@ -152,9 +154,11 @@ def _end_session(process: subprocess.Popen) -> None:
 
 def machine(device: str | None) -> list[str]:
     """Date, chip and versions."""
-    import torch
+    chip, cuda = platform.processor() or platform.machine(), "absent"
+    if _found("torch"):
+        import torch
 
-    chip = platform.processor() or platform.machine()
+        cuda = torch.version.cuda
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         chip = (
@@ -175,7 +179,7 @@ def machine(device: str | None) -> list[str]:
     return [
         f"date: {datetime.date.today()}",
         f"chip: {chip}",
-        f"versions: Python {platform.python_version()}, CUDA {torch.version.cuda}, {', '.join(versions)}",
+        f"versions: Python {platform.python_version()}, CUDA {cuda}, {', '.join(versions)}",
         f"commit: {commit}",
     ]
 
@@ -204,9 +208,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART")
     parser.add_argument("--output", type=Path, help="directory (benchmarks/results; none for a dry run)")
     arguments = parser.parse_args()
-    import torch
+    cuda = False
+    if _found("torch"):
+        import torch
 
-    cuda = torch.cuda.is_available()
+        cuda = torch.cuda.is_available()
     if arguments.device == "cuda" and not cuda:
         parser.error("--device cuda: no CUDA device on this machine")
     device = "cpu" if arguments.device == "cpu" else "cuda" if cuda else None
