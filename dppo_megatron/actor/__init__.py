@@ -23,6 +23,7 @@ from .model import check_model
 from .model_config import padded_vocab_size
 from .reference import Reference
 from .scoring import Scores
+from .step_line import StepLine
 
 __all__ = [
     "Actor",
@@ -31,6 +32,7 @@ __all__ = [
     "LayoutError",
     "Reference",
     "Scores",
+    "StepLine",
     "TrainingDiverged",
     "UpdateStats",
     "check_model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dppo_megatron.config import Config
+from dppo_megatron.config.acceptance import AcceptanceConfig
 
 
 def problems(config: Config) -> list[str]:
@@ -25,6 +26,15 @@ def problems(config: Config) -> list[str]:
         out.append(
             f"reward.overlong_buffer = {config.reward.overlong_buffer}: longer than rollout.max_response_tokens = "
             f"{r.max_response_tokens}; lower it"
+        )
+    if config.acceptance.bound is not None and config.objective.supervised:
+        out.append(
+            f"acceptance.bound = {config.acceptance.bound:g}: supervised training has no rollout policy to measure the "
+            "policy's divergence from; remove it"
+        )
+    if config.acceptance.bound is None and config.acceptance != AcceptanceConfig():
+        out.append(
+            "acceptance.bound = null: without it the section has no effect; set it, or remove the other settings"
         )
     if config.optimizer.min_lr > config.optimizer.lr:
         out.append(f"optimizer.min_lr = {config.optimizer.min_lr}: above optimizer.lr = {config.optimizer.lr}")

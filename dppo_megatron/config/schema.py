@@ -12,6 +12,7 @@ from pydantic import Field
 
 from dppo_megatron.common.dtypes import FloatName
 
+from .acceptance import AcceptanceConfig
 from .objective import ObjectiveConfig
 from .section import (
     Bytes,
@@ -335,6 +336,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     train: TrainConfig
+    acceptance: AcceptanceConfig = AcceptanceConfig()
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     engine: EngineConfig = EngineConfig()

@@ -35,6 +35,13 @@ _POLICY = (
     ("policy/ratio_min", "1", "smallest importance ratio, as the method defines it, before cap and floor"),
     ("policy/ratio_max", "1", "largest importance ratio, as the method defines it, before cap and floor"),
 )
+_ACCEPTANCE = (
+    ("acceptance/divergence", "method's", "divergence of the policy after the step, as it was accepted"),
+    ("acceptance/divergence_whole", "method's", "divergence after the step's updates, before anything was taken back"),
+    ("acceptance/bound", "method's", "acceptance.bound"),
+    ("acceptance/fraction", "share", "of the step that was kept; 1 = all of it, 0 = taken back"),
+    ("acceptance/rejected", "count", "places on the step's line that were beyond the bound"),
+)
 _MISMATCH = (
     ("mismatch/kl", "nats", "KL(rollout || trainer) per token, from the engine's log-probs of the sampled tokens"),
     ("mismatch/max_abs_logprob_difference", "nats", "largest engine-trainer difference of a token"),
@@ -75,6 +82,7 @@ _STEP_PARTS = (  # disjoint; what time/step_s holds beyond them is "other"
     ("time/reference_s", "s", "part of the step: log-probs of the reference policy"),
     ("time/forward_backward_s", "s", "part of the step: forward and backward passes"),
     ("time/optimizer_s", "s", "part of the step: gradient reduction, clipping, update"),
+    ("time/acceptance_s", "s", "part of the step: measuring how far it went, and taking back what is too far"),
     ("time/publish_s", "s", "part of the step: new weights to the engines"),
     ("time/checkpoint_s", "s", "part of the step: saving a checkpoint"),
 )
@@ -103,7 +111,8 @@ _EVAL = (
 )
 
 METRICS = tuple(
-    MetricInfo(*row) for row in (*_TRAIN, *_POLICY, *_MISMATCH, *_PUBLISH, *_ROLLOUT, *_ENGINE, *_TIME, *_EVAL)
+    MetricInfo(*row)
+    for row in (*_TRAIN, *_POLICY, *_ACCEPTANCE, *_MISMATCH, *_PUBLISH, *_ROLLOUT, *_ENGINE, *_TIME, *_EVAL)
 )
 STEP_PARTS = tuple(name for name, _, _ in _STEP_PARTS)
 PUBLISH_PARTS = tuple(name for name, _, _ in _PUBLISH_PARTS)

@@ -11,6 +11,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.objectives import Objective
 from dppo_megatron.weight_sync import Publisher, WeightSyncError
 
+from .acceptance import Acceptance
 from .batches import BatchSource
 from .checkpoints import Checkpoints
 from .control import Control, StopRequested
@@ -33,6 +34,7 @@ def train(
     objective: Objective,
     source: BatchSource,
     policy_logprobs: PolicyLogprobs,
+    acceptance: Acceptance,
     publisher: Publisher | None,
     checkpoints: Checkpoints,
     control: Control,
@@ -70,10 +72,12 @@ def train(
                 batch = source.read(step)
             metrics.add(batch.metrics)
             batch = policy_logprobs.add(batch, metrics)
+            acceptance.begin()
             for number, update in enumerate(batch.updates, 1):
                 another = number < len(batch.updates)
                 stats = actor.train_update(update.micro_batches, objective, another_follows=another)
                 metrics.add_update(stats, update)
+            metrics.add(acceptance.settle(batch, step))
             metrics.check_mismatch(config.rollout.max_mismatch_kl, step)
             step += 1
             if colocated:

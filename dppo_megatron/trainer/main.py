@@ -21,6 +21,7 @@ from dppo_megatron.weight_sync import build_publisher, weight_check_tokens
 from dppo_megatron.weight_sync.colocated import put_to_sleep
 from dppo_megatron.weight_sync.engine_thread import EngineThread
 
+from .acceptance import Acceptance
 from .batches import BankBatches, SupervisedBatches
 from .checkpoints import Checkpoints
 from .control import Control
@@ -82,6 +83,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
                 objective=objective,
                 source=source,
                 policy_logprobs=policy_logprobs,
+                acceptance=Acceptance(config, actor, objective),
                 publisher=publisher,
                 checkpoints=checkpoints,
                 control=control,

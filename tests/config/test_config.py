@@ -155,6 +155,8 @@ def test_missing_file_and_broken_yaml(tmp_path):
             "parallel.pipeline x parallel.expert = 256 ranks send weights",
         ),
         ({"optimizer": {"min_lr": 1.0}}, "above optimizer.lr"),
+        ({"acceptance": {"share": 0.5}}, "acceptance.bound = null"),
+        ({"acceptance": {"bound": 0.1}, "objective": {"name": "nll"}}, "no rollout policy"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature = 0"),
         ({"model": {"path": "m", "dtype": "fp32", "fp8": "tensorwise"}}, "set model.dtype to bf16"),
         ({"model": {"path": "m", "fp8": "tensorwise", "layers": "local"}}, "local layers have no FP8"),

@@ -26,6 +26,21 @@ def train_method(rank: int, method: Method, task: Path, directory: Path) -> dict
     return result if rank == 0 else None
 
 
+def train_cases(rank: int, cases: dict[str, dict[str, Any]], task: Path, directory: Path) -> dict[str, dict[str, Any]]:
+    """On a rank: trains each case, sections of the config by name, over all ranks; what this rank saw of each."""
+    from dppo_megatron.actor import init_layout
+
+    seen = {}
+    for name, sections in cases.items():
+        rendezvous(directory)
+        layout = init_layout(task_config(task, **sections))
+        try:
+            seen[name] = train_one(task_config(task, **sections), layout)
+        finally:
+            layout.close()
+    return seen
+
+
 def _chosen(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """The method with the advantage and aggregation of its paper."""
     from dppo_megatron.objectives import PRESETS
@@ -41,6 +56,7 @@ def train_one(config, layout) -> dict[str, Any]:
     from dppo_megatron.actor import Actor
     from dppo_megatron.bank import BankReader
     from dppo_megatron.objectives import build_objective
+    from dppo_megatron.trainer.acceptance import Acceptance
     from dppo_megatron.trainer.batches import BankBatches, SupervisedBatches
     from dppo_megatron.trainer.loop import train
     from dppo_megatron.trainer.main import head
@@ -49,10 +65,11 @@ def train_one(config, layout) -> dict[str, Any]:
     objective = build_objective(config.objective.name, **config.objective.settings)
     actor = Actor(config, layout)
     actor.load_hf(config.model.path)
+    share = layout.data_parallel_rank, layout.data_parallel_size
     if config.objective.supervised:
-        source = SupervisedBatches(config, BankPrompts(config), Tokenizer(), 0, 1)
+        source = SupervisedBatches(config, BankPrompts(config), Tokenizer(), *share)
     else:
-        source = BankBatches(config, BankReader(config.rollout.bank), objective, 0, 1)
+        source = BankBatches(config, BankReader(config.rollout.bank), objective, *share)
     updates, records = [], []
     train_update = actor.train_update
 
@@ -67,6 +84,7 @@ def train_one(config, layout) -> dict[str, Any]:
         objective=objective,
         source=source,
         policy_logprobs=PolicyLogprobs(actor, objective),
+        acceptance=Acceptance(config, actor, objective),
         publisher=None,
         checkpoints=Never(),
         control=Ready(),
@@ -74,6 +92,7 @@ def train_one(config, layout) -> dict[str, Any]:
         first_step=0,
     )
     return {
+        "weights": [parameter.detach().float().clone() for c in actor.model_chunks for parameter in c.parameters()],
         "head": head(config, actor, objective),
         "steps": steps,
         "records": records,

@@ -1,0 +1,83 @@
+"""The line of weights from those that a step started from to those that its updates led to, and places on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .actor import Actor
+
+
+class StepLine:
+    """`mark_start` before a step's first update; after its last, `go_to` puts the policy anywhere on the line.
+
+    Keeps two fp32 copies of this rank's main parameters on the host (pinned, with CUDA), the second from the first
+    `go_to` on.
+    """
+
+    def __init__(self, actor: Actor):
+        self._actor = actor
+        self._start: list[Tensor] = []
+        self._end: list[Tensor] = []
+        self._end_is_known = False
+
+    def mark_start(self) -> None:
+        """No collectives."""
+        self._start = self._copy_parameters(self._start)
+        self._end_is_known = False
+
+    @torch.no_grad()
+    def go_to(self, fraction: float) -> None:
+        """Weights start + fraction (end - start), computed in fp32 and rounded once to the model's dtype.
+
+        0 gives the bits of the start. Collective: with a distributed optimizer one all-gather of the parameters.
+        """
+        actor = self._actor
+        if not self._end_is_known:
+            self._end, self._end_is_known = self._copy_parameters(self._end), True
+        with actor.optimizer_on_device():
+            for parameter, start, end in zip(self._main_parameters(), self._start, self._end, strict=True):
+                parameter.copy_(torch.lerp(start, end, fraction) if fraction else start)
+            for part in actor.optimizer.chained_optimizers:
+                if hasattr(part, "_copy_main_params_to_model_params") and not part.is_stub_optimizer:
+                    part._copy_main_params_to_model_params()
+        if actor.config.parallel.distributed_optimizer:
+            for chunk in actor.model:
+                chunk.start_param_sync(force_sync=True)
+
+    @torch.no_grad()
+    def reset_moments(self) -> None:
+        """Adam as before its first update: moments 0, and its bias correction starts anew. No collectives."""
+        with self._actor.optimizer_on_device():
+            for part in self._parts():
+                for state in part.optimizer.state.values():
+                    for name in ("exp_avg", "exp_avg_sq", "step"):
+                        if isinstance(state.get(name), Tensor):
+                            state[name].zero_()
+                for group in part.optimizer.param_groups:
+                    if "step" in group:  # TransformerEngine's and apex's Adam count by group
+                        group["step"] = group["step"] * 0
+
+    @torch.no_grad()
+    def _copy_parameters(self, copies: list[Tensor]) -> list[Tensor]:
+        """Into `copies`, which are made where there are none: pinned memory is slow to allocate."""
+        with self._actor.optimizer_on_device():
+            parameters = list(self._main_parameters())
+            pinned = self._actor.layout.device.type == "cuda"
+            copies = copies or [torch.empty_like(p, device="cpu", pin_memory=pinned) for p in parameters]
+            for copy, parameter in zip(copies, parameters, strict=True):
+                copy.copy_(parameter)
+        return copies
+
+    def _main_parameters(self) -> Iterator[Tensor]:
+        """fp32, of this rank's share of the optimizer: what an update really moves."""
+        for part in self._parts():
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+
+    def _parts(self) -> list:
+        return [part for part in self._actor.optimizer.chained_optimizers if part.optimizer is not None]

@@ -1,0 +1,179 @@
+"""A trust region that holds after the step: what its updates did is measured, and taken back where it is too much.
+
+A mask decides which tokens push. It does not bound how far the pushes of a step, together and through Adam, move the
+policy. Here the step's own tokens are scored again by the new weights, before anybody else sees these.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dppo_megatron.actor import Actor, Scores, StepLine
+from dppo_megatron.config import Config
+from dppo_megatron.config.acceptance import AcceptanceConfig
+from dppo_megatron.objectives import Objective, TopKLogprobs
+from dppo_megatron.objectives.divergence import binary_kl, binary_tv
+from dppo_megatron.types import TokenBatch
+
+from .batches import StepBatch
+
+log = logging.getLogger(__name__)
+
+
+class Line(Protocol):
+    """Places between the weights that a step started from and those that it led to; see `actor.StepLine`."""
+
+    def go_to(self, fraction: float) -> None: ...
+
+    def reset_moments(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Where on its line a step ended. divergence: there. whole: of the whole step. rejected: places tried in vain."""
+
+    fraction: float
+    divergence: float
+    whole: float
+    rejected: int
+
+
+def accept(settings: AcceptanceConfig, line: Line, measure: Callable[[], float]) -> Accepted:
+    """The whole step if `measure()` is within the bound there; else its half, quarter, ..., in the end nothing of it.
+
+    A step within the bound is left untouched. The start is where a step is taken back to whatever it measures there:
+    it was accepted before, by fresher rollouts or by an engine that computes as the trainer does.
+    """
+    whole = divergence = measure()
+    fraction, rejected = 1.0, 0
+    while fraction > 0 and not divergence <= settings.bound:
+        rejected += 1
+        fraction = fraction / 2 if rejected <= settings.halvings else 0.0
+        line.go_to(fraction)
+        divergence = measure()
+    if rejected and settings.moments == "reset":
+        line.reset_moments()
+    return Accepted(fraction, divergence, whole, rejected)
+
+
+class Acceptance:
+    """`acceptance` of the config for one actor. `begin` before a step's first update, `settle` after its last.
+
+    Both are collective. No decision hangs on an earlier step, so a resumed run decides as an undisturbed one.
+    """
+
+    def __init__(self, config: Config, actor: Actor, objective: Objective):
+        self._settings = config.acceptance
+        self._seed = config.run.seed
+        self._actor = actor
+        self._objective = objective
+        self._topk = config.acceptance.divergence == "objective" and objective.needs_topk
+        self._line = StepLine(actor) if config.acceptance.bound is not None else None
+        self._begin_s = 0.0
+
+    def begin(self) -> None:
+        """Notes where the step starts."""
+        if self._line is not None:
+            started = time.perf_counter()
+            self._line.mark_start()
+            self._begin_s = time.perf_counter() - started
+
+    def settle(self, batch: StepBatch, step: int) -> dict[str, float]:
+        """Moves the policy back along the step as far as the bound demands; metrics, empty where nothing was measured.
+
+        batch: what the step's updates trained on, old log-probs included.
+        """
+        line = self._line
+        if line is None or not batch.updates:
+            return {}
+        started = time.perf_counter() - self._begin_s
+        part = self._part(batch, step)
+        accepted = accept(self._settings, line, lambda: self._measure(part))
+        if accepted.rejected:
+            log.info(
+                "step %d: %s divergence %.3g is beyond acceptance.bound = %g; %s of the step is kept, at %.3g",
+                step,
+                self._settings.statistic,
+                accepted.whole,
+                self._settings.bound,
+                f"{accepted.fraction:g}" if accepted.fraction else "nothing",
+                accepted.divergence,
+            )
+        return {
+            "acceptance/divergence": accepted.divergence,
+            "acceptance/divergence_whole": accepted.whole,
+            "acceptance/bound": self._settings.bound,
+            "acceptance/fraction": accepted.fraction,
+            "acceptance/rejected": float(accepted.rejected),
+            "time/acceptance_s": time.perf_counter() - started,
+        }
+
+    def _part(self, batch: StepBatch, step: int) -> list[TokenBatch]:
+        """Of all data-parallel ranks equally many micro-batches, the same every time this step is trained."""
+        given = [tokens for update in batch.updates for tokens in update.micro_batches]
+        count = max(1, round(self._settings.share * len(given)))
+        chosen = np.random.default_rng([self._seed, step]).choice(len(given), count, replace=False)
+        return [given[i] for i in sorted(chosen)]
+
+    def _measure(self, part: list[TokenBatch]) -> float:
+        """The statistic of D over all data-parallel ranks, the same number on every rank. inf where one is not finite.
+
+        Collectives: those of `Actor.scores`, an all-reduce over data-parallel ranks, a broadcast from rank 0.
+        """
+        values = [
+            self._divergence(tokens, scores)[tokens.mask]
+            for tokens, scores in zip(part, self._actor.scores(part, topk=self._topk), strict=True)
+        ]
+        own = torch.cat(values).double()
+        largest = own.max() if len(own) else own.new_zeros(())
+        sums = torch.stack([own.sum(), own.new_tensor(float(len(own))), largest])
+        sums = sums.to(self._actor.layout.device)
+        group = self._actor.layout.data_group
+        dist.all_reduce(sums[:2], group=group)
+        dist.all_reduce(sums[2:], op=dist.ReduceOp.MAX, group=group)
+        dist.broadcast(sums, src=0)
+        total, count, largest = sums.tolist()
+        if not np.isfinite(total):
+            return float("inf")
+        return largest if self._settings.statistic == "max" else total / max(count, 1.0)
+
+    @torch.no_grad()
+    def _divergence(self, tokens: TokenBatch, scores: Scores) -> Tensor:
+        """[T] D of the scored policy: the objective's own, or one of the sampled token's probability from mu's."""
+        measured = self._settings.divergence
+        if measured != "objective":
+            of = binary_tv if measured == "binary_tv" else binary_kl
+            return of(tokens.rollout_logprob, scores.logprob)
+        sizes = tokens.cu_seqlens.diff().long()
+        return self._objective(
+            logprob=scores.logprob,
+            mask=tokens.mask,
+            rollout_logprob=tokens.rollout_logprob,
+            advantage=tokens.advantage,
+            topk=self._lists(tokens, scores) if self._topk else None,
+            old_logprob=tokens.old_logprob,
+            reference_logprob=tokens.reference_logprob,
+            sequence_ids=torch.repeat_interleave(torch.arange(len(sizes)), sizes),
+            entropy=torch.zeros_like(scores.logprob) if self._objective.needs_entropy else None,
+        ).divergence
+
+    def _lists(self, tokens: TokenBatch, scores: Scores) -> TopKLogprobs:
+        return TopKLogprobs(
+            ids=tokens.topk_ids,
+            rollout_logprob=tokens.rollout_topk_logprob,
+            logprob=scores.topk_logprob,
+            other_logprob=scores.other_logprob,
+            target_ids=tokens.target_ids,
+            vocab_size=self._actor.hf.vocab_size,
+            old_logprob=tokens.old_topk_logprob,
+            old_other_logprob=tokens.old_other_logprob,
+        )
