@@ -28,6 +28,7 @@ class Prompt:
     text: str
     answer: str
     columns: dict[str, Any] = field(default_factory=dict)  # the source row, for user rewards
+    source: str = ""  # data source of the row, which chooses its rewards
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dppo_megatron.common.dtypes import FloatName
 
 from .acceptance import AcceptanceConfig
 from .objective import ObjectiveConfig
+from .reward import RewardConfig
 from .section import (
     Bytes,
     Count,
@@ -130,17 +131,6 @@ class DataConfig(Section):
         1024,
         description="longer prompts are an error before work starts; with the longest response at most "
         "engine.max_model_len",
-    )
-
-
-class RewardConfig(Section):
-    name: str = Field("arithmetic", description="arithmetic | gsm8k | package.module:function")
-    timeout_s: Seconds = Field(10.0, description="a verifier slower than this scores the sample as failed")
-    workers: Processes = Field(2, description="verifier processes")
-    overlong_buffer: CountFromZero = Field(
-        0,
-        description="tokens before rollout.max_response_tokens over which a reward falls by up to 1 (DAPO's soft "
-        "overlong penalty, added when training, not in the bank); 0 = off",
     )
 
 

@@ -9,8 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.common.text import shorten
-from dppo_megatron.errors import ExpectedError
+from dppo_megatron.errors import ExpectedError, bounded, shown
 
 _SHOWN = 50  # violations described in the message; of the rest it gives the line numbers
 _LONGEST_LIST = 3000  # characters of those that are described
@@ -29,15 +28,14 @@ class PromptFileError(ExpectedError, ValueError):
     def __init__(self, path: Path, violations: Sequence[tuple[int, str]] = (), problem: str = ""):
         self.violations = tuple(violations)
         count = len(self.violations)
-        name = str(path) if len(str(path)) <= _LONGEST_PATH else shorten(str(path), _LONGEST_PATH)
+        name = bounded(str(path), _LONGEST_PATH)
         if not count:
             super().__init__(f"{name}: {problem}")
             return
         lines, size = [], 0
         for number, text in self.violations[:_SHOWN]:
-            text = text if len(text) <= _LONGEST_PROBLEM else text[: _LONGEST_PROBLEM - 4] + " ..."
-            lines.append(f"  - line {number}: {text}")
-            size += len(lines[-1].encode(errors="backslashreplace"))
+            lines.append(f"  - line {number}: {bounded(text, _LONGEST_PROBLEM)}")
+            size += len(lines[-1].encode())
             if size > _LONGEST_LIST:
                 break
         if rest := [number for number, _ in self.violations[len(lines) :]]:
@@ -111,7 +109,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(columns) < len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {shorten(repeated)} is given twice")
+        raise ValueError(f"the key {shown(repeated)} is given twice")
     return columns
 
 

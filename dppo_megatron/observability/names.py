@@ -1,7 +1,8 @@
 """The metric names every run records: one table with unit and meaning, so that runs compare by name.
 
 A record is one line of metrics.jsonl: `step`, `time` (Unix seconds) and any of these. An objective may report more of
-itself under names of its own, see `objectives`.
+itself under names of its own, see `objectives`. Of several rewards each is recorded as `reward/NAME`, its mean;
+`reward/failed_REASON` counts the samples that have none, by reason.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Evaluator:
                 lambda attempt: self._request(version, prompt, attempt), f"held-out prompt {prompt.position}"
             )
         (text,) = self._tokenizer.batch_decode([rollout.token_ids], skip_special_tokens=True)
-        (reward,), (failed,) = await self._rewards.score(prompt, [text])
+        (reward,), (failed,) = await self._rewards.score(prompt, [text], recorded=False)
         show_progress(self._output)
         oldest, newest = int(rollout.versions.min()), int(rollout.versions.max())
         return _Answer(float(reward) * (not failed), len(rollout.token_ids), oldest, newest)

@@ -81,7 +81,9 @@ async def _fill_bank(config: Config) -> None:
                 bank=bank,
                 published=published,
                 evaluator=None if config.data.eval is None else setting.evaluator(rewards),
-                recorder=StepRecorder(run.rollout_metrics, groups, sampler.take_metrics),
+                recorder=StepRecorder(
+                    run.rollout_metrics, groups, lambda: {**sampler.take_metrics(), **rewards.take_metrics()}
+                ),
                 stop_token_ids=setting.stop_token_ids,
             ).run()
 

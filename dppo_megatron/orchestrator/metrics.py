@@ -33,7 +33,7 @@ class StepRecorder:
     """Collects what generation cost per training step and writes one record when the step's last group is in."""
 
     def __init__(self, path: Path, groups_per_step: int, take_metrics: Callable[[], Mapping[str, float]]):
-        """`take_metrics`: that of the `Sampler`."""
+        """`take_metrics`: those of the `Sampler` and of the rewards."""
         self._path = path
         self._groups_per_step = groups_per_step
         self._take_metrics = take_metrics

@@ -1,7 +1,18 @@
 """Verifiers: what a response is worth, run so that no verifier can stop or stall the run."""
 
-from .interface import Reward
+from .interface import NOT_APPLICABLE, GroupReward, Reward, Ungradable
 from .pool import RewardPool
-from .registry import RewardError, build_reward
+from .registry import RewardError, build_reward, build_rewards
+from .workers import import_problem
 
-__all__ = ["Reward", "RewardError", "RewardPool", "build_reward"]
+__all__ = [
+    "NOT_APPLICABLE",
+    "GroupReward",
+    "Reward",
+    "RewardError",
+    "RewardPool",
+    "Ungradable",
+    "build_reward",
+    "build_rewards",
+    "import_problem",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from dppo_megatron.errors import shown
 from dppo_megatron.types import Prompt
 
 _INTEGER = re.compile(r"-?[0-9]+")
@@ -16,10 +17,15 @@ def arithmetic(prompt: Prompt, response_text: str) -> float:
 
     Raises `ValueError` when the answer column is not an integer.
     """
-    answer = prompt.answer.strip()
-    if not _INTEGER.fullmatch(answer):
-        raise ValueError(f"the answer {answer!r} is not an integer")
-    return float(response_text.strip() == answer)
+    check_answer(prompt.answer)
+    return float(response_text.strip() == prompt.answer.strip())
 
 
+def check_answer(answer: str) -> None:
+    """Raises `ValueError` for what is no integer."""
+    if not _INTEGER.fullmatch(answer.strip()):
+        raise ValueError(f"the answer {shown(answer.strip())} is not an integer")
+
+
+arithmetic.check_answer = check_answer
 arithmetic.trusted = True  # one string comparison: see interface.Reward

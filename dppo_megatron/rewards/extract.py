@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterator
 
 _BOX_OR_BRACE = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+# The word, an optional adjective before it, a colon, and the rest of the line; Markdown may stand between.
+_ANSWER_LINE = re.compile(r"(?i)(?<![a-z])answer[*_`]{0,3}(?: is)?[ \t]?[*_`]{0,3}[:：]")
+_MARKDOWN = " \t\r*_`"
 
 
 def boxes(text: str, longest: int) -> Iterator[tuple[int, str]]:
@@ -21,6 +24,26 @@ def boxes(text: str, longest: int) -> Iterator[tuple[int, str]]:
                 yield box[0], text[box[1] : match.start()]
         elif len(token) > 2:
             open_braces.append((match.start(), match.end()))
+
+
+def answer_line(text: str) -> tuple[int, str] | None:
+    """(place, rest of the line) of the last `Answer:`; of an empty rest the next line."""
+    last = None
+    for match in _ANSWER_LINE.finditer(text):
+        last = match
+    if last is None:
+        return None
+    for line in text[last.end() :].lstrip(_MARKDOWN + "\n").split("\n", 1)[:1]:
+        return last.start(), line.strip(_MARKDOWN)
+    return None
+
+
+def last_answer(text: str, longest: int) -> str | None:
+    """The last of boxes and `Answer:` lines in the text. None when there is none."""
+    found = list(boxes(text, longest))
+    if (line := answer_line(text)) is not None:
+        found.append(line)
+    return max(found)[1] if found else None
 
 
 def depth(text: str) -> int:

@@ -9,7 +9,7 @@ from decimal import Decimal
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Float, Integer
 
-from dppo_megatron.common.text import shorten
+from dppo_megatron.errors import shown
 from dppo_megatron.types import Prompt
 
 from .extract import boxes, depth
@@ -45,6 +45,9 @@ def gsm8k(prompt: Prompt, response_text: str) -> float:
     return float(_equal(gold, found))
 
 
+gsm8k.check_answer = lambda answer: _gold(answer)
+
+
 def final_answer(text: str) -> str | None:
     """The last documented form in the text, without separators and units; None when there is none."""
     candidates = [(match.start(), match["number"]) for match in _MARKED.finditer(text)]
@@ -55,7 +58,7 @@ def final_answer(text: str) -> str | None:
 def _gold(answer: str) -> Decimal:
     number = _plain(answer.rpartition("####")[2])
     if not _NUMBER.fullmatch(number):
-        raise ValueError(f"the answer column ends in {shorten(number)}, expected `#### number`")
+        raise ValueError(f"the answer column ends in {shown(number)}, expected `#### number`")
     return Decimal(number)
 
 

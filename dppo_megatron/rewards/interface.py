@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from dppo_megatron.types import Prompt
 
@@ -12,12 +13,34 @@ class Reward(Protocol):
     """Any callable that values one response.
 
     `prompt.answer` is the answer column, `prompt.columns` the whole source row; `response_text` is what
-    followed the prompt, special tokens removed. Returns a finite number. Raising, a value that is not finite,
-    or exceeding `reward.timeout_s` scores the sample as failed: it carries no loss. It may be async.
+    followed the prompt, special tokens removed. Returns a finite number, or `NOT_APPLICABLE`. Raising, a value that is
+    not finite, or exceeding `reward.timeout_s` scores the sample as failed: it carries no loss. It may be async.
 
     It runs in worker processes, so it should depend on its arguments alone. A callable with the attribute
     `trusted = True` promises to return within microseconds and runs in the calling process, without a
-    timeout.
+    timeout. With a method `check_answer(answer)` it refuses, by ValueError, answers that it cannot compare with; they
+    are reported by line before a run begins.
     """
 
-    def __call__(self, prompt: Prompt, response_text: str) -> float: ...
+    def __call__(self, prompt: Prompt, response_text: str) -> Any: ...
+
+
+@runtime_checkable
+class GroupReward(Protocol):
+    """Values all responses to a prompt at once, in the calling process, where it may only wait: a remote judge.
+
+    Returns a number, or None where it has none, for each response. What it raises fails all of them.
+    """
+
+    def score_group(self, prompt: Prompt, texts: Sequence[str], timeout_s: float) -> Awaitable[list[float | None]]: ...
+
+
+class NotApplicable:
+    """Stands for no opinion on this row: the reward is what the other terms give."""
+
+
+NOT_APPLICABLE = NotApplicable()
+
+
+class Ungradable(ValueError):
+    """The response is neither right nor wrong as far as this grader can tell: the sample fails and carries no loss."""

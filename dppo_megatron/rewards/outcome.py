@@ -6,26 +6,34 @@ import asyncio
 import contextlib
 import inspect
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dppo_megatron.types import Prompt
 
-from .interface import Reward
+from .interface import NotApplicable, Reward, Ungradable
 
 LONGEST_DETAIL = 500  # characters of an error in the log
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Failure(NamedTuple):
-    """A sample without a reward. `reason`: raised | not_finite | timeout | died."""
+    """A sample without a reward.
+
+    `reason`: raised | not_finite | timeout | died | ungradable (the grader cannot tell) | not_applicable (no term
+    values the row).
+    """
 
     reason: str
     detail: str
 
 
-def attempt(reward: Reward, prompt: Prompt, text: str) -> float | Failure:
+Outcome = float | Failure | None  # None: not applicable
+
+
+def attempt(reward: Reward, prompt: Prompt, text: str) -> Outcome:
     """The reward as a number that fp32 holds. A reward is foreign code: whatever it raises concerns one sample alone.
 
     Of an async reward the coroutine is run to its end. BaseException, because math-verify's own time-out, sys.exit and
@@ -35,14 +43,32 @@ def attempt(reward: Reward, prompt: Prompt, text: str) -> float | Failure:
         returned = reward(prompt, text)
         if inspect.isawaitable(returned):
             returned = asyncio.run(_finish(returned))
-        if isinstance(returned, (str, bytes, bytearray)):  # float("nan"), float("1")
-            raise TypeError(f"it returned {type(returned).__name__}, expected a number")
-        value = float(returned)
-        if not math.isfinite(value) or abs(value) > _LARGEST:
-            return Failure("not_finite", f"it returned {value!r}")
+        return None if isinstance(returned, NotApplicable) else as_outcome(returned)
+    except Ungradable as error:
+        return Failure("ungradable", describe(error))
     except BaseException as error:
         return Failure("raised", describe(error))
+
+
+def as_outcome(returned: Any) -> float | Failure:
+    """What a reward returned, as a number. Raises whatever its class does."""
+    if isinstance(returned, (str, bytes, bytearray)):  # float("nan"), float("1")
+        raise TypeError(f"it returned {type(returned).__name__}, expected a number")
+    value = float(returned)
+    if not math.isfinite(value) or abs(value) > _LARGEST:
+        return Failure("not_finite", f"it returned {value!r}")
     return value
+
+
+def problem_of(check: Callable[[str], None], answer: str) -> str | None:
+    """Why a grader refuses an answer to compare with, or None."""
+    try:
+        check(answer)
+    except ValueError as error:
+        return str(error)[:LONGEST_DETAIL].encode(errors="backslashreplace").decode()
+    except BaseException as error:
+        return describe(error)
+    return None
 
 
 async def _finish(awaitable):

@@ -1,80 +1,96 @@
-"""Runs rewards so that none can stop or stall the run: own processes, timeouts, failures counted."""
+"""Scores responses so that no reward can stop or stall the run: own processes, timeouts, failures counted."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dppo_megatron.errors import shown
 from dppo_megatron.types import Prompt
 
-from .outcome import Failure, attempt, describe
-from .registry import build_reward
-from .worker import Worker, WorkerError, WorkerTimeout
+from .interface import GroupReward
+from .outcome import Failure, Outcome, as_outcome, attempt, describe, problem_of
+from .registry import build_rewards
+from .tally import Tally
+from .workers import WorkerPool
 
 if TYPE_CHECKING:
     from dppo_megatron.config.schema import RewardConfig
 
-log = logging.getLogger(__name__)
-
-_LOGGED_PER_REASON = 5  # then whenever their number has doubled
+_ANSWERS = 64  # read by a worker at once
+_ANSWERS_S = 60.0  # for all of those at most; then each alone, within reward.timeout_s
 
 
 class RewardPool:
-    """Scores responses with the reward that `config.name` names, `config.workers` at a time.
+    """Scores responses with the rewards that `config` names, `config.workers` at a time.
 
     A sample whose verifier raises, returns something that is not a finite number, runs longer than
     `config.timeout_s`, or ruins its process scores 0 and is marked failed. Processes that hang, die or write to the
-    channel of the results are replaced. Rewards with `trusted = True` are called directly, without process or timeout.
+    channel of the results are replaced. Rewards with `trusted = True` are called directly, without process or timeout,
+    and remote ones are waited for here.
+
+    Of several terms a sample's reward is the weighted sum of those that apply to the row's data source; it fails when
+    one of them does, or none applies.
 
     Raises `RewardError` on construction when there is no such reward. Close it, or use it as a context manager.
     """
 
     def __init__(self, config: RewardConfig):
         self._config = config
-        reward = build_reward(config)
-        self._inline = reward if getattr(reward, "trusted", False) else None
-        self._threads = ThreadPoolExecutor(config.workers, "reward")  # each waits for one worker
-        self._workers: set[Worker] = set()
-        self._idle: list[Worker] = []
+        self._terms = config.all_terms
+        self._rewards = build_rewards(config)
+        self._workers = WorkerPool([(term.name, term.settings) for term in self._terms], config.workers)
+        self._tally = Tally([term.name for term in self._terms])
         self._closed = False
-        self._scored = 0
-        self._failures: Counter[str] = Counter()  # by reason
 
-    async def score(self, prompt: Prompt, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Rewards [n] fp32 and failed [n] bool of n responses to one prompt; raises nothing a reward does."""
-        if self._inline is not None:
-            outcomes = [attempt(self._inline, prompt, text) for text in texts]
-        else:
-            run = asyncio.get_running_loop().run_in_executor
-            outcomes = await asyncio.gather(*(run(self._threads, self._in_worker, prompt, text) for text in texts))
+    async def score(
+        self, prompt: Prompt, texts: Sequence[str], *, recorded: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rewards [n] fp32 and failed [n] bool of n responses to one prompt; raises nothing a reward does.
+
+        `recorded`: whether they count in `take_metrics`.
+        """
         rewards = np.zeros(len(texts), dtype=np.float32)
         failed = np.zeros(len(texts), dtype=bool)
-        self._scored += len(texts)
-        for i, outcome in enumerate(outcomes):
-            if isinstance(outcome, Failure):
+        for i, parts in enumerate(await self._outcomes(prompt, texts)):
+            total = self._total(prompt, parts)
+            self._tally.add(prompt, parts, total, recorded)
+            if isinstance(total, Failure):
                 failed[i] = True
-                self._count(prompt, outcome)
             else:
-                rewards[i] = outcome
+                rewards[i] = total
         return rewards, failed
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the samples since the last call: the mean of every term of several, and how many failed and why."""
+        return self._tally.take_metrics()
+
+    def check_answers(self, rows: Sequence[tuple[str, str]]) -> list[str | None]:
+        """Why no response to a row of (data source, answer) could be scored, None where one can; for each row."""
+        problems: dict[tuple[int, str], str | None] = {}
+        wanted: dict[int, dict[str, None]] = {}  # by term, every answer once
+        for source, answer in rows:
+            for term in self._applying(source):
+                if hasattr(self._rewards[term], "check_answer"):
+                    wanted.setdefault(term, {})[answer] = None
+        for term, answers in wanted.items():
+            problems |= {(term, answer): problem for answer, problem in self._read(term, list(answers))}
+        out = []
+        for source, answer in rows:
+            terms = self._applying(source)
+            found = (problems.get((term, answer)) for term in terms)
+            out.append(next(filter(None, found), None) if terms else self._no_term(source))
+        return out
 
     def close(self) -> None:
         """Stops the workers at once, running verifiers included. Harmless when repeated."""
-        if self._closed:
-            return
-        self._closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in tuple(self._workers):
-            worker.end()
-        self._threads.shutdown()
-        if self._failures:
-            log.warning("rewards of %d of %d samples failed: %s", *self._totals())
+        if not self._closed:
+            self._closed = True
+            self._workers.close()
+            self._tally.close()
 
     def __enter__(self) -> RewardPool:
         return self
@@ -82,75 +98,81 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _in_worker(self, prompt: Prompt, text: str) -> float | Failure:
-        """A sample that ends its worker is charged with it only where no other sample can have harmed the worker."""
-        worker = None
+    def _applying(self, source: str) -> list[int]:
+        return [i for i, term in enumerate(self._terms) if not term.sources or source in term.sources]
+
+    def _no_term(self, source: str) -> str:
+        return f"no term of reward.terms is for the data source {shown(source)}"
+
+    def _trusted(self, term: int) -> bool:
+        return bool(getattr(self._rewards[term], "trusted", False))
+
+    async def _outcomes(self, prompt: Prompt, texts: Sequence[str]) -> list[Mapping[int, Outcome]]:
+        """For each text, what every term that applies makes of it."""
+        terms = self._applying(prompt.source)
+        remote = [term for term in terms if isinstance(self._rewards[term], GroupReward)]
+        inline = [term for term in terms if term not in remote and self._trusted(term)]
+        in_workers = [term for term in terms if term not in remote and term not in inline]
+        parts: list[dict[int, Outcome]] = [
+            {term: attempt(self._rewards[term], prompt, text) for term in inline} for text in texts
+        ]
+        waits = [self._by_remote(term, prompt, texts, parts) for term in remote]
+        if in_workers:
+            waits += [self._by_worker(in_workers, prompt, text, parts[i]) for i, text in enumerate(texts)]
+        await asyncio.gather(*waits)
+        return parts
+
+    async def _by_worker(self, terms: list[int], prompt: Prompt, text: str, parts: dict[int, Outcome]) -> None:
+        timeout_s = self._config.timeout_s
+        asked = self._workers.submit(lambda worker: worker.score(prompt, text, terms, timeout_s))
+        outcomes = await asyncio.wrap_future(asked)
+        if isinstance(outcomes, Failure):
+            outcomes = [outcomes] * len(terms)
+        parts |= zip(terms, outcomes, strict=True)
+
+    async def _by_remote(
+        self, term: int, prompt: Prompt, texts: Sequence[str], parts: Sequence[dict[int, Outcome]]
+    ) -> None:
+        timeout_s = self._config.timeout_s
+        outcomes: list[Outcome]
         try:
-            worker = self._idle_worker() or self._start_worker()
-            if not worker.fresh:
-                try:
-                    return self._scored_by(worker, prompt, text)
-                except WorkerTimeout:
-                    raise
-                except WorkerError:
-                    worker = self._start_worker()
-            return self._scored_by(worker, prompt, text)
-        except WorkerTimeout:
-            return Failure("timeout", f"no reward within reward.timeout_s = {self._config.timeout_s:g} s")
-        except WorkerError as error:
-            return Failure("died", str(error))
-        # What cannot be sent to a worker, such as columns that do not pickle; their code is foreign too.
-        except BaseException as error:
-            return Failure("raised", describe(error))
+            rewards = await self._rewards[term].score_group(prompt, texts, timeout_s)
+            outcomes = [None if reward is None else as_outcome(reward) for reward in rewards]
+        except TimeoutError:
+            outcomes = [Failure("timeout", f"no answer within reward.timeout_s = {timeout_s:g} s")] * len(texts)
+        except Exception as error:
+            outcomes = [Failure("raised", describe(error))] * len(texts)
+        for part, outcome in zip(parts, outcomes, strict=True):
+            part[term] = outcome
 
-    def _scored_by(self, worker: Worker, prompt: Prompt, text: str) -> float | Failure:
-        try:
-            outcome = worker.score(prompt, text, self._config.timeout_s)
-        except WorkerError:
-            self._end(worker)
-            raise
-        except BaseException:
-            self._idle.append(worker)
-            raise
-        self._idle.append(worker)
-        return outcome
+    def _total(self, prompt: Prompt, parts: Mapping[int, Outcome]) -> float | Failure:
+        total, applied = 0.0, False
+        for term, outcome in parts.items():
+            if isinstance(outcome, Failure):
+                of = f"{self._terms[term].name}: " if len(self._terms) > 1 else ""
+                return outcome._replace(detail=of + outcome.detail)
+            if outcome is not None:
+                applied = True
+                total += self._terms[term].weight * outcome
+        if not applied:
+            return Failure("not_applicable", self._no_term(prompt.source) if not parts else "every term returned None")
+        return as_outcome(total)
 
-    def _idle_worker(self) -> Worker | None:
-        while self._idle:
-            try:
-                worker = self._idle.pop()
-            except IndexError:  # another thread took the last one
-                return None
-            if worker.usable:
-                return worker
-            log.warning("a verifier's process ended or wrote where it must not while nobody asked; starting a new one")
-            self._end(worker)
-        return None
+    def _read(self, term: int, answers: list[str]) -> list[tuple[str, str | None]]:
+        """Each answer with the term's problem with it. A worker reads many at once, or each where that fails."""
+        if self._trusted(term):
+            check = self._rewards[term].check_answer
+            return [(answer, problem_of(check, answer)) for answer in answers]
+        batches = [answers[i : i + _ANSWERS] for i in range(0, len(answers), _ANSWERS)]
+        out: list[tuple[str, str | None]] = []
+        together_s = min(_ANSWERS_S, _ANSWERS * self._config.timeout_s)
+        for batch, problems in zip(batches, self._checked(term, batches, together_s), strict=True):
+            if isinstance(problems, Failure):
+                alone = self._checked(term, [[answer] for answer in batch], self._config.timeout_s)
+                problems = [p.detail if isinstance(p, Failure) else p[0] for p in alone]
+            out += zip(batch, problems, strict=True)
+        return out
 
-    def _start_worker(self) -> Worker:
-        worker = Worker(self._config.name)
-        self._workers.add(worker)
-        try:
-            if self._closed:
-                raise WorkerError("the rewards are closed")
-            worker.load()  # an error that the worker alone has is told by every sample
-        except WorkerError:
-            self._end(worker)
-            raise
-        return worker
-
-    def _end(self, worker: Worker) -> None:
-        worker.end()
-        self._workers.discard(worker)
-
-    def _count(self, prompt: Prompt, failure: Failure) -> None:
-        self._failures[failure.reason] += 1
-        count = self._failures[failure.reason]
-        if count <= _LOGGED_PER_REASON or count.bit_count() == 1:
-            log.warning("reward of prompt row %d failed (%s): %s", prompt.row, failure.reason, failure.detail)
-        if count > _LOGGED_PER_REASON and count.bit_count() == 1:
-            log.warning("rewards of %d of %d samples failed so far: %s", *self._totals())
-
-    def _totals(self) -> tuple[int, int, str]:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self._failures.most_common())
-        return self._failures.total(), self._scored, reasons
+    def _checked(self, term: int, batches: list[list[str]], timeout_s: float) -> list[list[str | None] | Failure]:
+        asked = [self._workers.submit(lambda worker, b=batch: worker.check(term, b, timeout_s)) for batch in batches]
+        return [future.result() for future in asked]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.common import working_directory
 from dppo_megatron.errors import ExpectedError
 
-from .interface import Reward
+from .conventions import adapt
+from .interface import GroupReward, Reward
 from .outcome import describe
 
 if TYPE_CHECKING:
@@ -19,8 +21,13 @@ if TYPE_CHECKING:
 BUILTIN = {
     "arithmetic": "dppo_megatron.rewards.arithmetic:arithmetic",
     "gsm8k": "dppo_megatron.rewards.gsm8k:gsm8k",
+    "dapo": "dppo_megatron.rewards.dapo:Dapo",
+    "exact": "dppo_megatron.rewards.texts:Exact",
+    "http": "dppo_megatron.rewards.remote:RemoteReward",
+    "math": "dppo_megatron.rewards.mathematics:Math",
+    "multiple_choice": "dppo_megatron.rewards.texts:MultipleChoice",
+    "regex": "dppo_megatron.rewards.texts:Regex",
 }
-
 _ABSENT = object()
 
 
@@ -28,15 +35,23 @@ class RewardError(ExpectedError, ValueError):
     """`reward.name` does not lead to a reward; the message names the nearest valid one."""
 
 
-def build_reward(config: RewardConfig) -> Reward:
-    """The reward that `config.name` names. Raises `RewardError`."""
-    return load_reward(config.name)
+def build_rewards(config: RewardConfig) -> list[Reward | GroupReward]:
+    """What the terms of `config` name, in their order. Raises `RewardError`."""
+    return [load_reward(term.name, term.settings) for term in config.all_terms]
 
 
-def load_reward(name: str) -> Reward:
+def build_reward(config: RewardConfig) -> Reward | GroupReward:
+    """The reward of a `config` that has one. Raises `RewardError`."""
+    (reward,) = build_rewards(config)
+    return reward
+
+
+def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward | GroupReward:
     """A built-in name, or `package.module:attribute` of a callable; of a class, an instance.
 
-    Modules are found on the Python path and in the working directory. Raises `RewardError`.
+    `settings` are the arguments of the class, or further ones of every call of the function. Functions of verl's and
+    TRL's conventions are adapted. Modules are found on the Python path and in the working directory. Raises
+    `RewardError`.
     """
     if name not in BUILTIN and ":" not in name:
         near = difflib.get_close_matches(name, BUILTIN, n=1, cutoff=0.5)
@@ -52,10 +67,15 @@ def load_reward(name: str) -> Reward:
         hint = f"did you mean {', '.join(near)}?" if near else "check the spelling"
         raise RewardError(f"reward.name = {name}: module {module_name} has no {attribute!r}; {hint}")
     if isinstance(reward, type):
-        reward = _foreign(name, f"{attribute}() failed", reward, "An instance is made without arguments")
+        made = functools.partial(reward, **(settings or {}))
+        reward = _foreign(name, f"{attribute}() failed", made, "reward.settings are its arguments")
+    elif settings:
+        reward = functools.partial(reward, **settings)
+    if isinstance(reward, GroupReward):
+        return reward
     if not callable(reward):
         raise RewardError(f"reward.name = {name}: {type(reward).__name__} is not callable; name a function")
-    return reward
+    return adapt(reward)
 
 
 def _foreign(name: str, what: str, call: Callable[[], Any], remedy: str) -> Any:

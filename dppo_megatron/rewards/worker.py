@@ -13,14 +13,17 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dppo_megatron.common.process import end_with_parent, exit_reason
 from dppo_megatron.types import Prompt
 
 from .channel import TOKEN_BYTES, Channel, Rubbish
-from .outcome import LONGEST_DETAIL, Failure, attempt, describe
+from .outcome import LONGEST_DETAIL, Failure, Outcome, attempt, describe, problem_of
 from .registry import RewardError, load_reward
+
+Terms = Sequence[tuple[str, Mapping[str, Any]]]  # name and settings of each reward
 
 _START_S = 300.0  # for the imports of a reward, on a slow file system
 _EXIT_S = 10.0
@@ -40,13 +43,13 @@ class WorkerTimeout(WorkerError):
 
 
 class Worker:
-    """A process of its own session that calls the reward `name`. It answers one request at a time.
+    """A process of its own session that calls rewards. It answers one request at a time.
 
     `load` comes first. Whatever raises `WorkerError` leaves a worker that is of no more use; `end` it in any case.
     """
 
-    def __init__(self, name: str):
-        self._name = name
+    def __init__(self, terms: Terms):
+        self._terms = tuple(terms)
         self._requests = 0
         token = secrets.token_bytes(TOKEN_BYTES)
         ours, theirs = socket.socketpair()
@@ -66,22 +69,28 @@ class Worker:
         ours.sendall(token)  # 16 bytes never wait
 
     def load(self) -> str | None:
-        """Waits until the reward is imported, and returns why it cannot be. Raises `WorkerError`."""
-        hello = pickle.dumps({"name": self._name, "parent": os.getpid()})
-        match self._exchange(hello, _START_S, "for the reward to be imported"):
+        """Waits until the rewards are imported, and returns why they cannot be. Raises `WorkerError`."""
+        hello = pickle.dumps({"terms": self._terms, "parent": os.getpid()})
+        match self._exchange(hello, _START_S, "for the rewards to be imported"):
             case {"error": str() | None as error}:
                 return error
         raise WorkerError("its process sent a reply that is none")
 
-    def score(self, prompt: Prompt, text: str, timeout_s: float) -> float | Failure:
-        """Raises, besides `WorkerError`, what pickling the prompt raises; the worker stays of use then."""
-        request = pickle.dumps((prompt, text))
-        match self._exchange(request, timeout_s, "for the reward"):
-            case {"value": float(value)}:
-                return value
-            case {"reason": str(reason), "detail": str(detail)}:
-                return Failure(reason, detail[:LONGEST_DETAIL])
-        raise WorkerError("its process sent a reply that is none")
+    def score(self, prompt: Prompt, text: str, terms: Sequence[int], timeout_s: float) -> list[Outcome]:
+        """What the given terms make of one response, together within `timeout_s`.
+
+        Raises, besides `WorkerError`, what pickling the prompt raises; the worker stays of use then.
+        """
+        request = pickle.dumps(("score", prompt, text, tuple(terms)))
+        outcomes = [_decode(part) for part in self._parts(request, timeout_s, "for the reward")]
+        if len(outcomes) != len(terms):
+            raise WorkerError("its process sent a reply that is none")
+        return outcomes
+
+    def check(self, term: int, answers: Sequence[str], timeout_s: float) -> list[str | None]:
+        """Why a term cannot compare with each of the answers, None where it can. Raises `WorkerError`."""
+        request = pickle.dumps(("check", term, tuple(answers)))
+        return [problem and str(problem) for problem in self._parts(request, timeout_s, "for answers to be read")]
 
     @property
     def fresh(self) -> bool:
@@ -101,6 +110,12 @@ class Worker:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_S)
         self._channel.close()
+
+    def _parts(self, request: bytes, timeout_s: float, what: str) -> list[Any]:
+        match self._exchange(request, timeout_s, what):
+            case {"parts": list(parts)}:
+                return parts
+        raise WorkerError("its process sent a reply that is none")
 
     def _exchange(self, request: bytes, timeout_s: float, what: str) -> dict[str, Any]:
         number, self._requests = self._requests, self._requests + 1
@@ -136,9 +151,9 @@ def main(descriptor: int) -> None:
         hello = pickle.loads(_request(channel, 0))
         if os.getppid() != hello["parent"]:  # it died before end_with_parent
             return
-        reward, problem = None, None
+        rewards, problem = [], None
         try:
-            reward = load_reward(hello["name"])
+            rewards = [load_reward(name, settings) for name, settings in hello["terms"]]
         except RewardError as error:
             problem = str(error)
         reply: dict[str, Any] = {"error": problem}
@@ -148,8 +163,7 @@ def main(descriptor: int) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it left behind would end the next sample
             _reply(channel, number, reply)
             request = _request(channel, number + 1)
-            outcome = Failure("raised", problem) if reward is None else _score(reward, request)
-            reply = outcome._asdict() if isinstance(outcome, Failure) else {"value": outcome}
+            reply = {"parts": _answer(rewards, problem, request)}
     except (EOFError, OSError):  # the pool is gone, or foreign code closed the channel
         os._exit(0)
 
@@ -164,9 +178,29 @@ def _reply(channel: Channel, number: int, reply: dict[str, Any]) -> None:
     channel.send(json.dumps({"number": number, **reply}).encode())
 
 
-def _score(reward: Any, request: bytes) -> float | Failure:
+def _answer(rewards: Sequence[Any], problem: str | None, request: bytes) -> list[Any]:
+    """The parts of a reply. `problem`: why there are no rewards."""
     try:
-        prompt, text = pickle.loads(request)
+        kind, *arguments = pickle.loads(request)
     except BaseException as error:
-        return Failure("raised", describe(error))
-    return attempt(reward, prompt, text)
+        return [_encode(Failure("raised", describe(error)))]
+    if kind == "check":
+        term, answers = arguments
+        return [problem or problem_of(rewards[term].check_answer, answer) for answer in answers]
+    prompt, text, terms = arguments
+    if problem is not None:
+        return [_encode(Failure("raised", problem[:LONGEST_DETAIL])) for _ in terms]
+    return [_encode(attempt(rewards[term], prompt, text)) for term in terms]
+
+
+def _encode(outcome: Outcome) -> Any:
+    return list(outcome) if isinstance(outcome, Failure) else outcome
+
+
+def _decode(part: Any) -> Outcome:
+    match part:
+        case float() | None:
+            return part
+        case [str(reason), str(detail)]:
+            return Failure(reason, detail[:LONGEST_DETAIL])
+    raise WorkerError("its process sent a reply that is none")

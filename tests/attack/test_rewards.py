@@ -14,7 +14,7 @@ import pytest
 from dppo_megatron.config.schema import DataConfig, RewardConfig
 from dppo_megatron.data.prompts import PromptFileError, PromptSource
 from dppo_megatron.data.tokenizer import load_tokenizer
-from dppo_megatron.rewards import RewardError, RewardPool, build_reward
+from dppo_megatron.rewards import RewardError, RewardPool, build_reward, import_problem
 from dppo_megatron.types import Prompt
 from tests.attack import cases, generator
 from tests.attack.hostile_rewards import HARMS, RAISES, RETURNS, exactly, harmless
@@ -96,6 +96,24 @@ def test_a_module_that_cannot_be_imported_is_one_clear_error(tmp_path, monkeypat
     sys.modules.pop(name, None)
     assert f"reward.name = {name}:reward" in str(raised.value)
     assert len(str(raised.value).encode()) < 4096
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("import os; os._exit(3)", r"ended \(exit code 3\)"),
+        ("import os; os.abort()", r"ended \(killed by SIGABRT\)"),
+        ("import os\nfor d in range(3, 64):\n    try: os.write(d, b'rubbish')\n    except OSError: pass", "rubbish"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("def reward(prompt, response_text): return 1.0", None),
+    ],
+)
+def test_a_module_that_ends_its_process_is_found_before_a_run(tmp_path, monkeypatch, body, why):
+    name = f"ending_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(body + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    problem = import_problem(RewardConfig(name=f"{name}:reward"))
+    assert (problem is None) if why is None else re.search(rf"reward\.name = {name}:reward: .*{why}", problem)
 
 
 GOOD = {"prompt": "1+1=", "answer": 2, "extra": {"index": [1, 2]}}

@@ -65,7 +65,7 @@ class Rewards:
     def __init__(self, hopeless: Callable[[int], bool], broken: Callable[[int], bool]):
         self._hopeless, self._broken = hopeless, broken
 
-    async def score(self, prompt: Prompt, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    async def score(self, prompt: Prompt, texts: list[str], *, recorded: bool = True) -> tuple[np.ndarray, np.ndarray]:
         equal = self._hopeless(prompt.position)
         rewards = np.array([1.0 if equal else i for i in range(len(texts))], np.float32)
         failed = np.full(len(texts), self._broken(prompt.position))

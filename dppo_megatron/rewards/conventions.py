@@ -1,0 +1,82 @@
+"""Reward functions written for other trainers, as they are: their parameters say whose they are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from dppo_megatron.types import Prompt
+
+from .interface import NOT_APPLICABLE, Reward
+
+_VERL = {"solution_str", "ground_truth"}
+_TRL = {"completions"}
+
+
+def adapt(function: Callable[..., Any]) -> Reward:
+    """`function` itself, or what calls it by the convention of verl or TRL.
+
+    verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`, with those of them that it takes; it
+    returns a number, a dict with `score`, or a sequence that begins with the number. TRL: `f(prompts, completions,
+    **columns)` returns a list of numbers, None for a sample that it does not apply to; it is called with one sample.
+    Either may be async.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of code without a signature
+        return function
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if parameters.keys() >= _VERL:
+        return _Foreign(function, None if takes_all else set(parameters), _verl_arguments, _verl_value)
+    if parameters.keys() >= _TRL:
+        return _Foreign(function, None if takes_all else set(parameters), _trl_arguments, _trl_value)
+    return function
+
+
+class _Foreign:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        names: set[str] | None,  # of its parameters; None = it takes any
+        arguments: Callable[[Prompt, str], dict[str, Any]],
+        value: Callable[[Any], Any],
+    ):
+        self._function, self._names, self._arguments, self._value = function, names, arguments, value
+        self.trusted = getattr(function, "trusted", False)
+
+    def __call__(self, prompt: Prompt, response_text: str) -> Any:
+        arguments = self._arguments(prompt, response_text)
+        returned = self._function(**{k: v for k, v in arguments.items() if self._names is None or k in self._names})
+        return self._awaited(returned) if inspect.isawaitable(returned) else self._value(returned)
+
+    async def _awaited(self, returned: Awaitable[Any]) -> Any:
+        return self._value(await returned)
+
+
+def _verl_arguments(prompt: Prompt, text: str) -> dict[str, Any]:
+    return {
+        "data_source": prompt.source,
+        "solution_str": text,
+        "ground_truth": prompt.answer,
+        "extra_info": prompt.columns.get("extra_info"),
+    }
+
+
+def _verl_value(returned: Any) -> Any:
+    if isinstance(returned, dict):
+        return returned["score"]
+    return returned[0] if isinstance(returned, (tuple, list)) else returned
+
+
+def _trl_arguments(prompt: Prompt, text: str) -> dict[str, Any]:
+    asked = prompt.columns.get("prompt", prompt.text)
+    completion = text if isinstance(asked, str) else [{"role": "assistant", "content": text}]
+    columns = {name: [value] for name, value in prompt.columns.items() if name not in ("prompt", "completion")}
+    return {**columns, "prompts": [asked], "completions": [completion]}
+
+
+def _trl_value(returned: Any) -> Any:
+    if len(returned) != 1:
+        raise ValueError(f"it returned {len(returned)} values for one completion")
+    return NOT_APPLICABLE if returned[0] is None else returned[0]

@@ -1,0 +1,61 @@
+"""DAPO's verifier (arXiv 2503.14476): the `Answer:` line, compared as text after Minerva's normalisation."""
+
+from __future__ import annotations
+
+import re
+
+from dppo_megatron.types import Prompt
+
+_READ = 300  # last characters of a response
+_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+# Left out of an answer, in this order: Minerva (arXiv 2206.14858), appendix D.1.
+_UNITS = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
+    "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
+    "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}",
+    "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+)  # fmt: skip
+_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
+    ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_UNWRAPPED = tuple(re.compile(rf"(\\{name}\{{)({inside})(\}})") for name, inside in [
+    ("text", ".*?"), ("textbf", ".*?"), ("overline", ".*?"), ("boxed", ".*"),
+])  # fmt: skip
+
+
+class Dapo:
+    """1.0 when the last `Answer:` line within the last 300 characters is the answer column, else `wrong`.
+
+    Both are normalised as in DAPO's own verifier: the part after the last `=`, without units, `$` and blanks. No
+    algebra: 1/2 is not 0.5. `wrong`: DAPO trains with -1; 0, the default, makes the mean reward an accuracy.
+    """
+
+    def __init__(self, wrong: float = 0.0):
+        self._wrong = float(wrong)
+
+    def __call__(self, prompt: Prompt, response_text: str) -> float:
+        found = _ANSWER.findall(response_text[-_READ:])
+        right = bool(found) and normal_form(found[-1]) == normal_form(prompt.answer)
+        return 1.0 if right else self._wrong
+
+    def check_answer(self, answer: str) -> None:
+        if not normal_form(answer):
+            raise ValueError("nothing is left of the answer once units and signs are left out")
+
+
+def normal_form(answer: str) -> str:
+    """The text that is compared."""
+    answer = answer.rpartition("=")[2]
+    for old, new in _REPLACED:
+        answer = answer.replace(old, new)
+    for unit in _UNITS:
+        answer = answer.replace(unit, "")
+    if (first := answer.find("$")) >= 0 and (second := answer.find("$", first + 1)) >= 0:
+        answer = answer[first : second + 1]
+    for command in _UNWRAPPED:
+        answer = command.sub(r"\2", answer)
+    answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
+    answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer).replace("$", "")
+    digits = answer.replace(",", "")
+    return digits.strip() if digits.isdigit() else answer.strip()

@@ -1,0 +1,102 @@
+"""A reward model or a judge that answers over HTTP: all responses to a prompt in one request, retried."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from dppo_megatron.common.retry import RetryBudget, retry_async
+from dppo_megatron.types import Prompt
+
+_LARGEST_REPLY = 16 * 1024 * 1024  # bytes
+
+
+class RemoteError(RuntimeError):
+    """The server gave no rewards."""
+
+
+class Retriable(RemoteError):
+    """It may give them when asked again."""
+
+
+class RemoteReward:
+    """POSTs `{"prompt", "messages", "answer", "data_source", "responses": [...]}` to `url`, as JSON, and expects
+    `{"rewards": [number or null, ...]}`, one for each response; null means that it has none.
+
+    `batch`: responses in one request. `attempts`: how often a request that is refused with 408, 425, 429 or 5xx, or not
+    answered, is sent. reward.timeout_s holds for all of them together. `token_env` names an environment variable whose
+    value is sent as bearer token. `columns` of the row that are sent along.
+    """
+
+    def __init__(
+        self, url: str, *, batch: int = 64, attempts: int = 4, token_env: str | None = None, columns: Sequence[str] = ()
+    ):
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ValueError(f"url = {url!r}: must be http://HOST:PORT/PATH")
+        if batch < 1 or attempts < 1:
+            raise ValueError("batch and attempts must be at least 1")
+        if token_env is not None and token_env not in os.environ:
+            raise ValueError(f"token_env = {token_env!r}: the environment has no such variable")
+        self._url, self._batch, self._token_env, self._columns = url, batch, token_env, tuple(columns)
+        self._budget = RetryBudget(attempts=attempts, first_pause_s=0.2, longest_pause_s=5.0, jitter=True)
+
+    async def score_group(self, prompt: Prompt, texts: Sequence[str], timeout_s: float) -> list[float | None]:
+        """Raises `RemoteError`, and `TimeoutError` after `timeout_s`."""
+        headers = {} if self._token_env is None else {"Authorization": f"Bearer {os.environ[self._token_env]}"}
+        parts = [texts[i : i + self._batch] for i in range(0, len(texts), self._batch)]
+        async with asyncio.timeout(timeout_s):
+            # trust_env would send a cluster's judge through the proxy.
+            async with httpx.AsyncClient(headers=headers, timeout=None, trust_env=False) as client:
+                replies = await asyncio.gather(*(self._ask(client, prompt, part) for part in parts))
+        return [reward for reply in replies for reward in reply]
+
+    async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, texts: Sequence[str]) -> list[float | None]:
+        asked = prompt.columns.get("prompt")
+        body = {
+            "prompt": prompt.text,
+            "messages": asked if isinstance(asked, list) else None,
+            "answer": prompt.answer,
+            "data_source": prompt.source,
+            "responses": list(texts),
+            **{name: prompt.columns.get(name) for name in self._columns},
+        }
+        content = json.dumps(body, default=str).encode()
+
+        async def post(_attempt: int) -> bytes:
+            try:
+                async with client.stream(
+                    "POST", self._url, content=content, headers={"Content-Type": "application/json"}
+                ) as response:
+                    return await _read(response)
+            except httpx.HTTPError as error:
+                raise Retriable(f"{self._url}: {type(error).__name__}: {error}") from error
+
+        return _rewards(await retry_async(post, self._budget, on=Retriable), len(texts), self._url)
+
+
+async def _read(response: httpx.Response) -> bytes:
+    reply = b""
+    async for part in response.aiter_bytes():
+        reply += part
+        if len(reply) > _LARGEST_REPLY:
+            raise RemoteError(f"{response.url}: a reply of more than {_LARGEST_REPLY} bytes")
+    if response.status_code == 200:
+        return reply
+    kind = Retriable if response.status_code in (408, 425, 429) or response.status_code >= 500 else RemoteError
+    raise kind(f"{response.url}: status {response.status_code}: {reply[:200]!r}")
+
+
+def _rewards(reply: bytes, count: int, url: str) -> list[Any]:
+    try:
+        rewards = json.loads(reply)["rewards"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise RemoteError(f'{url}: the reply is not {{"rewards": [...]}}: {reply[:200]!r}') from None
+    if not isinstance(rewards, list) or len(rewards) != count:
+        raise RemoteError(f"{url}: {count} responses were sent, the reply has {len(rewards)} rewards")
+    return rewards

@@ -1,0 +1,68 @@
+"""Counts what became of samples, for the log and the metrics."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from dppo_megatron.types import Prompt
+
+from .outcome import Failure, Outcome
+
+log = logging.getLogger(__name__)
+
+_LOGGED_PER_REASON = 5  # then whenever their number has doubled
+
+
+class Tally:
+    def __init__(self, names: Sequence[str]):
+        """`names` of the terms."""
+        self._names = tuple(names)
+        self._scored = 0
+        self._failures: Counter[str] = Counter()  # by reason
+        self._clear()
+
+    def add(self, prompt: Prompt, parts: Mapping[int, Outcome], total: float | Failure, recorded: bool) -> None:
+        """One sample: what each term made of it, by the term's number, and the reward."""
+        self._scored += 1
+        if isinstance(total, Failure):
+            self._fail(prompt, total)
+        if not recorded:
+            return
+        if isinstance(total, Failure):
+            self._recent[total.reason] += 1
+        for term, outcome in parts.items():
+            if isinstance(outcome, float):
+                self._sums[term] += outcome
+                self._counts[term] += 1
+
+    def take_metrics(self) -> dict[str, float]:
+        """`reward/TERM` (mean, of several terms) and `reward/failed_REASON` (count) since the last call."""
+        metrics = {f"reward/failed_{reason}": float(count) for reason, count in self._recent.items()}
+        if len(self._names) > 1:
+            metrics |= {f"reward/{self._names[term]}": self._sums[term] / n for term, n in self._counts.items()}
+        self._clear()
+        return metrics
+
+    def close(self) -> None:
+        if self._failures:
+            log.warning("rewards of %d of %d samples failed: %s", *self._totals())
+
+    def _clear(self) -> None:
+        self._recent: Counter[str] = Counter()
+        self._sums: dict[int, float] = dict.fromkeys(range(len(self._names)), 0.0)
+        self._counts: Counter[int] = Counter()
+
+    def _fail(self, prompt: Prompt, failure: Failure) -> None:
+        self._failures[failure.reason] += 1
+        count = self._failures[failure.reason]
+        doubled = count.bit_count() == 1
+        if count <= _LOGGED_PER_REASON or doubled:
+            log.warning("reward of prompt row %d failed (%s): %s", prompt.row, failure.reason, failure.detail)
+        if count > _LOGGED_PER_REASON and doubled:
+            log.warning("rewards of %d of %d samples failed so far: %s", *self._totals())
+
+    def _totals(self) -> tuple[int, int, str]:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self._failures.most_common())
+        return self._failures.total(), self._scored, reasons

@@ -1,0 +1,77 @@
+"""Answers that are compared as text: exactly, by a pattern of one's own, or the letter of a choice."""
+
+from __future__ import annotations
+
+import re
+
+from dppo_megatron.types import Prompt
+
+from .extract import last_answer
+
+_LONGEST = 512  # characters of an answer
+
+
+class Exact:
+    """1.0 when the response, without surrounding space, is the answer column, else 0.0."""
+
+    def __init__(self, ignore_case: bool = False):
+        self._ignore_case = ignore_case
+
+    def __call__(self, prompt: Prompt, response_text: str) -> float:
+        given, wanted = response_text.strip(), prompt.answer.strip()
+        return float(given.casefold() == wanted.casefold() if self._ignore_case else given == wanted)
+
+
+class Regex:
+    """1.0 when the last match of `pattern` in the response is the answer column, else 0.0.
+
+    Of a pattern with a group the group is compared, without surrounding space.
+    """
+
+    def __init__(self, pattern: str, ignore_case: bool = False):
+        try:
+            self._pattern = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"pattern is no regular expression: {error}") from error
+        self._ignore_case = ignore_case
+
+    def __call__(self, prompt: Prompt, response_text: str) -> float:
+        last = None
+        for match in self._pattern.finditer(response_text):
+            last = match
+        if last is None:
+            return 0.0
+        given, wanted = (last[1] or "" if self._pattern.groups else last[0]).strip(), prompt.answer.strip()
+        return float(given.casefold() == wanted.casefold() if self._ignore_case else given == wanted)
+
+
+class MultipleChoice:
+    """1.0 when the last `\\boxed{}` or `Answer:` line of the response names the choice of the answer column, else 0.0.
+
+    A choice is its letter: `B`, `(B)`, `B.`, `B) because`, `\\text{B}`, in either case. `choices`: the
+    letters there are. The answer column may hold the letter in the same forms.
+    """
+
+    def __init__(self, choices: str = "ABCDEFGHIJ"):
+        if not isinstance(choices, str) or not choices.isalpha() or len(set(choices.upper())) < len(choices):
+            raise ValueError(f"choices = {choices!r}: expected different letters, such as ABCD")
+        self._letter = re.compile(
+            rf"(?i)(?:\\(?:text|mathrm|mathbf|textbf)\s*\{{)?\s*[(\[$*]*([{choices}])\s*(?:$|[.,;:)\]}}$*-])"
+        )
+
+    def __call__(self, prompt: Prompt, response_text: str) -> float:
+        found = last_answer(response_text, _LONGEST)
+        return float(found is not None and self._choice(found) == self._gold(prompt.answer))
+
+    def check_answer(self, answer: str) -> None:
+        self._gold(answer)
+
+    def _gold(self, answer: str) -> str:
+        letter = self._choice(answer)
+        if letter is None:
+            raise ValueError(f"the answer {answer[:80]!r} names no choice")
+        return letter
+
+    def _choice(self, text: str) -> str | None:
+        match = self._letter.match(text.strip())
+        return None if match is None else match[1].upper()

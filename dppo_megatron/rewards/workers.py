@@ -1,0 +1,116 @@
+"""Worker processes that are replaced when foreign code ruins them, and blamed on the sample that did."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from .outcome import Failure, describe
+from .registry import BUILTIN
+from .worker import Terms, Worker, WorkerError, WorkerTimeout
+
+if TYPE_CHECKING:
+    from dppo_megatron.config.schema import RewardConfig
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+def import_problem(config: RewardConfig) -> str | None:
+    """Why the user's modules end the process that imports them, or cannot be imported; None when all is well."""
+    named = [(term.name, term.settings) for term in config.all_terms if term.name not in BUILTIN]
+    if not named:
+        return None
+    worker = Worker(named)
+    try:
+        return worker.load()
+    except WorkerError as error:
+        return f"reward.name = {', '.join(name for name, _ in named)}: importing it: {error}"
+    finally:
+        worker.end()
+
+
+class WorkerPool:
+    """At most `count` processes that have imported the rewards `terms`. Started when there is something to do."""
+
+    def __init__(self, terms: Terms, count: int):
+        self._terms = terms
+        self._threads = ThreadPoolExecutor(count, "reward")  # each waits for one worker
+        self._all: set[Worker] = set()
+        self._idle: list[Worker] = []
+        self._closed = False
+
+    def submit(self, ask: Callable[[Worker], Result]) -> Future[Result | Failure]:
+        """What `ask` returns of a worker of its own, or why there is nothing."""
+        return self._threads.submit(self._ask, ask)
+
+    def close(self) -> None:
+        """Ends the workers at once, busy ones included. Harmless when repeated."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in tuple(self._all):
+            worker.end()
+        self._threads.shutdown()
+
+    def _ask(self, ask: Callable[[Worker], Result]) -> Result | Failure:
+        """What ends a worker is charged with it only where nothing before it can have harmed the worker."""
+        try:
+            worker = self._idle_worker() or self._start()
+            if not worker.fresh:
+                try:
+                    return self._keep(worker, ask)
+                except WorkerTimeout:
+                    raise
+                except WorkerError:
+                    worker = self._start()
+            return self._keep(worker, ask)
+        except WorkerTimeout as error:
+            return Failure("timeout", str(error))
+        except WorkerError as error:
+            return Failure("died", str(error))
+        # What cannot be sent to a worker, such as columns that do not pickle; their code is foreign too.
+        except BaseException as error:
+            return Failure("raised", describe(error))
+
+    def _keep(self, worker: Worker, ask: Callable[[Worker], Result]) -> Result:
+        """Asks, and keeps the worker for the next request unless it is of no more use."""
+        try:
+            result = ask(worker)
+        except WorkerError:
+            self._end(worker)
+            raise
+        except BaseException:
+            self._idle.append(worker)
+            raise
+        self._idle.append(worker)
+        return result
+
+    def _idle_worker(self) -> Worker | None:
+        while True:
+            try:
+                worker = self._idle.pop()
+            except IndexError:
+                return None
+            if worker.usable:
+                return worker
+            log.warning("a verifier's process ended or wrote where it must not while nobody asked; starting a new one")
+            self._end(worker)
+
+    def _start(self) -> Worker:
+        worker = Worker(self._terms)
+        self._all.add(worker)
+        try:
+            if self._closed:
+                raise WorkerError("the rewards are closed")
+            worker.load()  # an error that the worker alone has is told by every request
+        except WorkerError:
+            self._end(worker)
+            raise
+        return worker
+
+    def _end(self, worker: Worker) -> None:
+        worker.end()
+        self._all.discard(worker)

@@ -1,0 +1,254 @@
+"""Several rewards, functions of other trainers, answers checked before a run, and a judge over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from dppo_megatron.config.schema import RewardConfig
+from dppo_megatron.rewards import RewardError, RewardPool, build_reward
+from dppo_megatron.rewards.dapo import normal_form
+from dppo_megatron.rewards.registry import load_reward
+
+FOREIGN = "tests.rewards.foreign_rewards"
+
+
+def score(config: dict, prompt, *texts, timeout_s=10.0):
+    with RewardPool(RewardConfig(workers=1, timeout_s=timeout_s, **config)) as pool:
+        rewards, failed = asyncio.run(pool.score(prompt, texts))
+        return rewards.tolist(), failed.tolist(), pool.take_metrics()
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("Answer: 34", 1), ("so\nAnswer: $34$", 1), ("answer :34.0", 0), ("Answer: 35\nAnswer: 34", 1), ("34", 0),
+        (r"Answer: \boxed{34}", 1), ("Answer: x = 34", 1), ("Answer: 34 cm", 1), ("Answer: 3,4", 1), ("Answer: -34", 0),
+        ("Answer: 34" + " " * 400, 0), ("x" * 1000 + "Answer: 34", 1), (r"\boxed{34}", 0), ("Answer: 34 dollars", 1),
+        ("Answer: 34\nAnswer: 3", 0), ("Answer:", 0), ("", 0),
+    ],
+)  # fmt: skip
+def test_dapo_compares_the_answer_line(prompt, text, right):
+    assert load_reward("dapo")(prompt("34"), text) == right
+    assert load_reward("dapo", {"wrong": -1.0})(prompt("34"), text) == (1 if right else -1)
+
+
+def test_dapo_normalises_as_minerva_does():
+    assert normal_form(r"\frac12") == normal_form(r"$\frac{1}{2}$") == "\\frac{1}{2}"
+    assert normal_form(r"\sqrt3") == r"\sqrt{3}"
+    assert normal_form(r"a = 1,000 \text{ meters}") == "1000"
+    assert normal_form(r"90^\circ") == "90"
+    with pytest.raises(ValueError, match="nothing is left"):
+        load_reward("dapo").check_answer("units")
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        (r"\boxed{B}", 1), (r"\boxed{(B)}", 1), (r"\boxed{\text{B}}", 1), (r"\boxed{\text{(B)}}", 1), ("Answer: B", 1),
+        ("Answer: b", 1), ("Answer: (B) because", 1), ("Answer: B. Paris", 1), ("**Answer:** **B**", 1),
+        ("Answer: $B$", 1),
+        ("Answer: C", 0), ("Answer: Both", 0), ("Answer: B or C", 0), ("B", 0), ("Answer: a dog", 0), ("Answer: B2", 0),
+        ("", 0), (r"Answer: B \boxed{C}", 0),
+    ],
+)  # fmt: skip
+def test_multiple_choice_reads_a_letter(prompt, text, right):
+    grader = load_reward("multiple_choice", {"choices": "ABCD"})
+    assert [grader(prompt(answer), text) for answer in ("B", "(B)", "b.")] == [right] * 3
+    with pytest.raises(ValueError, match="names no choice"):
+        grader.check_answer("E")
+
+
+def test_exact_and_regex(prompt):
+    assert load_reward("exact")(prompt(" a b"), "a b\n") == 1
+    assert load_reward("exact")(prompt("a b"), "A b") == 0
+    assert load_reward("exact", {"ignore_case": True})(prompt("a b"), "A b") == 1
+    regex = load_reward("regex", {"pattern": r"<answer>(.*?)</answer>"})
+    assert regex(prompt("7"), "<answer>6</answer> <answer> 7 </answer>") == 1
+    assert regex(prompt("7"), "<answer>7</answer> <answer>6</answer>") == 0
+    assert regex(prompt("7"), "7") == 0
+    for settings, why in [({}, "pattern"), ({"pattern": "("}, "no regular expression"), ({"patern": "x"}, "patern")]:
+        with pytest.raises(RewardError, match=rf"Regex\(\) failed: .*{why}"):
+            load_reward("regex", settings)
+    slow = {"name": "regex", "settings": {"pattern": "(a+)+$"}}
+    assert score(slow, prompt("7"), "a" * 60 + "b", timeout_s=0.5)[1] == [True]
+
+
+def test_functions_of_verl_run_unmodified(prompt):
+    row = replace(prompt("42", extra_info={"bonus": 0.25}), source="sums")
+    assert score({"name": f"{FOREIGN}:compute_score"}, row, "42", "41")[0] == [2.25, 1.25]
+    assert score({"name": f"{FOREIGN}:per_dataset_score"}, row, "42", "41")[0] == [1, 0]
+    partly = {"name": f"{FOREIGN}:per_dataset_score", "settings": {"format_score": 0.125}}
+    assert score(partly, row, "42", "41")[0] == [1, 0.125]
+    assert score({"name": f"{FOREIGN}:compute_score_async"}, row, "42", "41")[0] == [1, 0]
+
+
+def test_functions_of_trl_run_unmodified(prompt):
+    plain = replace(prompt("42"), columns={"prompt": "abc", "answer": "42", "task": "code"})
+    turns = prompt("42", prompt=[{"role": "user", "content": "abc"}], task="math")
+    assert score({"name": f"{FOREIGN}:length_reward"}, plain, "four")[0] == [np.float32(5.4)]
+    assert score({"name": f"{FOREIGN}:format_reward"}, turns, "<think>x</think>y", "y")[0] == [1, 0]
+    assert score({"name": f"{FOREIGN}:async_reward"}, plain, "x")[0] == [0.5]
+    assert score({"name": f"{FOREIGN}:math_only"}, turns, "x")[:2] == ([1], [False])
+    assert score({"name": f"{FOREIGN}:math_only"}, plain, "x") == ([0], [True], {"reward/failed_not_applicable": 1})
+    assert score({"name": f"{FOREIGN}:wrong_count"}, plain, "x")[1:] == ([True], {"reward/failed_raised": 1})
+    assert score({"name": f"{FOREIGN}:format_reward"}, plain, "x")[1] == [True]  # it expects messages
+
+
+def test_several_rewards_are_weighted_and_each_is_recorded(prompt):
+    terms = [
+        {"name": "arithmetic", "weight": 2.0},
+        {"name": f"{FOREIGN}:scaled", "weight": -0.5, "settings": {"factor": 0.25}},
+        {"name": f"{FOREIGN}:math_only", "weight": 10.0},
+    ]
+    row = prompt("42", task="code")
+    rewards, failed, metrics = score({"terms": terms}, row, "42", "4", "nothing!")
+    assert rewards == [2 - 0.25, -0.125, -1.0]
+    assert not any(failed)
+    assert metrics == {"reward/arithmetic": 1 / 3, f"reward/{FOREIGN}:scaled": (0.5 + 0.25 + 2) / 3}
+    # One that fails fails the sample, and says which it was.
+    rewards, failed, metrics = score({"terms": terms}, prompt("no number", task="math"), "42")
+    assert (rewards, failed, metrics["reward/failed_raised"]) == ([0], [True], 1)
+
+
+def test_the_data_source_chooses_the_verifier(prompt, caplog):
+    terms = [{"name": "gsm8k", "sources": ["gsm8k"]}, {"name": "math", "sources": ["math", "aime"]}]
+    rows = [replace(prompt(answer), source=source) for source, answer in [("gsm8k", "#### 34"), ("aime", r"\frac12")]]
+    assert score({"terms": terms}, rows[0], "#### 34", r"Answer: 34")[0] == [1, 0]
+    assert score({"terms": terms}, rows[1], "#### 0.5", r"Answer: 0.5")[0] == [0, 1]
+    assert score({"terms": terms}, replace(rows[0], source="code"), "34")[1] == [True]
+    assert "no term of reward.terms is for the data source 'code'" in caplog.text
+    with RewardPool(RewardConfig(terms=terms)) as pool:
+        answers = [("gsm8k", "#### 34"), ("gsm8k", "x"), ("aime", "34"), ("math", "?"), ("code", "34"), ("math", "")]
+        problems = pool.check_answers(answers)
+    assert [problem is None for problem in problems] == [True, False, True, False, False, False]
+    assert problems[4] == "no term of reward.terms is for the data source 'code'"
+
+
+def test_ungradable_is_counted_apart_from_wrong(prompt):
+    assert score({"name": "math"}, prompt("34"), "Answer: 35") == ([0], [False], {})
+    assert score({"name": "math"}, prompt("?"), "Answer: 35") == ([0], [True], {"reward/failed_ungradable": 1})
+
+
+def test_an_answer_that_hangs_or_kills_its_reader_is_a_problem_of_its_own():
+    with RewardPool(RewardConfig(name=f"{FOREIGN}:ReadsAnswers", timeout_s=0.5)) as pool:
+        problems = pool.check_answers([("", answer) for answer in ("34", "hang", "exit", "raise", "35")])
+    assert problems == [
+        None,
+        "waited 0.5 s for answers to be read",
+        "the verifier's process ended (exit code 3)",
+        "KeyboardInterrupt: ",
+        None,
+    ]
+
+
+class Judge:
+    """A server on loopback that gives len(response) as reward, after as many refusals as it is told."""
+
+    def __init__(self, reply=None, refusals=0, status=503, delay_s=0.0):
+        self.requests, self.left = [], refusals
+        judge = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                judge.requests.append((body, self.headers.get("Authorization")))
+                time.sleep(delay_s)
+                rewards = [None if r == "none" else len(r) for r in body["responses"]]
+                content = json.dumps({"rewards": rewards}).encode() if reply is None else reply
+                judge.left -= 1
+                self.send_response(status if judge.left >= 0 else 200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/score"
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def ask(judge, prompt, *texts, timeout_s=5.0, **settings):
+    return score({"name": "http", "settings": {"url": judge.url, **settings}}, prompt, *texts, timeout_s=timeout_s)
+
+
+def test_a_judge_gets_all_responses_to_a_prompt_at_once(prompt, monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "secret")
+    row = replace(prompt("42", prompt=[{"role": "user", "content": "x"}], level=3), source="math")
+    with Judge() as judge:
+        assert ask(judge, row, "a", "bb", "", token_env="JUDGE_TOKEN", columns=["level"])[0] == [1, 2, 0]
+        ((body, authorization),) = judge.requests
+        assert authorization == "Bearer secret"
+        assert body == {
+            "prompt": "", "messages": [{"role": "user", "content": "x"}], "answer": "42", "data_source": "math",
+            "responses": ["a", "bb", ""], "level": 3,
+        }  # fmt: skip
+        assert ask(judge, row, *"abcde", batch=2)[0] == [1] * 5
+        assert sorted(len(body["responses"]) for body, _ in judge.requests[1:]) == [1, 2, 2]
+        assert ask(judge, row, "a", "none")[1:] == ([False, True], {"reward/failed_not_applicable": 1})
+
+
+def test_a_judge_that_is_busy_is_asked_again(prompt, caplog):
+    with Judge(refusals=2) as judge:
+        assert ask(judge, prompt("1"), "a")[:2] == ([1], [False])
+        assert len(judge.requests) == 3
+    with Judge(refusals=9) as judge:
+        assert ask(judge, prompt("1"), "a", "b", attempts=2)[1] == [True, True]
+        assert len(judge.requests) == 2
+    with Judge(refusals=1, status=404) as judge:
+        assert ask(judge, prompt("1"), "a")[1] == [True]
+        assert len(judge.requests) == 1
+    assert "status 503" in caplog.text
+    assert "status 404" in caplog.text
+    assert ask(judge, prompt("1"), "a", attempts=1)[1] == [True]  # nobody listens any more
+    assert "ConnectError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"no",
+        b"[1]",
+        b'{"rewards": 1}',
+        b'{"rewards": [1, 2]}',
+        b'{"rewards": ["1"]}',
+        b'{"rewards": [NaN]}',
+        b"{" * 9,
+    ],
+)
+def test_a_judge_that_talks_nonsense_fails_its_samples_alone(prompt, reply):
+    with Judge(reply=reply) as judge:
+        assert ask(judge, prompt("1"), "a")[:2] == ([0], [True])
+
+
+def test_a_judge_has_its_time(prompt):
+    with Judge(delay_s=3) as judge:
+        started = time.monotonic()
+        assert ask(judge, prompt("1"), "a", timeout_s=0.5)[1:] == ([True], {"reward/failed_timeout": 1})
+        assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({}, "url"), ({"url": "x"}, "must be http"), ({"url": "http://x", "token_env": "NO_SUCH"}, "no such")],
+)
+def test_a_judge_s_settings_are_checked(settings, why):
+    with pytest.raises(RewardError, match=why):
+        build_reward(RewardConfig(name="http", settings=settings))
