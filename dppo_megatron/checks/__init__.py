@@ -12,7 +12,7 @@ rule needs it: the node that drives a Slurm job may have none.
 | `devices`, `ports` | this machine | the same, where this machine runs all of it; `eval` checks `devices` |
 | `slurm` | the config; in the job its nodes | `slurm` and the job it submits |
 | `cluster` | nodes and their devices | `plan`; `slurm` where `slurm.gpu` is set |
-| `resume` | the run directory | `train`, `slurm` and its job |
+| `resume` | the run directory | `train`, `slurm` and its job; that it can be made, `validate` too |
 
 `config` knows the tree alone and stands below the rooms that rules need, so it reads without rules and `load_config`,
 which adds them, is here. What a room alone knows, it answers: `actor.check_model` (the model in this layout, this
@@ -48,7 +48,7 @@ from . import (
     slurm,
     training,
 )
-from .resume import check_run_dir
+from .resume import check_run_dir, unusable_directory
 from .resume import problems as run_dir_problems
 
 __all__ = ["SETTINGS", "Place", "check_job", "check_run_dir", "load_config", "preflight", "settings_problems"]
@@ -85,6 +85,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
     notes: list[str] = []
     hf = model.read(config)
     rules = [
+        partial(unusable_directory, config),
         partial(objective.problems, config, notes),
         partial(model.problems, config, hf, elsewhere=place == "elsewhere"),
         partial(interpreter.problems, config),

@@ -14,7 +14,10 @@ def problems(config: Config, notes: list[str]) -> list[str]:
         objective = build_objective(chosen.name, **chosen.settings)
     except ObjectiveError as error:  # of a user's own; presets and their axes are checked when a config is read
         return [f"objective.name = {chosen.name}: {error}"]
-    notes.append(objective.describe())
+    try:
+        notes.append(objective.describe())
+    except Exception as error:  # a user's own
+        return [f"objective.name = {chosen.name}: describe() failed: {type(error).__name__}: {error}"]
     if preset := PRESETS.get(chosen.name):
         for setting in ("advantage", "aggregation"):
             published, given = getattr(preset, setting), getattr(chosen, setting)

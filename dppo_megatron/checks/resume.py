@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from dppo_megatron.config import Config, ConfigError, read_config, with_absolute_paths
 from dppo_megatron.run_dir import RunDir
 
@@ -35,7 +37,20 @@ def check_run_dir(config: Config, source: str, *, resume: bool) -> None:
         raise ConfigError(source, found)
 
 
+def unusable_directory(config: Config) -> list[str]:
+    """Why the run directory cannot be made, or be written where it exists."""
+    directory = config.run.dir.absolute()
+    existing = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        return [f"run.dir = {config.run.dir}: {existing} is no directory; choose another run.dir"]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"run.dir = {config.run.dir}: {existing} cannot be written here; choose another run.dir"]
+    return []
+
+
 def problems(config: Config, *, resume: bool) -> list[str]:
+    if unusable := unusable_directory(config):
+        return unusable
     saved = RunDir(config.run.dir).config
     if resume and saved.exists():
         return changed_settings(config, read_config(saved))  # without rules between settings: they may be newer

@@ -41,6 +41,7 @@ def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreT
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer.decode(tokenizer("1 + 1", add_special_tokens=True)["input_ids"])  # some damage shows only in use
     except (KeyboardInterrupt, SystemExit):
         raise
     # By kind of damage any Exception, and of a Rust panic what is none.

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from dppo_megatron.checks.devices import gpu_problems, visible_devices
+from dppo_megatron.checks.resume import unusable_directory
 from dppo_megatron.common.process import exit_reason
 from dppo_megatron.config import Config, ConfigError, save_resolved
 from dppo_megatron.config.schema import ObjectiveConfig
@@ -40,7 +41,7 @@ def evaluate_model(config: Config, model: Path, source: str) -> float:
             "rollout": config.rollout.model_copy(update={"bank": None}),
         }
     )
-    if problems := gpu_problems(config, visible_devices(), trains=False):
+    if problems := unusable_directory(config) + gpu_problems(config, visible_devices(), trains=False):
         raise ConfigError(source, problems)
     directory = _new_directory(config.run.dir / "eval", model.absolute().name)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -202,15 +203,12 @@ def build_objective(name: str, **overrides: Any) -> Objective:
 
 def _load(path: str, overrides: dict[str, Any]) -> Objective:
     module_name, _, attribute = path.partition(":")
-    try:
-        target = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # importing runs the user's module, which can raise anything
-        raise ObjectiveError(f"objective {path!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    target = _foreign(f"objective {path!r} cannot be loaded", lambda: getattr(import_module(module_name), attribute))
     if isinstance(target, ObjectiveSettings):
         return Objective(path, override(target, overrides))
     lacking = _lacking(target)
     if lacking and callable(target):
-        target = _call(path, target, overrides)
+        target = _foreign(f"objective {path!r} refused its settings", partial(target, **overrides))
         lacking = _lacking(target)
     elif not lacking and overrides:
         raise ObjectiveError(f"objective {path!r} is ready made and takes no settings: {', '.join(overrides)}")
@@ -219,11 +217,14 @@ def _load(path: str, overrides: dict[str, Any]) -> Objective:
     return target
 
 
-def _call(path: str, factory: Callable[..., Any], overrides: dict[str, Any]) -> Any:
+def _foreign(failed: str, call: Callable[[], Any]) -> Any:
+    """Result of the user's code, which can raise anything: sys.exit too must not end a command without a word."""
     try:
-        return factory(**overrides)
-    except TypeError as error:
-        raise ObjectiveError(f"objective {path!r} refused its settings: {error}") from error
+        return call()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ObjectiveError(f"{failed}: {type(error).__name__}: {error}") from error
 
 
 def _lacking(target: Any) -> list[str]:

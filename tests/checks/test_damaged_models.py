@@ -230,6 +230,10 @@ OTHER_FILES = {
     "tokenizer of nothing": (text("tokenizer.json", "{}"), "tokenizer cannot be loaded"),
     "tokenizer not UTF-8": (text("tokenizer.json", b"\xff\xfe"), "tokenizer cannot be loaded"),
     "tokenizer settings a list": (text("tokenizer_config.json", "[]"), "tokenizer cannot be loaded"),
+    "longest text a word": (
+        text("tokenizer_config.json", '{"model_max_length": "64", "tokenizer_class": "PreTrainedTokenizerFast"}'),
+        "tokenizer cannot be loaded: TypeError",
+    ),
 }
 
 

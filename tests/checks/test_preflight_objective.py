@@ -35,3 +35,15 @@ def test_a_supervised_objective_under_another_name_is_refused_and_the_reverse(tm
     given = problems(tmp_path, name="nll", settings={"supervised": False})
     assert "objective.settings.supervised = false: objective.name = nll learns from given answers" in given
     assert ".supervised" not in problems(tmp_path, name="nll")
+
+
+def test_an_objective_that_cannot_describe_itself_is_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "speechless.py").write_text(
+        "from dppo_megatron.objectives import Objective, ObjectiveSettings\n"
+        "class Speechless(Objective):\n    def describe(self):\n        return self.words\n"
+        "mine = Speechless('mine', ObjectiveSettings(delta=0.1))\n"
+    )
+    assert "objective.name = speechless:mine: describe() failed: AttributeError" in problems(
+        tmp_path, name="speechless:mine"
+    )

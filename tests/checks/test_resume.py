@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.checks import check_job, check_run_dir
+from dppo_megatron.checks import check_job, check_run_dir, preflight
 from dppo_megatron.config import Config, ConfigError, save_resolved
 from dppo_megatron.run_dir import RunDir
 
@@ -58,3 +58,21 @@ def test_settings_nodes_and_run_directory_of_a_job_are_reported_at_once(tree, tm
         check_job(Config.model_validate(tree), "config.yaml", resume=False, nodes=(2,))
     named = [line.partition(" = ")[0] for line in raised.value.violations]
     assert named == ["rollout.top_p", "slurm.heterogeneous", "slurm.trainer_nodes", "run.dir"]
+
+
+@pytest.mark.parametrize("place", ["/dev/null/run", "{tmp}/file/run", "{tmp}/file", "{tmp}/link"])
+def test_a_directory_that_cannot_be_made_is_refused(tree, tmp_path, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("absent")
+    tree["run"]["dir"] = place.format(tmp=tmp_path)
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=f"run.dir = {tree['run']['dir']}: .*; choose another run.dir"):
+            check(tree, resume=resume)
+    with pytest.raises(ConfigError, match=r"run\.dir = "):
+        preflight(Config.model_validate(tree), "config.yaml")
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tree, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be written here; choose another run.dir"):
+        check(tree, resume=False)

@@ -325,6 +325,18 @@ def test_a_users_own_by_dotted_path(user_module):
         build_objective("no_such_package.module:thing")
 
 
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise GeneratorExit", "raise ValueError('no')"])
+def test_a_users_module_or_factory_may_raise_anything(tmp_path, monkeypatch, end):
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"ends_{abs(hash(end))}"
+    (tmp_path / f"{name}_on_import.py").write_text(f"import sys\n{end}\n")
+    (tmp_path / f"{name}_when_called.py").write_text(f"import sys\ndef factory():\n    {end}\n")
+    with pytest.raises(ObjectiveError, match=f"'{name}_on_import:factory' cannot be loaded: "):
+        build_objective(f"{name}_on_import:factory")
+    with pytest.raises(ObjectiveError, match=f"'{name}_when_called:factory' refused its settings: "):
+        build_objective(f"{name}_when_called:factory")
+
+
 def test_a_users_module_that_raises_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_objective.py").write_text("settings = ObjectiveSettings()")
