@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from dppo_megatron.engines.http import HttpPools
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
+from dppo_megatron.engines.secret import read_secret
 from tests.support.engines import engine_config, running_server
 
 KS = (0, 1, 20, 64)
@@ -78,7 +79,7 @@ async def compare(kind: str, model: Path, repeats: int) -> bool:
         env={"OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1"},
     )
     with running_server(config, model.parent / f"{kind}.log", version=0) as url:
-        engine, pools = build_engine(config, url), HttpPools(url)
+        engine, pools = build_engine(config, url), HttpPools(url, read_secret(config))
         transports = {
             "our route": lambda k: by_our_route(engine, k),
             "server's JSON": lambda k: (vllm_json if kind == "vllm" else sglang_json)(pools, k),

@@ -33,6 +33,7 @@ from dppo_megatron.actor.model import build_model
 from dppo_megatron.actor.model_config import transformer_config
 from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
+from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.fleet.registry import engine_services, free_port
 from dppo_megatron.hf import load_into, make_random_hf_model, read_hf_config
@@ -85,6 +86,7 @@ def run_config(directory: Path, urls: tuple[str, ...] = (), transport: str = "sh
 def server(config: Config, log: Path) -> Iterator[str]:
     port = free_port()
     with log.open("wb") as output:
+        make_secret(config)
         process = subprocess.Popen(
             server_command(config, port, config.model.path, 0),
             env=os.environ | server_environment(config, 0),

@@ -46,7 +46,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     check_run_dir(config, str(config_file), resume=resume)
     for note in preflight(config, str(config_file)):
         typer.echo(note)
-    run.root.mkdir(parents=True, exist_ok=True)
+    run.make()
     save_resolved(config, run.config)
     code = LocalRun(config, resume=resume).run()
     if code == 0:

@@ -10,9 +10,18 @@ from pathlib import Path
 class RunDir:
     root: Path
 
+    def make(self) -> None:
+        """The directory, for its owner alone. One that is there keeps its mode."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
     @property
     def config(self) -> Path:
         return self.root / "config.yaml"
+
+    @property
+    def secret(self) -> Path:
+        """What a request must bring to the run's engines; of mode 0600."""
+        return self.root / "secret"
 
     @property
     def bank(self) -> Path:

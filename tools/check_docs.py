@@ -35,7 +35,7 @@ NOT_SETTINGS = re.compile(r"\.(py|md|yaml|json|jsonl|png|safetensors|log|sbatch|
 METRIC_NAMES = {metric.name for metric in METRICS}
 METRIC_GROUPS = {name.split("/")[0] for name in METRIC_NAMES}
 NO_FILES = ("report/report.md", "test_x.py", "x.py")  # of a run, and placeholders
-OF_OTHERS = ("--dist-ckpt-strictness",)  # flags of programs that only the text names
+OF_OTHERS = ("--dist-ckpt-strictness", "--api-key")  # flags of programs that only the text names
 REFUTED = ("rollout.engine",)  # settings that the text says do not exist
 
 

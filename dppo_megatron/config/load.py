@@ -56,9 +56,10 @@ def save_resolved(config: Config, path: Path) -> None:
 def with_absolute_paths(config: Config) -> Config:
     """The same for processes that start elsewhere. An engine's interpreter may be a name on PATH, so it stays."""
     sections = {
-        name: section.model_copy(update={key: value.absolute() for key, value in section if isinstance(value, Path)})
+        name: section.model_copy(
+            update={key: value.absolute() for key, value in section if isinstance(value, Path) and key != "python"}
+        )
         for name, section in config
-        if name != "engine"
     }
     return config.model_copy(update=sections)
 

@@ -137,6 +137,9 @@ class DataConfig(Section):
 class EngineConfig(Section):
     kind: Literal["vllm", "sglang"] = "vllm"
     urls: tuple[Url, ...] = Field((), description="engines already running; empty = started with the run")
+    secret_file: Path | None = Field(
+        None, description="what requests must bring to the engines is in this file; default: RUN/secret, which is made"
+    )
     count: Processes = Field(1, description="engines to start when urls is empty")
     tensor_parallel: Processes = Field(1, description="GPUs of one engine")
     placement: Literal["disaggregated", "colocated"] = Field(

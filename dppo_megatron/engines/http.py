@@ -15,6 +15,10 @@ REQUEST_TIMEOUT_REMEDY = (
     " (engine.request_timeout_s, waiting in the engine's queue included); raise it, add engines, or lower "
     "rollout.max_concurrent_groups"
 )
+OTHER_SECRET = (
+    "it has another secret than this run: what is in engine.secret_file, by default RUN/secret, must be the "
+    "server's DPPO_SECRET"
+)
 RETRY_BUSY_S = (0.05, 1.0)  # first and longest wait after "503, try again"
 REQUESTS_PER_POOL = 8
 JSON = {"content-type": "application/json"}
@@ -22,12 +26,12 @@ IDLE_CONNECTION_S = 4.0  # below uvicorn's default of 5: a reused connection is 
 
 
 class EngineCalls:
-    """HTTP to the server at `url`. `unknown_route` is the remedy when it lacks a route."""
+    """HTTP to the server at `url`, with the run's `secret`. `unknown_route` is the remedy when it lacks a route."""
 
-    def __init__(self, url: str, unknown_route: str):
+    def __init__(self, url: str, secret: str | None, unknown_route: str):
         self.url = url.rstrip("/")
         self._unknown_route = unknown_route
-        self._http = HttpPools(self.url)
+        self._http = HttpPools(self.url, secret)
 
     async def call(
         self,
@@ -82,6 +86,8 @@ class EngineCalls:
         message = f"engine {self.url}: {what} failed with status {reply.status_code}: {_reason(reply)}"
         if reply.status_code == 404:
             return EngineIncompatible(f"{message} ({self._unknown_route})")
+        if reply.status_code in (401, 403):
+            return EngineIncompatible(f"{message} ({OTHER_SECRET})")
         if reply.status_code == 504:
             return EngineTimeout(message)
         if reply.status_code == 503:
@@ -100,14 +106,15 @@ def _reason(reply: httpx.Response) -> str:
 
 
 class HttpPools:
-    """httpx clients for `url`, opened as concurrency grows.
+    """httpx clients for `url`, opened as concurrency grows; they bring `secret`.
 
     httpx looks at every connection of a pool for every request, which at hundreds of connections costs more than the
     requests; a few connections in each of many pools do not. No timeouts of its own: bound the call.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, secret: str | None):
         self._url = url
+        self._headers = {"authorization": f"Bearer {secret}"} if secret else {}
         self._tls = httpx.create_ssl_context(trust_env=False)
         self._pools: list[httpx.AsyncClient] = []
         self._running: list[int] = []  # requests in each pool
@@ -132,6 +139,7 @@ class HttpPools:
         self._pools.append(
             httpx.AsyncClient(
                 base_url=self._url,
+                headers=self._headers,
                 timeout=None,
                 limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_CONNECTION_S),
                 verify=self._tls,

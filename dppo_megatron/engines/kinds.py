@@ -6,13 +6,17 @@ To add one, write its folder (a client, the server's command line and environmen
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dppo_megatron.config import Config
+from dppo_megatron.run_dir import RunDir
 
+from .guard.asgi import ROOTS_VARIABLE, SECRET_VARIABLE
 from .protocol import Engine
+from .secret import read_secret
 from .sglang.client import SglangEngine
 from .sglang.server import sglang_command, sglang_environment, sglang_python
 from .vllm.client import VllmEngine
@@ -27,12 +31,27 @@ class EngineKind:
     python: Callable[[Config], Path]  # the interpreter that runs the server
     command: Callable[[Config, int, Path, int], list[str]]  # (config, port, model directory, version) -> argv
     environment: Callable[[Config, int], dict[str, str]]  # (config, version) -> variables to add to this process's own
+    secret_variables: tuple[str, ...]  # of the environment, through which the server learns the run's secret
     own_receiver: bool  # workers take broadcast weights by our `WeightReceiver`, not by code of the server's own
 
 
 KINDS = {
-    "vllm": EngineKind(VllmEngine, vllm_python, vllm_command, vllm_environment, own_receiver=True),
-    "sglang": EngineKind(SglangEngine, sglang_python, sglang_command, sglang_environment, own_receiver=False),
+    "vllm": EngineKind(
+        VllmEngine,
+        vllm_python,
+        vllm_command,
+        vllm_environment,
+        secret_variables=(SECRET_VARIABLE, "VLLM_API_KEY"),
+        own_receiver=True,
+    ),
+    "sglang": EngineKind(
+        SglangEngine,
+        sglang_python,
+        sglang_command,
+        sglang_environment,
+        secret_variables=(SECRET_VARIABLE,),
+        own_receiver=False,
+    ),
 }
 
 
@@ -52,5 +71,9 @@ def server_command(config: Config, port: int, model: Path, version: int) -> list
 
 
 def server_environment(config: Config, version: int) -> dict[str, str]:
-    """What the environment of a server that starts with policy `version` needs besides this process's own."""
-    return KINDS[config.engine.kind].environment(config, version)
+    """What the environment of a server that starts with policy `version` needs besides this process's own: among it
+    the run's secret, which `make_secret` has made, and the directories that it may load weights from."""
+    kind, run = KINDS[config.engine.kind], RunDir(config.run.dir.absolute())
+    roots = os.pathsep.join(map(str, (run.root, run.weights)))  # RUN/weights may be a link to larger storage
+    secrets = dict.fromkeys(kind.secret_variables, read_secret(config) or "")
+    return {ROOTS_VARIABLE: roots, **kind.environment(config, version), **secrets}

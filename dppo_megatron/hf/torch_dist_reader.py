@@ -2,7 +2,7 @@
 
 Our own reader, because `torch.distributed.checkpoint.load` fills tensors that are all allocated beforehand
 (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), and Megatron's `dist_checkpointing.load` also needs
-the model and its process groups. Here torch reads the metadata, and each tensor is mapped from its file when it is
+the model and its process groups. Here the metadata is read, and each tensor is mapped from its file when it is
 needed: a conversion takes the memory of one weight and no process group.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import mmap
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from .checkpoint_keys import StoredAt, possible_locations
@@ -28,6 +26,7 @@ from .hf_config import HFModelConfig
 from .parse_config import read_hf_config
 from .rules import Entry
 from .safetensors_file import TensorInfo
+from .torch_dist_metadata import read_metadata
 from .weight_map import WeightMap
 
 MARKER = "metadata.json"  # Megatron's: names the format of the shards
@@ -62,10 +61,7 @@ class TorchDistWeights:
         self._config = config
         self._map = WeightMap(config)
         self._files: dict[str, mmap.mmap] = {}
-        try:
-            metadata = FileSystemReader(self.directory).read_metadata()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
-            raise ModelError(str(directory), [f".metadata: cannot be read: {error!r}"]) from None
+        metadata = read_metadata(self.directory)
         self._storage = metadata.storage_data
         self._stored = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         self._chunks: dict[str, dict[tuple[int, ...], list[int]]] = {}

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Generic
 
 from dppo_megatron.config import Config
+from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.fleet.registry import forget, forget_all
 from dppo_megatron.run_dir import RunDir
 
@@ -52,6 +53,8 @@ class RunDriver(Generic[PlanT, ProcessT]):
     def start(self, plan: RunPlan[PlanT]) -> None:
         """Engines first: they take the longest to start."""
         forget_all(self._run)
+        if plan.engines:
+            make_secret(self._config)
         for engine in plan.engines:
             self._servers.append(self._server(engine))
         if plan.orchestrator is not None:

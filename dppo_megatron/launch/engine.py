@@ -15,6 +15,7 @@ from dppo_megatron.common.retry import RetryBudget, retry_async
 from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
 from dppo_megatron.engines.protocol import EngineError
+from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.fleet.registry import forget, free_port, port_in_use, register
@@ -47,7 +48,9 @@ def run_engine(config: Config, index: int) -> int:
     fails too many health checks in a row. In both cases it is dead then.
     """
     run = RunDir(config.run.dir)
+    run.make()
     setup_logging(f"engine-{index}", run.root)
+    make_secret(config)
     host = config.engine.host
     port = config.engine.port + index if config.engine.port else free_port(host)
     if port_in_use(host, port):

@@ -76,7 +76,7 @@ def _new_directory(parent: Path, name: str) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         try:
-            (parent / f"{name}-{number}").mkdir()
+            (parent / f"{name}-{number}").mkdir(mode=0o700)
         except FileExistsError:
             continue
         return parent / f"{name}-{number}"

@@ -34,7 +34,7 @@ class AttemptLog:
         self._run = run
 
     def record(self, event: Event, cause: str, *, job: str, restart: int, nodes: tuple[str, ...] = ()) -> None:
-        self._run.root.mkdir(parents=True, exist_ok=True)
+        self._run.make()
         entry = AttemptEvent(time.time(), job, restart, event, cause, self._run.checkpoint_step, nodes)
         with self._run.restarts.open("a") as file:
             file.write(json.dumps(asdict(entry)) + "\n")

@@ -49,7 +49,7 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
     resume = resume or allocation.restart > 0
     check_job(config, str(source), resume=resume, nodes=allocation.sizes)
     queue.retry_until_answered(lambda: refuse_second_job(run, allocation.job_id), config.slurm.signal_lead_s)
-    run.root.mkdir(parents=True, exist_ok=True)
+    run.make()
     save_resolved(config, run.config)
     if config_file.absolute() == run.config:
         note.unlink(missing_ok=True)  # of another cluster's job

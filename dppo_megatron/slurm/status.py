@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,6 +121,8 @@ def _jobs(job_ids: list[str]) -> tuple[list[queue.QueuedJob], str]:
 
 async def _engines(config: Config, run: RunDir) -> list[EngineStatus]:
     async def check(service: Service) -> EngineStatus:
+        if "//127.0.0.1:" in service.url and service.host not in ("", socket.gethostname()):
+            return EngineStatus(service.name, service.host, service.url, "reached from its own node alone")
         engine = build_engine(config, service.url)
         try:
             await asyncio.wait_for(engine.health(), HEALTH_TIMEOUT_S)

@@ -70,7 +70,8 @@ def submit(prepared: Prepared) -> tuple[str, Path]:
     run = RunDir(prepared.config.run.dir)
     attempts = AttemptLog(run)
     refuse_second_job(run)
-    run.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not make the directory of its output
+    run.make()
+    run.logs.mkdir(exist_ok=True)  # Slurm does not make the directory of its output
     save_resolved(prepared.config, run.config)
     script = run.root / "train.sbatch"
     script.write_text(prepared.script)

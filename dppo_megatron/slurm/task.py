@@ -82,8 +82,9 @@ def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gp
         arguments += ["--needs-gpu"] if config.slurm.gpus_per_node else []
         environment |= trainer_environment(run, task, *rendezvous(run, task, address, config.slurm.start_timeout_s))
     elif role == "engine":
-        name, arguments = f"engine-{index}", ["engine", "--index", str(index), "--set", f"engine.host={address}"]
-        environment |= engine_environment(config, index, first_gpu, address)
+        host = engine_host(config, address)
+        name, arguments = f"engine-{index}", ["engine", "--index", str(index), "--set", f"engine.host={host}"]
+        environment |= engine_environment(config, index, first_gpu, host)
     else:
         name, arguments = role, [role]
     child = Child(name, dppo_command(*arguments, str(config_file)), run.log(name), environment)
@@ -196,6 +197,11 @@ def node_address(config: Config) -> str:
             f"{', '.join(psutil.net_if_addrs())}"
         )
     return addresses[0]
+
+
+def engine_host(config: Config, address: str) -> str:
+    """Where engines listen: at the node's `address` only where somebody of the run is on another node."""
+    return address if config.slurm.trainer_nodes + config.slurm.engine_nodes > 1 else "127.0.0.1"
 
 
 def interface_environment(config: Config) -> dict[str, str]:

@@ -61,6 +61,15 @@ def test_an_unreadable_checkpoint_is_named(one_rank):
     assert "remove the newest checkpoint" in truncated
 
 
+def test_files_that_name_code_are_refused_and_nothing_of_it_runs(one_rank):
+    crafted = one_rank(scenarios.checkpoint_files)["crafted"]
+    assert not crafted.pop("ran")
+    for name, error in crafted.items():
+        assert name in error
+        assert "posix.system" in error
+        assert len(error) < 1000
+
+
 def test_a_resumed_run_may_have_another_learning_rate(one_rank):
     assert one_rank(scenarios.checkpoint_files)["lowered"] == (1e-3, 1e-3, 1e-3)
 

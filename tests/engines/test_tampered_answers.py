@@ -11,6 +11,7 @@ import pytest
 
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import InvalidSample
+from dppo_megatron.engines.secret import read_secret
 from dppo_megatron.engines.vllm.extension.wire import decode_reply, encode_reply
 from tests.support.engines import VOCAB, group
 
@@ -103,7 +104,8 @@ async def through_proxy(served, tamper, use):
         finally:
             writer.close()
 
-    async with httpx.AsyncClient(base_url=served.url, timeout=60, trust_env=False) as upstream:
+    secret = {"authorization": f"Bearer {read_secret(served.config)}"}
+    async with httpx.AsyncClient(base_url=served.url, headers=secret, timeout=60, trust_env=False) as upstream:
         proxy = await asyncio.start_server(forward, "127.0.0.1", 0)
         engine = build_engine(served.config, f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
         try:

@@ -17,7 +17,7 @@ from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.faults import NOTICED_S, Proxy, frozen, info, kill, wait_while_generating
-from tests.support.runs import config_tree, end_session, start, wait_until, write_config
+from tests.support.runs import end_session, engine_tree, start, wait_until, write_config
 
 pytestmark = pytest.mark.faults
 
@@ -135,7 +135,7 @@ def test_killed_during_an_update_and_restarted_with_old_weights(task, start_run,
     """It comes back at the same address with the start weights and claims to serve the current policy."""
     home = tmp_path / "own-engine"
     home.mkdir()
-    tree = config_tree(task, home)
+    tree = engine_tree(task, home)
     tree["engine"]["port"] = free_port()
     config = write_config(tree, home / "config.yaml")
     service = home / "services" / "engine-0.json"
@@ -159,7 +159,7 @@ def test_killed_during_an_update_and_restarted_with_old_weights(task, start_run,
                 old = PublishedPolicy(current, str(task / "random_model"), time.time())
                 old.write(RunDir(home).published)  # what the engine starts with
                 process, registered = serve()
-                assert info(registered["url"])["version"] == current
+                assert info(run, registered["url"])["version"] == current
                 back = len(proxy.seen)
                 run.wait_for_log("orchestrator", f"engine-1 loaded policy {current}", 30)
             run.wait_to_end(REST_S)

@@ -16,7 +16,14 @@ from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.slurm.placement import check_plan, engine_plans, orchestrator_plan, trainer_plan
 from dppo_megatron.slurm.step import srun_command, step_environment
 from dppo_megatron.slurm.submit import prepare, scale_to_nodes
-from dppo_megatron.slurm.task import Task, engine_environment, kernel_cache_environment, node_address, rendezvous
+from dppo_megatron.slurm.task import (
+    Task,
+    engine_environment,
+    engine_host,
+    kernel_cache_environment,
+    node_address,
+    rendezvous,
+)
 from tests.support.slurm.config import config
 
 ONE = Allocation("7", 0, (("a", "b", "c"),))
@@ -163,6 +170,12 @@ def test_the_address_is_that_of_the_interface():
     assert node_address(config(interface="lo")) == "127.0.0.1"
     with pytest.raises(ExpectedError, match=r"slurm.interface = ib7: no such interface .* it has .*lo"):
         node_address(config(interface="ib7"))
+
+
+def test_engines_listen_beyond_their_node_only_for_others_of_the_run():
+    assert engine_host(config(trainer_nodes=1, engine_nodes=0), "10.0.0.7") == "127.0.0.1"
+    assert engine_host(config(trainer_nodes=1, engine_nodes=1), "10.0.0.7") == "10.0.0.7"
+    assert engine_host(config(trainer_nodes=2, engine_nodes=0), "10.0.0.7") == "10.0.0.7"
 
 
 def test_ranks_rendezvous_where_rank_0_wrote_and_nowhere_an_earlier_attempt_wrote(tmp_path):

@@ -17,8 +17,10 @@ from typing import TypeVar
 import numpy as np
 
 from dppo_megatron.config.schema import Config
+from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
 from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
+from dppo_megatron.engines.secret import make_secret, read_secret
 from dppo_megatron.fleet.registry import free_port
 from tests.support.configs import make_config
 
@@ -94,9 +96,10 @@ def engine_config(model: Path, *, routing_replay: bool = False, **engine) -> Con
         "max_logprobs": MAX_LOGPROBS,
         "kv_cache_bytes": 2**28,
         "request_timeout_s": 120,
+        "env": {ROOTS_VARIABLE: str(model.parent.parent)},  # several runs share a server
     }
     return make_config(
-        run={"dir": model.parent / "run"},
+        run={"dir": model.parent},
         model={"path": model},
         data={"train": model.parent / "none.jsonl", "max_prompt_tokens": 256},
         engine=settings | engine,
@@ -109,6 +112,7 @@ def engine_config(model: Path, *, routing_replay: bool = False, **engine) -> Con
 def running_server(config: Config, log: Path, version: int) -> Iterator[str]:
     """URL of a server that is up; ended, with what it started, on leaving."""
     port = free_port()
+    make_secret(config)
     with log.open("wb") as output:
         server = subprocess.Popen(
             server_command(config, port, config.model.path, version),
@@ -119,7 +123,7 @@ def running_server(config: Config, log: Path, version: int) -> Iterator[str]:
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_up(server, f"{url}/{READY[config.engine.kind]}", log)
+        _wait_until_up(server, f"{url}/{READY[config.engine.kind]}", read_secret(config), log)
         yield url
     finally:
         server.terminate()
@@ -130,11 +134,12 @@ def running_server(config: Config, log: Path, version: int) -> Iterator[str]:
         server.wait()
 
 
-def _wait_until_up(server: subprocess.Popen, url: str, log: Path) -> None:
+def _wait_until_up(server: subprocess.Popen, url: str, secret: str, log: Path) -> None:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {secret}"})
     deadline = time.monotonic() + START_TIMEOUT_S
     while server.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-            urllib.request.urlopen(url, timeout=5).close()
+            urllib.request.urlopen(request, timeout=5).close()
             return
         time.sleep(0.1)
     raise RuntimeError(f"the server did not start; the end of its log:\n{log.read_text()[-3000:]}")

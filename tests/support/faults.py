@@ -52,6 +52,7 @@ class Run:
 
     def __init__(self, tree: dict, directory: Path):
         self.dir = Path(tree["run"]["dir"])
+        self.secret = Path(tree["engine"].get("secret_file", self.dir / "secret"))
         self.output = directory / "out"
         self._process = start("train", write_config(tree, directory / "c.yaml"), output=self.output)
 
@@ -119,15 +120,16 @@ def command_line(process: psutil.Process) -> str:
         return ""
 
 
-def info(url: str) -> dict:
-    with urllib.request.urlopen(f"{url}/dppo/info", timeout=10) as reply:
+def info(run: Run, url: str) -> dict:
+    request = urllib.request.Request(f"{url}/dppo/info", headers={"Authorization": f"Bearer {run.secret.read_text()}"})
+    with urllib.request.urlopen(request, timeout=10) as reply:
         return json.load(reply)
 
 
 def wait_while_generating(run: Run, url: str) -> None:
     """Returns when the engine at `url` has just begun to sample: later it may be done before it is hurt."""
-    run.wait_until(lambda: info(url)["running"] == 0, "an idle engine", 60)
-    run.wait_until(lambda: info(url)["running"] > 0, "a running request", 60)
+    run.wait_until(lambda: info(run, url)["running"] == 0, "an idle engine", 60)
+    run.wait_until(lambda: info(run, url)["running"] > 0, "a running request", 60)
 
 
 @contextlib.contextmanager
@@ -205,7 +207,10 @@ class Proxy:
 
         async def forward() -> bytes:
             nonlocal status
-            async with self._session.request(request.method, self._target + request.path, data=body or None) as reply:
+            secret = {"Authorization": request.headers.get("Authorization", "")}
+            async with self._session.request(
+                request.method, self._target + request.path, data=body or None, headers=secret
+            ) as reply:
                 status = reply.status
                 return await reply.read()
 

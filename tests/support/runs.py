@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import yaml
 
+from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
+
 STEPS, GROUPS, SAMPLES = 4, 4, 4
 TIMEOUT_S = 300
 
@@ -42,7 +44,10 @@ def config_tree(task: Path, run_dir: Path, *, urls: tuple[str, ...] = ()) -> dic
         "rollout": {"prompts_per_step": GROUPS, "group_size": SAMPLES, "max_response_tokens": 4},
         "train": {"steps": STEPS, "updates_per_step": 2},
         "optimizer": {"lr": 1e-3},
-        "engine": {"dtype": "fp32", "max_model_len": 64, "kv_cache_bytes": 1 << 28, "urls": list(urls)},
+        "engine": {
+            **{"dtype": "fp32", "max_model_len": 64, "kv_cache_bytes": 1 << 28, "urls": list(urls)},
+            **({"secret_file": str(task / "secret")} if urls else {}),  # of `start_engine`
+        },
         "checkpoint": {"every": 2},
     }
 
@@ -54,6 +59,7 @@ def write_task(directory: Path, *, heldout: int) -> Path:
     make_task(directory, seed=1)
     rows = directory / "heldout.jsonl"
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:heldout]))
+    (directory / "secret").write_text("of the engines that several runs share")
     return directory
 
 
@@ -85,8 +91,15 @@ def run(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProce
     return result
 
 
+def engine_tree(task: Path, directory: Path) -> dict:
+    """Of an engine that several runs share: all know its secret, and it loads the weights of all."""
+    tree = config_tree(task, directory)
+    tree["engine"] |= {"secret_file": str(task / "secret"), "env": {ROOTS_VARIABLE: str(directory.parent)}}
+    return tree
+
+
 def start_engine(task: Path, directory: Path) -> Engine:
-    config = write_config(config_tree(task, directory), directory / "config.yaml")
+    config = write_config(engine_tree(task, directory), directory / "config.yaml")
     process = start("engine", config, output=directory / "engine.out")
     service = directory / "services" / "engine-0.json"
     wait_until(service.exists, "the engine", process, directory / "engine.out")

@@ -40,7 +40,10 @@ def publish(
         "parallel": {"world_size": ranks, "timeout_s": 60, **(parallel or {})},
         "train": {"steps": 1},
         "data": {"train": "unused"},
-        "engine": {"urls": urls, "dtype": "fp32", "max_model_len": 512, "unavailable_timeout_s": 10} | (engine or {}),
+        "engine": {
+            **{"urls": urls, "dtype": "fp32", "max_model_len": 512, "unavailable_timeout_s": 10},
+            **{"secret_file": str(model.parent / "secret"), **(engine or {})},
+        },
         "weight_sync": {"timeout_s": 20, **weight_sync},
     }
     directory.mkdir(parents=True, exist_ok=True)

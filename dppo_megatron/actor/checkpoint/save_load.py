@@ -29,6 +29,7 @@ from dppo_megatron.hf import HFModelConfig
 from .directory import REMEDY, RNG, complete, final_path, newest, partial_path
 from .errors import CheckpointError
 from .generators import generators_state, set_generators
+from .only_data import check_extra_states, check_files, data_only, load_data, reason
 from .optimizer_state import load_optimizer_state, materialise_state, sharded_optimizer_state
 from .writer import BackgroundWrite, HostFiles
 
@@ -112,10 +113,13 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
     path, run = found
     _refuse_other_run(path, run, actor)
     materialise_state(actor.optimizer)
+    Ranks().from_rank_zero(lambda: check_files(path), f"what is in {path}")
     try:
-        loaded = megatron_version.load_sharded(_sharded_state(actor, loading=True), path)
+        with data_only():
+            loaded = megatron_version.load_sharded(_sharded_state(actor, loading=True), path)
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}; {REMEDY}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}; {REMEDY}") from error
+    check_extra_states(loaded, path)
     for index, chunk in enumerate(actor.model_chunks):
         chunk.load_state_dict(loaded[_model_key(index)])
     load_optimizer_state(actor.optimizer, loaded["optimizer"])
@@ -125,7 +129,7 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
     actor.skipped_in_a_row = run["skipped_in_a_row"]
     rng = path / RNG / _rng_name(actor.layout)
     if run["layout"] == _sizes(actor.layout) and rng.exists():
-        set_generators(torch.load(rng, weights_only=False))
+        set_generators(load_data(rng))
     else:
         log.warning("%s was saved in another layout: random generators are seeded afresh", path)
         seed_everything(actor.config.run.seed + run["step"])

@@ -25,6 +25,7 @@ from dppo_megatron.engines.protocol import (
     UpdateMode,
 )
 from dppo_megatron.engines.samples import check_scores
+from dppo_megatron.engines.secret import read_secret
 from dppo_megatron.engines.serving import check_info, start_model
 from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
 from dppo_megatron.types import Rollout
@@ -60,7 +61,7 @@ class SglangEngine:
         self._model: HFModelConfig | None = None
         self._end_tokens: frozenset[int] = frozenset()
         self._first_use = asyncio.Lock()
-        self._calls = EngineCalls(self.url, "is it an SGLang server of at least 0.5.23?")
+        self._calls = EngineCalls(self.url, read_secret(config), "is it an SGLang server of at least 0.5.23?")
         self._weights = SglangWeights(self._calls, start_model(config), config.weight_sync.timeout_s)
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:

@@ -13,6 +13,8 @@ from dppo_megatron.hf import read_hf_config
 
 from .client import CONTEXT_MARGIN
 
+# dppo_megatron.engines.guard.sglang_server, which SGLang's own environment may not know by that name.
+GUARDED_SERVER = Path(__file__).parents[1] / "guard" / "sglang_server.py"
 CPU_ENVIRONMENT = Path(__file__).parent / "cpu"
 CPU_KV_CACHE_BYTES = 2**30  # SGLang's own choice is a share of all memory, which other processes need as well
 
@@ -35,7 +37,7 @@ def sglang_command(
     """
     engine = config.engine
     command = [
-        *(str(sglang_python(config)), "-m", "sglang.launch_server"),
+        *(str(sglang_python(config)), str(GUARDED_SERVER)),
         *("--model-path", str(model_path)),
         *("--host", engine.host, "--port", str(port)),
         *("--dtype", DTYPES[engine.dtype].long),

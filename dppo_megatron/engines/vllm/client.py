@@ -22,6 +22,7 @@ from dppo_megatron.engines.protocol import (
     UpdateMode,
 )
 from dppo_megatron.engines.samples import GroupSamples, check_scores
+from dppo_megatron.engines.secret import read_secret
 from dppo_megatron.engines.serving import check_info
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
@@ -46,7 +47,8 @@ class VllmEngine:
         self._suffix = f"~{uuid4().hex[:8]}"
         self._limits: EngineInfo | None = None
         self._limits_lock = asyncio.Lock()
-        self._calls = EngineCalls(self.url, "is it a vLLM server started with VLLM_PLUGINS=dppo_megatron?")
+        unknown = "is it a vLLM server started with VLLM_PLUGINS=dppo_megatron?"
+        self._calls = EngineCalls(self.url, read_secret(config), unknown)
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         what = f"generation of group {request.request_id}"

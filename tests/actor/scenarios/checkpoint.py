@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from tests.actor.scenarios.parts import fingerprint, same, topk, train
 from tests.support.actor_cases import actor_config, pack, sequences
 from tests.support.actor_ranks import Rank
+from tests.support.crafted import RunsCode
 
 
 def refused(rank: Rank, directory: Path, *model: str, **changes: Any) -> str | None:
@@ -51,6 +53,17 @@ def checkpoint_files(rank: Rank) -> Any:
     unreadable = refused(rank, damaged)
     error = refused(rank, directory, "wider", optimizer={"beta1": 0.5}, settings={"dtype": "bf16"})
     left = sorted(p.name for p in directory.iterdir())
+    crafted = {}
+    for name in (".metadata", "common.pt", "rng/pipeline-0-tensor-0.pt"):
+        file = directory / "step-000004" / name
+        good = file.read_bytes()
+        if name == ".metadata":
+            file.write_bytes(pickle.dumps(RunsCode(rank.directory / "ran")))
+        else:
+            torch.save(RunsCode(rank.directory / "ran"), file)
+        crafted[name] = refused(rank, directory)
+        file.write_bytes(good)
+    crafted["ran"] = (rank.directory / "ran").exists()
     for file in (directory / "step-000004").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:1000])
     truncated = refused(rank, directory)
@@ -66,6 +79,7 @@ def checkpoint_files(rank: Rank) -> Any:
         "seconds": seconds,
         "lowered": lowered,
         "truncated": truncated,
+        "crafted": crafted,
     }
 
 

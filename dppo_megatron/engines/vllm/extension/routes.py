@@ -1,14 +1,14 @@
 """HTTP routes under /dppo of a stock vLLM server: sample a group, score, swap weights, report what is served.
 
-An endpoint plugin of vLLM, loaded when VLLM_PLUGINS names `dppo_megatron`. Replies with arrays are safetensors
-(see `wire`), everything else is JSON; errors are `{"error": text}` with status 400 (refused, nothing changed), 409 (the
-served weights are incomplete), 504 (running requests did not end in time) or 500.
+An endpoint plugin of vLLM, loaded when VLLM_PLUGINS names `dppo_megatron`. It also puts `Guard` before every route of
+the server: all but /health need the secret of DPPO_SECRET. Replies with arrays are safetensors (see `wire`), everything
+else is JSON; errors are `{"error": text}` with status 400 (refused, nothing changed), 401 (without the secret), 409
+(the served weights are incomplete), 413 (too large), 504 (running requests did not end in time) or 500.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -24,14 +24,15 @@ from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMClientError
 
+from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE, Guard, inside_roots, roots_of_environment
 from dppo_megatron.engines.protocol import GenerateRequest
-from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.manifest import BadWeights
 
+from .bodies import AbortBody, GenerateBody, LoadBody, PlanBody, ReceiveBody, ScoreBody, parse
 from .experts import ExpertsReader
 from .generation import child_ids, parse_version, sample_group, score
 from .weights import WeightsInconsistent, WeightUpdater
-from .wire import MEDIA_TYPE, decode_request, encode_reply
+from .wire import MEDIA_TYPE, encode_reply
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class DppoRoutes:
             ("/dppo/wake", self._wake, "POST"),
         ):
             app.add_api_route(path, _reporting_errors(handler), methods=[method], response_class=Response)
+        # vLLM's own key guards /v1 alone.
+        app.add_middleware(Guard, secret=os.environ.get(SECRET_VARIABLE, ""), open_paths=("/health",))
 
     async def init_state(self, engine_client: EngineClient | None, state, args) -> None:
         if engine_client is None:
@@ -110,7 +113,7 @@ class DppoRoutes:
         )
 
     async def _generate(self, request: Request) -> Response:
-        group = decode_request(await request.body())
+        group = parse(GenerateBody, await request.body()).request()
         self._updater.check_consistent()
         self._admit(group)
         try:
@@ -159,10 +162,9 @@ class DppoRoutes:
             raise ValueError(f"token id {foreign[0]} is outside the vocabulary of {vocab_size}")
 
     async def _score(self, request: Request) -> Response:
-        body = json.loads(await request.body())
+        token_ids = np.asarray(parse(ScoreBody, await request.body()).token_ids, dtype=np.int32)
         self._updater.check_consistent()
-        token_ids = np.asarray(body["token_ids"], dtype=np.int32)
-        if token_ids.ndim != 1 or len(token_ids) < 2:
+        if len(token_ids) < 2:
             raise ValueError("token_ids: scoring needs a vector of at least two tokens")
         self._check_ids(token_ids)
         work = score(self._engine, token_ids.tolist(), f"score-{uuid4().hex}")
@@ -170,30 +172,27 @@ class DppoRoutes:
         return Response(encode_reply({"version": version}, {"logprobs": logprobs}), media_type=MEDIA_TYPE)
 
     async def _abort(self, request: Request) -> Response:
-        request_id = str(json.loads(await request.body())["request_id"])
-        group = self._running.get(request_id)
+        group = self._running.get(parse(AbortBody, await request.body()).request_id)
         if group is not None:
             await self._engine.abort(child_ids(group))
         return JSONResponse({"aborted": group.n if group is not None else 0})
 
     async def _load_weights(self, request: Request) -> Response:
-        body = json.loads(await request.body())
-        seconds = await self._updater.load(
-            Path(body["path"]), int(body["version"]), body["mode"], wait_s=float(body["wait_s"])
-        )
-        return JSONResponse({"version": int(body["version"]), "paused_s": seconds})
+        body = parse(LoadBody, await request.body())
+        roots = (*roots_of_environment(), str(self._engine.model_config.model))
+        path = Path(await asyncio.to_thread(inside_roots, body.path, roots))
+        seconds = await self._updater.load(path, body.version, body.mode, body.wait_s)
+        return JSONResponse({"version": body.version, "paused_s": seconds})
 
     async def _join_weight_group(self, request: Request) -> Response:
-        plan = WeightGroupPlan.from_json(json.loads(await request.body()))
+        plan = parse(PlanBody, await request.body()).plan()
         await self._updater.join(plan)
         return JSONResponse({"weight_group": plan.name})
 
     async def _receive_weights(self, request: Request) -> Response:
-        body = json.loads(await request.body())
-        seconds = await self._updater.receive(
-            body["group"], body["step"], int(body["version"]), body["mode"], wait_s=float(body["wait_s"])
-        )
-        return JSONResponse({"version": int(body["version"]), "paused_s": seconds})
+        body = parse(ReceiveBody, await request.body())
+        seconds = await self._updater.receive(body.group, body.step, body.version, body.mode, body.wait_s)
+        return JSONResponse({"version": body.version, "paused_s": seconds})
 
     async def _sleep(self, request: Request) -> Response:
         await self._updater.sleep()
@@ -229,8 +228,6 @@ def _reporting_errors(handler: Callable[[Request], Awaitable[Response]]) -> Call
             return Response(status_code=499)
         except (BadWeights, VLLMClientError, ValueError) as error:
             return _error(400, error)
-        except KeyError as error:
-            return _error(400, ValueError(f"the request lacks {error}"))
         except WeightsInconsistent as error:
             return _error(409, error)
         except TimeoutError:

@@ -47,11 +47,3 @@ def encode_request(request: GenerateRequest) -> bytes:
             "routed_experts": request.routed_experts,
         }
     ).encode()
-
-
-def decode_request(body: bytes) -> GenerateRequest:
-    """Raises ValueError with the reason."""
-    try:
-        return GenerateRequest(**json.loads(body))
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"malformed generate request: {error}") from error

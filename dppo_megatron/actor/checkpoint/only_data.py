@@ -1,0 +1,123 @@
+"""Files of a checkpoint are read as data: a pickle among them that names anything else is refused before it runs.
+
+Megatron and torch read `.metadata`, objects among the shards and TransformerEngine's states with plain pickle.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dppo_megatron.common.files import read_json
+from dppo_megatron.hf import ModelError
+from dppo_megatron.hf.torch_dist_metadata import read_metadata
+from dppo_megatron.hf.torch_dist_reader import MARKER, is_torch_dist
+
+from .errors import CheckpointError
+
+COMMON = "common.pt"
+RECIPES = "transformer_engine.common.recipe"  # all that TransformerEngine's state names beside numbers
+_NUMPY = np.random.get_state()[1]
+_ARRAY = _NUMPY.__reduce__()[0]  # how numpy pickles an array
+_GENERATORS = [
+    *((_ARRAY, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *(np.ndarray, np.dtype, type(_NUMPY.dtype)),
+]
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # what torch and `_Dry` refuse by name
+
+
+def check_files(path: Path) -> None:
+    """Raises CheckpointError, naming the file, for one that Megatron would not read as tensors and numbers alone."""
+    marker = read_json(path / MARKER) or {}
+    if not is_torch_dist(path) or marker.get("common_backend", "torch") != "torch":
+        raise CheckpointError(f"{path / MARKER}: names another format than torch_dist")
+    try:
+        read_metadata(path)
+    except ModelError as error:
+        raise CheckpointError("; ".join(f"{path}/{problem}" for problem in error.problems)) from None
+    load_data(path / COMMON)
+
+
+def load_data(path: Path) -> Any:
+    """What torch.save wrote, of tensors, arrays, numbers and text. Raises CheckpointError for anything else."""
+    try:
+        with torch.serialization.safe_globals(_GENERATORS):
+            return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from None
+
+
+@contextmanager
+def data_only() -> Iterator[None]:
+    """Every torch.load in it admits data alone, also one whose caller wants it otherwise."""
+    variables = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def reason(error: BaseException) -> str:
+    """In a line, without torch's advice to read the file otherwise."""
+    if found := _GLOBAL.search(str(error)):
+        return f"it names {found[1]}, which is no data; not loaded"
+    text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
+    return f"{type(error).__name__}: {(text.strip().splitlines() or [''])[0][:500]}"
+
+
+def check_extra_states(loaded: dict[str, Any], path: Path) -> None:
+    """TransformerEngine unpickles its `_extra_state` itself. Raises CheckpointError for one that names anything but
+    its recipes."""
+    for name, value in _flat(loaded):
+        if not name.rpartition(".")[2].startswith("_extra_state"):
+            continue
+        try:
+            if isinstance(value, Tensor) and value.numel():
+                _Dry(io.BytesIO(value.detach().cpu().numpy().tobytes())).load()
+            elif isinstance(value, io.BytesIO) and value.getbuffer().nbytes:
+                torch.load(io.BytesIO(value.getvalue()), weights_only=True)
+        except Exception as error:
+            raise CheckpointError(f"{path}: {name[1:]} cannot be read: {reason(error)}") from None
+
+
+class _Inert:
+    """Stands for an object of another package: it is made and filled, and does nothing."""
+
+    def __init__(self, *_arguments: object, **_settings: object):
+        pass
+
+    def __setstate__(self, _state: object) -> None:
+        pass
+
+
+class _Dry(pickle.Unpickler):
+    """Looks up what `pickle.loads` would, and makes nothing of it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module != RECIPES or not name.isidentifier() or not name.lstrip("_")[:1].isupper():
+            raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+        return _Inert
+
+
+def _flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _flat(value, f"{name}.{key}")
+    else:
+        yield name, tree

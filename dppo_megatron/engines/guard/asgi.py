@@ -1,0 +1,142 @@
+"""ASGI middleware: the run's secret, a limit on what a request may hold, and where weights may be loaded from."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from typing import Any
+
+SECRET_VARIABLE = "DPPO_SECRET"
+"""Environment variable of the server: what requests must bring as `Authorization: Bearer ...`."""
+ROOTS_VARIABLE = "DPPO_WEIGHTS_ROOT"
+"""Environment variable of the server: directories, separated by colons, that weights may be loaded from."""
+MAX_BODY_BYTES = 64 * 2**20  # the largest request of ours, a plan that names every tensor of a big mixture, is a third
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class RefusedPath(ValueError):
+    """Weights may not be loaded from there."""
+
+
+class Guard:
+    """Lets requests through that bring the secret: of all routes, whoever added them, but GET of `open_paths`.
+
+    Others are answered 401 before their body is read, and one beyond `MAX_BODY_BYTES` 413. Without a secret nobody is
+    let in. `paths`: route -> the field of its JSON that names a directory to load from, which must be inside `roots`.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        secret: str,
+        open_paths: Collection[str] = (),
+        paths: Mapping[str, str] | None = None,
+        roots: Collection[str] = (),
+    ):
+        self._app = app
+        self._expected = f"Bearer {secret}".encode() if secret else b""
+        self._open_paths = frozenset(open_paths)
+        self._paths = dict(paths or {})
+        self._roots = tuple(roots)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._is_open(scope):
+            return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
+        if not self._knows(headers.get(b"authorization", b"")):
+            return await _refuse(scope, send, 401, self._who_may())
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        declared = headers.get(b"content-length", b"")
+        too_large = declared.isdigit() and int(declared) > MAX_BODY_BYTES
+        body = b"" if too_large else await _body(receive)
+        if body is None:
+            return None  # the client hung up
+        if too_large or len(body) > MAX_BODY_BYTES:
+            return await _refuse(scope, send, 413, f"a request may hold at most {MAX_BODY_BYTES} bytes")
+        if problem := self._path_problem(scope["path"], body):
+            return await _refuse(scope, send, 400, problem)
+        return await self._app(scope, _replay(body, receive), send)
+
+    def _is_open(self, scope: Message) -> bool:
+        return scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in self._open_paths
+
+    def _knows(self, given: bytes) -> bool:
+        return bool(self._expected) and hmac.compare_digest(given, self._expected)
+
+    def _who_may(self) -> str:
+        if not self._expected:
+            return f"this server was started without {SECRET_VARIABLE}, so it answers nobody"
+        return "not authorized: send the run's secret as Authorization: Bearer ..."
+
+    def _path_problem(self, route: str, body: bytes) -> str | None:
+        field = self._paths.get(route.rstrip("/"))
+        if field is None:
+            return None
+        try:
+            value = json.loads(body)[field]
+            inside_roots(value, self._roots)
+        except RefusedPath as error:
+            return str(error)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            return f"{field}: not a path in a JSON object ({type(error).__name__})"
+        return None
+
+
+def inside_roots(path: str, roots: Collection[str]) -> str:
+    """`path` with symbolic links resolved. Raises `RefusedPath` unless it lies in one of `roots`, or is one."""
+    real = os.path.realpath(path)
+    for root in map(os.path.realpath, roots):
+        if os.path.commonpath((root, real)) == root:
+            return real
+    raise RefusedPath(
+        f"{path[:500]}: weights are loaded only from {', '.join(roots) or 'nowhere'} ({ROOTS_VARIABLE} and the model "
+        "that this server started with)"
+    )
+
+
+def roots_of_environment() -> tuple[str, ...]:
+    return tuple(root for root in os.environ.get(ROOTS_VARIABLE, "").split(os.pathsep) if root)
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """At most one part more than may be; None when the client is gone."""
+    parts, size = [], 0
+    while size <= MAX_BODY_BYTES:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if not message.get("more_body", False):
+            break
+    return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return replay
+
+
+async def _refuse(scope: Message, send: Send, status: int, reason: str) -> None:
+    if scope["type"] == "websocket":
+        return await send({"type": "websocket.close", "code": 1008, "reason": ""})
+    content = json.dumps({"error": reason}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(content)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    return await send({"type": "http.response.body", "body": content})

@@ -1,0 +1,49 @@
+"""`python .../sglang_server.py ARGUMENTS`: a stock `python -m sglang.launch_server ARGUMENTS` behind our guard.
+
+SGLang's own key is an argument, which it logs and reports, and leaves /health, /ready and /metrics open. Here every
+route needs the secret of the environment, and weights are loaded from the run alone.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from asgi import SECRET_VARIABLE, Guard, roots_of_environment  # beside this file
+
+OTHER_DOORS = ("--tokenizer-worker-num", "--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--encoder-only", "--use-ray")
+"""Arguments of servers that answer elsewhere than through this process's application."""
+
+
+def main(arguments: list[str]) -> None:
+    if wrong := [a for a in arguments if a.partition("=")[0] in OTHER_DOORS]:
+        sys.exit(f"{wrong[0]}: opens a port that the run's secret does not guard; remove it (engine.extra_args)")
+    if os.environ.get("SGLANG_RUST_SERVER", "0").lower() not in ("", "0", "false", "no"):
+        sys.exit("SGLANG_RUST_SERVER: opens a port that the run's secret does not guard; unset it (engine.env)")
+
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # before anything that they adjust
+    import requests
+    from sglang.srt.entrypoints import http_server
+
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    start = arguments[arguments.index("--model-path") + 1]
+    http_server.app.add_middleware(
+        Guard,
+        secret=secret,
+        paths={"/update_weights_from_disk": "model_path", "/load_lora_adapter": "lora_path"},
+        roots=(*roots_of_environment(), start),
+    )
+    # The server warms itself up through its own routes.
+    own = requests.Session()
+    own.headers["Authorization"] = f"Bearer {secret}"
+    own.exceptions = requests.exceptions
+    http_server.requests = own
+    sys.argv[1:] = arguments
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

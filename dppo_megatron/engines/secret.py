@@ -1,0 +1,72 @@
+"""The secret of a run: who brings it may use the run's engines, nobody else. It is in one file and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from dppo_megatron.common.retry import wait_until
+from dppo_megatron.config import Config
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.run_dir import RunDir
+
+log = logging.getLogger(__name__)
+
+WRITTEN_S = 5.0  # for whoever makes it at the same moment to write it
+
+
+class NoSecret(ExpectedError, RuntimeError):
+    """The file that should hold it does not."""
+
+
+def make_secret(config: Config) -> None:
+    """Makes RUN/secret unless it is there or `engine.secret_file` names another. Of several processes that make it at
+    once, one does. Raises `NoSecret` for a file without one."""
+    run = RunDir(config.run.dir)
+    run.make()
+    path = config.engine.secret_file or run.secret
+    if config.engine.secret_file is None:
+        _create(path)
+    _close_to_others(path)
+    if not wait_until(lambda: _read(path), WRITTEN_S, 0.05):
+        raise NoSecret(f"{path}: is empty; remove it, and the next start makes another")
+
+
+def read_secret(config: Config) -> str | None:
+    """That of the engines of this run, or None where there is none that this user may read: engines then refuse."""
+    try:
+        return _read(config.engine.secret_file or RunDir(config.run.dir).secret) or None
+    except PermissionError:
+        return None
+    except FileNotFoundError:
+        if config.engine.secret_file is None:
+            return None
+        raise NoSecret(f"engine.secret_file = {config.engine.secret_file}: does not exist") from None
+
+
+def _create(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_urlsafe(32))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _close_to_others(path: Path) -> None:
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        raise NoSecret(f"engine.secret_file = {path}: does not exist") from None
+    if mode & 0o077:
+        path.chmod(0o600)
+        log.warning("%s could be read by others (mode %o); remove it, and the next start makes another", path, mode)
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip()

@@ -1,0 +1,99 @@
+"""What requests to our routes may hold. Anything else is refused with one line that names the field."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from dppo_megatron.common.dtypes import DTYPES
+from dppo_megatron.engines.protocol import GenerateRequest, UpdateMode
+from dppo_megatron.weights.broadcast_plan import Backend, TensorSpec, WeightGroupPlan
+
+SHOWN = 3  # wrong fields in an error
+TEXT = 4096  # characters of a name or a path
+
+Int32 = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(min_length=1, max_length=TEXT)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+DType = Literal[tuple(dtype.long for dtype in DTYPES.values())]
+
+
+class Body(BaseModel):
+    """A JSON object with exactly these fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class GenerateBody(Body):
+    request_id: Text
+    token_ids: list[Annotated[int, Field(ge=-(2**31), lt=2**31)]]  # the vocabulary is checked by the route
+    n: Annotated[int, Field(le=2**16)]
+    seeds: list[int]
+    temperature: float
+    max_tokens: Int32
+    stop_token_ids: list[Int32] = []
+    topk: Annotated[int, Field(lt=2**31)] = 0
+    routed_experts: bool = False
+
+    def request(self) -> GenerateRequest:
+        """Raises ValueError for what `GenerateRequest` refuses."""
+        return GenerateRequest(**dict(self))
+
+
+class ScoreBody(Body):
+    token_ids: list[Annotated[int, Field(ge=-(2**31), lt=2**31)]]
+
+
+class AbortBody(Body):
+    request_id: Text
+
+
+class LoadBody(Body):
+    path: Text
+    version: Int32
+    mode: UpdateMode
+    wait_s: Seconds
+
+
+class ReceiveBody(Body):
+    group: Text
+    step: Text
+    version: Int32
+    mode: UpdateMode
+    wait_s: Seconds
+
+
+class PlanBody(Body):
+    name: Text
+    host: Text
+    port: Annotated[int, Field(ge=1, le=65535)]
+    backend: Backend
+    timeout_s: Seconds
+    workers: Annotated[int, Field(ge=1, lt=2**20)]
+    streams: list[list[list[tuple[Text, DType, list[Annotated[int, Field(ge=0, lt=2**48)]]]]]]
+    first_worker: Int32 = 0
+
+    def plan(self) -> WeightGroupPlan:
+        streams = tuple(
+            tuple(tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in bucket) for bucket in stream)
+            for stream in self.streams
+        )
+        return WeightGroupPlan(**{**dict(self), "streams": streams})
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def parse(kind: type[BodyT], body: bytes) -> BodyT:
+    """Raises ValueError naming the fields that are wrong, in one line."""
+    try:
+        return TypeAdapter(kind).validate_json(body)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False, include_context=False)
+        raise ValueError("; ".join(map(_describe, wrong[:SHOWN])) + ("; ..." if len(wrong) > SHOWN else "")) from None
+
+
+def _describe(wrong: Any) -> str:
+    where = ".".join(str(part)[:100] for part in wrong["loc"])
+    return f"{where}: {wrong['msg']}" if where else f"body: {wrong['msg']}"

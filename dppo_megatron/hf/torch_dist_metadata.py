@@ -1,0 +1,100 @@
+"""`.metadata` of a torch_dist checkpoint: a pickle, read so that nothing but descriptions of tensors can come of it.
+
+torch reads it with `pickle.load`, which runs whatever code the file names.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from .errors import ModelError
+
+METADATA = ".metadata"
+
+_CLASSES = {
+    metadata: (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ),
+    filesystem: ("_StorageInfo", "_StoragePrefix"),
+    planner: ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),  # of Megatron-LM's
+}  # fmt: skip
+_ADMITTED: dict[tuple[str, str], Any] = {
+    (module.__name__, name): getattr(module, name) for module, names in _CLASSES.items() for name in names
+}
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"  # of 0.15 and before
+_ADMITTED |= {(_MEGATRON, "MCoreMetadata"): Metadata, (_MEGATRON, "MCoreSavePlan"): planner.SavePlan}
+_ADMITTED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}
+_ADMITTED |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+# Where it was written, which nobody reads: text will do.
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+_ADMITTED |= {(module, name): PurePath for module in ("pathlib", "pathlib._local") for name in _PATHS}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ADMITTED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"names {module}.{name}, which describes no tensor; not loaded") from None
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """Raises `ModelError`, naming the file, for one that cannot be read, holds anything but descriptions of tensors, or
+    places tensors outside `directory`."""
+    path = directory / METADATA
+    try:
+        with path.open("rb") as file:
+            found = _Unpickler(file).load()
+        problem = _problem(found)
+    except Exception as error:  # of bytes that are no pickle, any
+        problem = f"cannot be read: {error!r}"[:500]
+    if problem:
+        raise ModelError(str(directory), [f"{METADATA}: {problem}"])
+    return found
+
+
+def _problem(found: Any) -> str | None:
+    """Why these are not the parts of a checkpoint, of the types that readers take them for."""
+    if type(found) is not Metadata:
+        return f"holds a {type(found).__name__}, not a checkpoint's metadata"
+    for key, stored in found.state_dict_metadata.items():
+        if type(key) is not str or type(stored) not in (TensorStorageMetadata, BytesStorageMetadata):
+            return f"{str(key)[:100]!r}: neither a tensor nor bytes"
+        if type(stored) is TensorStorageMetadata and not _is_tensor(stored):
+            return f"{key!r}: not the description of a tensor"
+    for index, stored in found.storage_data.items():
+        if type(index) is not MetadataIndex or type(stored) is not filesystem._StorageInfo:
+            return "its storage is not that of a file system"
+        name, numbers = stored.relative_path, (stored.offset, stored.length)
+        is_file = type(name) is str and PurePath(name).name == name and name not in ("", "..")
+        if not is_file or any(type(number) is not int or number < 0 for number in numbers):
+            return f"{index.fqn!r}: stored at {name!r}, which is no file of the checkpoint"
+    return None
+
+
+def _is_tensor(stored: TensorStorageMetadata) -> bool:
+    return (
+        isinstance(stored.properties.dtype, torch.dtype)
+        and _are_sizes(stored.size)
+        and all(
+            type(chunk) is ChunkStorageMetadata and _are_sizes(chunk.offsets) and _are_sizes(chunk.sizes)
+            for chunk in stored.chunks
+        )
+    )
+
+
+def _are_sizes(sizes: Any) -> bool:
+    return isinstance(sizes, tuple) and all(type(size) is int and size >= 0 for size in sizes)

@@ -1,0 +1,149 @@
+"""Who reaches a server's port and has not the run's secret can do nothing there; who has it, what a run does."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from dppo_megatron.engines.guard.asgi import MAX_BODY_BYTES
+from dppo_megatron.engines.protocol import EngineIncompatible
+from dppo_megatron.engines.secret import read_secret
+from tests.attack import cases, generator
+from tests.support.engines import PROMPT, group
+
+pytestmark = pytest.mark.timeout(300)
+
+OPEN = {"vllm": {("GET", "/health")}, "sglang": set()}
+LOADS = {
+    "vllm": ("/dppo/load_weights", lambda path: {"path": path, "version": 37, "mode": "keep", "wait_s": 5.0}),
+    "sglang": ("/update_weights_from_disk", lambda path: {"model_path": path, "weight_version": "37"}),
+}
+WRITTEN_ON_START = re.compile(r"Route: (\S+), Methods: (.*)")  # by vLLM, of every route that it has
+
+
+def known(served) -> dict[str, str]:
+    return {"authorization": f"Bearer {read_secret(served.config)}"}
+
+
+def routes(served) -> Iterator[tuple[str, str]]:
+    """(method, path) of every route of the running server."""
+    found = {(method, path) for path, methods in WRITTEN_ON_START.findall(served.log.read_text())
+             for method in methods.split(", ")}  # fmt: skip
+    described = httpx.get(f"{served.url}/openapi.json", headers=known(served), timeout=30).json()["paths"]
+    found |= {(method.upper(), path) for path, methods in described.items() for method in methods}
+    found |= {("GET", path) for path in ("/openapi.json", "/docs", "/metrics", "/health", "/ready", "/nowhere", "/")}
+    return iter(sorted(found))
+
+
+def unchanged(served) -> None:
+    """It serves the start policy, with its weights."""
+
+    async def look(engine):
+        return await engine.version(), await engine.score(PROMPT)
+
+    version, scores = served.use(look)
+    assert version == 0
+    assert abs(scores - served.reference("a").score(PROMPT)).max() < 1e-4
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer another"}], ids=["none", "another"])
+def test_every_route_needs_the_secret(served, headers):
+    tried = 0
+    with httpx.Client(base_url=served.url, headers=headers, timeout=30, trust_env=False) as client:
+        for method, path in routes(served):
+            if (method, path) in OPEN[served.kind]:
+                continue
+            reply = client.request(method, path.replace("{", "").replace("}", ""), content=b"{}")
+            assert reply.status_code == 401, (method, path, reply.text)
+            tried += 1
+    assert tried > 30, "the server lists fewer routes than it has"
+    unchanged(served)
+
+
+def test_weights_under_anothers_label_are_refused_without_the_secret(served):
+    """What an attack did: put the start policy's weights in under the label of version 37."""
+    path, body = LOADS[served.kind]
+    for headers in ({}, {"authorization": "Bearer another"}):
+        reply = httpx.post(served.url + path, headers=headers, json=body(str(served.models["a"])), timeout=30)
+        assert reply.status_code == 401
+    (rollout, *_) = served.use(lambda engine: engine.generate(group("after")))
+    assert (rollout.versions == 0).all()
+    unchanged(served)
+
+
+def test_a_client_of_another_run_is_told_why(served, tmp_path):
+    (tmp_path / "secret").write_text("of another run")
+    engine = served.config.engine.model_copy(update={"secret_file": tmp_path / "secret"})
+    other = served.config.model_copy(update={"engine": engine})
+    with pytest.raises(EngineIncompatible, match=r"status 401: .*it has another secret than this run"):
+        served.use(lambda engine: engine.load_weights(served.models["b"], 1), other)
+    unchanged(served)
+
+
+def test_weights_from_outside_the_run_are_refused(served):
+    path, body = LOADS[served.kind]
+    with tempfile.TemporaryDirectory(dir="/tmp") as elsewhere:
+        shutil.copytree(served.models["b"], Path(elsewhere, "b"))
+        link = served.models["b"].parent / "link"
+        link.symlink_to(Path(elsewhere, "b"))
+        for source in (Path(elsewhere, "b"), link, served.models["b"] / ".." / "link"):
+            reply = httpx.post(served.url + path, headers=known(served), json=body(str(source)), timeout=30)
+            assert reply.status_code == 400
+            assert "weights are loaded only from" in reply.json()["error"]
+        link.unlink()
+    unchanged(served)
+
+
+def test_a_request_that_is_too_large_is_refused_before_it_is_sent(served):
+    """By its declared size on every route, and by what comes where it declares none."""
+    host, port = served.url.removeprefix("http://").split(":")
+    for method, path in routes(served):
+        head = f"{method} {path.replace('{', '').replace('}', '')} HTTP/1.1\r\nhost: x\r\n"
+        head += f"authorization: {known(served)['authorization']}\r\ncontent-length: {MAX_BODY_BYTES + 1}\r\n\r\n"
+        if method != "POST":
+            continue
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(head.encode())
+            reply = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert b" 413 " in reply.partition(b"\r\n")[0], (path, reply)
+        assert f"at most {MAX_BODY_BYTES} bytes".encode() in reply
+    path, _ = LOADS[served.kind]
+    parts = iter([bytes(2**20)] * (MAX_BODY_BYTES // 2**20 + 1))
+    reply = httpx.post(served.url + path, headers=known(served), content=parts, timeout=60)
+    assert reply.status_code == 413
+    unchanged(served)
+
+
+def test_malformed_requests_end_nothing(served):
+    """To the routes that this program uses. What SGLang makes of them is its own; it goes on."""
+    paths = [path for method, path in routes(served) if path.startswith("/dppo/") and method == "POST"]
+    paths = [path for path in paths if path not in ("/dppo/sleep", "/dppo/wake")] or [
+        *("/generate", "/update_weights_from_disk", "/update_weight_version", "/init_weights_update_group"),
+        *("/update_weights_from_distributed", "/abort_request"),
+    ]
+    with httpx.Client(base_url=served.url, headers=known(served), timeout=30, trust_env=False) as client:
+        for case in range(cases(60)):
+            draw = generator("route", case)
+            body = draw.choice((b"", b"null", b"[]", b"{", b"[" * 50_000, b"\xff", draw.randbytes(64), b'{"n": 1e999}'))
+            path = draw.choice(paths)
+            reply = client.post(path, content=body, headers={"content-type": "application/json"})
+            assert 400 <= reply.status_code < 500, (path, body[:80], reply.text[:500])
+            assert "Traceback" not in reply.text
+    unchanged(served)
+
+
+def test_the_secret_is_in_its_file_alone(served):
+    secret = read_secret(served.config)
+    run = served.config.run.dir
+    for path in (p for p in (*run.rglob("*"), served.log) if p.is_file() and p != run / "secret"):
+        assert secret.encode() not in path.read_bytes(), path
+    for process in psutil.process_iter(["cmdline"]):
+        assert secret not in " ".join(process.info["cmdline"] or ()), process
