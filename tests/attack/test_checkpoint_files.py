@@ -120,18 +120,33 @@ def test_states_that_transformer_engine_unpickles_name_its_recipes_alone(tmp_pat
     from dppo_megatron.actor import CheckpointError
     from dppo_megatron.actor.checkpoint.only_data import check_extra_states
 
+    def raw(pickled: bytes) -> dict:
+        return {"model0": {"layers.0.fc1._extra_state": torch.tensor(list(pickled), dtype=torch.uint8)}}
+
+    def member(module: bytes, name: bytes) -> bytes:
+        """getattr(module.Format, name), as some pickle members of enumerations."""
+        return b"cbuiltins\ngetattr\n(" + module + b"Format\nV" + name + b"\ntR."
+
     def states(thing):
         if form == "file":
             file = io.BytesIO()
             torch.save(thing, file)
             return {"model0": {"layers.0.fc1._extra_state": file}}
-        return {"model0": {"layers.0.fc1._extra_state": torch.tensor(list(pickle.dumps(thing)), dtype=torch.uint8)}}
+        return raw(pickle.dumps(thing))
 
     check_extra_states({"model0": {"layers.0.fc1._extra_state": torch.empty(0), "weight": torch.ones(3)}}, tmp_path)
     check_extra_states(states({"extra_fp8_variables": {"num_gemms": 1}}), tmp_path)
-    recipe = b"ctransformer_engine.common.recipe\nFloat8CurrentScaling\n)R}(X\x06\x00\x00\x00marginK\x00ub."
-    given = torch.tensor(list(recipe), dtype=torch.uint8)
-    check_extra_states({"model0": {"layers.0.fc1._extra_state": given}}, tmp_path)
+    recipe = b"ctransformer_engine.common.recipe\n"
+    for pickled in (recipe + b"Float8CurrentScaling\n)R}(Vmargin\nK\x00ub.", member(recipe, b"HYBRID")):
+        check_extra_states(raw(pickled), tmp_path)
+    for pickled in (
+        member(recipe, b"__init__"),
+        member(b"cos\n", b"system"),
+        recipe + b"os\n.",
+        recipe + b"Format.x\n.",
+    ):
+        with pytest.raises(CheckpointError, match=r"fc1._extra_state cannot be read: it names "):
+            check_extra_states(raw(pickled), tmp_path)
     with pytest.raises(CheckpointError, match=r"fc1._extra_state cannot be read: it names posix.system"):
         check_extra_states(states({"recipe": RunsCode(tmp_path / "ran")}), tmp_path)
     assert not (tmp_path / "ran").exists()

@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 
@@ -56,6 +57,14 @@ def test_a_run_trains_publishes_evaluates_and_reports(uninterrupted):
     assert any("dppo_binary_tv" in line for line in head)
     assert any("tensor 2" in line for line in head)
     assert (uninterrupted / "config.yaml").exists()
+
+
+def test_the_secret_is_in_no_file_of_a_run_or_of_its_engine(task, engine, uninterrupted):
+    secret = (task / "secret").read_bytes()
+    files = [path for directory in (uninterrupted, engine.directory) for path in directory.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    assert [path for path in files if secret in path.read_bytes()] == []
+    assert stat.S_IMODE(uninterrupted.stat().st_mode) == 0o700
 
 
 def kill_in_the_middle(config, run_dir, victim, output):

@@ -27,11 +27,13 @@ class FakeProcess:
 
 
 class FakeLauncher:
-    def __init__(self):
+    def __init__(self, run: RunDir):
+        self.secret, self.secrets = run.secret, []  # whether it was there at each start
         self.started: dict[str, FakeProcess] = {}
         self.ended: list[list[str]] = []
 
     def start(self, plan):
+        self.secrets.append(self.secret.exists())
         return self.started.setdefault(plan.name, FakeProcess(plan.name))
 
     def end(self, processes, grace_s):
@@ -44,8 +46,8 @@ def run(tmp_path) -> RunDir:
 
 
 @pytest.fixture
-def launcher() -> FakeLauncher:
-    return FakeLauncher()
+def launcher(run) -> FakeLauncher:
+    return FakeLauncher(run)
 
 
 @pytest.fixture
@@ -63,6 +65,13 @@ def driver(run, launcher, reported) -> RunDriver:
     )
     driver.start(RunPlan([engine], orchestrator, trainers))
     return driver
+
+
+def test_the_secret_is_there_before_anything_starts(driver, launcher, run):
+    assert launcher.secrets == [True] * 4
+    secret = run.secret.read_text()
+    RunDriver(driver._config, launcher, print).start(RunPlan([ProcessPlan("engine-0", ())], None, []))
+    assert run.secret.read_text() == secret, "the engines of a run that is resumed have another one"
 
 
 def save_checkpoint(run: RunDir, step: int) -> None:
