@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -64,7 +65,8 @@ def _close_to_others(path: Path) -> None:
     except FileNotFoundError:
         raise NoSecret(f"engine.secret_file = {path}: does not exist") from None
     if mode & 0o077:
-        path.chmod(0o600)
+        with contextlib.suppress(PermissionError):  # it is another user's
+            path.chmod(0o600)
         log.warning("%s could be read by others (mode %o); remove it, and the next start makes another", path, mode)
 
 
