@@ -7,13 +7,14 @@ import io
 import json
 import os
 import time
+from dataclasses import asdict
 
 import pytest
 from rich.console import Console
 
 from dppo_megatron.common.files import write_json
 from dppo_megatron.config import save_resolved
-from dppo_megatron.fleet.registry import free_port, register
+from dppo_megatron.fleet.registry import Service, free_port, register
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import queue
 from dppo_megatron.slurm.attempts import TIME_LIMIT, AttemptLog
@@ -81,6 +82,14 @@ def test_a_run_in_its_second_life(run, squeue):
     shown = console.export_text()
     for text in ("3 of 1", "0.500", "25.0%", "PENDING", "rank 1 is gone", "does not answer", "step 2"):
         assert text in shown
+
+
+def test_an_engine_that_listens_on_another_nodes_loopback_is_not_asked(run, squeue):
+    """Whatever answers at that address here is not the engine."""
+    squeue("")
+    write_json(run.services / "engine-0.json", asdict(Service("engine-0", "http://127.0.0.1:1", 7, "another-node")))
+    (engine,) = read_status(run.root).engines
+    assert engine.health == "reached from its own node alone"
 
 
 @pytest.mark.parametrize(
