@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from dppo_megatron.common.world_store import world_store
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
 
@@ -107,7 +108,9 @@ def init_layout(config: Config) -> Layout:
     if dist.is_initialized():
         backend = dist.get_backend()
     elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store = world_store(timeout)
+        place = {} if store is None else {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size}
+        dist.init_process_group(backend, timeout=timeout, **place)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     parallel_state.initialize_model_parallel(

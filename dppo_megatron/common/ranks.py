@@ -1,20 +1,36 @@
 """Small agreements between the ranks of torch.distributed: one acts for all or all act, and an error is raised on all.
 
 An error on one rank alone would leave the others in their next collective until its time-out.
+
+They are made over the store by which the ranks found each other, with nothing of their own to connect: a gloo group of
+the whole world would cost every rank two descriptors for each of the others. And whoever waits here waits in no
+collective, so it may take as long as somebody reports that work goes on (`alive`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import pickle
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from dppo_megatron.errors import ExpectedError
 
 T = TypeVar("T")
+
+FIRST_POLL_S, POLL_S = 0.0002, 0.01  # of the store
+POLL_S_PER_RANK = 0.0001  # all of them together ask one process at most ten thousand times a second
+LOOK_S = 1.0  # between reports, and looks at those of the others
+MOST_BYTES = 4 << 20  # of one value: torch's store refuses 8 MiB
+_NAMES_SHOWN = 8
+
+_numbers: WeakKeyDictionary[dist.Store, Iterator[int]] = WeakKeyDictionary()  # of this process's agreements, by store
 
 
 class RanksTimeout(ExpectedError, TimeoutError):
@@ -24,19 +40,32 @@ class RanksTimeout(ExpectedError, TimeoutError):
 class Ranks:
     """All ranks of the default process group, or this process alone where torch.distributed has not started.
 
-    timeout_s: the longest wait for the others, over a gloo group of its own, which all ranks make here. None: the
-    default group with its time-out. Every method is collective and moves pickled objects; `what` says in errors what
-    the ranks were waiting for. Each raises `RanksTimeout` where another rank is gone or too late.
+    timeout_s: the longest wait for the others in which none of them reports progress; None: that of the default
+    group's store. Every method but `alive` is collective, in the same order on all ranks, from one thread, and moves
+    pickled objects; `what` says in errors what the ranks were waiting for. Each raises `RanksTimeout` where another
+    rank is gone or too late. They synchronise processes, never devices.
     """
 
     def __init__(self, timeout_s: float | None = None):
-        started = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if started else 0
-        self.size = dist.get_world_size() if started else 1
-        self._limit = "" if timeout_s is None else f" {timeout_s:g} s"
-        self._group = None
-        if timeout_s is not None and self.size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout_s)
+        else:
+            self.rank, self.size = 0, 1
+
+    @classmethod
+    def over(cls, store: dist.Store, rank: int, size: int, timeout_s: float) -> Ranks:
+        """Ranks that share a store, without a process group."""
+        ranks = cls.__new__(cls)
+        ranks._join(store, rank, size, timeout_s)
+        return ranks
+
+    def _join(self, store: dist.Store, rank: int, size: int, timeout_s: float | None) -> None:
+        self.rank, self.size = rank, size
+        self._timeout_s = store.timeout.total_seconds() if timeout_s is None else timeout_s
+        self._store = dist.PrefixStore("agreements", store)
+        self._number = _numbers.setdefault(store, itertools.count())
+        self._poll_s = max(POLL_S, POLL_S_PER_RANK * size)
+        self._reported = 0.0
 
     def from_rank_zero(self, make: Callable[[], T], what: str) -> T:
         """What `make` returns on rank 0, on every rank. Its error is raised on every rank, with its type and text."""
@@ -48,14 +77,18 @@ class Ranks:
                 result = make()
             except Exception as raised:
                 error = raised
-        box = [result, error and _Failure(type(error), str(error))]
         with self._waiting_for(what):
-            dist.broadcast_object_list(box, src=0, group=self._group)
+            key = f"{next(self._number)}"
+            if self.rank == 0:
+                self._set(key, (result, error and _Failure(type(error), str(error))))
+            else:
+                self._wait([key], what, lambda: [0])
+                result, failure = self._take(key, self.size - 1)
+                if failure is not None:
+                    raise _error_of(*failure)
         if error is not None:
             raise error
-        if box[1] is not None:
-            raise _error_of(*box[1])
-        return box[0]
+        return result
 
     def on_every_rank(self, act: Callable[[], T], what: str) -> list[T]:
         """Runs `act` on every rank and returns all results in rank order.
@@ -79,26 +112,83 @@ class Ranks:
         """Every rank's object, in rank order, on every rank."""
         if self.size == 1:
             return [mine]
-        everyone: list = [None] * self.size
         with self._waiting_for(what):
-            dist.all_gather_object(everyone, mine, group=self._group)
-        return everyone
+            number = next(self._number)
+            parts, everyone = [f"{number}/{rank}" for rank in range(self.size)], f"{number}/all"
+
+            def missing() -> list[int]:
+                return [rank for rank, part in enumerate(parts) if not self._store.check([part])]
+
+            self._set(parts[self.rank], mine)
+            if self.rank == 0:
+                self._wait(parts, what, missing)
+                gathered = [self._take(part) for part in parts]
+                self._set(everyone, gathered)
+                return gathered
+            self._wait([everyone], what, missing)
+            return self._take(everyone, self.size - 1)
 
     def barrier(self, what: str) -> None:
         """Returns when every rank has called it."""
-        if self.size > 1:
-            with self._waiting_for(what):
-                dist.barrier(group=self._group)
+        self.gather(None, what)
+
+    def alive(self) -> None:
+        """Reports that this rank makes progress: whoever waits for it, for anything, goes on waiting. Not collective.
+
+        To be called as often as the work offers; it says so once a second.
+        """
+        if self.size > 1 and time.monotonic() - self._reported > LOOK_S:
+            self._store.add("alive", 1)
+            self._reported = time.monotonic()
+
+    def _wait(self, keys: Sequence[str], what: str, missing: Callable[[], list[int]]) -> None:
+        since = looked = time.monotonic()
+        reports, pause = None, FIRST_POLL_S
+        while not self._store.check(keys):
+            now = time.monotonic()
+            late = now - since > self._timeout_s
+            if late or now - looked > LOOK_S:
+                looked, before, reports = now, reports, self._store.add("alive", 0)
+                if reports != before:
+                    since = now
+                elif late:
+                    raise self._late(what, f"missing: {_listed(missing() or [0])}")
+            time.sleep(pause)
+            pause = min(2 * pause, self._poll_s)
+
+    def _set(self, key: str, value: Any) -> None:
+        data = zlib.compress(pickle.dumps(value), 1)
+        parts = range(0, len(data), MOST_BYTES)
+        for index, first in enumerate(parts):
+            self._store.set(f"{key}/part-{index}", data[first : first + MOST_BYTES])
+        self._store.set(key, str(len(parts)))  # last: who sees it finds the others
+
+    def _take(self, key: str, readers: int = 1) -> Any:
+        """The value, which the last of its readers removes."""
+        parts = [f"{key}/part-{index}" for index in range(int(self._store.get(key)))]
+        data = b"".join(self._store.get(part) for part in parts)
+        if readers == 1 or self._store.add(f"{key}/readers", 1) == readers:
+            for used in (key, *parts, *([f"{key}/readers"] if readers > 1 else [])):
+                self._store.delete_key(used)
+        return pickle.loads(zlib.decompress(data))
 
     @contextmanager
     def _waiting_for(self, what: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # what torch raises for a time-out and for a lost connection alike
-            raise RanksTimeout(
-                f"rank {self.rank} waited{self._limit} for {what}: another rank ended or was too late; see the logs of "
-                f"all ranks ({str(error).splitlines()[0]})"
-            ) from error
+        except dist.DistError as error:  # the store is gone, and with it the process that keeps it
+            raise self._late(what, str(error).splitlines()[0]) from error
+
+    def _late(self, what: str, why: str) -> RanksTimeout:
+        return RanksTimeout(
+            f"rank {self.rank} waited {self._timeout_s:g} s for {what}: another rank ended or was too late; see the "
+            f"logs of all ranks ({why})"
+        )
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(f"rank {rank}" for rank in ranks[:_NAMES_SHOWN])
+    return shown if len(ranks) <= _NAMES_SHOWN else f"{shown} and {len(ranks) - _NAMES_SHOWN} more"
 
 
 class _Failure(NamedTuple):

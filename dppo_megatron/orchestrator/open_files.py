@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-
+from dppo_megatron.common.open_files import raise_limit
 from dppo_megatron.config import Config, ConfigError
 
 OTHER_FILES = 256  # bank, logs, reward processes, health checks
@@ -14,15 +13,12 @@ def allow_open_files(config: Config) -> None:
     rollout = config.rollout
     # When an update interrupts all samples, each is continued by a request of its own; evaluations run beside them.
     needed = rollout.max_concurrent_groups * (rollout.group_size + 1) + OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = needed if hard == resource.RLIM_INFINITY else hard
+    limit = raise_limit(needed)
     if needed > limit:
         raise ConfigError(
-            f"limit of open files {hard} (ulimit -Hn)",
+            f"limit of open files {limit} (ulimit -Hn)",
             [
                 f"rollout.max_concurrent_groups = {rollout.max_concurrent_groups} with rollout.group_size = "
                 f"{rollout.group_size}: may need {needed} connections and files; raise the limit or lower one of them"
             ],
         )
-    if soft != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))

@@ -7,6 +7,7 @@ from functools import partial
 
 from dppo_megatron.actor import Actor, Layout, init_layout
 from dppo_megatron.bank import BankReader
+from dppo_megatron.common.open_files import raise_limit
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import PromptSource
 from dppo_megatron.data.tokenizer import load_tokenizer
@@ -31,6 +32,8 @@ from .recorder import RankZeroRecorder
 
 log = logging.getLogger(__name__)
 
+OPEN_FILES = 1 << 16  # where the machine sets no limit: NCCL's connections to other ranks count
+
 
 def run_trainer(config: Config, *, resume: bool) -> None:
     """Runs one trainer rank to the end of `train.steps`, or to the step boundary at which a signal asked it to stop.
@@ -38,6 +41,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     Rank, world size and rendezvous come from the environment (torchrun, srun or the local launcher). Raises what
     stops training: `ModelError`, `WeightSyncError`, `BatchTimeout`, `TrainingDiverged`.
     """
+    raise_limit(OPEN_FILES)
     run = RunDir(config.run.dir)
     layout = init_layout(config)
     setup_logging(f"trainer-{layout.rank}", run.root)

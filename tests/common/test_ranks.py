@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from dppo_megatron.common import world_store
 from dppo_megatron.common.ranks import Ranks, RanksTimeout
 from dppo_megatron.config import ConfigError
 from tests.support import ranks as support
@@ -29,9 +33,22 @@ def _error(call) -> tuple[str, str]:
     return "none", ""
 
 
+def _slow(ranks: Ranks, rank: int) -> int:
+    """Rank 1 works for longer than the others may wait, and says so."""
+    for _ in range(50 * rank):
+        time.sleep(0.1)
+        ranks.alive()
+    return rank
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def _scenarios(rank: int, directory: Path) -> dict[str, Any]:
     store = dist.FileStore(str(directory / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    before = _descriptors(), threading.active_count(), len(os.listdir("/proc/self/task"))
     own, default = Ranks(timeout_s=60), Ranks()
     results: dict[str, Any] = {
         "from_rank_zero": own.from_rank_zero(lambda: {"from": rank}, "a value"),
@@ -42,7 +59,13 @@ def _scenarios(rank: int, directory: Path) -> dict[str, Any]:
         "both_fail": _error(lambda: own.on_every_rank(lambda: _fail(rank, (0, 1)), "work")),
     }
     own.barrier("the other")
-    short = Ranks(timeout_s=5)  # it is made within that, too
+    results["added"] = (_descriptors(), threading.active_count(), len(os.listdir("/proc/self/task")))
+    results["before"] = before
+    large = own.gather(os.urandom(9 << 20) if rank else b"", "more than torch's store takes at once")
+    results["large"] = [len(value) for value in large]
+    patient = Ranks(timeout_s=2)
+    results["slow"] = patient.on_every_rank(lambda: _slow(patient, rank), "slow work")
+    short = Ranks(timeout_s=3)
     if rank == 1:
         started = time.monotonic()
         results["late"] = _error(lambda: short.from_rank_zero(lambda: 1, "the engines to sleep"))
@@ -89,15 +112,69 @@ def test_errors_of_any_rank_are_raised_on_all_with_every_reason(ranks):
 def test_a_rank_that_does_not_come_is_reported_with_what_was_waited_for(ranks):
     kind, text = ranks[1]["late"]
     assert kind == RanksTimeout.__name__
-    assert "rank 1 waited 5 s for the engines to sleep: another rank ended or was too late" in text
-    assert 4 < ranks[1]["waited_s"] < 60
+    assert "rank 1 waited 3 s for the engines to sleep: another rank ended or was too late" in text
+    assert "missing: rank 0" in text
+    assert 2 < ranks[1]["waited_s"] < 60
 
 
-def test_one_process_needs_no_process_group():
-    alone = Ranks(timeout_s=1)
-    assert (alone.rank, alone.size) == (0, 1)
-    assert alone.from_rank_zero(lambda: 3, "a value") == 3
-    assert alone.gather(4, "numbers") == [4]
-    alone.barrier("nobody")
-    with pytest.raises(ConfigError, match="rank 0: ConfigError: config of rank 0"):
-        alone.on_every_rank(lambda: _fail(0, (0,)), "work")
+def test_a_rank_that_reports_progress_is_waited_for(ranks):
+    for got in ranks:
+        assert got["slow"] == [0, 1]
+
+
+def test_ranks_agree_without_connections_or_threads_of_their_own(ranks):
+    for got in ranks:
+        assert got["added"] == got["before"]
+
+
+def test_values_may_be_larger_than_the_store_takes_at_once(ranks):
+    for got in ranks:
+        assert got["large"] == [0, 9 << 20]
+
+
+def test_512_ranks_agree_over_the_connection_that_they_have():
+    """As many simulated ones: agreement adds no descriptor to any of them, and takes about a second."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [Ranks.over(dist.PrefixStore("world", store), rank, 512, timeout_s=60) for rank in range(512)]
+    before = _descriptors()
+
+    def agree(of: Ranks) -> tuple[str, list[int]]:
+        of.barrier("the others")
+        return of.from_rank_zero(lambda: f"from {of.rank}", "a word"), of.gather(of.rank, "numbers")
+
+    with ThreadPoolExecutor(512) as pool:
+        results = list(pool.map(agree, ranks))
+    assert results == [("from 0", list(range(512)))] * 512
+    assert _descriptors() == before
+    assert store.num_keys() <= 1  # torch's own
+
+
+def _large_world(rank: int, directory: Path, most: int) -> list[int]:
+    """Descriptors of this rank before it finds the others, and after that."""
+    world_store.MOST_ON_RANK_ZERO = most
+    support.rendezvous(directory)
+    before = _descriptors()
+    store = world_store.world_store(timedelta(seconds=60))
+    assert (store is None) == (most >= 4)
+    if store is None:
+        store, _, _ = next(dist.rendezvous("env://", rank, 4, timeout=timedelta(seconds=60)))
+    ranks = Ranks.over(store, rank, 4, timeout_s=60)
+    ranks.barrier("the others")
+    counted = [before, _descriptors()]
+    ranks.barrier("the count")
+    if rank == 0:
+        time.sleep(0.3)  # rank 0's process keeps the store, or ends its keeper
+        if world_store._keeper is not None:
+            world_store._keeper.stdin.close()
+            assert world_store._keeper.wait(10) == 0
+    return counted
+
+
+def test_in_a_large_world_no_rank_has_a_descriptor_for_each_of_the_others(tmp_path):
+    added = {}
+    for most in (4, 3):
+        with support.Ranks(4) as started:
+            counts = started.run(_large_world, directory=tmp_path, most=most)
+        added[most] = [after - before for before, after in counts]
+    assert added[4][0] > 4  # kept by torch: one for each rank on rank 0
+    assert max(added[3]) <= 2  # a connection, and rank 0's pipe to the keeper
