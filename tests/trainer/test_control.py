@@ -7,6 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.trainer import control as module
 from dppo_megatron.trainer.control import BatchTimeout, Control
 
@@ -29,13 +30,18 @@ class Source:
 
 @pytest.fixture
 def decisions(monkeypatch) -> list[int]:
-    """What rank 0 of two broadcasts."""
-    sent = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "new_group", lambda **_: object())
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda box, **_: sent.append(box[0]))
+    """What rank 0 of two tells the other."""
+    sent: list[int] = []
+
+    class RankZero(Ranks):
+        def __init__(self, timeout_s: float):
+            self._join(dist.HashStore(), 0, 2, timeout_s)
+
+        def from_rank_zero(self, make, what):
+            sent.append(super().from_rank_zero(make, what))
+            return sent[-1]
+
+    monkeypatch.setattr(module, "Ranks", RankZero)
     monkeypatch.setattr(module, "ROUND_S", 0.05)
     return sent
 

@@ -5,12 +5,13 @@ parameter's shape, which load in any layout. Megatron's own code gathers all of 
 0.16.1, the newest for Python 3.11, it also reads them from wrong offsets where a buffer has several buckets with
 padding between them; https://github.com/NVIDIA/Megatron-LM/pull/5077 mends that, and a test of `tests/actor` fails when
 the installed release has it. Here each parameter has one rank that saves and loads it whole, its saver, and one
-exchange per bucket brings the pieces from the ranks that hold them to the saver or back.
+exchange per bucket, in parts, brings the pieces from the ranks that hold them to the saver or back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,18 +25,17 @@ from torch import Tensor, nn
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 
-Piece = tuple[nn.Parameter, slice]  # elements of the flat parameter
+EXCHANGE_BYTES = 96 << 20  # on the device, given and received each
 States = dict[str, Tensor]  # _STATES of one parameter, in its shape, fp32 on the host
 
 
 def sharded_state_dict(part: DistributedOptimizer, weights: dict[str, Any], *, loading: bool) -> dict[str, Any]:
     """`part.sharded_state_dict` of what this rank saves. weights: the sharded state dict of the model.
 
-    `loading`: of empty tensors, for `load_states`. Else collective over the optimizer's data-parallel group.
+    `loading`: of empty tensors, for `load_states`. Else collective over the optimizer's data-parallel group. What is
+    saved goes straight to the host, by way of at most twice `EXCHANGE_BYTES` on the device.
     """
     state = part.state_dict()
-    if loading:
-        part.load_state_dict(part.state_dict())  # Megatron's way to create what is to be loaded into
     saved = _saved_here(part)
     if not loading:
         _exchange(part, saved, to_savers=True)
@@ -83,79 +83,82 @@ class _Bucket:
 
     local: int
     device: torch.device
-    spans: dict[nn.Parameter, tuple[int, int]]  # where its parameters begin and end in it
-    savers: dict[nn.Parameter, int]
+    weights: list[nn.Parameter]  # as they lie in it
+    begins: list[int]
 
-    def pieces(self, holder: int, saver: int) -> list[Piece]:
-        """What `holder` holds of the parameters of `saver`."""
-        first, end = holder * self.local, (holder + 1) * self.local
-        return [
-            (weight, slice(max(begin, first) - begin, min(finish, end) - begin))
-            for weight, (begin, finish) in self.spans.items()
-            if self.savers[weight] == saver and begin < end and finish > first
-        ]
+    def pieces(self, holder: int, first: int, end: int) -> Iterator[tuple[nn.Parameter, slice, int]]:
+        """What elements `first` to `end` of `holder`'s part are: of which parameter, and where its own piece begins."""
+        start = holder * self.local
+        first, end = start + first, start + end
+        for index in range(max(0, bisect_right(self.begins, first) - 1), len(self.weights)):
+            weight, begin = self.weights[index], self.begins[index]
+            if begin >= end:
+                return
+            finish = begin + weight.numel()
+            if finish > first:
+                where = slice(max(begin, first) - begin, min(finish, end) - begin)
+                yield weight, where, max(begin, start) - begin
 
 
 def _buckets(part: DistributedOptimizer) -> Iterator[_Bucket]:
-    savers = _savers(part)
     for buffer in part.buffers:
         for index, bucket in enumerate(buffer.buckets):
-            spans = {
-                weight: (begin - bucket.offset, finish - bucket.offset)
-                for weight, (begin, finish, number) in buffer.param_index_map.items()
+            spans = [
+                (begin - bucket.offset, weight)
+                for weight, (begin, _, number) in buffer.param_index_map.items()
                 if number == index
-            }
+            ]
+            spans.sort(key=lambda span: span[0])
             local = bucket.grad_data.numel() // part.data_parallel_group.size()
-            yield _Bucket(local, bucket.grad_data.device, spans, savers)
+            begins, weights = [begin for begin, _ in spans], [weight for _, weight in spans]
+            yield _Bucket(local, bucket.grad_data.device, weights, begins)
 
 
 @torch.no_grad()
 def _exchange(part: DistributedOptimizer, saved: dict[int, tuple[nn.Parameter, States]], *, to_savers: bool) -> None:
-    """Fill `saved` from the ranks' pieces, or the pieces from `saved`: one all-to-all per bucket."""
-    whole = dict(saved.values())
-
-    def read_held(weight: nn.Parameter, _where: slice) -> Tensor:
-        states = part._get_main_param_and_optimizer_states(weight)
-        return torch.stack([states[name].detach().float().flatten() for name in _STATES], dim=1)
-
-    def write_held(weight: nn.Parameter, _where: slice, rows: Tensor) -> None:
-        part._set_main_param_and_optimizer_states(weight, dict(zip(_STATES, rows.unbind(1), strict=True)))
-
-    def read_saved(weight: nn.Parameter, where: slice) -> Tensor:
-        return torch.stack([whole[weight][name].view(-1)[where] for name in _STATES], dim=1)
-
-    def write_saved(weight: nn.Parameter, where: slice, rows: Tensor) -> None:
-        for name, column in zip(_STATES, rows.unbind(1), strict=True):
-            whole[weight][name].view(-1)[where].copy_(column)
-
+    """Fill `saved` from the ranks' pieces, or the pieces from `saved`: all-to-alls of at most `EXCHANGE_BYTES`."""
+    whole, savers = dict(saved.values()), _savers(part)
     group = part.data_parallel_group
-    me, ranks = group.rank(), range(group.size())
+    me, size = group.rank(), group.size()
+    # What all ranks give at once: one of them may be the saver of all of it.
+    step = max(1, EXCHANGE_BYTES // (size * len(_STATES) * torch.float32.itemsize))
     for bucket in _buckets(part):
-        held = [bucket.pieces(me, saver) for saver in ranks]
-        wanted = [bucket.pieces(holder, me) for holder in ranks]
-        if to_savers:
-            _all_to_all(held, read_held, wanted, write_saved, bucket.device, group)
-        else:
-            _all_to_all(wanted, read_saved, held, write_held, bucket.device, group)
+        for first in range(0, bucket.local, step):
+            end = min(first + step, bucket.local)
+            held: list[list[Tensor]] = [[] for _ in range(size)]
+            for weight, where, begin in bucket.pieces(me, first, end):
+                states = part._get_main_param_and_optimizer_states(weight)
+                own = slice(where.start - begin, where.stop - begin)
+                held[savers[weight]] += [states[name].detach().view(-1)[own] for name in _STATES]
+            wanted = [
+                [
+                    whole[weight][name].view(-1)[where]
+                    for weight, where, _ in bucket.pieces(holder, first, end)
+                    if savers[weight] == me
+                    for name in _STATES
+                ]
+                for holder in range(size)
+            ]
+            _all_to_all(*((held, wanted) if to_savers else (wanted, held)), bucket.device, group)
 
 
 def _all_to_all(
-    outgoing: list[list[Piece]],
-    read: Callable[[nn.Parameter, slice], Tensor],
-    incoming: list[list[Piece]],
-    write: Callable[[nn.Parameter, slice, Tensor], None],
-    device: torch.device,
-    group: dist.ProcessGroup,
+    outgoing: list[list[Tensor]], incoming: list[list[Tensor]], device: torch.device, group: dist.ProcessGroup
 ) -> None:
-    """Rows [n, states] of each piece from `read` on one rank to `write` on another; a list of pieces for each rank."""
-    rows_out, rows_in = ([sum(w.stop - w.start for _, w in pieces) for pieces in side] for side in (outgoing, incoming))
-    empty = torch.empty(0, len(_STATES), device=device)
-    given = torch.cat([empty, *(read(*piece).to(device) for pieces in outgoing for piece in pieces)])
-    received = empty.new_empty(sum(rows_in), len(_STATES))
-    dist.all_to_all_single(received, given, rows_in, rows_out, group=group)
-    arrived = [piece for pieces in incoming for piece in pieces]
-    for (weight, where), rows in zip(arrived, received.split([w.stop - w.start for _, w in arrived]), strict=True):
-        write(weight, where, rows)
+    """Flat tensors for and from each rank, on any device. Takes the sum of both on `device`."""
+    sizes_out, sizes_in = ([sum(t.numel() for t in tensors) for tensors in side] for side in (outgoing, incoming))
+    given = torch.empty(sum(sizes_out), device=device)
+    received = torch.empty(sum(sizes_in), device=device)
+    for place, tensor in _places(given, outgoing):
+        place.copy_(tensor)
+    dist.all_to_all_single(received, given, sizes_in, sizes_out, group=group)
+    for place, tensor in _places(received, incoming):
+        tensor.copy_(place)
+
+
+def _places(flat: Tensor, sides: list[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    tensors = [tensor for side in sides for tensor in side]
+    return zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
 
 
 def _shard(weight_shard: Any, name: str, tensor: Tensor) -> Any:

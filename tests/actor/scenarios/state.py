@@ -222,9 +222,13 @@ def tensor_to_pipeline(rank: Rank) -> Any:
 def many_buckets(rank: Rank) -> Any:
     """Buffers split into buckets with padding between them: saved, and continued in the same layout and in another.
 
-    And how many bytes of the checkpoint each rank wrote.
+    Exchanged in many small parts. And how many bytes of the checkpoint each rank wrote.
     """
     from dppo_megatron.actor import optimizer as module
+    from dppo_megatron.actor.checkpoint import optimizer_shards
+
+    at_once = optimizer_shards.EXCHANGE_BYTES
+    optimizer_shards.EXCHANGE_BYTES = 5000
 
     directory = rank.directory / "checkpoints"
     settings = module.DistributedDataParallelConfig
@@ -251,6 +255,7 @@ def many_buckets(rank: Rank) -> Any:
                 sizes[int(file.name.split("_")[2])] += file.stat().st_size
             results[model] = {"buckets": buckets, "equal": equal, "elsewhere": (expected, got), "written": sizes}
     finally:
+        optimizer_shards.EXCHANGE_BYTES = at_once
         module.DistributedDataParallelConfig = settings
     return results
 
