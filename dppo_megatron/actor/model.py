@@ -21,6 +21,7 @@ from .cpu.attention import PackedAttention
 from .cpu.norm import RMSNorm
 from .layout import Layout
 from .model_config import machine_problems, model_problems, padded_vocab_size, use_transformer_engine
+from .precision import fuse_weight_gradients
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -120,7 +121,7 @@ def _chunk(
     spec = megatron_version.block_spec(transformer, engine, vp_stage)
     if not engine:
         _use_own_modules(spec)
-    return PolicyModel(
+    model = PolicyModel(
         config=transformer,
         transformer_layer_spec=spec,
         vocab_size=padded_vocab_size(hf.vocab_size, layout.tensor_size),
@@ -138,6 +139,9 @@ def _chunk(
         fused_head=config.model.logits == "fused",
         fp32_head=config.model.fp32_head,
     )
+    if engine:
+        fuse_weight_gradients(model.decoder)
+    return model
 
 
 def _use_own_modules(block: TransformerBlockSubmodules) -> None:

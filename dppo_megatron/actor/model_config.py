@@ -136,6 +136,11 @@ def machine_problems(config: Config) -> list[str]:
             out.append("model.layers = transformer_engine: needs a CUDA device; set it to local or auto")
         elif not megatron_version.has_transformer_engine():
             out.append("model.layers = transformer_engine: it is not installed; install it or use auto")
+    if config.model.layers == "auto" and config.model.dtype == "fp32" and use_transformer_engine(config):
+        out.append(
+            "model.dtype = fp32: TransformerEngine, which model.layers = auto means here, has no attention kernel for "
+            "packed sequences in fp32; set model.layers to local, or model.dtype to bf16"
+        )
     return out + capability_problems(config, this_gpu()) + installation_problems(config)
 
 

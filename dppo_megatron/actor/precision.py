@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from dppo_megatron.config.schema import Config
 
@@ -101,19 +102,25 @@ def implementations(*, transformer_engine_layers: bool) -> Implementations:
         engine = apex = False
     fused = "TransformerEngine" if engine else "NVIDIA apex" if apex else "torch"
     layers = "TransformerEngine" if transformer_engine_layers else "local"
-    gradient = "torch"
-    if fuses_weight_gradient():
-        gradient = "TransformerEngine" if transformer_engine_layers else "NVIDIA apex"
-    return Implementations(layers, fused, fused, gradient)
+    gradient = "NVIDIA apex" if fuses_weight_gradient() else "torch"
+    return Implementations(layers, fused, fused, "TransformerEngine" if transformer_engine_layers else gradient)
 
 
 def fuses_weight_gradient() -> bool:
-    """Whether weight gradients are added to the fp32 buffer by the matrix product that makes them.
-
-    TransformerEngine's layers need nothing for it, but the setting is one for all layers, and Megatron's head refuses
-    it without apex's kernel.
-    """
+    """Whether Megatron's own layers, of which the head is one, add weight gradients to the fp32 buffer in the matrix
+    product that makes them: apex's kernel does it, and without it they refuse the setting."""
     return torch.cuda.is_available() and megatron_version.has_fused_weight_gradient()
+
+
+def fuse_weight_gradients(layers: nn.Module) -> None:
+    """The same for TransformerEngine's layers, which need no apex for it.
+
+    Megatron has one setting for these and for its head. Without it each micro-batch's gradient would be rounded to the
+    parameters' dtype before it is added. Their modules read the attribute in every forward pass.
+    """
+    for module in layers.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def describe(config: Config) -> str:

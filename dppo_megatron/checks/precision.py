@@ -11,6 +11,12 @@ def problems(config: Config) -> list[str]:
         out.append(f"model.fp8 = {m.fp8}: the rest is computed in bf16; set model.dtype to bf16")
     if m.fp8 != "none" and m.layers == "local":
         out.append(f"model.fp8 = {m.fp8}: local layers have no FP8; set model.layers to transformer_engine or auto")
+    if m.dtype == "fp32" and m.layers == "transformer_engine":
+        # FlashAttention and cuDNN take 16 bits, and TransformerEngine's own fallback no packed sequences (to 2.9).
+        out.append(
+            "model.dtype = fp32: TransformerEngine has no attention kernel for packed sequences in fp32; set "
+            "model.dtype to bf16, or model.layers to local"
+        )
     if m.fp32_head and m.logits == "fused":
         out.append("model.fp32_head = true: the fused head multiplies in model.dtype; set model.logits to stored")
     return out

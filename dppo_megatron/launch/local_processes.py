@@ -15,6 +15,7 @@ from dppo_megatron.fleet.registry import engine_names, free_port
 from dppo_megatron.run_dir import RunDir
 
 from .launcher import RunPlan
+from .rank_environment import connection_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ def local_plan(config: Config, *, resume: bool) -> RunPlan[ProcessPlan]:
         "WORLD_SIZE": str(world_size),
         # Ranks that share a machine's cores must not each start a thread per core.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size))),
+        **connection_environment(config),
     }
     trainer = ("trainer", path, *(["--resume"] if resume else []))
     return RunPlan(

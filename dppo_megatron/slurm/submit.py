@@ -41,10 +41,15 @@ def prepare(config_file: Path, overrides: Sequence[str], nodes: str | None, *, r
 
 
 def check_config(config: Config, source: str, *, place: Place) -> list[str]:
-    """The notes of `preflight` and, where `slurm.gpu` is set, the plan. Raises `ConfigError` with every violation."""
+    """The notes of `preflight` and the plan, or that there is none without `slurm.gpu`. Raises `ConfigError` with every
+    violation."""
     notes = preflight(config, source, place=place)
     if config.slurm.gpu is not None:
         notes.append(check_memory(config, source))
+    elif config.slurm.gpus_per_node:
+        notes.append(
+            "slurm.gpu is not set: whether the GPUs' memory suffices was not checked; set it to their kind, as h100-80"
+        )
     return notes
 
 

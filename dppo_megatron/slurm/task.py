@@ -23,6 +23,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import ServiceTimeout, port_in_use
 from dppo_megatron.launch.local_processes import dppo_command
+from dppo_megatron.launch.rank_environment import connection_environment
 from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.run_dir import RunDir
 
@@ -80,6 +81,7 @@ def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gp
     if role == "trainer":
         name, arguments = f"trainer-{task.rank}", ["trainer", *(["--resume"] if resume else [])]
         arguments += ["--needs-gpu"] if config.slurm.gpus_per_node else []
+        environment |= connection_environment(config)
         environment |= trainer_environment(run, task, *rendezvous(run, task, address, config.slurm.start_timeout_s))
     elif role == "engine":
         host = engine_host(config, address)

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dppo_megatron.actor import check_model, megatron_version, model_config
+from dppo_megatron.actor import check_model, megatron_version, model, model_config
 from dppo_megatron.actor.batch.packing import Packer
 from dppo_megatron.actor.precision import capability_problems, implementations, precision_arguments
+from dppo_megatron.checks import settings_problems
 from dppo_megatron.hf import read_hf_config
 from tests.support.actor_cases import actor_config, pack, sequences, write_config
 
@@ -87,11 +88,37 @@ def test_apex_of_the_package_index_is_not_nvidias(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kernel", [False, True])
 def test_the_log_says_of_weight_gradients_what_megatron_is_told(kernel, tmp_path, monkeypatch):
-    """Without apex's kernel TransformerEngine's layers do not accumulate either: the setting is one for all layers."""
+    """The setting is Megatron's own layers'; TransformerEngine's need no apex."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(megatron_version, "has_fused_weight_gradient", lambda: kernel)
     hf, config = read_hf_config(write_config(tmp_path)), actor_config(tmp_path, dtype="bf16")
     found = model_config._precision_arguments(hf, config)["gradient_accumulation_fusion"]
     assert found == kernel
     assert chosen(False).weight_gradient == ("NVIDIA apex" if kernel else "torch")
-    assert chosen(True).weight_gradient == ("TransformerEngine" if kernel else "torch")
+    assert chosen(True).weight_gradient == "TransformerEngine"
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_layers_of_transformer_engine_accumulate_weight_gradients_themselves(engine, tmp_path, monkeypatch):
+    """Megatron gives them its setting for all layers, which is false where its head could not do it."""
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))])
+    layers[0].fuse_wgrad_accumulation = layers[1][0].fuse_wgrad_accumulation = False
+    monkeypatch.setattr(model, "PolicyModel", lambda **_: SimpleNamespace(decoder=layers))
+    monkeypatch.setattr(model, "use_transformer_engine", lambda config: engine)
+    monkeypatch.setattr(model, "_use_own_modules", lambda spec: None)
+    monkeypatch.setattr(megatron_version, "block_spec", lambda *_: None)
+    hf, config = read_hf_config(write_config(tmp_path)), actor_config(tmp_path, dtype="bf16")
+    model._chunk(hf, config, SimpleNamespace(tensor_size=1), None, True, True, None)
+    assert layers[0].fuse_wgrad_accumulation is layers[1][0].fuse_wgrad_accumulation is engine
+    assert not hasattr(layers[1], "fuse_wgrad_accumulation")
+
+
+def test_fp32_with_transformer_engine_has_no_attention_and_is_refused(tmp_path, monkeypatch):
+    explicit = actor_config(tmp_path, dtype="fp32", layers="transformer_engine")
+    assert any(p.startswith("model.dtype = fp32: TransformerEngine") for p in settings_problems(explicit))
+    config = actor_config(write_config(tmp_path), dtype="fp32")
+    assert not settings_problems(config)
+    assert not check_model(config)
+    monkeypatch.setattr(model_config, "use_transformer_engine", lambda config: True)
+    assert any("which model.layers = auto means here" in p for p in check_model(config))
+    assert not check_model(actor_config(tmp_path, dtype="bf16"))

@@ -76,3 +76,34 @@ def test_a_host_without_the_model_s_libraries_submits_what_runs_in_a_container(t
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith(f"slurm-job {tmp_path}/run/config.yaml\n")
+
+
+@pytest.mark.parametrize(
+    ("task", "objective", "run"),
+    [
+        (1, ["objective.name=dppo_binary_tv"], "dppo_binary_tv-2"),
+        (3, ["objective.name=drpo", "objective.settings={}"], "drpo-1"),
+        (
+            12,
+            ["objective.name=dppo_binary_tv", "objective.settings={delta: 0.3, ratio_cap: 4}"],
+            "dppo_binary_tv-delta-0.3-ratio_cap-4-1",
+        ),
+        (15, ["objective.name=my_objectives:mine"], "my_objectives-mine-1"),
+    ],
+)
+def test_a_sweep_keeps_the_config_s_objective_settings_and_varies_them(tmp_path, task, objective, run):
+    script = (ROOT / "slurm" / "sweep.sbatch").read_text()
+    more = '  "dppo_binary_tv {delta: 0.3, ratio_cap: 4}"\n  "my_objectives:mine"\n'
+    (tmp_path / "sweep.sbatch").write_text(script.replace('  "cispo {}"\n', f'  "cispo {{}}"\n{more}'))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").write_text(f"PATH={tmp_path}/bin:$PATH")
+    program = tmp_path / "bin" / "dppo-megatron"
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    environment = os.environ | {"SLURM_ARRAY_TASK_ID": str(task), "VENV": str(tmp_path), "RUNS": "runs", "MODULES": ""}
+    command = ["bash", "sweep.sbatch", "config.yaml", "--set", "train.steps=3"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    given = done.stdout.splitlines()
+    assert given[:4] == ["slurm-job", "config.yaml", "--set", "train.steps=3"]
+    settings = [word for word in given[4:] if word != "--set"]
+    assert settings == [*objective, f"run.seed={task % 3 + 1}", f"run.dir=runs/{run}"]

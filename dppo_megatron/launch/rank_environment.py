@@ -1,0 +1,37 @@
+"""Environment of a trainer rank that must be set before its process starts, wherever that is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from dppo_megatron.config import Config
+
+_LIMIT_S = 30.0
+
+
+def connection_environment(config: Config) -> dict[str, str]:
+    """`CUDA_DEVICE_MAX_CONNECTIONS=1` where Megatron-LM demands it (arguments.py, validate_args): with tensor or
+    context parallelism on GPUs before Blackwell.
+
+    With one hardware queue kernels start in the order in which they were launched. Megatron's layers rely on it
+    (tensor_parallel/layers.py): a collective launched before a matrix product overlaps with it, instead of waiting
+    behind it for free multiprocessors. A variable that is set already stays.
+    """
+    parallel = config.parallel.tensor > 1 or config.parallel.context > 1
+    if not parallel or "CUDA_DEVICE_MAX_CONNECTIONS" in os.environ or (_oldest_gpu() or 0.0) >= 10.0:
+        return {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def _oldest_gpu() -> float | None:
+    """Lowest compute capability of this machine's GPUs; None where nvidia-smi does not say.
+
+    Not by torch, which would open a context on the ranks' first GPU.
+    """
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True).stdout
+        return min(map(float, said.split()), default=None)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None

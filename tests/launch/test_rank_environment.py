@@ -1,0 +1,52 @@
+"""What a rank's environment says of CUDA's queues, by layout and by what nvidia-smi says of the GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from dppo_megatron.launch.local_processes import local_plan
+from dppo_megatron.launch.rank_environment import connection_environment
+from tests.support.configs import make_config
+
+ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+LAYOUTS = {"tensor": {"world_size": 2, "tensor": 2}, "context": {"world_size": 2, "context": 2}}
+
+
+@pytest.fixture(autouse=True)
+def gpus(tmp_path, monkeypatch):
+    """f(text) -> nvidia-smi prints it; without a call there is none."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def write(text: str) -> None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{text}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    return write
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [("9.0\\n9.0\\n", ONE), ("8.0\\n", ONE), ("10.0\\n10.0\\n", {}), ("12.0\\n9.0\\n", ONE), ("no devices\\n", ONE)],
+)
+def test_megatrons_demand_up_to_hopper(gpus, layout, capabilities, expected):
+    gpus(capabilities)
+    assert connection_environment(make_config(parallel=layout)) == expected
+
+
+def test_without_tensor_and_context_parallelism_nothing_is_demanded(gpus):
+    gpus("9.0\\n")
+    assert connection_environment(make_config(parallel={"world_size": 4, "pipeline": 2})) == {}
+
+
+def test_what_the_user_set_stays(gpus, monkeypatch):
+    gpus("9.0\\n")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert connection_environment(make_config(parallel=LAYOUTS["tensor"])) == {}
+
+
+def test_every_rank_of_a_local_run_has_it(gpus):
+    gpus("9.0\\n")
+    plan = local_plan(make_config(parallel=LAYOUTS["tensor"]), resume=False)
+    assert [rank.environment["CUDA_DEVICE_MAX_CONNECTIONS"] for rank in plan.trainers] == ["1", "1"]
