@@ -20,6 +20,8 @@ def problems(config: Config) -> list[str]:
             f"engine.port = {e.port}: with engine.count = {e.count} the last port would be "
             f"{e.port + config.started_engines - 1}, above {LAST_PORT}; set it to a lower one, or to 0 for free ones"
         )
+    if e.kind != "sglang" and not e.seeded:
+        out.append(f"engine.seeded = false: {e.kind} gives every request its seed at no such price; remove it")
     if e.placement == "colocated":
         out += _colocated(config)
     return out + _transport(config) + _quantization(config)

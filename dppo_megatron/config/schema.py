@@ -165,6 +165,11 @@ class EngineConfig(Section):
     kv_cache_bytes: Bytes | None = Field(None, description="KV cache on each GPU; default: the engine's own choice")
     max_logprobs: Count = Field(64, description="the engine's cap on top-K log-probs per token")
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
+    seeded: bool = Field(
+        True,
+        description="a sample's tokens follow from its seed, so that a request sent again draws the same; SGLang needs "
+        "batch-invariant kernels for it, which cost speed, and with false draws from the same distribution without",
+    )
     extra_args: tuple[str, ...] = Field((), description="appended to the server's command line")
     env: dict[EnvironmentName, str] = Field(default_factory=dict)
     start_timeout_s: Seconds = 600.0

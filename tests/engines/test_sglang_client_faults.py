@@ -219,6 +219,16 @@ def test_servers_that_do_not_suit(config, model):
     assert len(info.problems) == 3
 
 
+def test_seeds_are_needed_only_where_the_run_wants_them(config, model):
+    """They cost batch-invariant kernels; without them samples are still of the policy."""
+    unseeded = config.model_copy(update={"engine": config.engine.model_copy(update={"seeded": False})})
+    server = description(model, enable_deterministic_inference=False)
+    assert against(unseeded, server, SglangEngine.info).problems == ()
+    flag = "--enable-deterministic-inference"
+    assert flag in sglang_command(config, 1, model, 0)
+    assert flag not in sglang_command(unseeded, 1, model, 0)
+
+
 @pytest.mark.parametrize(("gpus", "tokens"), [(1, 1), (2, 2), (8, 2)])
 def test_the_cache_of_a_gpu_holds_its_share_of_the_heads(config, model, gpus, tokens):
     """The model has two key-value heads; a GPU has one at least."""

@@ -53,6 +53,7 @@ class SglangEngine:
         self.url = url.rstrip("/")
         self._model_path = config.model.path
         self._max_logprobs = config.engine.max_logprobs
+        self._seeded = config.engine.seeded
         self._generate_timeout_s = config.request_timeout_s
         self._running: dict[str, GenerateRequest] = {}  # request id -> as the server knows it
         self._limits: EngineInfo | None = None
@@ -145,7 +146,7 @@ class SglangEngine:
                 engine=f"sglang {server['version']}",
                 running=sum(sent.n for sent in self._running.values()),
                 routed_experts=bool(server["enable_return_routed_experts"]),
-                problems=tuple(_unfit_settings(server, self._model)),
+                problems=tuple(_unfit_settings(server, self._model, self._seeded)),
                 workers=server["tp_size"],
                 weight_group=self._weights.group,
                 updating_s=updating_s,
@@ -271,15 +272,17 @@ def _vocab_size(served: Path, own: Path) -> int:
         return read_hf_config(own).vocab_size
 
 
-def _unfit_settings(server: dict[str, Any], model: HFModelConfig) -> list[str]:
+def _unfit_settings(server: dict[str, Any], model: HFModelConfig, seeded: bool) -> list[str]:
     problems = []
     if model.family == "qwen3_moe" and model.tied_embeddings:
         problems.append(
             "SGLang leaves the head of a Qwen3-MoE with tied embeddings unset; store lm_head.weight and set "
             "tie_word_embeddings to false in the model's config.json"
         )
-    if not server["enable_deterministic_inference"]:
-        problems.append("samples ignore their seeds; start it with --enable-deterministic-inference")
+    if seeded and not server["enable_deterministic_inference"]:
+        problems.append(
+            "samples ignore their seeds; start it with --enable-deterministic-inference, or set engine.seeded to false"
+        )
     if not server["skip_tokenizer_init"]:
         problems.append("the tokenizer's end token would stop responses; start it with --skip-tokenizer-init")
     if server["speculative_algorithm"]:

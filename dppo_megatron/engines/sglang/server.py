@@ -46,9 +46,10 @@ def sglang_command(
         *("--max-running-requests", str(engine.max_num_seqs)),
         *("--weight-version", str(version)),
         "--skip-tokenizer-init",  # tokens in, tokens out
-        "--enable-deterministic-inference",  # without it samples ignore their seeds
         *("--log-level-http", "warning"),
     ]
+    if engine.seeded:
+        command.append("--enable-deterministic-inference")  # without it samples ignore their seeds
     if config.rollout.routing_replay:
         command.append("--enable-return-routed-experts")
     cpu = (device or device_here()) == "cpu"

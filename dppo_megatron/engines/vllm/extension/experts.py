@@ -90,6 +90,16 @@ class ExpertsReader:
         self._layers: list[int] = []
         self._k = config.model_config.get_num_experts_per_tok() if self.available else 0
 
+    @property
+    def of_cached_positions(self) -> bool:
+        """Whether positions that the prefix cache answers for have their experts too.
+
+        vLLM itself keeps the experts of every block of the cache under the block's hash, and forgets both together
+        when the cache is reset, as after every update (vllm/distributed/aux_output_connector). Our recorder sees
+        only what is computed.
+        """
+        return self._native
+
     async def start(self) -> None:
         """Before the first request, where `available`."""
         method = "dppo_moe_layers" if self._native else "dppo_record_experts"

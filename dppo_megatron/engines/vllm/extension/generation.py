@@ -24,7 +24,7 @@ async def sample_group(engine: EngineClient, request: GenerateRequest, experts: 
     try:
         async with asyncio.TaskGroup() as tasks:
             children = [
-                tasks.create_task(_final(engine, prompt, _params(request, seed), name))
+                tasks.create_task(_final(engine, prompt, _params(request, seed, experts), name))
                 for seed, name in zip(request.seeds, names, strict=True)
             ]
             await asyncio.sleep(0)  # they begin
@@ -66,7 +66,7 @@ async def score(engine: EngineClient, token_ids: list[int], request_id: str) -> 
     return logprobs, int(_versions(output.outputs[0].weight_versions, 1)[0])
 
 
-def _params(request: GenerateRequest, seed: int) -> SamplingParams:
+def _params(request: GenerateRequest, seed: int, experts: ExpertsReader) -> SamplingParams:
     return SamplingParams(
         temperature=request.temperature,
         max_tokens=request.max_tokens,
@@ -78,8 +78,8 @@ def _params(request: GenerateRequest, seed: int) -> SamplingParams:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # used for this one sample only
-        # Positions whose keys and values come from the cache are not routed again, so there is nothing to record.
-        skip_reading_prefix_cache=request.routed_experts or None,
+        # Positions whose keys and values come from the cache are not routed again: who records must see them computed.
+        skip_reading_prefix_cache=(request.routed_experts and not experts.of_cached_positions) or None,
     )
 
 
