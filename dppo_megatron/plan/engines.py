@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass
 
 from dppo_megatron.common.dtypes import DTYPES
@@ -9,6 +11,7 @@ from dppo_megatron.common.hardware import Hardware
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig, WeightMap, fp8
 from dppo_megatron.hf.safetensors_file import TensorInfo
+from dppo_megatron.weights.broadcast_plan import BUCKET_BYTES, expert_layer
 
 UNUSED = 0.1  # of the memory: what servers leave free by default, CUDA graphs and activations. An assumption.
 
@@ -21,20 +24,67 @@ class EngineMemory:
     weights: int
     cache: int
     per_sequence: int  # keys and values of a sequence of `engine.max_model_len`
+    update: int  # held beside both while an update loads, see `update_bytes`
+    room: int  # for an update: what weights, cache and libraries leave of the whole memory
 
     @property
     def sequences(self) -> int:
         """As long as they may be, at once; 0 = the engine does not start."""
         return max(0, self.cache // self.per_sequence)
 
+    @property
+    def updates(self) -> bool:
+        """Whether an update fits beside weights and cache."""
+        return self.update <= self.room
+
 
 def published_bytes(hf: HFModelConfig, config: Config) -> int:
     """One version of the weights as engines take it."""
+    return sum(info.nbytes for info in _published(hf, config).values())
+
+
+def _published(hf: HFModelConfig, config: Config) -> dict[str, TensorInfo]:
     dtype = DTYPES[config.engine.dtype].torch
     tensors = {name: TensorInfo(dtype, shape) for name, shape in WeightMap(hf).hf_tensors().items()}
-    if config.engine.quantization != "none":
-        tensors = fp8.quantized_info(tensors)
-    return sum(info.nbytes for info in tensors.values())
+    return tensors if config.engine.quantization == "none" else fp8.quantized_info(tensors)
+
+
+# What vLLM and SGLang load as one module.
+_FUSED = (
+    (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
+    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
+    (re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\."), ".qkv_a_proj."),
+)
+
+
+def _module(name: str) -> str:
+    """Of an engine's model that loads the tensor: all experts of a layer are one."""
+    if (layer := expert_layer(name)) >= 0:
+        return f"experts of layer {layer}"
+    for pattern, fused in _FUSED:
+        name = pattern.sub(fused, name)
+    return name.rpartition(".")[0]
+
+
+def update_bytes(hf: HFModelConfig, config: Config) -> int:
+    """Bytes that one GPU of an engine holds at most, beside weights and cache, while it loads new weights.
+
+    vLLM (model_executor/model_loader/reload/layerwise.py) keeps what arrives of a module until the module is complete,
+    makes its shard anew, processes it into the form of its kernels and copies that over the old one: for the largest
+    module the shard twice, and where weights arrive on the GPU, by broadcast, all of the module, unsharded, with the
+    bucket that is on its way. SGLang loads a bucket at once.
+    """
+    sizes: Counter[str] = Counter()
+    largest = 0
+    for name, info in _published(hf, config).items():
+        sizes[_module(name)] += info.nbytes
+        largest = max(largest, info.nbytes)
+    broadcast = config.weight_sync.transport == "broadcast"
+    bucket = max(config.weight_sync.bucket_bytes or BUCKET_BYTES["nccl"], largest) if broadcast else 0
+    if config.engine.kind != "vllm":
+        return bucket
+    whole = max(sizes.values())
+    return 2 * -(-whole // config.engine.tensor_parallel) + (whole + bucket if broadcast else 0)
 
 
 def engine_memory(hf: HFModelConfig, config: Config, hardware: Hardware) -> EngineMemory | None:
@@ -51,4 +101,6 @@ def engine_memory(hf: HFModelConfig, config: Config, hardware: Hardware) -> Engi
     cache = usable - weights
     if engine.kv_cache_bytes is not None:
         cache = min(cache, engine.kv_cache_bytes)
-    return EngineMemory(weights, cache, engine.max_model_len * hf.num_layers * width * DTYPES[engine.dtype].bytes)
+    per_sequence = engine.max_model_len * hf.num_layers * width * DTYPES[engine.dtype].bytes
+    room = hardware.memory_bytes - hardware.reserved_bytes - weights - max(0, cache)
+    return EngineMemory(weights, cache, per_sequence, update_bytes(hf, config), room)

@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def engines_fit(self) -> bool:
-        return self.engine is None or self.engine.sequences > 0
+        return self.engine is None or (self.engine.sequences > 0 and self.engine.updates)
 
 
 def make_plan(

@@ -48,7 +48,8 @@ def _engine(plan: Plan) -> Iterator[str]:
         yield (
             f"a GPU of an engine: weights {_size(engine.weights)} of {_size(plan.cluster.hardware.memory_bytes)}, "
             f"keys and values {_size(max(0, engine.cache))}: {engine.sequences:,} sequences of "
-            f"{plan.config.engine.max_model_len:,} tokens at once (assumed: {UNUSED:.0%} stay free)"
+            f"{plan.config.engine.max_model_len:,} tokens at once (assumed: {UNUSED:.0%} stay free); an update holds "
+            f"{_size(engine.update)} beside them for a while"
         )
     if plan.totals.published_bytes:
         size, transport = _size(plan.totals.published_bytes), plan.config.weight_sync.transport
@@ -107,7 +108,9 @@ def _stages(plan: Plan) -> Iterator[str]:
 def _verdict(plan: Plan, advice: Sequence[Advice]) -> Iterator[str]:
     worst = max(plan.cluster.need(memory) for _, memory in plan.stages)
     total = plan.cluster.hardware.memory_bytes
-    if not plan.engines_fit:
+    if plan.engine is not None and plan.engine.sequences and not plan.engine.updates:
+        yield _update_does_not_fit(plan)
+    elif not plan.engines_fit:
         engine, config = plan.engine, plan.config.engine
         quantize = "" if config.quantization != "none" else "engine.quantization = fp8_block, "
         yield (
@@ -127,6 +130,19 @@ def _verdict(plan: Plan, advice: Sequence[Advice]) -> Iterator[str]:
     first, *others = advice
     yield f"change first: {first}   saves {_size(first.saves)}{_enough(first)}; costs: {first.price}"
     yield from (f"        else: {other}   saves {_size(other.saves)}{_enough(other)}" for other in others)
+
+
+def _update_does_not_fit(plan: Plan) -> str:
+    engine, remedies = plan.engine, []
+    cache = plan.engine.cache - (engine.update - engine.room)
+    if cache >= engine.per_sequence:
+        remedies.append(f"engine.kv_cache_bytes = {cache}")
+    if plan.config.weight_sync.transport == "broadcast":
+        remedies.append("weight_sync.transport = shared_storage (layers then wait in the host's memory)")
+    return (
+        f"engines do not fit: while an update loads, they hold {_size(engine.update)} of it beside weights and cache, "
+        f"which leave {_size(max(0, engine.room))}; use {', '.join([*remedies, 'a larger engine.tensor_parallel'])}"
+    )
 
 
 def _enough(advice: Advice) -> str:

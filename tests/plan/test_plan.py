@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -116,6 +117,36 @@ def test_fp8_blocks_are_not_sharded():
     (problem,) = serving.problems(config("qwen3_30b_a3b", fp8, "engine.tensor_parallel=4"), model)
     assert "shards moe_intermediate_size = 768" in problem
     assert serving.problems(config("qwen3_30b_a3b", fp8), model) == []
+
+
+def test_an_update_that_does_not_fit_beside_the_cache_is_found(builder):
+    """vLLM holds the experts of a layer whole, as they arrive, until the layer is complete, and its shard twice."""
+    cluster = Cluster(64, 8, hardware("b200-192"))
+    sent = ["parallel.pipeline=2", "parallel.first_stage_layers=null", "parallel.last_stage_layers=31"]
+    broadcast = config("deepseek_v3", "engine.quantization=none", "weight_sync.transport=broadcast", *sent)
+    layer = 256 * 3 * 2048 * 7168 * 2  # bytes of the experts of a layer in bf16
+    head = 129280 * 7168 * 2  # the largest tensor, which a bucket must hold
+    engine = make_plan(broadcast, cluster, builder)
+    assert engine.engine.update == layer + 2 * layer // 8 + head
+    assert engine.engine.sequences > 0
+    assert not engine.engines_fit
+    assert "engines do not fit: while an update loads, they hold 28." in report(engine, [])
+    assert "weight_sync.transport = shared_storage" in report(engine, [])
+    stored = make_plan(config("deepseek_v3", "engine.quantization=none"), cluster, builder)
+    assert stored.engine.update == 2 * layer // 8
+    assert stored.engines_fit
+    dense = make_plan(config("qwen3_8b"), Cluster(2, 8, hardware("h100-80")), builder)
+    assert dense.engine.update == 3 * 151936 * 4096 * 2 + 151936 * 4096 * 2  # the embedding: whole, twice, and arriving
+
+
+def test_less_cache_makes_room_for_an_update(builder):
+    made = ["engine.tensor_parallel=1", "engine.count=8", "engine.max_model_len=9216"]
+    cluster = Cluster(2, 8, hardware("l40s-48"))
+    tight = make_plan(config("qwen3_8b", *made), cluster, builder)
+    assert not tight.engine.updates
+    (line,) = (line for line in report(tight, []).splitlines() if line.startswith("engines do not fit"))
+    (cache,) = re.findall(r"engine.kv_cache_bytes = (\d+)", line)
+    assert make_plan(config("qwen3_8b", *made, f"engine.kv_cache_bytes={cache}"), cluster, builder).engines_fit
 
 
 def test_engines_too_small_for_the_model_do_not_fit(builder):
