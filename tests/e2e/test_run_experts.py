@@ -1,4 +1,4 @@
-"""A whole run of a model with experts: expert-parallel ranks, a real vLLM server, its routing replayed, top-K DPPO."""
+"""Whole runs of models with experts: expert-parallel ranks, a real vLLM server, its routing replayed, top-K DPPO."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 
 from dppo_megatron.bank import BankReader
 from dppo_megatron.hf import make_random_hf_model
+from tests.support.actor_cases import set_expert_bias
 from tests.support.runs import GROUPS, STEPS, config_tree, records, run, steps_done, write_config
 
 pytestmark = pytest.mark.engines
-EXPERTS = {
+QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "num_experts": 8,
@@ -24,20 +25,47 @@ EXPERTS = {
     "decoder_sparse_step": 1,
 }
 
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,  # as in DeepSeek-V3: vLLM's CPU kernel takes no other latent than 512 + 64
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+}
 
-@pytest.fixture
-def sparse_model(task, tmp_path) -> Path:
+
+def make_sparse_model(dense: Path, directory: Path, changes: dict) -> Path:
     """The dense model of the other runs with experts in every layer but the first, and its tokenizer."""
-    dense = task / "random_model"
     config = json.loads((dense / "config.json").read_text())
-    make_random_hf_model(tmp_path / "model", config | EXPERTS, seed=1)
+    if "kv_lora_rank" in changes:
+        del config["head_dim"]  # latent attention has its own widths
+    make_random_hf_model(directory, config | changes, seed=1)
     for file in dense.iterdir():
-        if not (tmp_path / "model" / file.name).exists() and file.suffix != ".safetensors":
-            shutil.copy(file, tmp_path / "model")
-    return tmp_path / "model"
+        if not (directory / file.name).exists() and file.suffix != ".safetensors":
+            shutil.copy(file, directory)
+    if changes is DEEPSEEK_V3:
+        set_expert_bias(directory)
+    return directory
 
 
-def test_experts_route_as_the_engine_did(task, sparse_model, tmp_path):
+@pytest.mark.parametrize("changes", [QWEN3_MOE, DEEPSEEK_V3], ids=["qwen3_moe", "deepseek_v3"])
+def test_experts_route_as_the_engine_did(task, tmp_path, changes):
+    sparse_model = make_sparse_model(task / "random_model", tmp_path / "model", changes)
     tree = config_tree(task, tmp_path / "run")
     tree["model"]["path"] = str(sparse_model)
     tree["parallel"] = {"world_size": 2, "expert": 2, "timeout_s": 120}
@@ -58,4 +86,4 @@ def test_experts_route_as_the_engine_did(task, sparse_model, tmp_path):
     for group in map(bank.read, bank.entries(0, STEPS * GROUPS)):
         for rollout in group.rollouts:
             tokens = len(group.prompt.token_ids) + len(rollout.token_ids)
-            assert rollout.routed_experts.shape == (tokens - 1, sparse_layers, 2)
+            assert rollout.routed_experts.shape == (tokens - 1, sparse_layers, changes["num_experts_per_tok"])

