@@ -21,6 +21,7 @@ TRAIN = [
     "transformers>=5",  # tokenizers and HF configs
     "jinja2>=3.1",  # chat templates, batch scripts
     "math-verify==0.9.0",  # GSM8K and MATH answers
+    "pyarrow>=20",  # parquet and Hugging Face dataset directories
     "matplotlib>=3.9",  # curves of the report
     "tensorboard>=2.19",
     "megatron-core>=0.16.1",

@@ -55,13 +55,15 @@ def save_resolved(config: Config, path: Path) -> None:
 
 def with_absolute_paths(config: Config) -> Config:
     """The same for processes that start elsewhere. An engine's interpreter may be a name on PATH, so it stays."""
-    sections = {
-        name: section.model_copy(
-            update={key: value.absolute() for key, value in section if isinstance(value, Path) and key != "python"}
-        )
-        for name, section in config
-    }
-    return config.model_copy(update=sections)
+    return _absolute(config)
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, Path):
+        return value.absolute()
+    if isinstance(value, BaseModel):
+        return value.model_copy(update={name: _absolute(part) for name, part in value if name != "python"})
+    return tuple(map(_absolute, value)) if isinstance(value, tuple) else value
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:

@@ -13,6 +13,7 @@ from pydantic import Field
 from dppo_megatron.common.dtypes import FloatName
 
 from .acceptance import AcceptanceConfig
+from .data import DataConfig
 from .objective import ObjectiveConfig
 from .reward import RewardConfig
 from .section import (
@@ -117,21 +118,6 @@ class TrainConfig(Section):
     steps: Count = Field(description="rollout batches to train on (policy versions)")
     updates_per_step: Count = Field(1, description="optimizer updates per rollout batch")
     micro_batch_tokens: Count = Field(8192, description="packed tokens per forward-backward on one rank")
-
-
-class DataConfig(Section):
-    train: FilePath = Field(description="JSONL, one prompt a line")
-    eval: FilePath | None = Field(None, description="JSONL of held-out prompts")
-    prompt_column: str = "prompt"
-    answer_column: str = "answer"
-    chat_template: bool = Field(False, description="wrap the prompt as a user turn with the tokenizer's chat template")
-    prompt_template: str = Field("{prompt}", description="text around the prompt; {prompt} is replaced")
-    shuffle: bool = True
-    max_prompt_tokens: Count = Field(
-        1024,
-        description="longer prompts are an error before work starts; with the longest response at most "
-        "engine.max_model_len",
-    )
 
 
 class EngineConfig(Section):

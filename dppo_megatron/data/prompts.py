@@ -1,101 +1,168 @@
-"""Prompts from a JSONL file, in an order that follows from seed and position alone."""
+"""Prompts from data files, in an order that follows from seed and position alone."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from dppo_megatron.types import Prompt
 
-from .rows import PromptFileError, check_text, column, numbered_lines, parse_line
+from .files import read_rows, unit
+from .order import EpochOrder, Mixture
+from .rows import PromptFileError, check_text, column
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from dppo_megatron.config.schema import DataConfig
+    from dppo_megatron.config.schema import Config, DataConfig
+
+__all__ = ["PromptFile", "PromptFileError", "PromptSource", "training_prompts"]
 
 _CHARACTERS_PER_TOKEN = 1000  # no token is longer; text that is need not be tokenized to be refused
 
 
-class PromptSource:
-    """The prompts of one JSONL file, tokenized.
+class Row(NamedTuple):
+    number: int  # in its file, from 1
+    columns: dict[str, Any]
+    text: str
+    answer: str
+    source: str
+    token_ids: np.ndarray  # [P] int32
 
-    Position p is row p of a permutation drawn anew for each epoch (p // len) from `seed`; without `shuffle`
-    it is the file's order. The whole file is read and tokenized on construction.
+
+class PromptFile:
+    """The prompts of one file, rendered and tokenized. The whole file is read on construction.
 
     Raises `PromptFileError` naming every malformed line (not JSON, no such column, empty prompt, more than
-    `max_prompt_tokens` tokens), and for a missing or empty file; `ValueError` for an unusable template.
+    `max_prompt_tokens` tokens unless `overlong` says otherwise), and for a missing or empty file; `ValueError` for an
+    unusable template.
     """
 
-    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, data_config: DataConfig, seed: int):
-        self._path = Path(path)
+    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, data_config: DataConfig):
+        self.path = Path(path)
+        self.total = 0  # rows in the file, those that were dropped included
         self._config = data_config
-        self._seed = seed
-        self._order_epoch = -1
-        self._order = np.zeros(0, dtype=np.int64)
-        self._rows = self._load(tokenizer)
+        self.rows = self._load(tokenizer)
+        self.truncated = sum(len(row.token_ids) > data_config.max_prompt_tokens for row in self.rows)
+        if data_config.overlong == "truncate":
+            self.rows = [self._cut(row, tokenizer) for row in self.rows]
+
+    def error(self, violations: list[tuple[int, str]]) -> PromptFileError:
+        """That some rows, given by number, cannot be used."""
+        return PromptFileError(self.path, sorted(violations), unit=unit(self.path))
+
+    def describe(self) -> str:
+        limit = self._config.max_prompt_tokens
+        dropped = self.total - len(self.rows)
+        of = f"{len(self.rows)} prompts from {self.path}"
+        if dropped:
+            return f"{of}; {dropped} dropped, of more than data.max_prompt_tokens = {limit} tokens"
+        return f"{of}; {self.truncated} truncated to {limit} tokens" if self.truncated else of
+
+    def _load(self, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+        violations: list[tuple[int, str]] = []
+        rows: list[Row] = []
+        render = _renderer(tokenizer, self._config)
+        longest = _CHARACTERS_PER_TOKEN * self._config.max_prompt_tokens
+        limit = self._config.max_prompt_tokens
+        for number, columns in read_rows(self.path):
+            self.total += 1
+            try:
+                if isinstance(columns, ValueError):
+                    raise columns
+                row = self._parse(number, columns, render)
+                if len(row.text) > longest and self._config.overlong != "drop":
+                    raise ValueError(f"{len(row.text)} characters, data.max_prompt_tokens is {limit}")
+                if len(row.text) <= longest:
+                    rows.append(row)
+            except ValueError as error:
+                violations.append((number, str(error)))
+        if not self.total:
+            raise PromptFileError(self.path, problem="empty; it must hold one JSON object a line")
+        texts = [row.text for row in rows]
+        # A chat template writes its own special tokens.
+        encoded = tokenizer(texts, add_special_tokens=not self._config.chat_template)["input_ids"] if texts else []
+        out = []
+        for row, ids in zip(rows, encoded, strict=True):
+            if not ids or (len(ids) > limit and self._config.overlong == "refuse"):
+                problem = f"{len(ids)} tokens, data.max_prompt_tokens is {limit}" if ids else "no tokens"
+                violations.append((row.number, problem))
+            elif len(ids) <= limit or self._config.overlong == "truncate":
+                out.append(row._replace(token_ids=np.array(ids, dtype=np.int32)))
+        if violations:
+            raise self.error(violations)
+        if not out:
+            raise PromptFileError(
+                self.path, problem=f"every prompt has more than data.max_prompt_tokens = {limit} tokens"
+            )
+        return out
+
+    def _parse(self, number: int, columns: dict[str, Any], render: Any) -> Row:
+        text = render(column(columns, self._config.prompt_column, "data.prompt_column"))
+        answer = _answer(column(columns, self._config.answer_column, "data.answer_column"))
+        check_text(text, "the prompt")
+        check_text(answer, "the answer")
+        return Row(number, columns, text, answer, _source(columns, self._config.source_column), np.zeros(0, np.int32))
+
+    def _cut(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
+        if len(row.token_ids) <= self._config.max_prompt_tokens:
+            return row
+        ids = row.token_ids[-self._config.max_prompt_tokens :]
+        return row._replace(token_ids=ids, text=tokenizer.decode(ids))
+
+
+class PromptSource:
+    """The prompts of a run, in an order without end.
+
+    Position p is row p of a permutation drawn anew for each epoch (p // len) from `seed`; without `shuffle`
+    it is the file's order. Of several files each has an order of its own, and they alternate by their weights.
+    `Prompt.row` counts the rows of all files, in the order of the config. Raises as `PromptFile`.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: PreTrainedTokenizerBase,
+        data_config: DataConfig,
+        seed: int,
+        more: tuple[tuple[Path, float], ...] = (),
+    ):
+        """`more`: further files, each with its weight beside the first one's 1."""
+        paths = [Path(path), *(file for file, _ in more)]
+        self.files = [PromptFile(file, tokenizer, data_config) for file in paths]
+        self._first_rows = np.cumsum([0, *(file.total for file in self.files)])
+        self._mixture = Mixture([1.0, *(weight for _, weight in more)])
+        seeds = [(seed,), *((seed, number) for number in range(1, len(paths)))]
+        self._orders = [EpochOrder(len(file.rows), seeds[i], data_config.shuffle) for i, file in enumerate(self.files)]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return sum(len(file.rows) for file in self.files)
 
     def prompt(self, position: int) -> Prompt:
         """The prompt at a place of the run's prompt order, from 0 and without end."""
         if position < 0:
             raise ValueError(f"prompt position {position}: positions count from 0")
-        epoch, index = divmod(position, len(self._rows))
-        row = int(self._epoch_order(epoch)[index])
-        columns, text, answer, token_ids = self._rows[row]
-        return Prompt(position, row, token_ids, text, answer, columns)
+        file, place = self._mixture.at(position)
+        row = self.files[file].rows[self._orders[file].row(place)]
+        number = int(self._first_rows[file]) + row.number - 1
+        return Prompt(position, number, row.token_ids, row.text, row.answer, row.columns, row.source)
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if epoch != self._order_epoch:
-            count = len(self._rows)
-            if self._config.shuffle:
-                # Not Generator.permutation: numpy promises the stream of a bit generator for ever, not of
-                # that.
-                keys = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(count)
-                self._order = np.argsort(keys, kind="stable")
-            else:
-                self._order = np.arange(count)
-            self._order_epoch = epoch
-        return self._order
 
-    def _load(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[dict[str, Any], str, str, np.ndarray]]:
-        violations: list[tuple[int, str]] = []
-        parsed: list[tuple[int, dict[str, Any], str, str]] = []
-        render = _renderer(tokenizer, self._config)
-        longest = _CHARACTERS_PER_TOKEN * self._config.max_prompt_tokens
-        for number, line in numbered_lines(self._path):
-            try:
-                columns = parse_line(line)
-                text = render(column(columns, self._config.prompt_column, "data.prompt_column"))
-                answer = _answer(column(columns, self._config.answer_column, "data.answer_column"))
-                check_text(text, "the prompt")
-                check_text(answer, "the answer")
-                if len(text) > longest:
-                    limit = self._config.max_prompt_tokens
-                    raise ValueError(f"{len(text)} characters, data.max_prompt_tokens is {limit}")
-                parsed.append((number, columns, text, answer))
-            except ValueError as error:
-                violations.append((number, str(error)))
-        if not parsed and not violations:
-            raise PromptFileError(self._path, problem="empty; it must hold one JSON object a line")
-        texts = [text for _, _, text, _ in parsed]
-        # A chat template writes its own special tokens.
-        encoded = tokenizer(texts, add_special_tokens=not self._config.chat_template)["input_ids"] if texts else []
-        rows = []
-        limit = self._config.max_prompt_tokens
-        for (number, columns, text, answer), ids in zip(parsed, encoded, strict=True):
-            if not 0 < len(ids) <= limit:
-                problem = f"{len(ids)} tokens, data.max_prompt_tokens is {limit}" if ids else "no tokens"
-                violations.append((number, problem))
-            rows.append((columns, text, answer, np.array(ids, dtype=np.int32)))
-        if violations:
-            raise PromptFileError(self._path, sorted(violations))
-        return rows
+def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
+    """The training prompts of a run."""
+    (path, _), *more = config.data.train_files
+    return PromptSource(path, tokenizer, config.data, config.run.seed, tuple(more))
+
+
+def _source(columns: dict[str, Any], name: str) -> str:
+    try:
+        value = column(columns, name, "data.source_column")
+    except ValueError:
+        return ""
+    return "" if value is None else str(value)
 
 
 def _answer(value: Any) -> str:
@@ -117,6 +184,12 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Any:
         )
 
     def fill(value: Any) -> str:
+        if _is_messages(value):
+            if len(value) != 1 or value[0]["role"] != "user":
+                raise ValueError(
+                    f"{len(value)} messages; set data.chat_template = true, or leave one of the user alone"
+                )
+            value = value[0]["content"]
         if not isinstance(value, str):
             raise ValueError(f"the prompt is {type(value).__name__}, expected text")
         if not value.strip():

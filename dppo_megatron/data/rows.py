@@ -1,4 +1,4 @@
-"""The rows of a data file, each with its place; every row that cannot be used is named."""
+"""The rows of JSON lines, and errors that name every row of a file that cannot be used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 class PromptFileError(ExpectedError, ValueError):
     """A prompt file that cannot be used: every malformed line. `violations`: (line number from 1, problem)."""
 
-    def __init__(self, path: Path, violations: Sequence[tuple[int, str]] = (), problem: str = ""):
+    def __init__(
+        self, path: Path, violations: Sequence[tuple[int, str]] = (), problem: str = "", *, unit: str = "line"
+    ):
         self.violations = tuple(violations)
         count = len(self.violations)
         name = bounded(str(path), _LONGEST_PATH)
@@ -34,13 +36,13 @@ class PromptFileError(ExpectedError, ValueError):
             return
         lines, size = [], 0
         for number, text in self.violations[:_SHOWN]:
-            lines.append(f"  - line {number}: {bounded(text, _LONGEST_PROBLEM)}")
+            lines.append(f"  - {unit} {number}: {bounded(text, _LONGEST_PROBLEM)}")
             size += len(lines[-1].encode())
             if size > _LONGEST_LIST:
                 break
         if rest := [number for number, _ in self.violations[len(lines) :]]:
-            lines.append(f"  - and lines {_ranges(rest)}")
-        super().__init__("\n".join([f"{name}: {count} malformed line{'s' if count != 1 else ''}", *lines]))
+            lines.append(f"  - and {unit}s {_ranges(rest)}")
+        super().__init__("\n".join([f"{name}: {count} malformed {unit}{'s' if count != 1 else ''}", *lines]))
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -93,10 +95,21 @@ def check_text(text: str, what: str, *, control: bool = True) -> None:
 
 
 def column(columns: dict[str, Any], name: str, setting: str) -> Any:
-    """The value of a column. Raises `ValueError` when there is none."""
-    if name not in columns:
-        raise ValueError(f"no column {name!r} ({setting}); it has {shorten_list(map(repr, columns)) or 'none'}")
-    return columns[name]
+    """The value of a column, or of a field in one: `reward_model.ground_truth`, `prompt.0.content`.
+
+    Raises `ValueError` when there is none.
+    """
+    if name in columns:
+        return columns[name]
+    value: Any = columns
+    for part in name.split("."):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isascii() and part.isdigit() and int(part[:9]) < len(value):
+            value = value[int(part)]
+        else:
+            raise ValueError(f"no column {name!r} ({setting}); it has {shorten_list(map(repr, columns)) or 'none'}")
+    return value
 
 
 def shorten_list(names: Iterable[str], longest: int = 120) -> str:

@@ -6,11 +6,10 @@ import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 
 from dppo_megatron.bank import BankWriter
 from dppo_megatron.config import Config
-from dppo_megatron.data.prompts import PromptSource
+from dppo_megatron.data.prompts import PromptSource, training_prompts
 from dppo_megatron.data.tokenizer import end_token_ids, load_tokenizer
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineTimeout, EngineUnavailable
@@ -75,7 +74,7 @@ async def _fill_bank(config: Config) -> None:
             await Orchestrator(
                 config,
                 sampler=sampler,
-                prompts=setting.prompts(config.data.train),
+                prompts=training_prompts(config, setting.tokenizer),
                 tokenizer=setting.tokenizer,
                 rewards=rewards,
                 bank=bank,
@@ -110,13 +109,10 @@ class _Setting:
         end = end_token_ids(config.model.path, self.tokenizer)
         self.stop_token_ids = tuple(dict.fromkeys((*end, *config.rollout.stop_token_ids)))
 
-    def prompts(self, path: Path) -> PromptSource:
-        return PromptSource(path, self.tokenizer, self._config.data, self._config.run.seed)
-
     def evaluator(self, rewards: RewardPool) -> Evaluator:
         return Evaluator(
             self._config,
-            prompts=self.prompts(self._config.data.eval),
+            prompts=PromptSource(self._config.data.eval, self.tokenizer, self._config.data, self._config.run.seed),
             tokenizer=self.tokenizer,
             rewards=rewards,
             stop_token_ids=self.stop_token_ids,

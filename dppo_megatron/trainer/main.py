@@ -9,7 +9,7 @@ from dppo_megatron.actor import Actor, Layout, init_layout
 from dppo_megatron.bank import BankReader
 from dppo_megatron.common.open_files import raise_limit
 from dppo_megatron.config import Config
-from dppo_megatron.data.prompts import PromptSource
+from dppo_megatron.data.prompts import training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.fleet.live_engines import LiveEngines
@@ -67,7 +67,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
 
     tokenizer = load_tokenizer(config.model.path)
     # Only where called: it reads and tokenizes the whole file.
-    prompts = partial(PromptSource, config.data.train, tokenizer, config.data, config.run.seed)
+    prompts = partial(training_prompts, config, tokenizer)
     rank, size = layout.data_parallel_rank, layout.data_parallel_size
     if config.objective.supervised:
         source = SupervisedBatches(config, prompts(), tokenizer, rank, size)

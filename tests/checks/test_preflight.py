@@ -114,6 +114,18 @@ def test_a_missing_model_directory_is_one_violation_beside_all_others(tree, tmp_
     assert [line.split(" = ")[0] for line in problems] == ["rollout.top_p", "model.path", "data.train", "data.eval"]
 
 
+def test_answers_that_the_reward_cannot_compare_with_are_named_by_line(tree, tmp_path):
+    rows = [("1+1=", "2"), ("1+2=", "three"), ("1+3=", 4.5)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in rows))
+    tree["data"]["more"] = [{"path": str(tmp_path / "sums.jsonl")}, {"path": "absent.jsonl"}]
+    problems = found(tree)
+    assert "sums.jsonl: 2 malformed lines\n  - line 2: the answer 'three' is not an integer\n  - line 3: " in problems
+    assert "data.more.1.path = absent.jsonl: no such file" in problems
+    tree["data"]["more"] = []
+    tree["reward"] = {"terms": [{"name": "arithmetic", "sources": ["sums"]}]}
+    assert "no term of reward.terms is for the data source ''" in found(tree)
+
+
 def test_a_model_without_a_tokenizer_is_one_violation(tree, task, tmp_path):
     (tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):

@@ -1,0 +1,58 @@
+"""Which row stands at which place of a run: from seed and position alone, so that any place can be resumed at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class EpochOrder:
+    """An endless order of `count` rows that visits each once an epoch, in a permutation drawn anew for each."""
+
+    def __init__(self, count: int, seed: Sequence[int], shuffle: bool):
+        """`seed`: (seed of the run, ) for the first file; (seed of the run, number) for each further one."""
+        self._count, self._seed, self._shuffle = count, tuple(seed), shuffle
+        self._epoch = -1
+        self._order = np.zeros(0, dtype=np.int64)
+
+    def row(self, place: int) -> int:
+        epoch, index = divmod(place, self._count)
+        if epoch != self._epoch:
+            self._order, self._epoch = self._permutation(epoch), epoch
+        return int(self._order[index])
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(self._count)
+        # Not Generator.permutation: numpy promises the stream of a bit generator for ever, not of that.
+        entropy = [self._seed[0], epoch, *self._seed[1:]]
+        keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(self._count)
+        return np.argsort(keys, kind="stable")
+
+
+class Mixture:
+    """Spreads files over positions as evenly as their weights allow: of n positions file f has n * share to within one.
+
+    The k-th prompt of a file is due at (k + 1/2) / share, and positions count prompts by when they are due.
+    """
+
+    def __init__(self, weights: Sequence[float]):
+        self._shares = np.array(weights, dtype=np.float64) / np.sum(np.array(weights, dtype=np.float64))
+        self._files = np.zeros(0, dtype=np.int64)  # by position
+        self._places = np.zeros(0, dtype=np.int64)  # in the file's own order, by position
+
+    def at(self, position: int) -> tuple[int, int]:
+        """(file, place in the file's own order)."""
+        if len(self._shares) == 1:
+            return 0, position
+        if position >= len(self._files):
+            self._extend(max(1024, 2 * (position + 1)))
+        return int(self._files[position]), int(self._places[position])
+
+    def _extend(self, size: int) -> None:
+        counts = np.ceil(size * self._shares).astype(np.int64) + len(self._shares)
+        files = np.repeat(np.arange(len(counts)), counts)
+        places = np.concatenate([np.arange(count) for count in counts])
+        order = np.lexsort((files, (places + 0.5) / self._shares[files]))[:size]
+        self._files, self._places = files[order], places[order]

@@ -1,0 +1,212 @@
+"""Parquet, Hugging Face directories, columns by path, messages, over-long prompts, and several files by weight."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from dppo_megatron.config.schema import DataConfig
+from dppo_megatron.data.files import read_rows
+from dppo_megatron.data.order import Mixture
+from dppo_megatron.data.prompts import PromptFileError, PromptSource, training_prompts
+from dppo_megatron.data.tokenizer import load_tokenizer
+from tests.attack import cases, generator
+from tests.support.tokenizers import CHAT, save_character_model
+
+DAPO = [
+    {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": f"{i}+1=?"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": str(i + 1), "style": "rule"},
+        "extra_info": {"index": f"id-{i}"},
+    }
+    for i in range(3000)
+]  # as verl's parquet
+BY_PATH = {"answer_column": "reward_model.ground_truth", "shuffle": False}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    return [load_tokenizer(save_character_model(directory / str(t), chat_template=t)) for t in (None, CHAT)]
+
+
+def source(path, tokenizer, **settings):
+    return PromptSource(path, tokenizer, DataConfig(train=path, **settings), 7)
+
+
+def save_dataset(directory, rows, **state):
+    """As `datasets` saves: streams in numbered files and a state that lists them."""
+    directory.mkdir(parents=True)
+    table = pa.Table.from_pylist(rows)
+    names = []
+    for number, part in enumerate((table.slice(0, 2), table.slice(2))):
+        names.append({"filename": f"data-{number:05}-of-00002.arrow"})
+        with (
+            pa.OSFile(str(directory / names[-1]["filename"]), "wb") as sink,
+            pa.ipc.new_stream(sink, part.schema) as out,
+        ):
+            out.write_table(part, max_chunksize=700)
+    (directory / "state.json").write_text(json.dumps({"_data_files": names, **state}))
+    (directory / "dataset_info.json").write_text("{}")
+
+
+def test_every_form_gives_the_same_rows(tmp_path, tokenizers):
+    table = pa.Table.from_pylist(DAPO)
+    pyarrow.parquet.write_table(table, tmp_path / "one.parquet", row_group_size=700)
+    for number in range(3):
+        pyarrow.parquet.write_table(table.slice(1000 * number, 1000), tmp_path / f"train-0000{number}-of-00003.parquet")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DAPO))
+    save_dataset(tmp_path / "saved" / "train", DAPO)
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    pyarrow.parquet.write_table(table, tmp_path / "hub" / "data" / "train-00000-of-00001.parquet")
+    with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as out:
+        out.write_table(table)
+    names = ["one.parquet", "train-*.parquet", "rows.jsonl", "saved/train", "hub", "file.arrow"]
+    for name in names:
+        assert [row for _, row in read_rows(tmp_path / name)] == DAPO, name
+        assert [number for number, _ in read_rows(tmp_path / name)] == list(range(1, 3001)), name
+    prompts = source(tmp_path / "one.parquet", tokenizers[0], **BY_PATH)
+    prompt = prompts.prompt(2999)
+    assert (prompt.row, prompt.text, prompt.answer, prompt.source) == (2999, "2999+1=?", "3000", "math_dapo")
+    assert prompt.columns == DAPO[2999]
+    assert source(tmp_path / "hub", tokenizers[1], chat_template=True, **BY_PATH).prompt(0).text == "<user>0+1=?<bot>"
+
+
+def test_columns_by_path(tmp_path, tokenizers):
+    row = {"a.b": "x", "a": {"b": "y", "c": [{"d": "z"}]}, "answer": 1}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    for name, text in [("a.b", "x"), ("a.c.0.d", "z")]:
+        assert source(path, tokenizers[0], prompt_column=name).prompt(0).text == text
+    for name in ("a.x", "a.c.1.d", "a.c.-1", "a.b.c", "a.c.d", "", "."):
+        with pytest.raises(PromptFileError, match=r"line 1: no column .*; it has 'a\.b', 'a', 'answer'"):
+            source(path, tokenizers[0], prompt_column=name)
+
+
+def test_messages_without_a_chat_template(tmp_path, tokenizers):
+    path = tmp_path / "turns.jsonl"
+    turns = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1="}]
+    path.write_text(json.dumps({"prompt": turns[1:], "answer": 2}))
+    assert source(path, tokenizers[0], prompt_template="Q {prompt}").prompt(0).text == "Q 1+1="
+    path.write_text(json.dumps({"prompt": turns, "answer": 2}))
+    with pytest.raises(PromptFileError, match=r"line 1: 2 messages; set data\.chat_template = true"):
+        source(path, tokenizers[0])
+
+
+def test_long_prompts_are_refused_dropped_or_truncated(tmp_path, tokenizers):
+    path = tmp_path / "rows.jsonl"
+    texts = ["short", "x" * 20 + "tail", "also", "y" * 30_000]
+    path.write_text("".join(json.dumps({"prompt": text, "answer": 1}) + "\n" for text in texts))
+    settings = {"max_prompt_tokens": 8, "shuffle": False}
+    with pytest.raises(PromptFileError, match=r"line 2: 24 tokens.*\n.*line 4: 30000 characters"):
+        source(path, tokenizers[0], **settings)
+    prompts = source(path, tokenizers[0], overlong="drop", **settings)
+    assert [(prompts.prompt(p).text, prompts.prompt(p).row) for p in range(3)] == [
+        ("short", 0),
+        ("also", 2),
+        ("short", 0),
+    ]
+    assert prompts.files[0].describe().endswith("rows.jsonl; 2 dropped, of more than data.max_prompt_tokens = 8 tokens")
+    path.write_text("".join(json.dumps({"prompt": text, "answer": 1}) + "\n" for text in texts[:3]))
+    prompts = source(path, tokenizers[0], overlong="truncate", **settings)
+    assert [prompts.prompt(p).text for p in range(3)] == ["short", "xxxxtail", "also"]
+    assert len(prompts.prompt(1).token_ids) == 8
+    assert prompts.files[0].describe().endswith("rows.jsonl; 1 truncated to 8 tokens")
+    path.write_text(json.dumps({"prompt": "x" * 20, "answer": 1}))
+    with pytest.raises(PromptFileError, match="every prompt has more than"):
+        source(path, tokenizers[0], overlong="drop", **settings)
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (3, 1), (1, 0.1), (0.3, 0.3, 0.4), (1, 1e-3), (5, 7, 11, 13)])
+def test_files_alternate_as_their_weights_say(weights):
+    mixture = Mixture(weights)
+    seen: Counter[int] = Counter()
+    for position in range(5000):
+        file, place = mixture.at(position)
+        assert place == seen[file]
+        seen[file] += 1
+        for number, weight in enumerate(weights):
+            assert abs(seen[number] - (position + 1) * weight / sum(weights)) <= 1.5
+    assert [Mixture(weights).at(p) for p in (4999, 17, 2500)] == [mixture.at(p) for p in (4999, 17, 2500)]
+
+
+def test_several_files_are_one_order(tmp_path, tokenizers):
+    for name, count in (("a", 4), ("b", 6)):
+        rows = [{"prompt": f"{name}{i}", "answer": i, "data_source": name} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = [{"path": tmp_path / "b.jsonl", "weight": 0.5}]
+    data = DataConfig(train=tmp_path / "a.jsonl", more=more)
+
+    config = SimpleNamespace(run=SimpleNamespace(seed=7), data=data)
+    prompts = training_prompts(config, tokenizers[0])
+    assert len(prompts) == 10
+    drawn = [prompts.prompt(position) for position in range(36)]
+    assert Counter(prompt.source for prompt in drawn) == {"a": 24, "b": 12}
+    assert Counter(prompt.text for prompt in drawn if prompt.source == "a") == {f"a{i}": 6 for i in range(4)}
+    assert Counter(prompt.text for prompt in drawn if prompt.source == "b") == {f"b{i}": 2 for i in range(6)}
+    assert {(p.text, p.row) for p in drawn} == {(f"a{i}", i) for i in range(4)} | {(f"b{i}", 4 + i) for i in range(6)}
+    # The first file's own order is that of a run on it alone, and any place can be resumed at.
+    alone = source(tmp_path / "a.jsonl", tokenizers[0])
+    assert [p.text for p in drawn if p.source == "a"] == [alone.prompt(p).text for p in range(24)]
+    again = training_prompts(config, tokenizers[0])
+    assert [again.prompt(p).text for p in (35, 3, 20)] == [drawn[p].text for p in (35, 3, 20)]
+
+
+def test_directories_that_are_ambiguous_or_no_data_are_refused(tmp_path, tokenizers):
+    table = pa.Table.from_pylist(DAPO[:5])
+
+    def refused(path, why):
+        with pytest.raises(PromptFileError, match=why):
+            source(path, tokenizers[0], **BY_PATH)
+
+    for split in ("train", "test"):
+        save_dataset(tmp_path / "dict" / split, DAPO[:5])
+    (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    refused(tmp_path / "dict", r"several splits; name one of .*dict/test, .*dict/train")
+    save_dataset(tmp_path / "selected", DAPO[:5], _indices_data_files=[{"filename": "indices.arrow"}])
+    refused(tmp_path / "selected", "flatten_indices")
+    (tmp_path / "hub").mkdir()
+    for split in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        pyarrow.parquet.write_table(table, tmp_path / "hub" / f"{split}.parquet")
+    refused(tmp_path / "hub", r"several sets; name one of .*hub/test-\*\.parquet, .*hub/train-\*\.parquet")
+    assert len(source(tmp_path / "hub" / "train-*.parquet", tokenizers[0], **BY_PATH)) == 10
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "holds no parquet")
+    refused(tmp_path / "none-*.parquet", "no file matches")
+    refused(tmp_path / "none.parquet", "No such file|cannot read")
+    (tmp_path / "text.parquet").write_text("prompt,answer\n")
+    refused(tmp_path / "text.parquet", "cannot read the table")
+    whole = (tmp_path / "hub" / "test-00000-of-00001.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    refused(tmp_path / "cut.parquet", "cannot read the table")
+    (tmp_path / "text.arrow").write_bytes(b"\xff" * 100)
+    refused(tmp_path / "text.arrow", "cannot read the table")
+    pyarrow.parquet.write_table(pa.table({"prompt": ["1"], "answer": [None]}), tmp_path / "null.parquet")
+    with pytest.raises(PromptFileError, match="1 malformed row\n  - row 1: the answer is NoneType"):
+        source(tmp_path / "null.parquet", tokenizers[0])
+
+
+def test_a_damaged_table_is_one_clear_error(tmp_path, tokenizers):
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pa.Table.from_pylist(DAPO[:200]), path)
+    whole = path.read_bytes()
+    messages = []
+    for case in range(cases(60)):
+        random = generator("parquet", case)
+        damaged = bytearray(whole)
+        for _ in range(random.randrange(1, 5)):
+            damaged[random.randrange(len(damaged))] = random.randrange(256)
+        path.write_bytes(damaged[: random.choice([len(damaged), random.randrange(len(damaged))])])
+        try:
+            source(path, tokenizers[0], **BY_PATH)
+        except PromptFileError as error:
+            messages.append(str(error))
+    assert messages
+    assert all(str(path) in message and len(message.encode()) <= 4096 for message in messages)
