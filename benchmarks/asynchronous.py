@@ -10,29 +10,13 @@ processes nor the last evaluation is in it.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
 
+from on_quickstart import machine, make_start_policy, train_from_start
+
 from dppo_megatron.observability.tail import read_records
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart"
-sys.path.insert(0, str(EXAMPLE))
-
-from make_task import make_task  # noqa: E402
-
-
-def train(config: Path, overrides: list[str]) -> None:
-    command = [sys.executable, "-m", "dppo_megatron", "train", str(config)]
-    for override in overrides:
-        command += ["--set", override]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if result.returncode:
-        sys.exit(result.stdout)
 
 
 def read_run(run: Path) -> dict[str, float]:
@@ -62,37 +46,14 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        make_task(root / "task", seed=1)
         layout = [f"parallel.world_size={arguments.ranks}", f"parallel.tensor={arguments.ranks}"]
-        start = [
-            f"model.path={root / 'task' / 'random_model'}",
-            f"data.train={root / 'task' / 'warmup.jsonl'}",
-            f"run.dir={root / 'warmup'}",
-        ]
-        train(EXAMPLE / "warmup.yaml", [*layout, *start])
-        print(
-            f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
-            f"{arguments.steps} steps, {arguments.ranks} trainer rank(s), one vLLM server"
-        )
+        make_start_policy(root, layout)
+        print(f"{machine()}; {arguments.steps} steps, {arguments.ranks} trainer rank(s), one vLLM server")
         print("bound  wall s  step s  wait s  compute s  publish s  lag mean  lag max  mismatch/kl  masked  accuracy")
         for bound in arguments.staleness:
             run = root / f"staleness-{bound}"
-            train(
-                EXAMPLE / "config.yaml",
-                [
-                    *layout,
-                    f"run.dir={run}",
-                    f"model.path={root / 'warmup' / 'model'}",
-                    f"data.train={root / 'task' / 'train.jsonl'}",
-                    f"data.eval={root / 'task' / 'heldout.jsonl'}",
-                    f"train.steps={arguments.steps}",
-                    f"rollout.max_staleness={bound}",
-                    "eval.every=0",
-                    "checkpoint.every=0",
-                    "tracking.tensorboard=false",
-                    *arguments.set,
-                ],
-            )
+            settings = [f"train.steps={arguments.steps}", f"rollout.max_staleness={bound}"]
+            train_from_start(root, run, [*layout, *settings, *arguments.set])
             m = read_run(run)
             print(
                 f"{bound:>5}{m['wall']:>8.1f}{m['wall'] / arguments.steps:>8.2f}{m['wait']:>8.2f}{m['work']:>11.2f}"

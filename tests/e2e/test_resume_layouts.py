@@ -14,6 +14,7 @@ from tests.support.runs import descendants, records, run, start, steps_done, wai
 
 STEPS, GROUPS, SAMPLES, LONGEST = 7, 8, 8, 24
 SAVED, KILLED_AFTER = 2, 3  # five more steps are trained after the kill
+BOUND = 0.045
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -25,7 +26,7 @@ EXPERTS = {
 LAYOUTS = {
     "tensor": ({}, {"tensor": 2, "sequence": True}),
     "virtual_pipeline": ({}, {"pipeline": 2, "virtual_pipeline": 2}),
-    "data": ({}, {}),
+    "data": ({}, {}),  # with steps that are taken back in part
     "experts": (EXPERTS, {"expert": 2}),
 }
 
@@ -83,6 +84,7 @@ def write_layout(layout: str, task: Path, bank: Path, directory: Path, *, asynch
         # Many small micro-batches: a step is long enough to be killed in.
         "train": {"steps": STEPS, "updates_per_step": 2, "micro_batch_tokens": 48},
         "optimizer": {"lr": 1e-3, "warmup_updates": 3, "decay": "cosine", "weight_decay": 0.1},
+        "acceptance": {"bound": BOUND, "share": 0.5} if layout == "data" else {},
         "checkpoint": {"every": SAVED, "asynchronous": asynchronous},
     }
     directory.mkdir(parents=True, exist_ok=True)
@@ -108,6 +110,9 @@ def kill_in_a_step(config: Path, run_dir: Path, rank: str, output: Path) -> None
 def test_kill_9_in_a_step_then_resume_is_bit_identical(task, bank, tmp_path, layout, asynchronous):
     undisturbed = write_layout(layout, task, bank, tmp_path / "undisturbed", asynchronous=asynchronous)
     run("train", undisturbed)
+    if layout == "data":
+        kept = [r["acceptance/fraction"] for r in records(tmp_path / "undisturbed" / "run") if "train/loss" in r]
+        assert any(0 < fraction < 1 for fraction in kept[SAVED:]), kept
     killed = write_layout(layout, task, bank, tmp_path / "killed", asynchronous=asynchronous)
     kill_in_a_step(killed, tmp_path / "killed" / "run", "1", tmp_path / "output")
     latest = tmp_path / "killed" / "run" / "checkpoints" / "latest"
