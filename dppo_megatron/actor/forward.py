@@ -82,6 +82,7 @@ class LossStep:
             reference_logprob=rows.reference_logprob,
             sequence_ids=batch.sequence_ids if objective.needs_sequences else None,
             entropy=stats.entropy,
+            **({"positions": rows.position_ids} if getattr(objective, "needs_positions", False) else {}),
         )
         self.masked.index_add_(0, rows.target_ids[own], out.masked_tokens[own].long())
         loss = (rows.loss_weight * out.loss)[own].sum()

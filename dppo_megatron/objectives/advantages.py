@@ -46,15 +46,19 @@ def group_advantages(
     group_mean        reward - mean of its group (DPPO; Dr. GRPO, arXiv 2503.20783).
     group_mean_std    the same over the group's sample standard deviation (GRPO, arXiv 2402.03300).
     leave_one_out     reward - mean of the others (RLOO, arXiv 2402.14740) = n / (n - 1) group_mean.
+    batch_mean        reward - mean of the batch, which `rewards` must hold whole (FlashREINFORCE).
     batch_normalised  group_mean over its sample standard deviation across the batch (REINFORCE++-baseline,
                       arXiv 2501.03262). `moments` gives the whole batch's when `rewards` is a part of it.
     rewards fp32/fp64. valid: False where a sample failed; it gets 0 and leaves the statistics. A group whose
-    valid rewards are all equal has no signal and gets exactly 0, as does a lone sample. No epsilon in a
-    denominator. Raises ObjectiveError for an unknown kind or rewards that are not [G, n].
+    valid rewards are all equal has no signal and gets exactly 0, as does a lone sample, but for batch_mean. No epsilon
+    in a denominator. Raises ObjectiveError for an unknown kind or rewards that are not [G, n].
     """
     if kind not in ADVANTAGE_KINDS:
         raise ObjectiveError(f"unknown advantage {kind!r}: {nearest(kind, ADVANTAGE_KINDS)}")
     centred, valid, signal = _centred(rewards, valid)
+    if kind == "batch_mean":
+        whole, _, _ = _centred(rewards.reshape(1, -1), valid.reshape(1, -1))
+        return whole.reshape(rewards.shape).to(rewards.dtype)
     count = valid.sum(dim=1, keepdim=True)
     if kind == "group_mean_std":
         std = (centred.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .divergence import binary_kl
+from .gates import GATES
 from .inputs import Buckets
 from .settings import ObjectiveSettings
 from .trust_region import Position
@@ -26,13 +28,15 @@ if TYPE_CHECKING:
 class Controlled:
     """A control's result, all [T]. loss: -L. weight: w. outside: tokens that it masks, clips or penalises.
 
-    penalty: a further term of the loss with a gradient of its own, where the method has one.
+    penalty: a further term of the loss with a gradient of its own, where the method has one; its gradient is what
+    the tensor carries and slope, d penalty / d ln pi(a).
     """
 
     loss: Float[Tensor, " T"]
     weight: Float[Tensor, " T"]
     outside: Bool[Tensor, " T"]
     penalty: Float[Tensor, " T"] | None = None
+    slope: Float[Tensor, " T"] | None = None
 
 
 # A control reads the settings, where the tokens stand, r as the loss uses it (truncated if it is), and the top K.
@@ -44,9 +48,9 @@ def dppo_mask(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) 
 
         M = 0  iff  D > delta  and  (A > 0 and r > 1,  or  A < 0 and r < 1),  else 1.
 
-    `at.diverging` is the condition in brackets, or what the axis `direction` puts in its place.
+    `at.beyond` is D > delta, `at.diverging` the condition in brackets; axes may put others in their place.
     """
-    outside = (at.divergence > s.delta) & at.diverging
+    outside = at.beyond & at.diverging
     return Controlled(-at.advantage * torch.where(outside, 0.0, r), (~outside).to(r.dtype), outside)
 
 
@@ -72,6 +76,8 @@ def spo(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Con
 
 def drpo(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
     """DRPO (arXiv 2606.09821):  L = r A - |A| / (2 delta) mu (r - 1)^2,  w = 1 - sign(A) (pi - mu) / delta."""
+    if s.penalty != "l2" or s.penalty_weight != "advantage":
+        return _penalised(s, at, r, s.delta)
     return _quadratic(at, r, at.shift / s.delta)
 
 
@@ -82,7 +88,10 @@ def mask_spo(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets | N
 
 def mask_drpo(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets | None) -> Controlled:
     """Mask-DRPO (arXiv 2606.09821): DRPO's penalty, but only where DPPO masks."""
-    return _quadratic(at, r, at.shift / (s.penalty_delta or s.delta), only=dppo_mask(s, at, r, buckets).outside)
+    outside, delta = dppo_mask(s, at, r, buckets).outside, s.penalty_delta or s.delta
+    if s.penalty != "l2" or s.penalty_weight != "advantage":
+        return _penalised(s, at, r, delta, only=outside)
+    return _quadratic(at, r, at.shift / delta, only=outside)
 
 
 def topk_quadratic(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets) -> Controlled:
@@ -113,10 +122,17 @@ def no_control(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None)
     return Controlled(-at.advantage * r, torch.ones_like(r), torch.zeros_like(at.diverging))
 
 
+def gate(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
+    """A smooth weight instead of a region; `gates.py` has one function for each."""
+    value, weight = GATES[s.gate](s, at, r)
+    return Controlled(-value, weight, torch.zeros_like(at.diverging))
+
+
 # By the axes control and divergence.
 _TV_AND_KL = ("binary_tv", "binary_kl", "topk_tv", "topk_kl")
 CONTROLS: Mapping[tuple[str, str], Control] = {
     **{("none", divergence): no_control for divergence in (*_TV_AND_KL, "ratio")},
+    **{("gate", divergence): gate for divergence in (*_TV_AND_KL, "ratio")},
     **{("mask", divergence): dppo_mask for divergence in _TV_AND_KL},
     ("mask", "ratio"): ppo_clip,
     ("quadratic", "ratio"): spo,
@@ -138,6 +154,27 @@ def _quadratic(at: Position, r: Tensor, shift: Tensor, only: Tensor | None = Non
     if only is None:
         return Controlled(-at.advantage * r + penalty, weight, torch.zeros_like(at.diverging))
     return Controlled(-at.advantage * r + torch.where(only, penalty, 0.0), torch.where(only, weight, 1.0), only)
+
+
+def _penalised(s: ObjectiveSettings, at: Position, r: Tensor, delta: float, only: Tensor | None = None) -> Controlled:
+    """The plain policy gradient and a penalty of the sampled token, |A| / delta times D or, without |A|, D / delta.
+
+    l2: mu (r - 1)^2 / 2. tv: |pi - mu|. kl: the binary KL(mu || pi). k3: r - 1 - ln r. The DRPO paper's ablation
+    names these; their scale is ours, that of its own penalty.
+    """
+    mu, pi = at.anchor.exp(), at.policy.exp()
+    rest = -torch.expm1(at.policy.clamp(max=-torch.finfo(pi.dtype).eps))  # 1 - pi
+    value, slope = {
+        "l2": lambda: (0.5 * mu * (at.ratio - 1) ** 2, pi * (at.ratio - 1)),
+        "tv": lambda: (at.shift.abs(), pi * at.shift.sign()),
+        "kl": lambda: (binary_kl(at.anchor, at.policy), at.shift / rest),
+        "k3": lambda: (at.ratio - 1 - at.ratio.log(), at.ratio - 1),
+    }[s.penalty]()
+    scale = (at.advantage.abs() if s.penalty_weight == "advantage" else torch.ones_like(r)) / delta
+    if only is not None:
+        scale = torch.where(only, scale, torch.zeros_like(scale))
+    outside = torch.zeros_like(at.diverging) if only is None else only
+    return Controlled(-at.advantage * r, torch.ones_like(r), outside, scale * value, scale * slope)
 
 
 def _ratio_shift(s: ObjectiveSettings, at: Position) -> Tensor:

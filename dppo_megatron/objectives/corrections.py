@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .inputs import Tokens
+from .sequences import over_sequence
 from .settings import ObjectiveSettings
 
 if TYPE_CHECKING:
@@ -21,31 +22,8 @@ def sequence_ids_from_cu_seqlens(cu_seqlens: Int[Tensor, " B+1"], total: int) ->
 
 
 @torch.no_grad()
-def over_sequence(value: Float[Tensor, " T"], tokens: Tokens, *, mean: bool) -> Float[Tensor, " T"]:
-    """Sum or mean of `value` over the loss-carrying tokens of each sequence, repeated for every token of it.
-
-    Sequences are numbered from 0 and below T, and each lies whole in this call. The same bits whatever the order
-    of the additions, which on a GPU varies: a threshold may not fall differently on ranks that hold the same
-    tokens.
-    """
-    ids = tokens.sequence_ids
-    kept = torch.where(tokens.mask, value, torch.zeros_like(value)).double()
-    zeros = kept.new_zeros(max(value.shape[0], 1))
-    count = zeros.index_add(0, ids, tokens.mask.double())
-    # Integers add exactly: each sequence in units so small that its largest value, `count` times, fills 62 bits.
-    finite = torch.where(kept.isfinite(), kept, 0.0)
-    largest = zeros.scatter_reduce(0, ids, finite.abs(), "amax")
-    units = 2.0**62 / (largest * count).clamp(min=1)
-    total = zeros.long().index_add(0, ids, (finite * units[ids]).round().long()) / units
-    total = total + zeros.index_add(0, ids, kept - finite)  # zeros, infinities and nan: exact in any order
-    if mean:
-        total = total / count.clamp(min=1)
-    return total[ids].to(value.dtype)
-
-
-@torch.no_grad()
 def mismatch_weight(s: ObjectiveSettings, tokens: Tokens) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """(multiplier of A r [T], dropped [T]) for the axes `mismatch` and `rejection`.
+    """(multiplier of A r [T], dropped [T]) for the axis `mismatch`.
 
     The mismatch ratio is trainer / engine on the weights that sampled: old / mu when the old log-probs are
     given, else sg(pi) / mu, which also holds the drift of pi since.
@@ -53,26 +31,28 @@ def mismatch_weight(s: ObjectiveSettings, tokens: Tokens) -> tuple[Float[Tensor,
     importance ratio is already pi / mu the kept tokens are not weighted a second time.
     """
     weight, dropped = tokens.zeros + 1, torch.zeros_like(tokens.mask)
-    if s.mismatch == "none" and s.rejection == "none":
+    if s.mismatch == "none":
         return weight, dropped
-    trainer = tokens.detached_logprob if tokens.old_logprob is None else tokens.old_logprob
-    log_ratio = trainer - tokens.rollout_logprob
-    if s.mismatch != "none":
-        ratio = _at_level(s.mismatch_level, log_ratio, tokens)
-        if s.mismatch == "truncate":
-            weight = ratio.clamp(max=s.mismatch_high)
-        else:
-            dropped = _outside(ratio, s.mismatch_low, s.mismatch_high)
-            if s.importance == "old":
-                weight = ratio
-    if s.rejection == "any_token":
-        bad = _outside(log_ratio.exp(), s.rejection_low, s.rejection_high)
-        dropped = dropped | (over_sequence(bad.to(weight.dtype), tokens, mean=False) > 0)
-    elif s.rejection != "none":
-        ratio = _at_level(s.rejection, log_ratio, tokens)
-        dropped = dropped | _outside(ratio, s.rejection_low, s.rejection_high)
-    dropped = dropped & tokens.mask
+    ratio = _at_level(s.mismatch_level, _mismatch(tokens), tokens)
+    if s.mismatch == "truncate":
+        return ratio.clamp(max=s.mismatch_high), dropped
+    if s.importance == "old":
+        weight = ratio
+    dropped = _outside(ratio, s.mismatch_low, s.mismatch_high) & tokens.mask
     return torch.where(dropped, torch.zeros_like(weight), weight), dropped
+
+
+@torch.no_grad()
+def rejected(s: ObjectiveSettings, tokens: Tokens) -> Bool[Tensor, " T"]:
+    """Tokens of responses that the axes `rejection` and `outlier_low`, `outlier_high` drop; either is enough."""
+    dropped = torch.zeros_like(tokens.mask)
+    if s.rejection == "any_token":
+        dropped = _any_outside(s.rejection_low, s.rejection_high, tokens)
+    elif s.rejection != "none":
+        dropped = _outside(_at_level(s.rejection, _mismatch(tokens), tokens), s.rejection_low, s.rejection_high)
+    if s.drops_outliers:
+        dropped = dropped | _any_outside(s.outlier_low, s.outlier_high, tokens)
+    return dropped & tokens.mask
 
 
 def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
@@ -95,6 +75,15 @@ def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"
         return value
     coefficient = ratio * gap.detach()
     return value.detach() + coefficient * (tokens.logprob - tokens.detached_logprob)
+
+
+def rollout_kl(s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
+    """KL to the rollout policy on every loss-carrying token, with its gradient; r = pi / mu of the sampled token.
+
+    squared: (ln r)^2 (Kimi K2.5, arXiv 2602.02276; DRO has half of it). k3: ln r + 1 / r - 1 (P3O, arXiv 2605.12380).
+    """
+    log_ratio = tokens.logprob - tokens.rollout_logprob
+    return log_ratio.square() if s.rollout_kl == "squared" else torch.expm1(-log_ratio) + log_ratio
 
 
 def keep_finished(truncated: Bool[Tensor, " B"], response_lengths: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
@@ -121,6 +110,16 @@ def _at_level(level: str, log_ratio: Tensor, tokens: Tokens) -> Tensor:
     if level == "token":
         return log_ratio.exp()
     return over_sequence(log_ratio, tokens, mean=level == "geometric").exp()
+
+
+def _mismatch(tokens: Tokens) -> Tensor:
+    trainer = tokens.detached_logprob if tokens.old_logprob is None else tokens.old_logprob
+    return trainer - tokens.rollout_logprob
+
+
+def _any_outside(low: float | None, high: float | None, tokens: Tokens) -> Tensor:
+    bad = _outside(_mismatch(tokens).exp(), low, high)
+    return over_sequence(bad.to(tokens.detached_logprob.dtype), tokens, mean=False) > 0
 
 
 def _outside(ratio: Tensor, low: float | None, high: float | None) -> Tensor:

@@ -30,6 +30,26 @@ def log1mexp(logprob: Float[Tensor, ...]) -> Float[Tensor, ...]:
     return torch.where(near_one, (-torch.expm1(high)).log(), torch.log1p(-low.exp()))
 
 
+def of_token(
+    kind: str, anchor: Float[Tensor, " T"], policy: Float[Tensor, " T"], buckets: Buckets | None
+) -> Float[Tensor, " T"]:
+    """D of each position by its name, from ln mu(a) and ln pi(a), or from the top K.
+
+    k1, k2, k3 are estimates of KL(mu || pi) from the sampled token: -ln r, (ln r)^2 / 2 and r - 1 - ln r.
+    """
+    if kind in ("k1", "k2", "k3", "ratio"):
+        log_ratio = policy - anchor
+        return {
+            "k1": lambda: -log_ratio,
+            "k2": lambda: 0.5 * log_ratio.square(),
+            "k3": lambda: torch.expm1(log_ratio) - log_ratio,
+            "ratio": lambda: torch.expm1(log_ratio).abs(),
+        }[kind]()
+    if kind in ("binary_tv", "binary_kl"):
+        return (binary_tv if kind == "binary_tv" else binary_kl)(anchor, policy)
+    return topk_tv(buckets) if kind == "topk_tv" else topk_kl(buckets)
+
+
 def binary_tv(anchor: Float[Tensor, " T"], policy: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """|mu(a) - pi(a)| from ln mu(a) and ln pi(a). DPPO (arXiv 2602.04879), binary approximation."""
     return (policy.exp() - anchor.exp()).abs()

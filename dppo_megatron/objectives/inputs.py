@@ -79,6 +79,7 @@ class Tokens:
     advantage: Float[Tensor, " T"]
     entropy: Float[Tensor, " T"] | None  # with gradient when it has one
     sequence_ids: Int[Tensor, " T"] | None
+    positions: Int[Tensor, " T"] | None = None  # order within a sequence; None = as given
 
     @property
     def zeros(self) -> Float[Tensor, " T"]:
@@ -97,6 +98,7 @@ def check_and_clean(
     advantage: Tensor | None,
     entropy: Tensor | None,
     sequence_ids: Tensor | None,
+    positions: Tensor | None = None,
 ) -> Tokens:
     """Refuse inputs that are missing, misshapen or too coarse; neutralise positions outside the mask."""
     if logprob.ndim != 1:
@@ -120,6 +122,7 @@ def check_and_clean(
         "advantage": advantage,
         "entropy": entropy,
         "sequence_ids": sequence_ids,
+        "positions": positions,
     }
     for key, value in fields.items():
         if value is not None and value.shape != logprob.shape:
@@ -147,6 +150,7 @@ def check_and_clean(
         advantage=keep.to(dtype) if settings.supervised else clean(advantage).detach(),
         entropy=clean(entropy),
         sequence_ids=None if sequence_ids is None else torch.where(keep, sequence_ids, 0).long(),
+        positions=positions,
     )
 
 
@@ -204,17 +208,27 @@ def make_buckets(settings: ObjectiveSettings, name: str, tokens: Tokens, topk: T
 def needs_rollout(settings: ObjectiveSettings) -> bool:
     if settings.supervised:
         return False
-    used = settings.importance == "rollout" or settings.mismatch != "none" or settings.rejection != "none"
-    return used or (settings.control != "none" and settings.anchor == "rollout") or settings.reads_topk
+    corrects = settings.mismatch != "none" or settings.rejection != "none" or settings.drops_outliers
+    compares = settings.response_region != "none" or settings.rollout_kl != "none" or settings.batch_statistic != "none"
+    used = settings.importance == "rollout" or corrects or compares or settings.reads_topk
+    return used or (settings.has_region and settings.anchor == "rollout")
 
 
 def needs_old(settings: ObjectiveSettings) -> bool:
-    return settings.importance == "old" or (settings.control != "none" and settings.anchor == "old")
+    anchored = settings.has_region and settings.anchor == "old"
+    return settings.importance == "old" or anchored or settings.batch_statistic != "none"
 
 
 def needs_sequences(settings: ObjectiveSettings) -> bool:
     weighs = settings.mismatch != "none" and settings.mismatch_level != "token"
-    return settings.ratio_level == "sequence" or weighs or settings.rejection != "none"
+    drops = settings.rejection != "none" or settings.drops_outliers or settings.response_region != "none"
+    return settings.ratio_level != "token" or weighs or drops or needs_positions(settings)
+
+
+def needs_positions(settings: ObjectiveSettings) -> bool:
+    """True when the order of the tokens within a sequence matters."""
+    placed = settings.position_weight is not None or settings.prefix_budget is not None
+    return placed or settings.ratio_level == "prefix_minimum"
 
 
 def _refuse_coarse(name: str, key: str, value: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .describe import axes
+from .describe import axes, beside
 from .objective import build_objective
 from .presets import PRESETS
 from .settings import AXES, AXIS_ALIASES
@@ -22,7 +22,22 @@ def table() -> str:
     widths = {head: max(map(len, [head, *cells])) for head, cells in columns.items()}
     lines = [columns.keys(), *zip(*columns.values(), strict=True)]
     shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths.values(), strict=True)) for line in lines]
-    return "\n".join([*(line.rstrip() for line in shown), "", _LEGEND])
+    more = [f"  {name}: {', '.join(words)}" for name, p in PRESETS.items() if (words := beside(p.settings))]
+    return "\n".join([*(line.rstrip() for line in shown), "", "beside that", *more, "", _LEGEND])
+
+
+def markdown_table() -> str:
+    """The same for docs/objectives.md, with what each method was published with."""
+    region = ("divergence", "control", "threshold", "ratio", "beside that")
+    head = ("preset", *region, "advantage", "aggregation", "source")
+    lines = [head, ("---",) * len(head)]
+    for name, p in PRESETS.items():
+        cells = axes(p.settings)
+        control = cells["control"] + ("" if cells["direction"] in ("-", "sampled") else f", {cells['direction']}")
+        control += "" if cells["anchor"] in ("-", "mu") else f", anchor {cells['anchor']}"
+        own = (cells["divergence"], control, cells["threshold"], cells["ratio"], ", ".join(beside(p.settings)) or "-")
+        lines.append((f"`{name}`", *own, p.advantage, p.aggregation, p.source))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def in_words(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from . import inputs
-from .controls import CONTROLS
-from .corrections import mismatch_weight, reference_kl
+from .batch_statistic import beyond_budget, statistic_sums, statistic_value
+from .centering import expected_score, without_old
+from .corrections import mismatch_weight, reference_kl, rejected, rollout_kl
 from .describe import describe
 from .inputs import Buckets, Tokens, TopKLogprobs
 from .metrics import Metric
+from .policy_term import policy_term, product
 from .presets import PRESETS
+from .response_region import outside_response_region
 from .settings import ObjectiveError, ObjectiveSettings, nearest, override
 from .token_metrics import Step, token_metrics
-from .trust_region import locate, logprob_of, ratio_to
+from .trust_region import logprob_of
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -32,9 +35,10 @@ class ObjectiveOutput:
 
     loss [T]: per token, unreduced, with gradient, 0 where mask is False.
     weight [T]: d loss / d z = -A r weight (e_a - pi) for the policy term, r = pi/mu (1 where there is no
-    rollout policy), 0 where mask is False. The terms for KL, entropy and the top-K penalty are not in it.
+    rollout policy), 0 where mask is False. Other terms are not in it: KL, entropy, centering, and the penalties of
+    the top K and of `penalty`.
     masked_tokens [T] bool: tokens with A != 0 outside the trust region, whose gradient the control removed
-    (or, for 'mask_quadratic', penalised).
+    (or, for 'mask_quadratic', penalised), or that the region of responses dropped.
     divergence [T]: the configured D, 0 where mask is False.
     metrics: name -> Metric.
     """
@@ -52,6 +56,7 @@ class Objective:
 
     name: str
     settings: ObjectiveSettings
+    statistic: Tensor | None = None  # of the whole batch, see `with_statistic`
 
     @property
     def needs_topk(self) -> bool:
@@ -59,7 +64,8 @@ class Objective:
 
     @property
     def needs_topk_gradient(self) -> bool:
-        return self.settings.divergence == "topk_tv" and "quadratic" in self.settings.control
+        s = self.settings
+        return s.centering != "none" or (s.divergence == "topk_tv" and "quadratic" in s.control)
 
     @property
     def needs_rollout(self) -> bool:
@@ -74,6 +80,23 @@ class Objective:
         return inputs.needs_sequences(self.settings)
 
     @property
+    def needs_positions(self) -> bool:
+        """True when the order of tokens within a sequence matters: give positions unless they stand in that order."""
+        return inputs.needs_positions(self.settings)
+
+    @property
+    def needs_statistic(self) -> bool:
+        """True when a number of the whole batch is wanted before its first micro-batch, see `batch_statistic`."""
+        return self.settings.batch_statistic != "none"
+
+    @property
+    def moves_without_advantage(self) -> bool:
+        """True when tokens with A = 0 have a gradient, too."""
+        s = self.settings
+        penalises = "quadratic" in s.control and s.penalty_weight == "one"
+        return self.needs_reference or self.needs_entropy or s.rollout_kl != "none" or penalises
+
+    @property
     def needs_reference(self) -> bool:
         return self.settings.reference_kl != "none"
 
@@ -81,6 +104,17 @@ class Objective:
     def needs_entropy(self) -> bool:
         """True when entropy must be given and must carry a gradient. It may always be given, as a metric."""
         return self.settings.entropy_coefficient > 0
+
+    def statistic_sums(
+        self, old_logprob: Float[Tensor, " T"], rollout_logprob: Float[Tensor, " T"], mask: Bool[Tensor, " T"]
+    ) -> Float[Tensor, " n"]:
+        """What to add over all tokens of the batch, fp64: micro-batches and ranks alike."""
+        return statistic_sums(self.settings.batch_statistic, old_logprob - rollout_logprob, mask != 0)
+
+    def with_statistic(self, sums: Float[Tensor, " n"]) -> Objective:
+        """This objective for a batch whose `statistic_sums` add up to `sums`."""
+        value = statistic_value(self.settings.batch_statistic, sums, self.settings.second_moment_budget)
+        return replace(self, statistic=value)
 
     def describe(self) -> str:
         """The method in words, a few lines, for the top of a log."""
@@ -98,13 +132,15 @@ class Objective:
         sequence_ids: Int[Tensor, " T"] | None = None,
         reference_logprob: Float[Tensor, " T"] | None = None,
         entropy: Float[Tensor, " T"] | None = None,
+        positions: Int[Tensor, " T"] | None = None,
     ) -> ObjectiveOutput:
         """Per-token loss of the sampled tokens.
 
         All [T]. logprob, rollout_logprob, old_logprob, reference_logprob: fp32/fp64 ln p of the
         sampled token, temperature applied. mask: bool or 0/1, tokens that carry loss; whatever stands
         elsewhere, nan included, adds nothing to loss, gradient or metrics. sequence_ids: numbered from 0 and
-        below T, each sequence whole in this call. The needs_* properties name what is required. Raises
+        below T, each sequence whole in this call. positions: order within a sequence; None = as given. The needs_*
+        properties name what is required. Raises
         ObjectiveError for inputs that are missing, misshapen, or of 16-bit precision. Does not synchronise
         with the host.
         """
@@ -120,34 +156,46 @@ class Objective:
             advantage=advantage,
             entropy=entropy,
             sequence_ids=sequence_ids,
+            positions=positions,
         )
         buckets = self._buckets(tokens, topk)
-        position = locate(s, tokens, buckets)
-        ratio = _importance_ratio(s, tokens)
-        used = ratio.clamp(s.ratio_floor, s.ratio_cap) if _truncates(s) else ratio
-        controlled = CONTROLS[s.control, s.divergence](s, position, used, buckets)
-        correction, dropped = mismatch_weight(s, tokens)
-        w = _product(controlled.weight, correction)
-        if s.path == "ratio":  # a truncated ratio is constant
-            w = torch.where(used == ratio, w, torch.zeros_like(w))
-        coefficient = _product(used, w)  # r w
-        slope = _product(coefficient, tokens.advantage)  # A r w
+        statistic = self._statistic(tokens)
+        effective_size = statistic if s.batch_statistic == "effective_size" else None
+        term = policy_term(s, tokens, buckets, effective_size)
+        position, ratio, used, controlled = term.position, term.ratio, term.used, term.controlled
+        centred = s.centering != "none"
+        correction, dropped = mismatch_weight(s, without_old(tokens) if centred else tokens)
+        rejects = rejected(s, without_old(tokens) if centred else tokens)
+        leaves = self._leaves(tokens, buckets, statistic)
+        gone = rejects | leaves
+        correction = torch.where(gone, torch.zeros_like(correction), correction)
+        w = product(term.weight, correction)
+        coefficient = product(used, w)  # r w
+        slope = product(coefficient, tokens.advantage)  # A r w
         if s.path == "logprob":
             value = -slope * tokens.detached_logprob
         else:
-            value = _product(controlled.loss, correction * (tokens.advantage != 0))
+            value = product(controlled.loss, correction * (tokens.advantage != 0))
         # The value of the formula; its gradient is exactly -A r w, the difference is 0.
         loss = value - slope * (tokens.logprob - tokens.detached_logprob)
         if controlled.penalty is not None:
-            loss = loss + torch.where(dropped, torch.zeros_like(controlled.penalty), controlled.penalty)
+            penalty = controlled.penalty
+            if controlled.slope is not None:
+                penalty = penalty + controlled.slope * (tokens.logprob - tokens.detached_logprob)
+            loss = loss + torch.where(dropped | gone, torch.zeros_like(penalty), penalty)
+        centering = expected_score(s, tokens, topk, effective_size) if centred else None
+        if centering is not None:
+            loss = loss + tokens.advantage * torch.where(gone, torch.zeros_like(loss), centering.score)
         kl = reference_kl(s, tokens, used) if self.needs_reference else None
         if kl is not None:
             loss = loss + s.reference_kl_coefficient * kl
+        if s.rollout_kl != "none":
+            trust = 1 if effective_size is None else 1 - effective_size.to(loss.dtype)
+            loss = loss + s.rollout_kl_coefficient * trust * rollout_kl(s, tokens)
         if self.needs_entropy:
             loss = loss - s.entropy_coefficient * tokens.entropy
 
         weight = _weight_over_plain_ratio(s, tokens, coefficient, w, ratio, used)
-        outside = controlled.outside & (tokens.advantage != 0)
         known = s.importance != "none"
         step = Step(
             loss=loss.detach(),
@@ -155,22 +203,41 @@ class Objective:
             ratio=ratio if known else None,
             used_ratio=used if known else None,
             divergence=position.divergence,
-            outside=controlled.outside,
-            dropped=dropped,
+            outside=controlled.outside | leaves,
+            dropped=dropped | rejects,
+            correction=correction,
+            centering=centering,
             reference_kl=None if kl is None else kl.detach(),
         )
         return ObjectiveOutput(
             loss=loss,
             weight=weight,
-            masked_tokens=outside,
+            masked_tokens=step.outside & (tokens.advantage != 0),
             divergence=torch.where(tokens.mask, position.divergence, tokens.zeros),
             metrics=token_metrics(s, tokens, buckets, step),
         )
 
+    def _statistic(self, tokens: Tokens) -> Tensor | None:
+        """The batch's, or that of this call's tokens where nobody has given it."""
+        if not self.needs_statistic or self.statistic is not None:
+            return self.statistic
+        sums = self.statistic_sums(tokens.old_logprob, tokens.rollout_logprob, tokens.mask)
+        return self.with_statistic(sums).statistic
+
+    def _leaves(self, tokens: Tokens, buckets: Buckets | None, statistic: Tensor | None) -> Tensor:
+        """[T] bool: tokens that the region of responses drops, or M2PO's budget of the batch."""
+        s = self.settings
+        gone = torch.zeros_like(tokens.mask)
+        if s.response_region != "none":
+            gone = outside_response_region(s, tokens, buckets)
+        if s.batch_statistic == "second_moment":
+            gone = gone | (beyond_budget(tokens.old_logprob - tokens.rollout_logprob, statistic) & tokens.mask)
+        return gone
+
     def _buckets(self, tokens: Tokens, topk: TopKLogprobs | None) -> Buckets | None:
         if topk is None:
             if self.needs_topk:
-                raise ObjectiveError(f"{self.name} needs topk: {self.settings.divergence}, {self.settings.direction}")
+                raise ObjectiveError(f"{self.name} needs topk, the engine's list of likely tokens")
             return None
         if logprob_of(self.settings.anchor, tokens) is None:
             return None
@@ -233,22 +300,6 @@ def _lacking(target: Any) -> list[str]:
     needs = ("topk", "old", "reference", "sequences", "entropy")
     wanted = ("name", "settings", "describe", *(f"needs_{what}" for what in needs), "__call__")
     return [attribute for attribute in wanted if not hasattr(target, attribute)]
-
-
-def _importance_ratio(s: ObjectiveSettings, tokens: Tokens) -> Tensor:
-    """r = pi(a) / mu(a), or to the old policy, before cap and floor; 1 without importance sampling."""
-    if s.importance == "none":
-        return torch.ones_like(tokens.detached_logprob)
-    return ratio_to(logprob_of(s.importance, tokens), s, tokens)
-
-
-def _product(value: Tensor, factor: Tensor) -> Tensor:
-    """value * factor, and 0 where factor is 0: a token that was taken out stays out, though its ratio overflows."""
-    return torch.where(factor == 0, torch.zeros_like(value), value * factor)
-
-
-def _truncates(s: ObjectiveSettings) -> bool:
-    return s.ratio_cap is not None or s.ratio_floor is not None
 
 
 def _weight_over_plain_ratio(

@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 
 from dppo_megatron.errors import ExpectedError
 
+from .rules import CONDITIONAL, combination_problems
+
 _SMALLEST, _LARGEST = 1e-30, 1e30  # what fp32 holds with room for a quotient or a product
 
 
@@ -17,7 +19,7 @@ class ObjectiveError(ExpectedError, ValueError):
     """A method that does not exist or does not make sense, or inputs it cannot work with."""
 
 
-AdvantageKind = Literal["group_mean", "group_mean_std", "leave_one_out", "batch_normalised"]
+AdvantageKind = Literal["group_mean", "group_mean_std", "leave_one_out", "batch_normalised", "batch_mean"]
 AggregationKind = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "seq_mean_token_sum"]
 ADVANTAGE_KINDS: tuple[AdvantageKind, ...] = get_args(AdvantageKind)
 AGGREGATION_KINDS: tuple[AggregationKind, ...] = get_args(AggregationKind)
@@ -55,14 +57,17 @@ class ObjectiveSettings:
         "mask",
         "quadratic",
         "mask_quadratic",
+        "gate",
         "none",
-        doc="drop the gradient outside the region; a quadratic penalty everywhere, or only outside; nothing",
+        doc="drop the gradient outside the region; a penalty everywhere, or only outside; a smooth weight; nothing",
     )
     direction: str = _choice(
         "sampled",
         "predictive",
         "symmetric",
-        doc="which tokens count as diverging: by A and r - 1; by A and the predicted change of D; all",
+        "negative",
+        doc="which tokens count as diverging: by A and r - 1; by A and the predicted change of D; all; "
+        "as the first, but only where A < 0",
     )
     tail: str = _choice(
         "aggregated",
@@ -76,13 +81,69 @@ class ObjectiveSettings:
         aliases={"recomputed": "old"},
     )
     delta: float | None = _number(above=0.0, doc="threshold of a TV or KL divergence (a probability shift or nats)")
+    delta_low: float | None = _number(above=0.0, doc="threshold where r < 1, the token became rarer; None = delta")
+    position_weight: float | None = _number(
+        above=0.0, doc="D counts in full at the first token of a response and times this at its last; None = 1 (CPPO)"
+    )
+    prefix_budget: float | None = _number(
+        at_least=0.0,
+        doc="the threshold shrinks where D of the tokens before averages more than this; None = off (CPPO)",
+    )
+    exempt_below: float | None = _number(above=0.0, doc="tokens with mu below this have no region; None = none have")
+    exempt_side: str = _choice("both", "low", "high", doc="exempt_below: of r on both sides, of r < 1, of r > 1 only")
     penalty_delta: float | None = _number(
         above=0.0,
         doc="control 'mask_quadratic' on a TV divergence: scale of its penalty; None = delta",
     )
     epsilon_low: float | None = _number(above=0.0, doc="divergence 'ratio': the region reaches down to 1 - epsilon_low")
     epsilon_high: float | None = _number(above=0.0, doc="divergence 'ratio': the region reaches up to 1 + epsilon_high")
-    dual_clip: float | None = _number(above=1.0, doc="PPO: no gradient where A < 0 and r > dual_clip; None = off")
+    dual_clip: float | None = _number(
+        above=1.0, doc="PPO: no gradient where A < 0 and r > dual_clip; gate 'inverse': its largest weight; None = off"
+    )
+    penalty: str = _choice(
+        "l2", "tv", "kl", "k3", doc="quadratic controls: what they penalise (the DRPO paper's ablation)"
+    )
+    penalty_weight: str = _choice("advantage", "one", doc="quadratic controls: the penalty times |A|, or as it is")
+    gate: str = _choice(
+        "sigmoid",
+        "gaussian",
+        "inverse",
+        "gamma",
+        doc="control 'gate': the smooth weight of SAPO, MASPO, ASPO or VESPO",
+    )
+    gate_positive: float | None = _number(above=0.0, doc="where A > 0: sigmoid tau, gaussian beta, gamma lambda")
+    gate_negative: float | None = _number(above=0.0, doc="the same where A < 0")
+    gate_power_positive: float | None = _number(above=0.0, doc="gate 'gamma', where A > 0: its power k")
+    gate_power_negative: float | None = _number(above=0.0, doc="the same where A < 0")
+    gate_width: float | None = _number(above=0.0, doc="gate 'gaussian': its width for a token of probability 1")
+    gate_width_max: float | None = _number(above=0.0, doc="gate 'gaussian': the most that a rare token widens it to")
+    gate_mass_power: float | None = _number(above=0.0, doc="gate 'gaussian': its width grows as mu to the minus this")
+
+    # A second region, of whole responses, beside any control.
+    response_region: str = _choice(
+        "none",
+        "mean",
+        "max",
+        doc="drop tokens of responses whose D, by mean or largest over their tokens, is too large",
+    )
+    response_divergence: str = _choice(
+        "k1",
+        "k2",
+        "k3",
+        "ratio",
+        "binary_tv",
+        "binary_kl",
+        "topk_tv",
+        "topk_kl",
+        doc="response region: D of a token from mu; k1, k2, k3 = -ln r, (ln r)^2 / 2, r - 1 - ln r",
+    )
+    response_delta: float | None = _number(above=0.0, doc="response region: its threshold")
+    response_sign: str = _choice(
+        "any",
+        "harmful",
+        "negative",
+        doc="response region: drop all its tokens, those that diverge further, those of A < 0",
+    )
 
     # The importance ratio that multiplies the advantage.
     importance: str = _choice(
@@ -92,15 +153,35 @@ class ObjectiveSettings:
         doc="r = pi / mu, pi / old policy, or 1",
         aliases={"recomputed": "old"},
     )
-    ratio_level: str = _choice("token", "sequence", doc="r of the token, or GSPO's geometric mean over the response")
+    ratio_level: str = _choice(
+        "token",
+        "sequence",
+        "product",
+        "prefix_minimum",
+        doc="r of the token; of the response, as geometric mean (GSPO) or product; r times the least r before (MinPRO)",
+    )
     ratio_cap: float | None = _number(above=0.0, doc="r is truncated to at most this; None = no cap")
     ratio_floor: float | None = _number(at_least=0.0, doc="r is raised to at least this; None = no floor")
+    ratio_cap_negative: float | None = _number(above=0.0, doc="the cap where A < 0; None = ratio_cap")
+    ratio_floor_negative: float | None = _number(at_least=0.0, doc="the floor where A < 0; None = ratio_floor")
     gradient_path: str = _choice(
         "auto",
         "ratio",
         "logprob",
-        doc="through r (a capped r has no gradient) or sg(r) ln pi (it has); auto = logprob iff capped",
+        "through",
+        doc="through r (a capped r has no gradient) or sg(r) ln pi (it has); auto = logprob iff capped; "
+        "'through': the value of the first, the gradient of the second",
     )
+    centering: str = _choice(
+        "none", "policy", doc="subtract the weighted score that mu expects, over the engine's list (score centering)"
+    )
+    batch_statistic: str = _choice(
+        "none",
+        "second_moment",
+        "effective_size",
+        doc="of the whole batch, old / mu: drop the largest |ln r| (M2PO); cap r and weigh the KL to mu (P3O)",
+    )
+    second_moment_budget: float | None = _number(above=0.0, doc="M2PO: what the mean of (ln r)^2 must stay below")
     supervised: bool = dataclasses.field(
         default=False,
         metadata={"flag": True, "doc": "plain negative log-likelihood: A = 1, no rollout policy"},
@@ -125,6 +206,10 @@ class ObjectiveSettings:
     )
     rejection_low: float | None = _number(at_least=0.0, doc="lower bound of rejection; None = none")
     rejection_high: float | None = _number(above=0.0, doc="upper bound of rejection; None = none")
+    outlier_low: float | None = _number(
+        at_least=0.0, doc="beside rejection: drop a response with any token's mismatch ratio below this; None = none"
+    )
+    outlier_high: float | None = _number(above=0.0, doc="the same above this; None = none")
 
     # Optional terms, off by default.
     reference_kl: str = _choice("none", "k1", "k2", "k3", doc="estimator of KL(pi || reference)")
@@ -134,6 +219,10 @@ class ObjectiveSettings:
         "estimator",
         doc="the gradient of the KL itself, or of the estimator as written",
     )
+    rollout_kl: str = _choice(
+        "none", "squared", "k3", doc="KL to the rollout policy: (ln r)^2, or ln r + 1/r - 1, on every token"
+    )
+    rollout_kl_coefficient: float = _number(0.0, at_least=0.0, doc="weight of the KL to the rollout policy")
     entropy_coefficient: float = _number(0.0, at_least=0.0, doc="weight of the entropy bonus")
 
     def __post_init__(self) -> None:
@@ -142,7 +231,7 @@ class ObjectiveSettings:
         wrong = {name: axis_problem(name, getattr(self, name)) for name in AXES}
         problems = [f"{name}={getattr(self, name)!r} {why}" for name, why in wrong.items() if why]
         if not problems:
-            problems = _combination_problems(self)
+            problems = combination_problems(self, {name: field.default for name, field in AXES.items()})
         if problems:
             raise ObjectiveError("; ".join(problems))
 
@@ -151,8 +240,21 @@ class ObjectiveSettings:
         """The gradient path with 'auto' resolved: 'ratio' or 'logprob'."""
         if self.gradient_path != "auto":
             return self.gradient_path
-        capped = self.ratio_cap is not None or self.ratio_floor is not None
-        return "logprob" if capped or self.importance == "none" else "ratio"
+        return "logprob" if self.truncates or self.importance == "none" else "ratio"
+
+    @property
+    def truncates(self) -> bool:
+        bounds = (self.ratio_cap, self.ratio_floor, self.ratio_cap_negative, self.ratio_floor_negative)
+        return any(bound is not None for bound in bounds) or self.batch_statistic == "effective_size"
+
+    @property
+    def drops_outliers(self) -> bool:
+        return self.outlier_low is not None or self.outlier_high is not None
+
+    @property
+    def has_region(self) -> bool:
+        """True where the control needs an anchor and a threshold."""
+        return self.control not in ("none", "gate")
 
     @property
     def measures_ratio(self) -> bool:
@@ -161,56 +263,15 @@ class ObjectiveSettings:
     @property
     def reads_topk(self) -> bool:
         """True when the method reads the rollout policy's top K."""
-        return self.divergence in ("topk_tv", "topk_kl") or self.direction == "predictive"
+        region = self.divergence in ("topk_tv", "topk_kl") or self.direction == "predictive"
+        responses = self.response_region != "none" and self.response_divergence in ("topk_tv", "topk_kl")
+        return region or responses or self.centering != "none"
 
 
 AXES = {field.name: field for field in dataclasses.fields(ObjectiveSettings)}
 
 # Names accepted beside the axes, and the axes that each sets.
 AXIS_ALIASES = {"epsilon": ("epsilon_low", "epsilon_high")}
-
-# Axes that only some combinations read. A preset's own value goes back to the default when an override takes
-# away what it belonged to; one that the user wrote is an error, never silently without effect.
-_CONDITIONAL = (
-    (
-        "delta",
-        lambda s: s.control != "none" and not s.measures_ratio,
-        "is the threshold of a TV or KL divergence; the ratio's bounds are epsilon_low and epsilon_high",
-    ),
-    (
-        "epsilon_low",
-        lambda s: s.control != "none" and s.measures_ratio,
-        "bounds the ratio; the threshold of a TV or KL divergence is delta",
-    ),
-    (
-        "epsilon_high",
-        lambda s: s.control != "none" and s.measures_ratio,
-        "bounds the ratio; the threshold of a TV or KL divergence is delta",
-    ),
-    (
-        "penalty_delta",
-        lambda s: s.control == "mask_quadratic" and not s.measures_ratio,
-        "belongs to control='mask_quadratic' on a TV divergence; the ratio's penalty is scaled by its bounds",
-    ),
-    (
-        "dual_clip",
-        lambda s: s.control == "mask" and s.measures_ratio,
-        "belongs to a mask on divergence='ratio'",
-    ),
-    ("anchor", lambda s: s.control != "none", "is the centre of a trust region, and control is 'none'"),
-    ("direction", lambda s: s.control in ("mask", "mask_quadratic"), "belongs to a mask"),
-    ("tail", lambda s: s.direction == "predictive", "belongs to direction='predictive'"),
-    ("ratio_cap", lambda s: s.importance != "none", "needs an importance ratio"),
-    ("ratio_floor", lambda s: s.importance != "none", "needs an importance ratio"),
-    ("ratio_level", lambda s: s.importance != "none", "needs an importance ratio"),
-    ("gradient_path", lambda s: s.importance != "none", "needs an importance ratio"),
-    ("mismatch_high", lambda s: s.mismatch != "none", "belongs to mismatch='truncate' or 'mask'"),
-    ("mismatch_low", lambda s: s.mismatch == "mask", "belongs to mismatch='mask'"),
-    ("mismatch_level", lambda s: s.mismatch != "none", "belongs to mismatch='truncate' or 'mask'"),
-    ("reference_kl_gradient", lambda s: s.reference_kl != "none", "belongs to reference_kl"),
-    ("rejection_low", lambda s: s.rejection != "none", "belongs to rejection"),
-    ("rejection_high", lambda s: s.rejection != "none", "belongs to rejection"),
-)
 
 
 def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSettings:
@@ -229,7 +290,7 @@ def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSet
     draft = object.__new__(ObjectiveSettings)
     for name, value in merged.items():
         object.__setattr__(draft, name, value)
-    for name, applies, _ in _CONDITIONAL:
+    for name, applies, _ in CONDITIONAL:
         if name not in given and not applies(draft):
             merged[name] = AXES[name].default
     return ObjectiveSettings(**merged)
@@ -293,65 +354,3 @@ def _number_problem(value: Any, meta: Any) -> str:
     if meta["at_least"] is not None and not value >= meta["at_least"]:
         return f"must be at least {meta['at_least']:g}"
     return ""
-
-
-def _combination_problems(s: ObjectiveSettings) -> list[str]:
-    problems = [
-        f"{name}={getattr(s, name)!r} has no effect in this combination: it {why}"
-        for name, applies, why in _CONDITIONAL
-        if getattr(s, name) != AXES[name].default and not applies(s)
-    ]
-
-    def refuse(when: bool, text: str) -> None:
-        if when:
-            problems.append(text)
-
-    region = s.control != "none"
-    refuse(
-        region and not s.measures_ratio and s.delta is None,
-        f"divergence={s.divergence!r} with control={s.control!r} needs a threshold: set delta",
-    )
-    refuse(
-        region and s.measures_ratio and (s.epsilon_low is None or s.epsilon_high is None),
-        f"divergence='ratio' with control={s.control!r} needs bounds: set epsilon_low and epsilon_high",
-    )
-    refuse(
-        "quadratic" in s.control and s.divergence in ("binary_kl", "topk_kl"),
-        f"control={s.control!r} is a quadratic in the shift of a probability or a ratio: divergence must be "
-        f"'ratio', 'binary_tv' or 'topk_tv', not {s.divergence!r}",
-    )
-    refuse(
-        s.ratio_level == "sequence" and region and not (s.measures_ratio and s.direction != "predictive"),
-        "ratio_level='sequence' has a trust region for divergence='ratio' only, and no predictive direction",
-    )
-    refuse(
-        s.dual_clip is not None and s.epsilon_high is not None and s.dual_clip <= 1 + s.epsilon_high,
-        f"dual_clip={s.dual_clip} must be above 1 + epsilon_high",
-    )
-    refuse(
-        s.ratio_cap is not None and s.ratio_floor is not None and s.ratio_floor > s.ratio_cap,
-        f"ratio_floor={s.ratio_floor} is above ratio_cap={s.ratio_cap}",
-    )
-    refuse(
-        s.supervised and (s.importance != "none" or region or s.mismatch != "none" or s.rejection != "none"),
-        "supervised=true has no rollout policy: importance, control, mismatch and rejection must be 'none'",
-    )
-    refuse(
-        s.mismatch == "truncate" and s.importance != "old",
-        "mismatch='truncate' multiplies a ratio taken to the old policy: set importance='old', "
-        "or truncate r = pi / mu itself with ratio_cap",
-    )
-    refuse(
-        s.mismatch != "none" and s.importance == "none",
-        "mismatch needs an importance ratio: importance is 'none'",
-    )
-    refuse(s.mismatch != "none" and s.mismatch_high is None, f"mismatch={s.mismatch!r} needs mismatch_high")
-    refuse(
-        s.rejection != "none" and s.rejection_low is None and s.rejection_high is None,
-        f"rejection={s.rejection!r} needs rejection_low or rejection_high",
-    )
-    refuse(
-        (s.reference_kl == "none") != (s.reference_kl_coefficient == 0),
-        "reference_kl and reference_kl_coefficient go together: set both, or neither",
-    )
-    return problems

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import divergence as measure
+from .centering import Centering
 from .inputs import Buckets, Tokens
 from .metrics import Metric, effective_size_metric, max_metric, mean_metric, min_metric, quantiles_metric, sum_metric
 from .settings import ObjectiveSettings
@@ -23,8 +24,10 @@ class Step:
     ratio: Tensor | None  # r before cap and floor
     used_ratio: Tensor | None  # after
     divergence: Tensor  # D
-    outside: Tensor  # masked, clipped or penalised by the control
+    outside: Tensor  # masked, clipped or penalised by the control, or dropped with its response
     dropped: Tensor  # by mismatch or rejection
+    correction: Tensor  # what mismatch multiplies A r with
+    centering: Centering | None
     reference_kl: Tensor | None
 
 
@@ -52,14 +55,23 @@ def token_metrics(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None,
         "weight/min": min_metric(step.weight, signed),
         "weight/max": max_metric(step.weight, signed),
     }
-    if s.control != "none":
+    if s.has_region or s.response_region != "none" or s.batch_statistic == "second_moment":
         metrics |= {
             "masked/share": mean_metric(step.outside, signed),
             "masked/positive": mean_metric(step.outside, positive),
             "masked/negative": mean_metric(step.outside, negative),
         }
-    if s.mismatch != "none" or s.rejection != "none":
+    if s.mismatch != "none" or s.rejection != "none" or s.drops_outliers:
         metrics["correction/dropped_share"] = mean_metric(step.dropped, mask)
+    if s.mismatch == "truncate":
+        metrics["correction/capped_share"] = mean_metric(step.correction >= s.mismatch_high, mask)
+        metrics["correction/weight_mean"] = mean_metric(step.correction, mask)
+    if step.centering is not None:
+        metrics |= {
+            "centering/mass_rollout": mean_metric(step.centering.anchor_mass, mask),
+            "centering/mass_policy": mean_metric(step.centering.mass, mask),
+            "centering/size": mean_metric(step.centering.size, signed),
+        }
     if step.ratio is not None:
         metrics |= {
             "ratio/mean": mean_metric(step.ratio, mask),
@@ -67,7 +79,7 @@ def token_metrics(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None,
             "ratio/max": max_metric(step.ratio, mask),
             "ratio/effective_sample_size": effective_size_metric(step.used_ratio, mask),
         }
-        if s.ratio_cap is not None or s.ratio_floor is not None:
+        if s.truncates:
             metrics["ratio/capped_share"] = mean_metric(step.used_ratio != step.ratio, signed)
     if tokens.rollout_logprob is not None:
         metrics |= _mismatch("mismatch", tokens.rollout_logprob, tokens.detached_logprob, mask)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from . import divergence as measure
-from .corrections import over_sequence
 from .inputs import Buckets, Tokens
+from .sequences import least_before, over_sequence
 from .settings import ObjectiveSettings
+from .thresholds import beyond_threshold, exempt
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -21,31 +22,46 @@ if TYPE_CHECKING:
 class Position:
     """All [T], without gradient.
 
-    advantage: A. ratio: pi(a) / anchor(a), of the token or of the response. shift: pi(a) - anchor(a).
-    divergence: D, as the settings choose it. diverging: the update moves the token further away from the anchor.
+    advantage: A. anchor, policy: ln of anchor(a) and pi(a). ratio: of the token, or at the level of the axis.
+    divergence: D, as the settings choose it. beyond: D is above its threshold. diverging: the update moves the
+    token further away from the anchor, and the region holds for it.
     """
 
     advantage: Float[Tensor, " T"]
+    anchor: Float[Tensor, " T"]
+    policy: Float[Tensor, " T"]
     ratio: Float[Tensor, " T"]
-    shift: Float[Tensor, " T"]
     divergence: Float[Tensor, " T"]
+    beyond: Bool[Tensor, " T"]
     diverging: Bool[Tensor, " T"]
+
+    @property
+    def shift(self) -> Float[Tensor, " T"]:
+        """pi(a) - anchor(a)."""
+        return self.policy.exp() - self.anchor.exp()
 
 
 @torch.no_grad()
 def locate(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Position:
-    """Apply the axes anchor, divergence and direction. Without an anchor, which only control 'none' permits, D = 0."""
+    """Apply the axes of the region. Without an anchor, which only a control without a region permits, D = 0."""
     anchor = logprob_of(s.anchor, tokens)
+    policy = tokens.detached_logprob
     if anchor is None:
         zeros = tokens.zeros
-        return Position(tokens.advantage, zeros + 1, zeros, zeros, zeros.bool())
+        return Position(tokens.advantage, policy, policy, zeros + 1, zeros, zeros.bool(), zeros.bool())
     ratio = ratio_to(anchor, s, tokens)
+    divergence = _divergence(s, tokens, anchor, ratio, buckets)
+    diverging = _diverging(s, tokens.advantage, ratio, buckets) & tokens.mask
+    if s.exempt_below is not None:
+        diverging = diverging & ~exempt(s, anchor, ratio)
     return Position(
         advantage=tokens.advantage,
+        anchor=anchor,
+        policy=policy,
         ratio=ratio,
-        shift=tokens.detached_logprob.exp() - anchor.exp(),
-        divergence=_divergence(s, tokens, anchor, ratio, buckets),
-        diverging=_diverging(s, tokens.advantage, ratio, buckets) & tokens.mask,
+        divergence=divergence,
+        beyond=beyond_threshold(s, tokens, divergence, ratio),
+        diverging=diverging,
     )
 
 
@@ -55,23 +71,20 @@ def _divergence(
     """D of pi from the anchor. Top-K kinds need buckets."""
     if s.divergence == "ratio":
         return (ratio - 1).abs()
-    if s.divergence == "binary_tv":
-        return measure.binary_tv(anchor, tokens.detached_logprob)
-    if s.divergence == "binary_kl":
-        return measure.binary_kl(anchor, tokens.detached_logprob)
-    return measure.topk_tv(buckets) if s.divergence == "topk_tv" else measure.topk_kl(buckets)
+    return measure.of_token(s.divergence, anchor, tokens.detached_logprob, buckets)
 
 
 def _diverging(s: ObjectiveSettings, advantage: Tensor, ratio: Tensor, buckets: Buckets | None) -> Bool[Tensor, " T"]:
     """Whether the update moves pi further away from the anchor.
 
-    sampled: by the sampled token, A > 0 and r > 1 or A < 0 and r < 1 (DPPO, PPO). predictive: by the predicted change
-    of D (arXiv 2607.10848). symmetric: always, whatever the sign of A.
+    sampled: by the sampled token, A > 0 and r > 1 or A < 0 and r < 1 (DPPO, PPO). negative: the second of the two
+    alone. predictive: by the predicted change of D (arXiv 2607.10848). symmetric: always, whatever the sign of A.
     """
     if s.direction == "symmetric":
         return torch.ones_like(advantage, dtype=torch.bool)
     raises = measure.predicted_change(buckets, s.tail) if s.direction == "predictive" else ratio - 1
-    return ((advantage > 0) & (raises > 0)) | ((advantage < 0) & (raises < 0))
+    falling = (advantage < 0) & (raises < 0)
+    return falling if s.direction == "negative" else ((advantage > 0) & (raises > 0)) | falling
 
 
 def logprob_of(policy: str, tokens: Tokens) -> Float[Tensor, " T"] | None:
@@ -80,8 +93,16 @@ def logprob_of(policy: str, tokens: Tokens) -> Float[Tensor, " T"] | None:
 
 
 def ratio_to(base: Tensor, s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
-    """pi(a) / base(a), of the token or the geometric mean over its response; `base` [T] ln p."""
+    """pi(a) / base(a) at the level of the axis ratio_level; `base` [T] ln p.
+
+    token: of the token. sequence: geometric mean over its response (GSPO, arXiv 2507.18071). product: the ratio of
+    the whole response. prefix_minimum: of the token, times the least ratio of the tokens before it in its response,
+    1 for the first (MinPRO, arXiv 2601.22718).
+    """
     log_ratio = tokens.detached_logprob - base
-    if s.ratio_level == "sequence":
-        log_ratio = over_sequence(log_ratio, tokens, mean=True)
+    if s.ratio_level in ("sequence", "product"):
+        log_ratio = over_sequence(log_ratio, tokens, mean=s.ratio_level == "sequence")
+    elif s.ratio_level == "prefix_minimum":
+        least = least_before(log_ratio, tokens)
+        log_ratio = log_ratio + torch.where(least.isinf(), torch.zeros_like(least), least)
     return log_ratio.exp()

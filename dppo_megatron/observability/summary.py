@@ -70,7 +70,7 @@ def _anchor_and_region(run: History) -> tuple[str, str]:
         from dppo_megatron.objectives import build_objective
 
         s = build_objective(name, **given).settings
-        if s.supervised or s.control == "none":
+        if s.supervised or not s.has_region:
             return NONE, "none"
         if s.divergence == "ratio":
             threshold = f"ratio in [{1 - s.epsilon_low:g}, {1 + s.epsilon_high:g}]"

@@ -142,8 +142,9 @@ class BankBatches:
     def _update(self, entries: Sequence[BankEntry], samples: StepSamples) -> UpdateBatch | None:
         """Denominators count every sample that carries loss; only those that can move the policy are computed."""
         advantages, weights = samples.advantages, samples.loss_weights(self._config)
-        # A KL to a reference and an entropy bonus have a gradient where there is no advantage, too.
-        moves = (advantages != 0) | self._objective.needs_reference | self._objective.needs_entropy
+        # A KL to another policy and an entropy bonus have a gradient where there is no advantage, too.
+        own = self._objective
+        moves = (advantages != 0) | getattr(own, "moves_without_advantage", own.needs_reference or own.needs_entropy)
         computed = np.argwhere((samples.carrying > 0) & moves)
         if not len(computed):
             return None

@@ -12,6 +12,7 @@ from dppo_megatron.objectives import Objective
 from dppo_megatron.weight_sync import Publisher, WeightSyncError
 
 from .acceptance import Acceptance
+from .batch_statistic import with_batch_statistic
 from .batches import BatchSource
 from .checkpoints import Checkpoints
 from .control import Control, StopRequested
@@ -72,10 +73,11 @@ def train(
                 batch = source.read(step)
             metrics.add(batch.metrics)
             batch = policy_logprobs.add(batch, metrics)
+            method = with_batch_statistic(objective, batch, actor.layout)
             acceptance.begin()
             for number, update in enumerate(batch.updates, 1):
                 another = number < len(batch.updates)
-                stats = actor.train_update(update.micro_batches, objective, another_follows=another)
+                stats = actor.train_update(update.micro_batches, method, another_follows=another)
                 metrics.add_update(stats, update)
             metrics.add(acceptance.settle(batch, step))
             metrics.check_mismatch(config.rollout.max_mismatch_kl, step)

@@ -20,6 +20,9 @@ from dppo_megatron.objectives import (
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1]], dtype=torch.float64)
 
 
+OF_GROUPS = [kind for kind in ADVANTAGE_KINDS if kind != "batch_mean"]
+
+
 def test_kinds_by_their_formulas():
     centred = REWARDS - REWARDS.mean(1, keepdim=True)
     centred[2] = 0
@@ -28,13 +31,14 @@ def test_kinds_by_their_formulas():
         "group_mean_std": centred / REWARDS.std(1, keepdim=True).clamp(min=1e-3),
         "leave_one_out": REWARDS - (REWARDS.sum(1, keepdim=True) - REWARDS) / 3,
         "batch_normalised": centred / centred.std(),
+        "batch_mean": REWARDS - REWARDS.mean(),
     }
     assert set(expected) == set(ADVANTAGE_KINDS)
     for kind, wanted in expected.items():
         torch.testing.assert_close(group_advantages(REWARDS, kind=kind), wanted, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+@pytest.mark.parametrize("kind", OF_GROUPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_group_without_signal_gets_exactly_zero(kind, dtype):
     rewards = REWARDS.to(dtype)
@@ -49,7 +53,7 @@ def test_a_group_without_signal_gets_exactly_zero(kind, dtype):
     assert group_has_signal(rewards).tolist() == [True, True, False]
 
 
-@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+@pytest.mark.parametrize("kind", OF_GROUPS)
 def test_failed_samples_leave_the_statistics(kind):
     valid = torch.tensor([[True, True, False, True], [False, False, False, True], [False] * 4])
     corrupted = torch.where(valid, REWARDS, torch.nan)
@@ -62,6 +66,15 @@ def test_failed_samples_leave_the_statistics(kind):
         expected = centred[:3] / centred.std()
     torch.testing.assert_close(out[0, [0, 1, 3]], expected.abs() * (REWARDS[0, [0, 1, 3]] * 2 - 1))
     assert group_has_signal(corrupted, valid).tolist() == [True, False, False]
+
+
+def test_batch_mean_takes_failed_samples_out_and_needs_no_signal_in_a_group():
+    valid = torch.tensor([[True, True, False, True], [True] * 4, [True] * 4])
+    out = group_advantages(torch.where(valid, REWARDS, torch.nan), valid, "batch_mean")
+    torch.testing.assert_close(out[valid], REWARDS[valid] - REWARDS[valid].mean())
+    assert out[0, 2] == 0
+    assert (out[2] != 0).all()
+    assert (group_advantages(torch.full((2, 3), 0.1), kind="batch_mean") == 0).all()
 
 
 def test_batch_normalised_over_ranks_equals_the_whole():

@@ -20,6 +20,7 @@ from dppo_megatron.objectives import (
     build_objective,
 )
 from tests.objectives.cases import random_case
+from tests.objectives.published import PUBLISHED as NEWER
 
 PUBLISHED = {
     "dppo_binary_tv",
@@ -44,7 +45,12 @@ PUBLISHED = {
     "pg_tis",
     "gspo",
     "nll",
+    *NEWER,
 }
+
+
+OF_RESPONSES = ["cppo", "vaco", "trm_max", "trm_mean", "opsm", "flash_reinforce"]
+OF_RESPONSES += ["vespo", "topr", "seq_tis", "seq_mis", "minpro"]
 
 
 def refusal(name: str = "dppo_binary_tv", **overrides) -> str:
@@ -98,7 +104,7 @@ def test_thresholds_of_a_replaced_axis_fall_away():
 
 def test_unknown_names_suggest_the_nearest():
     assert "did you mean 'dppo_binary_tv'" in refusal("dppo_binry_tv")
-    assert "known: cispo, dapo" in refusal("xyzzy")
+    assert "known: aspo, bandpo_tv, cispo" in refusal("xyzzy")
     assert "did you mean 'ratio_cap'" in refusal(ratio_caps=5.0)
     assert "did you mean 'topk_tv'" in refusal(divergence="top_tv")
     with pytest.raises(ObjectiveError, match="name is a string"):
@@ -210,6 +216,12 @@ def test_what_each_method_needs():
         "minirl": ["old"],
         "minirl_tis": ["old"],
         "gspo": ["sequences"],
+        "dppo_predictive_kl": ["topk"],
+        "score_centering": ["topk", "topk_gradient"],
+        "score_centering_tis": ["topk", "topk_gradient"],
+        "m2po": ["old"],
+        "ess_adaptive": ["old"],
+        **{name: ["sequences"] for name in OF_RESPONSES},
     }
     assert build_objective("ppo", entropy_coefficient=0.1).needs_entropy
     assert not build_objective("nll").needs_rollout

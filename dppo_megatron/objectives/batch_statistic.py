@@ -1,0 +1,60 @@
+"""One number of a whole batch, which some methods want before its first micro-batch.
+
+A trainer adds the `sums` of its tokens over all ranks and micro-batches, and gives the result to the objective:
+
+    sums = objective.statistic_sums(old_logprob, rollout_logprob, mask)   # of each micro-batch; add, all-reduce
+    objective = objective.with_statistic(sums)
+
+Where nobody does, an objective takes the tokens of each call for the batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+_BITS = 16  # of a non-negative fp32 number, which sorts as the integer of its bits: bins less than 0.8 % wide
+
+
+def statistic_sums(kind: str, log_ratio: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " n"]:
+    """fp64 sums to be added over all tokens of the batch; log_ratio = ln old - ln mu of the sampled tokens."""
+    log_ratio = torch.where(mask, log_ratio, torch.zeros_like(log_ratio)).double()
+    if kind == "effective_size":
+        ratio = torch.where(mask, log_ratio.exp(), torch.zeros_like(log_ratio))
+        return torch.stack([ratio.sum(), ratio.square().sum(), mask.sum().double()])
+    squares = log_ratio.square()
+    bins = _bin(squares)
+    zeros = torch.zeros(2**_BITS // 2, dtype=torch.float64, device=squares.device)
+    counts = zeros.index_add(0, bins, mask.double())
+    return torch.cat([counts, zeros.index_add(0, bins, torch.where(mask, squares, 0.0))])
+
+
+def statistic_value(kind: str, sums: Float[Tensor, " n"], budget: float | None) -> Float[Tensor, ""]:
+    """The statistic, 0-d.
+
+    effective_size: (sum r)^2 / (n sum r^2), r = old / mu, in (0, 1]; 1 for an empty batch (P3O, arXiv 2605.12380).
+    second_moment: the first bin of (ln r)^2 to drop, so that the mean of (ln r)^2 over the bins below stays below the
+    budget (M2PO, arXiv 2510.01161: "drop the largest until"). Tokens within 0.8 % of each other share a bin.
+    """
+    if kind == "effective_size":
+        total, squares, count = sums
+        return torch.where(count > 0, total * total / (count * squares).clamp(min=1e-300), torch.ones_like(total))
+    counts, totals = (part.cumsum(0) for part in sums.chunk(2))
+    within = totals < budget * counts.clamp(min=1e-300)
+    # Bins are in order of size, so the mean of those below grows with the bound: the last one within is the cut.
+    within = within | (counts == 0)
+    return within.long().sum()
+
+
+def beyond_budget(log_ratio: Float[Tensor, " T"], cut: Tensor) -> Bool[Tensor, " T"]:
+    """Tokens whose (ln r)^2 lies at or above the cut of `statistic_value`."""
+    return _bin(log_ratio.double().square()) >= cut
+
+
+def _bin(squares: Tensor) -> Tensor:
+    return squares.float().view(torch.int32).long() >> (32 - _BITS)

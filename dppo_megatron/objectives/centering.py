@@ -1,0 +1,117 @@
+"""Score centering (arXiv 2609.20807): from each token's weighted score, the one that the rollout policy expects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .corrections import mismatch_weight
+from .inputs import Tokens, TopKLogprobs
+from .policy_term import policy_term, product
+from .settings import ObjectiveSettings
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+_LEAST_TAIL = 1e-6  # of both masses outside the list (appendix A.3): from fp32 log-probs 1 - mu(H) is known no better
+_FARTHEST = 80.0  # nats by which pi may exceed mu in the list, so that mu r stays finite
+
+
+@dataclass(frozen=True)
+class Centering:
+    """score: [T] sum_H sg(mu_v c_v - alpha pi_v) ln pi_v, with its gradient. The rest [T] without.
+
+    mass, anchor_mass: of the list H, under pi and mu. size: sum_H of the coefficients' absolute values, 0 on policy.
+    """
+
+    score: Float[Tensor, " T"]
+    mass: Float[Tensor, " T"]
+    anchor_mass: Float[Tensor, " T"]
+    size: Float[Tensor, " T"]
+
+
+def expected_score(
+    s: ObjectiveSettings, tokens: Tokens, topk: TopKLogprobs, effective_size: Tensor | None
+) -> Centering:
+    """The policy term's gradient is A c_a grad ln pi(a), c = r w; mu expects A sum_v mu_v c_v grad ln pi_v of it.
+
+    The sum runs over the engine's list H as it came, never united with the sampled token: a list that depended on what
+    was sampled would not be centred in expectation. Outside H, mu is taken as pi scaled to mu's mass there (eq. 7-12);
+    with sum_v pi_v grad ln pi_v = 0 that leaves
+
+        sum_H sg(mu_v c_v - alpha pi_v) ln pi_v,   alpha = rho c(1 / rho),   rho = (1 - mu(H)) / (1 - pi(H)).
+
+    c_v is what the settings give token v, had it been sampled with the same A; the tail counts as one token. Of a
+    quadratic control only the ratio is centred: its penalty has a mean, and means it.
+    """
+    keep = tokens.mask
+    present = keep[:, None] & (topk.ids >= 0)
+    dtype = tokens.detached_logprob.dtype
+    policy = torch.where(present, topk.logprob.to(dtype), 0.0)
+    # In float64, for 1 - mu(H) is a small difference of numbers near 1.
+    ln_pi = policy.detach().double()
+    ln_mu = torch.where(present, topk.rollout_logprob.detach().double(), 0.0)
+    ln_mu = torch.maximum(ln_mu, ln_pi - _FARTHEST)
+    pi, mu = ln_pi.exp() * present, ln_mu.exp() * present
+
+    listed = ((topk.ids == topk.target_ids[:, None]) & present).any(dim=1)
+    sampled = torch.where(listed, 0.0, tokens.detached_logprob.double().exp())
+    pi_tail = (torch.where(keep, topk.other_logprob.detach().double(), 0.0).exp() + sampled).clamp(min=_LEAST_TAIL)
+    mu_tail = (1 - _over_list(mu)).clamp(min=_LEAST_TAIL)
+
+    columns = torch.cat([ln_pi, pi_tail.log()[:, None]], dim=1)
+    anchors = torch.cat([ln_mu, mu_tail.log()[:, None]], dim=1)
+    weights = _coefficients(s, tokens, columns, anchors, effective_size)
+    alpha = mu_tail / pi_tail * weights[:, -1]
+    coefficients = (product(weights[:, :-1], mu) - alpha[:, None] * pi).to(dtype)
+    return Centering(
+        score=_over_list(coefficients * policy),
+        mass=_over_list(pi),
+        anchor_mass=_over_list(mu),
+        size=_over_list(coefficients.abs()),
+    )
+
+
+@torch.no_grad()
+def _coefficients(
+    s: ObjectiveSettings, tokens: Tokens, ln_pi: Tensor, ln_mu: Tensor, effective_size: Tensor | None
+) -> Float[Tensor, "T n"]:
+    """c = r w of each column as if it were the sampled token, by the same code that the sampled token went through."""
+    n = ln_pi.shape[1]
+
+    def repeated(value: Tensor) -> Tensor:
+        return value[:, None].expand(-1, n).reshape(-1)
+
+    each = Tokens(
+        mask=repeated(tokens.mask),
+        logprob=ln_pi.reshape(-1),
+        detached_logprob=ln_pi.reshape(-1),
+        rollout_logprob=ln_mu.reshape(-1),
+        old_logprob=None,
+        reference_logprob=None,
+        advantage=repeated(tokens.advantage.double()),
+        entropy=None,
+        sequence_ids=None,
+    )
+    term = policy_term(s, each, None, effective_size)
+    weight = term.weight
+    if "quadratic" in s.control:
+        truncated_away = (s.path == "ratio") & (term.used != term.ratio)
+        weight = torch.where(truncated_away, torch.zeros_like(weight), torch.ones_like(weight))
+    correction, _ = mismatch_weight(s, each)
+    return product(term.used, product(weight, correction)).reshape(-1, n)
+
+
+def _over_list(columns: Float[Tensor, "T K"]) -> Float[Tensor, " T"]:
+    """Sum over the columns, one after the other: absent ones, zeros, then change no bit of it."""
+    if columns.shape[1] == 0:
+        return columns.sum(dim=1)
+    return columns.cumsum(dim=1)[:, -1]
+
+
+def without_old(tokens: Tokens) -> Tokens:
+    """A mismatch mask of listed tokens knows pi and mu alone; the sampled one has to be held against the same."""
+    return replace(tokens, old_logprob=None)

@@ -1,0 +1,116 @@
+"""Quantities of whole responses, and of the part before each token, on packed tokens.
+
+Sequences are numbered from 0 and below T, and each lies whole in a call. Every sum has the same bits whatever the order
+of its additions, which on a GPU varies: a threshold may not fall differently on ranks that hold the same tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .inputs import Tokens
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+_UNIT = 2.0**-32  # of running sums: 1e6 tokens of up to 1,000 each fit, to 2e-10
+
+
+@torch.no_grad()
+def over_sequence(value: Float[Tensor, " T"], tokens: Tokens, *, mean: bool) -> Float[Tensor, " T"]:
+    """Sum or mean of `value` over the loss-carrying tokens of each sequence, repeated for every token of it."""
+    ids = tokens.sequence_ids
+    kept = torch.where(tokens.mask, value, torch.zeros_like(value)).double()
+    zeros = kept.new_zeros(max(value.shape[0], 1))
+    count = zeros.index_add(0, ids, tokens.mask.double())
+    # Integers add exactly: each sequence in units so small that its largest value, `count` times, fills 62 bits.
+    finite = torch.where(kept.isfinite(), kept, 0.0)
+    largest = zeros.scatter_reduce(0, ids, finite.abs(), "amax")
+    units = 2.0**62 / (largest * count).clamp(min=1)
+    total = zeros.long().index_add(0, ids, (finite * units[ids]).round().long()) / units
+    total = total + zeros.index_add(0, ids, kept - finite)  # zeros, infinities and nan: exact in any order
+    if mean:
+        total = total / count.clamp(min=1)
+    return total[ids].to(value.dtype)
+
+
+@torch.no_grad()
+def largest_of_sequence(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
+    """The largest `value` among the loss-carrying tokens of each sequence, repeated for every token of it."""
+    lowest = torch.full_like(value, -torch.inf)
+    kept = torch.where(tokens.mask, value, lowest)
+    return lowest.scatter_reduce(0, tokens.sequence_ids, kept, "amax")[tokens.sequence_ids]
+
+
+@torch.no_grad()
+def sum_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
+    """Sum of `value`, within [0, 1000], over the loss-carrying tokens before each one in its sequence, to 2e-10."""
+    order, first = _in_order(tokens)
+    kept = torch.where(tokens.mask, value, torch.zeros_like(value))[order]
+    units = (kept.double().nan_to_num(nan=0.0).clamp(max=1e3) / _UNIT).round().long()
+    before = units.cumsum(0) - units
+    return _in_place((before - before[first]).double() * _UNIT, order).to(value.dtype)
+
+
+@torch.no_grad()
+def least_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
+    """The least `value` among the loss-carrying tokens of the same sequence before each token; +inf at the first."""
+    order, first = _in_order(tokens)
+    least = torch.where(tokens.mask, value, torch.full_like(value, torch.inf))[order]
+    least = torch.cat([torch.full_like(least[:1], torch.inf), least[:-1]])
+    place = torch.arange(len(order), device=order.device)
+    least = torch.where(place > first, least, torch.inf)
+    step = 1
+    while step < len(order):  # each round doubles how far back a token has looked, never past its own first
+        reach = torch.where(place - step > first, place - step, place)
+        least = torch.minimum(least, least[reach])
+        step *= 2
+    return _in_place(least, order)
+
+
+@torch.no_grad()
+def place_in_sequence(tokens: Tokens) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:
+    """(loss-carrying tokens before this one, loss-carrying tokens) of each token's sequence."""
+    ones = torch.ones_like(tokens.detached_logprob, dtype=torch.float64)
+    return sum_before(ones, tokens).round().long(), over_sequence(ones, tokens, mean=False).round().long()
+
+
+@torch.no_grad()
+def quantile_of_sequence(value: Float[Tensor, " T"], q: float, tokens: Tokens) -> Float[Tensor, " T"]:
+    """The q-quantile of `value` over the loss-carrying tokens of each one's sequence, interpolated linearly."""
+    top = torch.where(tokens.mask, value, torch.full_like(value, torch.inf))
+    by_value = top.argsort(stable=True)
+    order = by_value[tokens.sequence_ids[by_value].argsort(stable=True)]
+    ranked, first = top[order], _first(tokens.sequence_ids[order])
+    last = (over_sequence(torch.ones_like(value), tokens, mean=False)[order] - 1).clamp(min=0)
+    at = q * last.double()
+    low = at.floor().long()
+    high = torch.minimum(low + 1, last.long())
+    lower, upper = ranked[first + low], ranked[first + high]
+    found = torch.where(upper == lower, lower, lower + (upper - lower) * (at - low).to(value.dtype))
+    return _in_place(found, order)
+
+
+def _in_order(tokens: Tokens) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:
+    """(tokens by sequence and position, place in that order of the first of each one's sequence).
+
+    Without positions the tokens of a sequence stand in the order in which they were given.
+    """
+    ids = tokens.sequence_ids
+    if tokens.positions is None:
+        order = ids.argsort(stable=True)
+    else:
+        by_position = tokens.positions.argsort(stable=True)
+        order = by_position[ids[by_position].argsort(stable=True)]
+    return order, _first(ids[order])
+
+
+def _first(ids: Int[Tensor, " T"]) -> Int[Tensor, " T"]:
+    return torch.searchsorted(ids, ids, right=False)
+
+
+def _in_place(value: Tensor, order: Tensor) -> Tensor:
+    return torch.empty_like(value).index_copy_(0, order, value)

@@ -1,0 +1,59 @@
+"""What a token's divergence is held against: thresholds by direction, by position, by what came before; exemptions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .inputs import Tokens
+from .sequences import place_in_sequence, quantile_of_sequence, sum_before
+from .settings import ObjectiveSettings
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+
+def beyond_threshold(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, ratio: Tensor) -> Bool[Tensor, " T"]:
+    """D > delta, with delta_low in place of delta where r < 1; both sides as the position in the response has them.
+
+    Without a threshold, which only the ratio's region and controls without one have, nothing is beyond it.
+    """
+    if s.delta is None:
+        return torch.zeros_like(divergence, dtype=torch.bool)
+    threshold = torch.full_like(divergence, s.delta)
+    if s.delta_low is not None:
+        threshold = torch.where(ratio < 1, torch.full_like(threshold, s.delta_low), threshold)
+    if s.position_weight is None and s.prefix_budget is None:
+        return divergence > threshold
+    weight = position_weights(s, tokens)
+    weighted = weight * divergence
+    if s.prefix_budget is not None:
+        threshold = torch.minimum(threshold, threshold + prefix_allowance(s, tokens, divergence, weight))
+    return weighted > threshold
+
+
+def position_weights(s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
+    """CPPO (arXiv 2606.10968):  w_t = 1 - (1 - w_min) (t - 1) / (T - 1)  for token t of a response of T."""
+    least = 1.0 if s.position_weight is None else s.position_weight
+    before, length = place_in_sequence(tokens)
+    return 1 - (1 - least) * before.to(tokens.detached_logprob.dtype) / (length - 1).clamp(min=1)
+
+
+def prefix_allowance(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, weight: Tensor) -> Float[Tensor, " T"]:
+    """What the tokens before leave of the budget, CPPO:  b W_{t-1} - S_{t-1}.
+
+    W and S are the sums of w and of w D over the tokens before t. b is the 0.9-quantile of D over the response, at
+    least prefix_budget and at most twice that.
+    """
+    budget = quantile_of_sequence(divergence, 0.9, tokens).clamp(s.prefix_budget, 2 * s.prefix_budget)
+    return budget * sum_before(weight, tokens) - sum_before(weight * divergence, tokens)
+
+
+def exempt(s: ObjectiveSettings, anchor: Tensor, ratio: Tensor) -> Bool[Tensor, " T"]:
+    """Rare tokens without a region, mu < alpha, on the side asked for (DPPO, arXiv 2602.04879, relaxed clipping)."""
+    rare = anchor.exp() < s.exempt_below
+    if s.exempt_side == "both":
+        return rare
+    return rare & ((ratio < 1) if s.exempt_side == "low" else (ratio > 1))

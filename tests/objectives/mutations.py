@@ -1,0 +1,220 @@
+"""Wrong versions of the formulas, each one sign, bound or detach away from the right one, and what must notice it.
+
+    python -m tests.objectives.mutations    # prints the list
+
+A mutation replaces the code of one function by that of its changed source, in every place that holds the function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from dppo_megatron.objectives import (
+    batch_statistic,
+    centering,
+    controls,
+    corrections,
+    divergence,
+    gates,
+    objective,
+    policy_term,
+    response_region,
+    sequences,
+    thresholds,
+    trust_region,
+)
+from tests.objectives.centred import VOCAB, dense_gradient, given, gradient_through_kernels
+from tests.objectives.published import check
+
+SEEDS = range(6)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` stands once in the source of `function`; `noticed_by` is a label of published.py or centred.py."""
+
+    module: ModuleType
+    function: str
+    old: str
+    new: str
+    noticed_by: str
+
+    def __str__(self) -> str:
+        where = f"{self.module.__name__.rpartition('.')[2]}.{self.function}"
+        return f"{where:44} {self.old!r} -> {self.new!r}   ({self.noticed_by})"
+
+
+def _in(module: ModuleType, *rows: tuple[str, str, str, str]) -> list[Mutation]:
+    return [Mutation(module, *row) for row in rows]
+
+
+MUTATIONS = [
+    *_in(
+        gates,
+        ("sigmoid_gate", "* sigma * rest", "* sigma * sigma", "sapo"),
+        ("sigmoid_gate", "s.gate_positive, s.gate_negative", "s.gate_negative, s.gate_positive", "sapo"),
+        ("sigmoid_gate", "sigma * 4 / tau", "sigma * 4 * tau", "sapo"),
+        ("gaussian_gate", "at.advantage * (r - 1) > 0", "at.advantage * (r - 1) < 0", "maspo"),
+        ("gaussian_gate", "1 + s.gate_positive", "1 - s.gate_positive", "maspo"),
+        ("gaussian_gate", "2 * sigma**2", "sigma**2", "maspo"),
+        ("gaussian_gate", "clamp(s.gate_width, s.gate_width_max)", "clamp(min=s.gate_width)", "maspo_narrow"),
+        ("inverse_gate", "r > 1 + s.epsilon_high, r < 1", "r > 1 + s.epsilon_high, r > 1", "aspo"),
+        ("inverse_gate", "1 / bounded, bounded", "bounded, bounded", "aspo"),
+        ("inverse_gate", ".clamp(max=s.dual_clip)", "", "aspo"),
+        ("gamma_gate", "- decay * bounded)", "+ decay * bounded)", "vespo"),
+        ("gamma_gate", "power * bounded.log()", "bounded.log()", "vespo"),
+        ("_by_sign", "at.advantage > 0", "at.advantage < 0", "sapo"),
+    ),
+    *_in(
+        thresholds,
+        ("beyond_threshold", "ratio < 1", "ratio > 1", "delta_low"),
+        ("beyond_threshold", "weighted > threshold", "divergence > threshold", "cppo_tight"),
+        ("position_weights", "(1 - least)", "least", "cppo_tight"),
+        ("position_weights", "(length - 1)", "length", "cppo_tight"),
+        ("prefix_allowance", "- sum_before(weight * div", "+ sum_before(weight * div", "cppo_tight"),
+        ("prefix_allowance", "clamp(s.prefix_budget, 2 * s.prefix_budget)", "clamp(min=s.prefix_budget)", "cppo_tight"),
+        ("prefix_allowance", "divergence, 0.9", "divergence, 0.5", "cppo_tight"),
+        ("exempt", "< s.exempt_below", "> s.exempt_below", "dppo_relaxed"),
+        ("exempt", '== "low"', '== "high"', "exempt_low"),
+        ("exempt", "rare & (", "rare | (", "exempt_low"),
+    ),
+    *_in(
+        sequences,
+        ("sum_before", "- units", "", "cppo_tight"),
+        ("sum_before", "before - before[first]", "before", "cppo_tight"),
+        ("least_before", "place > first, least", "place >= first, least", "minpro"),
+        ("least_before", "torch.minimum", "torch.maximum", "minpro"),
+        ("largest_of_sequence", "amax", "amin", "trm_max"),
+        ("quantile_of_sequence", "first + high", "first + low", "cppo_middle"),
+    ),
+    *_in(
+        trust_region,
+        ("_diverging", '== "negative" else', '== "positive" else', "negative_tight"),
+        ("_diverging", "raises < 0", "raises > 0", "negative_tight"),
+        ("locate", "& ~exempt", "& exempt", "exempt_high"),
+        ("ratio_to", 'mean=s.ratio_level == "sequence"', "mean=True", "vespo"),
+        ("ratio_to", "log_ratio + torch.where", "log_ratio - torch.where", "minpro"),
+    ),
+    *_in(
+        policy_term,
+        ("truncated", "advantage < 0", "advantage > 0", "topr"),
+        ("truncated", "ratio.clamp(*negative_bounds(s))", "ratio", "dispo"),
+        ("truncated", "torch.minimum", "torch.maximum", "ess_adaptive"),
+        ("policy_term", 's.path == "ratio"', 's.path != "ratio"', "score_centering_tis"),
+    ),
+    *_in(
+        controls,
+        ("dppo_mask", "at.beyond & at.diverging", "at.beyond", "cppo_tight"),
+        ("_penalised", "pi * at.shift.sign()", "at.shift.sign()", "penalty_tv"),
+        ("_penalised", "at.shift / rest", "-at.shift / rest", "penalty_kl"),
+        ("_penalised", "at.ratio - 1 - at.ratio.log(), at.ratio - 1", "at.ratio - 1, at.ratio", "penalty_k3"),
+        ("_penalised", "0.5 * mu", "mu", "penalty_l2"),
+        ("_penalised", "torch.where(only, scale, torch.zeros_like(scale))", "scale", "penalty_outside"),
+        ("_penalised", '== "advantage"', '!= "advantage"', "penalty_tv"),
+    ),
+    *_in(
+        response_region,
+        ("outside_response_region", "mean=True", "mean=False", "trm_mean"),
+        ("outside_response_region", "> s.response_delta", "< s.response_delta", "flash_reinforce"),
+        ("outside_response_region", "tokens.advantage < 0", "tokens.advantage > 0", "opsm"),
+        ("outside_response_region", "tokens.rollout_logprob) > 0", "tokens.rollout_logprob) < 0", "vaco"),
+    ),
+    *_in(
+        divergence,
+        ("of_token", "-log_ratio,", "log_ratio,", "opsm"),
+        ("of_token", "0.5 * log_ratio", "log_ratio", "response_k2"),
+        ("of_token", "torch.expm1(log_ratio) - log_ratio", "torch.expm1(log_ratio) + log_ratio", "trm_mean"),
+        ("of_token", "torch.expm1(log_ratio).abs()", "torch.expm1(log_ratio)", "vaco"),
+        ("topk_tv", "0.5 *", "1.0 *", "response_topk"),
+    ),
+    *_in(
+        corrections,
+        ("rejected", "dropped | _any_outside", "dropped & _any_outside", "rejections"),
+        ("_any_outside", "> 0", "> 1", "rejections"),
+        ("rollout_kl", "log_ratio.square()", "log_ratio", "rollout_kl"),
+        ("rollout_kl", "torch.expm1(-log_ratio) + log_ratio", "torch.expm1(log_ratio) - log_ratio", "ess_adaptive"),
+        ("rollout_kl", "tokens.logprob -", "tokens.detached_logprob -", "rollout_kl"),
+    ),
+    *_in(
+        batch_statistic,
+        ("statistic_value", "budget * counts", "2 * budget * counts", "m2po"),
+        ("statistic_value", "total * total", "total", "ess_adaptive"),
+        ("beyond_budget", ">= cut", "> cut", "m2po"),
+    ),
+    *_in(
+        objective.Objective,
+        ("__call__", "1 - effective_size", "1 + effective_size", "ess_adaptive"),
+        ("__call__", "loss + tokens.advantage *", "loss - tokens.advantage *", "score_centering"),
+        ("_leaves", "gone | (beyond", "gone & (beyond", "m2po"),
+    ),
+    *_in(
+        centering,
+        ("expected_score", "- alpha[:, None] * pi", "+ alpha[:, None] * pi", "centred alone"),
+        ("expected_score", "mu_tail / pi_tail", "pi_tail / mu_tail", "centred tis"),
+        ("expected_score", "weights[:, :-1], mu", "weights[:, :-1], pi", "centred tis"),
+        ("expected_score", "coefficients * policy)", "coefficients * policy.detach())", "centred alone"),
+        ("expected_score", "torch.where(listed, 0.0, tokens", "torch.where(~listed, 0.0, tokens", "centred alone"),
+        ("_coefficients", "product(weight, correction)", "weight", "centred icepop"),
+        (
+            "_coefficients",
+            "repeated(tokens.advantage.double())",
+            "-repeated(tokens.advantage.double())",
+            "centred dppo",
+        ),
+        ("_coefficients", "product(term.used", "product(term.ratio", "centred tis"),
+    ),
+]
+
+
+@contextmanager
+def applied(mutation: Mutation) -> Iterator[None]:
+    """The function with the changed source inside; raises ValueError when the source does not hold `old` once."""
+    function = inspect.unwrap(getattr(mutation.module, mutation.function))
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(mutation.old) != 1:
+        raise ValueError(f"{mutation}: stands {source.count(mutation.old)} times in the source")
+    scope = dict(function.__globals__)
+    exec(
+        compile("from __future__ import annotations\n" + source.replace(mutation.old, mutation.new), "mutated", "exec"),
+        scope,
+    )
+    changed, before = inspect.unwrap(scope[mutation.function]).__code__, function.__code__
+    function.__code__ = changed
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+def notice(what: str) -> None:
+    """Raises AssertionError where a world, or a kind of centering, no longer agrees with what is written for it."""
+    if what.startswith("centred "):
+        kind = what.removeprefix("centred ")
+        g = given(6)
+        gradient, _ = gradient_through_kernels(g, kind, torch.float64)
+        assert (gradient[:, :VOCAB] - dense_gradient(g, kind)).abs().max() < 1e-9, what
+        return
+    for seed in SEEDS:
+        check(what, seed)
+
+
+def survives(mutation: Mutation, check: Callable[[str], None] = notice) -> bool:
+    """Whether the changed formula goes unnoticed. An error of any other kind does not count as noticing."""
+    with applied(mutation):
+        try:
+            check(mutation.noticed_by)
+        except AssertionError:
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    for mutation in MUTATIONS:
+        print("SURVIVES" if survives(mutation) else "noticed ", mutation)

@@ -1,0 +1,486 @@
+"""The published loss of each method after DPPO and DRPO, written once more from its paper or its authors' code.
+
+Plain loops over responses in float64, differentiated by autograd; nothing here knows the axes. Where a source rewards
+or clips what an engine cannot send (ratios beyond e^20, 16-bit log-probs), that is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dppo_megatron.objectives import TopKLogprobs, build_objective
+
+LENGTHS = (7, 1, 5, 9, 3, 12)
+VOCAB, K = 15, 5
+
+
+@dataclass(frozen=True)
+class World:
+    """Tokens of several responses, packed, some of them without loss. The log-probs of pi are leaves."""
+
+    ln_pi: Tensor  # [T] leaf
+    listed_ln_pi: Tensor  # [T, K] leaf
+    ln_mu: Tensor
+    ln_old: Tensor
+    listed_ln_mu: Tensor
+    other_ln_pi: Tensor
+    ids: Tensor
+    sampled: Tensor
+    advantage: Tensor
+    mask: Tensor
+    sequence: Tensor
+
+    @property
+    def call(self) -> dict[str, Any]:
+        return {
+            "logprob": self.ln_pi,
+            "rollout_logprob": self.ln_mu,
+            "old_logprob": self.ln_old,
+            "advantage": self.advantage,
+            "mask": self.mask,
+            "sequence_ids": self.sequence,
+            "topk": TopKLogprobs(self.ids, self.listed_ln_mu, self.listed_ln_pi, self.other_ln_pi, self.sampled, VOCAB),
+        }
+
+    def double(self) -> World:
+        """The same numbers in float64, with leaves of their own."""
+        ln_pi, listed = (x.detach().double().requires_grad_() for x in (self.ln_pi, self.listed_ln_pi))
+        rest = {
+            name: getattr(self, name).double()
+            for name in ("ln_mu", "ln_old", "listed_ln_mu", "other_ln_pi", "advantage")
+        }
+        return World(ln_pi, listed, **rest, ids=self.ids, sampled=self.sampled, mask=self.mask, sequence=self.sequence)
+
+    @property
+    def responses(self) -> list[Tensor]:
+        """Indices of the tokens with loss, of each response that has any."""
+        found = [torch.nonzero((self.sequence == i) & self.mask).flatten() for i in range(len(LENGTHS))]
+        return [tokens for tokens in found if len(tokens)]
+
+    @property
+    def ratio(self) -> Tensor:
+        return (self.ln_pi - self.ln_mu).exp()
+
+
+def world(seed: int, dtype: torch.dtype) -> World:
+    """Ratios near and far from 1, mu near 0 and near 1, responses with A = 0, padding that holds rubbish."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    sequence = torch.cat([torch.full((n,), i) for i, n in enumerate(LENGTHS)])
+    tokens = len(sequence)
+    sharpness = torch.tensor([0.5, 2.0, 6.0], dtype=torch.float64)[torch.arange(tokens) % 3]
+    mu_logits = sharpness[:, None] * normal(tokens, VOCAB)
+    drift = torch.tensor([0.02, 0.1, 0.5, 1.5], dtype=torch.float64)[(sequence + seed) % 4]
+    ln_mu, ln_pi = mu_logits.log_softmax(-1), (mu_logits + drift[:, None] * normal(tokens, VOCAB)).log_softmax(-1)
+    sampled = torch.multinomial(ln_mu.exp(), 1, generator=generator).squeeze(1)
+    advantage = normal(len(LENGTHS))[sequence]
+    advantage = torch.where(sequence == seed % len(LENGTHS), 0.0, advantage)
+    mask = torch.rand(tokens, generator=generator) > 0.15
+    ids = ln_mu.topk(K, dim=1).indices
+    ids[::4, -1] = -1  # an engine may list fewer
+    present = ids >= 0
+    inside = torch.zeros(tokens, VOCAB, dtype=torch.bool)
+    inside = inside.scatter(1, ids.clamp(min=0), present).scatter(1, sampled[:, None], True)
+    other = ln_pi.masked_fill(inside, -torch.inf).logsumexp(1)
+    of_sampled = sampled[:, None]
+
+    def rubbish(value: Tensor) -> Tensor:
+        keep = mask if value.ndim == 1 else mask[:, None] & present
+        return torch.where(keep, value, torch.nan).to(dtype)
+
+    return World(
+        ln_pi=rubbish(ln_pi.gather(1, of_sampled).squeeze(1)).requires_grad_(),
+        listed_ln_pi=rubbish(ln_pi.gather(1, ids.clamp(min=0))).requires_grad_(),
+        ln_mu=rubbish(ln_mu.gather(1, of_sampled).squeeze(1)),
+        ln_old=rubbish(ln_mu.gather(1, of_sampled).squeeze(1) + 0.3 * normal(tokens)),
+        listed_ln_mu=rubbish(ln_mu.gather(1, ids.clamp(min=0))),
+        other_ln_pi=rubbish(other),
+        ids=ids,
+        sampled=sampled,
+        advantage=advantage.to(dtype),
+        mask=mask,
+        sequence=sequence,
+    )
+
+
+Loss = Callable[[World, Tensor], Tensor]  # of one response: the world, and which tokens are its own
+
+
+def clipped(r: Tensor, a: Tensor, low: float, high: float) -> Tensor:
+    return -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
+
+
+def straight_through(value: Tensor, gradient: Tensor, ln_pi: Tensor) -> Tensor:
+    return value.detach() + gradient.detach() * (ln_pi - ln_pi.detach())
+
+
+def sapo(w: World, t: Tensor) -> Tensor:
+    a, r = w.advantage[t], w.ratio[t]
+    tau = 1.05 - 0.05 * (a > 0).double()
+    return -a * torch.sigmoid(tau * (r - 1)) * 4 / tau
+
+
+def maspo(w: World, t: Tensor, widest: float = 10.0) -> Tensor:
+    a, r, p = w.advantage[t], w.ratio[t], w.ln_mu[t].exp()
+    width = (1.0 / p**0.3).clamp(1.0, widest)
+    up = torch.exp(-((r.detach() - 1) ** 2) / 2 / (width * (1 + 0.03 * a).clamp(0.1, 10)) ** 2)
+    down = torch.exp(-((r.detach() - 1) ** 2) / 2 / (width * (1 / (1 - 0.03 * a)).clamp(0.1, 10)) ** 2)
+    r = torch.where((a < 0) & (r < 1), down * r, r)
+    return -a * torch.where((a > 0) & (r > 1), up * r, r)
+
+
+def aspo(w: World, t: Tensor) -> Tensor:
+    a, r, ln_pi = w.advantage[t], w.ratio[t], w.ln_pi[t]
+    loss = []
+    for a_t, r_t, ln_t in zip(a, r, ln_pi, strict=True):
+        if a_t < 0:
+            used = r_t.clamp(min=0.8)
+            soft = used > 3.0
+            loss.append(straight_through(-a_t * 3.0, -a_t * 3.0, ln_t) if soft else -a_t * used)
+        else:
+            used = r_t.clamp(max=1.2)
+            turned = used / used.detach() / used.detach()
+            soft = 1 / used > 3.0
+            loss.append(straight_through(-a_t * 3.0, -a_t * 3.0, ln_t) if soft else -a_t * turned)
+    return torch.stack(loss)
+
+
+def vespo(w: World, t: Tensor) -> Tensor:
+    a, ln_pi = w.advantage[t], w.ln_pi[t]
+    log_w = (ln_pi - w.ln_mu[t]).sum().detach().clamp(math.log(1e-8), 20)
+    k, decay = 3 - (a >= 0).double(), 2 + (a >= 0).double()
+    return -torch.exp(decay + k * log_w - decay * log_w.exp()) * a * ln_pi
+
+
+def topr(w: World, t: Tensor) -> Tensor:
+    a, ln_pi = w.advantage[t], w.ln_pi[t]
+    whole = (ln_pi - w.ln_mu[t]).sum().exp().detach().clamp(0, 1)
+    return -torch.where(a < 0, whole, torch.ones_like(whole)) * a * ln_pi
+
+
+def dispo(w: World, t: Tensor) -> Tensor:
+    a, r = w.advantage[t], w.ratio[t].detach()
+    return -torch.where(a < 0, r.clamp(0.5, 2.0), r.clamp(0.0, 5.0)) * a * w.ln_pi[t]
+
+
+def seq_tis(w: World, t: Tensor) -> Tensor:
+    whole = (w.ln_pi[t] - w.ln_mu[t]).sum().exp().detach()
+    return -whole.clamp(max=2.0) * w.advantage[t] * w.ln_pi[t]
+
+
+def seq_mis(w: World, t: Tensor) -> Tensor:
+    whole = (w.ln_pi[t] - w.ln_mu[t]).sum().exp().detach()
+    return -(whole if whole <= 2 else 0.0) * w.advantage[t] * w.ln_pi[t]
+
+
+def minpro(w: World, t: Tensor) -> Tensor:
+    r = w.ratio[t]
+    least = torch.stack([r[:i].min().detach() if i else torch.ones_like(r[0]) for i in range(len(t))])
+    return clipped(least.detach() * r, w.advantage[t], 0.2, 0.28)
+
+
+def harmful(w: World, t: Tensor) -> Tensor:
+    return w.advantage[t] * (w.ln_pi[t] - w.ln_mu[t]).detach() > 0
+
+
+def dropped(loss: Tensor, drop: Tensor) -> Tensor:
+    return torch.where(drop, torch.zeros_like(loss), loss)
+
+
+def cppo(w: World, t: Tensor, delta: float = 0.2, least: float = 0.8, spare: float = 0.02) -> Tensor:
+    d = (w.ln_pi[t].exp() - w.ln_mu[t].exp()).abs().detach()
+    n = len(t)
+    weight = [1 - (1 - least) * i / max(n - 1, 1) for i in range(n)]
+    budget = min(max(torch.quantile(d, 0.9).item(), spare), 2 * spare)
+    drop, spent, allowed = [], 0.0, 0.0
+    for i in range(n):
+        drop.append(weight[i] * d[i].item() > min(delta, delta + budget * allowed - spent))
+        spent, allowed = spent + weight[i] * d[i].item(), allowed + weight[i]
+    return dropped(-w.advantage[t] * w.ratio[t], torch.tensor(drop) & harmful(w, t))
+
+
+def ipo_cap(w: World, t: Tensor) -> Tensor:
+    far = (w.ln_pi[t].exp() - w.ln_mu[t].exp()).abs().detach() > 0.3
+    used = w.ratio[t].clamp(max=1e4)
+    return dropped(straight_through(-w.advantage[t] * used, -w.advantage[t] * used, w.ln_pi[t]), far)
+
+
+def bandpo_tv(w: World, t: Tensor) -> Tensor:
+    p = w.ln_mu[t].exp()
+    a, r = w.advantage[t], w.ratio[t]
+    inside = torch.maximum(torch.minimum(r, 1 + 0.05 / p), (1 - 0.05 / p).clamp(min=0))
+    loss = -torch.minimum(r * a, inside * a)
+    return dropped(loss, inside.detach() * a < r.detach() * a)  # the value at the clip is a constant; here it is 0
+
+
+def vaco(w: World, t: Tensor) -> Tensor:
+    r = w.ratio[t]
+    drop = ((r - 1).abs().mean() > 0.2) & harmful(w, t)
+    return dropped(clipped(r, w.advantage[t], 0.2, 0.272), drop)
+
+
+def _k3(w: World, t: Tensor) -> Tensor:
+    return (w.ratio[t] - 1 - (w.ln_pi[t] - w.ln_mu[t])).detach()
+
+
+def trm_max(w: World, t: Tensor) -> Tensor:
+    return dropped(-w.advantage[t] * w.ratio[t], _k3(w, t).max() > 0.05)
+
+
+def trm_mean(w: World, t: Tensor) -> Tensor:
+    return dropped(-w.advantage[t] * w.ratio[t], _k3(w, t).mean() > 0.001)
+
+
+def opsm(w: World, t: Tensor) -> Tensor:
+    drop = ((w.ln_mu[t] - w.ln_pi[t]).mean() > 0.5) & (w.advantage[t] < 0)
+    return dropped(clipped(w.ratio[t], w.advantage[t], 0.2, 0.2), drop)
+
+
+def flash_reinforce(w: World, t: Tensor) -> Tensor:
+    p, q = w.ln_mu[t].exp(), w.ln_pi[t].exp().detach()
+    kl = p * (p.log() - q.log()) + (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
+    return dropped(-w.ratio[t].detach() * w.advantage[t] * w.ln_pi[t], kl.mean() > 3e-3)
+
+
+def rollout_kl(w: World, t: Tensor) -> Tensor:
+    beta = 0.1
+    return -(w.ln_pi[t] * w.advantage[t] - 0.5 * beta * (w.ln_pi[t] - w.ln_mu[t]) ** 2)
+
+
+def score_centering(w: World, t: Tensor, weigh: Callable[[Tensor], Tensor] = torch.ones_like) -> Tensor:
+    loss = []
+    for i in t.tolist():
+        listed = w.ids[i] >= 0
+        ln_p, ln_q = w.listed_ln_pi[i][listed], w.listed_ln_mu[i][listed]
+        p, q = ln_p.detach().exp(), ln_q.exp()
+        tail = w.other_ln_pi[i].exp()
+        if not (w.ids[i] == w.sampled[i]).any():
+            tail = tail + w.ln_pi[i].detach().exp()
+        rho = (1 - q.sum()).clamp(min=1e-6) / tail.clamp(min=1e-6)
+        coefficient = q * weigh(p / q) - rho * weigh(1 / rho) * p
+        own = weigh(w.ratio[i].detach())
+        loss.append(-w.advantage[i] * (own * w.ln_pi[i] - (coefficient * ln_p).sum()))
+    return torch.stack(loss)
+
+
+def score_centering_tis(w: World, t: Tensor) -> Tensor:
+    return score_centering(w, t, lambda ratio: ratio.clamp(max=2.0))
+
+
+def m2po(w: World, t: Tensor) -> Tensor:
+    squares = (w.ln_old - w.ln_mu).square()
+    ranked = squares[w.mask].sort(descending=True).values
+    keep_from = next(i for i in range(len(ranked)) if ranked[i:].mean() < 0.04)
+    return dropped(-w.advantage[t] * w.ratio[t], squares[t] > ranked[keep_from])
+
+
+def ess_adaptive(w: World, t: Tensor) -> Tensor:
+    r = (w.ln_old - w.ln_mu)[w.mask].exp()
+    ess = r.sum() ** 2 / (r**2).sum() / len(r)
+    log_ratio = w.ln_pi[t] - w.ln_mu[t]
+    kl = log_ratio + (-log_ratio).exp() - 1
+    return -w.ratio[t].detach().clamp(0, ess) * w.ln_pi[t] * w.advantage[t] + (1 - ess) * kl
+
+
+def dppo_negative_only(w: World, t: Tensor, delta: float = 0.5) -> Tensor:
+    fallen = (w.ln_mu[t].exp() - w.ln_pi[t].exp()).detach() > delta
+    return dropped(-w.advantage[t] * w.ratio[t], fallen & (w.advantage[t] < 0))
+
+
+def dppo_relaxed(w: World, t: Tensor) -> Tensor:
+    far = (w.ln_mu[t].exp() - w.ln_pi[t].exp()).abs().detach() > 0.15
+    return dropped(-w.advantage[t] * w.ratio[t], far & harmful(w, t) & (w.ln_mu[t].exp() >= 0.1))
+
+
+def dppo_predictive_kl(w: World, t: Tensor) -> Tensor:
+    loss = []
+    for i in t.tolist():
+        kept = (w.ids[i] >= 0) & (w.ids[i] != w.sampled[i])
+        mu = torch.cat([w.listed_ln_mu[i][kept].exp(), w.ln_mu[i].exp()[None]])
+        pi = torch.cat([w.listed_ln_pi[i][kept].exp(), w.ln_pi[i].exp()[None]]).detach()
+        rest = 1 - mu.sum(), w.other_ln_pi[i].exp()
+        kl = (mu * (mu / pi).log()).sum() + rest[0] * (rest[0] / rest[1]).log()
+        change = (pi[-1] - mu[-1]) + (pi * (mu - pi)).sum() + rest[1] * (rest[0] - rest[1])
+        loss.append(dropped(-w.advantage[i] * w.ratio[i], (kl > 0.05) & (w.advantage[i] * change > 0)))
+    return torch.stack(loss)
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], Loss]] = {
+    loss.__name__: ({}, loss)
+    for loss in (
+        sapo,
+        maspo,
+        aspo,
+        vespo,
+        topr,
+        dispo,
+        seq_tis,
+        seq_mis,
+        minpro,
+        cppo,
+        ipo_cap,
+        bandpo_tv,
+        vaco,
+        trm_max,
+        trm_mean,
+        opsm,
+        flash_reinforce,
+        rollout_kl,
+        score_centering,
+        score_centering_tis,
+        m2po,
+        ess_adaptive,
+        dppo_negative_only,
+        dppo_relaxed,
+        dppo_predictive_kl,
+    )
+}
+
+
+def delta_low(w: World, t: Tensor) -> Tensor:
+    shift = (w.ln_pi[t].exp() - w.ln_mu[t].exp()).detach()
+    far = torch.where(shift > 0, shift > 0.15, -shift > 0.03)
+    return dropped(-w.advantage[t] * w.ratio[t], far & harmful(w, t))
+
+
+def relaxed(side: str, clip: float | None) -> Loss:
+    """Rare tokens without a region where they became rarer, or more frequent."""
+
+    def loss(w: World, t: Tensor) -> Tensor:
+        p, a, r = w.ln_mu[t].exp(), w.advantage[t], w.ratio[t]
+        freed = (p < 0.3) & ((r < 1) if side == "low" else (r > 1))
+        far = ((w.ln_pi[t].exp() - p).abs() > 0.1) & harmful(w, t) if clip is None else None
+        held = clipped(r, a, clip, clip) if far is None else dropped(-a * r, far)
+        return torch.where(freed, -a * r, held)
+
+    return loss
+
+
+def penalised(kind: str, delta: float, weighted: bool, only_outside: bool = False) -> Loss:
+    """r A minus |A| / delta D, or minus D / delta: the ablation of the DRPO paper at the scale of its own penalty."""
+
+    def loss(w: World, t: Tensor) -> Tensor:
+        mu, pi, r = w.ln_mu[t].exp(), w.ln_pi[t].exp(), w.ratio[t]
+        distance = {
+            "l2": mu * (r - 1) ** 2 / 2,
+            "tv": (pi - mu).abs(),
+            "kl": mu * (mu / pi).log() + (1 - mu) * ((1 - mu) / (1 - pi)).log(),
+            "k3": r - 1 - r.log(),
+        }[kind]
+        scale = (w.advantage[t].abs() if weighted else torch.ones_like(mu)) / delta
+        if only_outside:
+            scale = scale * (((pi - mu).abs() > 0.15) & harmful(w, t))
+        return -w.advantage[t] * r + scale * distance
+
+    return loss
+
+
+def two_rejections(w: World, t: Tensor) -> Tensor:
+    ratio = w.ratio[t].detach()
+    drop = (ratio.log().mean().exp() > 1.1) | (ratio < 0.3).any() | (ratio > 3).any()
+    return dropped(-w.advantage[t] * ratio.detach() * w.ln_pi[t], drop)
+
+
+def response_topk(w: World, t: Tensor) -> Tensor:
+    distances = []
+    for i in t.tolist():
+        kept = (w.ids[i] >= 0) & (w.ids[i] != w.sampled[i])
+        mu = torch.cat([w.listed_ln_mu[i][kept].exp(), w.ln_mu[i].exp()[None]])
+        pi = torch.cat([w.listed_ln_pi[i][kept].exp(), w.ln_pi[i].exp()[None]]).detach()
+        distances.append(((mu - pi).abs().sum() + (1 - mu.sum() - w.other_ln_pi[i].exp()).abs()) / 2)
+    return dropped(-w.advantage[t] * w.ratio[t], torch.stack(distances).max() > 0.3)
+
+
+def response_k2(w: World, t: Tensor) -> Tensor:
+    k2 = (w.ln_pi[t] - w.ln_mu[t]).detach() ** 2 / 2
+    return dropped(-w.advantage[t] * w.ratio[t], k2.mean() > 0.05)
+
+
+_PENALTY = {"delta": 0.5}
+# Axes that no preset sets: label -> (preset, overrides, written loss).
+ALONE: dict[str, tuple[str, dict[str, Any], Loss]] = {
+    "cppo_tight": (
+        "cppo",
+        {"delta": 0.06, "position_weight": 0.2, "prefix_budget": 0.06},
+        lambda w, t: cppo(w, t, 0.06, 0.2, 0.06),
+    ),
+    "cppo_middle": (
+        "cppo",
+        {"delta": 0.03, "position_weight": 0.5, "prefix_budget": 0.06},
+        lambda w, t: cppo(w, t, 0.03, 0.5, 0.06),
+    ),
+    "maspo_narrow": ("maspo", {"gate_width_max": 1.3}, lambda w, t: maspo(w, t, 1.3)),
+    "negative_tight": ("dppo_negative_only", {"delta": 0.05}, lambda w, t: dppo_negative_only(w, t, 0.05)),
+    "delta_low": ("dppo_binary_tv", {"delta_low": 0.03}, delta_low),
+    "exempt_low": ("dppo_binary_tv", {"delta": 0.1, "exempt_below": 0.3, "exempt_side": "low"}, relaxed("low", None)),
+    "exempt_high": ("ppo", {"exempt_below": 0.3, "exempt_side": "high"}, relaxed("high", 0.2)),
+    "penalty_l2": ("drpo_tr", {**_PENALTY, "penalty_weight": "one"}, penalised("l2", 0.5, False)),
+    "penalty_tv": ("drpo_tr", {**_PENALTY, "penalty": "tv"}, penalised("tv", 0.5, True)),
+    "penalty_kl": ("drpo_tr", {**_PENALTY, "penalty": "kl"}, penalised("kl", 0.5, True)),
+    "penalty_k3": ("drpo_tr", {**_PENALTY, "penalty": "k3", "penalty_weight": "one"}, penalised("k3", 0.5, False)),
+    "penalty_outside": (
+        "mask_drpo",
+        {"penalty": "tv", "penalty_delta": 0.5},
+        penalised("tv", 0.5, True, only_outside=True),
+    ),
+    "rejections": (
+        "pg_is",
+        {
+            "gradient_path": "logprob",
+            "rejection": "geometric",
+            "rejection_high": 1.1,
+            "outlier_low": 0.3,
+            "outlier_high": 3.0,
+        },
+        two_rejections,
+    ),
+    "response_topk": (
+        "pg_is",
+        {"response_region": "max", "response_divergence": "topk_tv", "response_delta": 0.3},
+        response_topk,
+    ),
+    "response_k2": (
+        "pg_is",
+        {"response_region": "mean", "response_divergence": "k2", "response_delta": 0.05},
+        response_k2,
+    ),
+}
+EVERY = {name: (name, overrides, loss) for name, (overrides, loss) in PUBLISHED.items()} | ALONE
+
+
+def check(label: str, seed: int, dtype: torch.dtype = torch.float64) -> None:
+    """Loss and gradient on one world equal the written ones: to 1e-10, in fp32 to 1e-6 of their size."""
+    name, overrides, loss = EVERY[label]
+    ours = world(seed, dtype)
+    objective = build_objective(name, **overrides)
+    call = ours.call
+    if not objective.needs_old:  # a trainer computes it for none but those that ask
+        del call["old_logprob"]
+    out = objective(**call)
+    theirs = ours.double()
+    written = torch.zeros_like(theirs.ln_pi.detach())
+    for tokens in theirs.responses:
+        written = written.index_copy(0, tokens, loss(theirs, tokens))
+    leaves = ("ln_pi", "listed_ln_pi")
+    pairs = [(out.loss.detach(), written.detach())]
+    for leaf in leaves:
+        gradients = [
+            torch.autograd.grad(total.sum(), getattr(w, leaf), retain_graph=True, allow_unused=True)[0]
+            for total, w in ((out.loss, ours), (written, theirs))
+        ]
+        zeros = torch.zeros_like(getattr(theirs, leaf))
+        pairs.append(tuple(zeros if g is None else g for g in gradients))
+    bound = 1e-10 if dtype == torch.float64 else 1e-6
+    for actual, expected in pairs:
+        expected = expected.nan_to_num(nan=0.0)
+        worst = ((actual.double() - expected).abs() / expected.abs().clamp(min=1)).max().item()
+        assert worst <= bound, f"{label}, seed {seed}, {dtype}: off by {worst:.2e}"
