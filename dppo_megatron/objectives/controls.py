@@ -163,11 +163,11 @@ def _penalised(s: ObjectiveSettings, at: Position, r: Tensor, delta: float, only
     names these; their scale is ours, that of its own penalty.
     """
     mu, pi = at.anchor.exp(), at.policy.exp()
-    rest = -torch.expm1(at.policy.clamp(max=-torch.finfo(pi.dtype).eps))  # 1 - pi
+    mu_rest, pi_rest = (-torch.expm1(p.clamp(max=-torch.finfo(p.dtype).eps)) for p in (at.anchor, at.policy))
     value, slope = {
         "l2": lambda: (0.5 * mu * (at.ratio - 1) ** 2, pi * (at.ratio - 1)),
         "tv": lambda: (at.shift.abs(), pi * at.shift.sign()),
-        "kl": lambda: (binary_kl(at.anchor, at.policy), at.shift / rest),
+        "kl": lambda: (binary_kl(at.anchor, at.policy), mu_rest / pi_rest - 1),  # (pi - mu) / (1 - pi)
         "k3": lambda: (at.ratio - 1 - at.ratio.log(), at.ratio - 1),
     }[s.penalty]()
     scale = (at.advantage.abs() if s.penalty_weight == "advantage" else torch.ones_like(r)) / delta

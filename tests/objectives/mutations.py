@@ -113,7 +113,7 @@ MUTATIONS = [
         controls,
         ("dppo_mask", "at.beyond & at.diverging", "at.beyond", "cppo_tight"),
         ("_penalised", "pi * at.shift.sign()", "at.shift.sign()", "penalty_tv"),
-        ("_penalised", "at.shift / rest", "-at.shift / rest", "penalty_kl"),
+        ("_penalised", "mu_rest / pi_rest - 1", "1 - mu_rest / pi_rest", "penalty_kl"),
         ("_penalised", "at.ratio - 1 - at.ratio.log(), at.ratio - 1", "at.ratio - 1, at.ratio", "penalty_k3"),
         ("_penalised", "0.5 * mu", "mu", "penalty_l2"),
         ("_penalised", "torch.where(only, scale, torch.zeros_like(scale))", "scale", "penalty_outside"),
