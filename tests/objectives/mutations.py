@@ -31,14 +31,14 @@ from dppo_megatron.objectives import (
     trust_region,
 )
 from tests.objectives.centred import VOCAB, dense_gradient, given, gradient_through_kernels
-from tests.objectives.published import check
+from tests.objectives.published_axes import check
 
 SEEDS = range(6)
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old` stands once in the source of `function`; `noticed_by` is a label of published.py or centred.py."""
+    """`old` stands once in the source of `function`; `noticed_by` is a label of published_axes.py or centred.py."""
 
     module: ModuleType
     function: str

@@ -18,7 +18,13 @@ VARIANTS = {
     "dppo_reference_kl": ("dppo_binary_tv", {"reference_kl": "k3", "reference_kl_coefficient": 0.1}),
     "dppo_entropy": ("dppo_binary_tv", {"entropy_coefficient": 0.01}),
 }
-METHODS = {**{name: (name, {}) for name in PRESETS}, **VARIANTS}
+# The bank is never refreshed, so a policy that learns leaves a tight region of responses altogether and stands still.
+WIDER = {
+    "trm_max": {"response_delta": 5.0},
+    "trm_mean": {"response_delta": 5.0},
+    "flash_reinforce": {"response_delta": 1.0},
+}
+METHODS = {**{name: (name, WIDER.get(name, {})) for name in PRESETS}, **VARIANTS}
 REFERENCE = "dppo_reference_kl"
 OFTEN = {"dppo_binary_tv", "dppo_topk_tv", "drpo", "grpo", "nll", *VARIANTS}
 
@@ -85,7 +91,8 @@ def test_the_old_policy_is_that_of_the_steps_start(trained, label):
     first, second = found["updates"][-2:]  # of the last step: far from the rollouts by then
     assert first["mismatch_recomputed/k3"] == pytest.approx(first["mismatch/k3"], rel=1e-3)
     assert second["mismatch_recomputed/k3"] != pytest.approx(second["mismatch/k3"], rel=1e-3)
-    if "masked/share" in first:  # the anchor is the old policy too
+    name, settings = METHODS[label]
+    if build_objective(name, **settings).settings.anchor == "old":
         assert first["masked/share"] == 0
         assert first["divergence/max"] < 1e-4 < second["divergence/max"]
     assert all(record["time/recompute_s"] > 0 for record in found["records"])
