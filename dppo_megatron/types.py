@@ -1,6 +1,7 @@
 """The nouns that flow from prompt to gradient. Plain frozen dataclasses; arrays are numpy until the trainer packs them.
 
-`P` prompt tokens, `R` response tokens, `K` top-K ids, `n` samples of one prompt, `T` packed tokens.
+`P` prompt tokens, `S` tokens after the prompt, `R` of them sampled by the policy (all, but for `Rollout.spans`), `K`
+top-K ids, `n` samples of one prompt, `T` packed tokens.
 """
 
 from __future__ import annotations
@@ -31,19 +32,32 @@ class Prompt:
     source: str = ""  # data source of the row, which chooses its rewards
 
 
+POLICY, ENVIRONMENT, INHERITED = range(3)  # of a span: sampled here, put in from outside, sampled in an earlier branch
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sampled response with what the engine reported of every token, at the sampling temperature."""
+    """One sampled response with what the engine reported of every token, at the sampling temperature.
 
-    token_ids: np.ndarray  # [R] int32, the end-of-sequence token included
+    With several turns it is one branch of a trajectory: a token sequence whose spans say what the policy sampled.
+    """
+
+    token_ids: np.ndarray  # [S] int32, the end-of-sequence token included
     rollout_logprob: np.ndarray  # [R] fp32, ln mu of the processed distribution the token was drawn from
     versions: np.ndarray  # [R] int32, policy version that sampled the token
     finish_reason: str  # "stop" | "length" | "abort"
     topk_ids: np.ndarray | None = None  # [R, K] int32, -1 = absent
     rollout_topk_logprob: np.ndarray | None = None  # [R, K] fp32
-    # [P + R - 1, L, k] uint8 or uint16: the k experts of each of the L MoE layers, for every token the engine read
-    # (all but the last sampled one), in the engine's order of preference. For routing replay.
+    # [P + S - 1, L, k] uint8 or uint16: the k experts of each of the L MoE layers, for every token the engine read
+    # (all but the last one), in the engine's order of preference. For routing replay.
     routed_experts: np.ndarray | None = None
+    # [J, 3] int32: origin (POLICY, ENVIRONMENT, INHERITED), tokens, turn. None: one span, all of it sampled here.
+    spans: np.ndarray | None = None
+    # The tokens that top-p, top-k and min-p left to draw from, the sampled one included; rollout_logprob is over them.
+    kept_ids: np.ndarray | None = None  # [sum of kept_counts] int32
+    kept_counts: np.ndarray | None = None  # [R] int32
+    # Number in its group, from 0; samples of one trajectory are its branches, in order. None: a trajectory of its own.
+    trajectory: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +66,10 @@ class RolloutGroup:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]  # n of them
-    rewards: np.ndarray  # [n] fp32
+    rewards: np.ndarray  # [n] fp32, of the sample's trajectory
     reward_failed: np.ndarray  # [n] bool: the verifier raised or timed out; the sample carries no loss
     temperature: float
+    turn_rewards: tuple[np.ndarray, ...] | None = None  # fp32 [turns] of each trajectory
 
     @property
     def num_tokens(self) -> int:

@@ -42,11 +42,13 @@ class Scorer:
     packer: Packer
     layout: Layout
     vocab_size: int
+    topk_width: int  # K of the micro-batches' top-K ids, where there are any
     token_budget: int  # train.micro_batch_tokens; only a hint, packed lengths travel with the tensors
 
     @torch.no_grad()
     def __call__(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
-        """Collective; the same on every rank of a replica. topk: the top-K ids too, which every micro-batch must have.
+        """Collective; the same on every rank of a replica. topk: the top-K ids too, which micro-batches of the last
+        stage must have.
 
         One forward pass; with context parallelism a sum of each result over its ranks, with pipeline parallelism a
         broadcast from the last stage.
@@ -77,7 +79,7 @@ class Scorer:
             results = [
                 torch.empty(
                     b.batch_tokens,
-                    b.loss.topk_ids.shape[1] + 2 if topk else 1,
+                    self.topk_width + 2 if topk else 1,
                     dtype=torch.float32,
                     device=layout.device,
                 )

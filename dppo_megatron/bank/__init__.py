@@ -1,14 +1,17 @@
 """The rollout bank: the append-only, crash-safe directory through which every rollout reaches the trainer.
 
 The orchestrator holds the one `BankWriter`; trainer ranks and tools use `BankReader`. Training order is the
-order of appending: step s trains on groups [s G, (s + 1) G). See `format` for the files.
+order of appending: step s trains on groups [s G, (s + 1) G). docs/bank.md describes the files.
 """
 
-from .format import BankCorruption, BankEntry, BankError, BankLocked, BankTimeout, BankWriteError
+from .entry import BankEntry
+from .errors import BankCorruption, BankError, BankLocked, BankTimeout, BankWriteError
 from .reader import BankReader
+from .shapes import PARTS
 from .writer import BankWriter
 
 __all__ = [
+    "PARTS",
     "BankCorruption",
     "BankEntry",
     "BankError",

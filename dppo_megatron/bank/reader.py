@@ -6,38 +6,41 @@ import os
 import time
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from dppo_megatron.types import RolloutGroup
+import numpy as np
 
-from .format import (
-    GROUP_HEAD,
-    RECORD_HEAD,
-    BankCorruption,
-    BankEntry,
-    BankTimeout,
-    decode_group,
-    parse_group_line,
-    segment_paths,
-)
+from dppo_megatron.types import Rollout, RolloutGroup
+
+from . import format1
+from .blob import decode_front, decode_sample
+from .entry import BankEntry
+from .errors import RESTORE, BankCorruption, BankTimeout, not_accessible
+from .files import Head, is_local, segment_paths
+from .ledger import Ledger
+from .lines import parse_group_line
+from .shapes import PARTS
+
+LAG_S = 60.0  # for which a network file system may remember that there was no such file, or a shorter one
 
 
 class BankReader:
     """Follows the bank in `directory`, which need not exist yet.
 
-    Keeps some 30 bytes per group in memory; index lines and tokens are read on demand.
+    Keeps some 30 bytes per group in memory; index lines and tokens are read on demand. Every line is checked as it
+    comes: its crc32, that it follows from those before it, and that what `head.json` names is there.
     """
 
     def __init__(self, directory: str | Path):
         self._directory = Path(directory)
-        self._segment = 0  # being followed
-        self._offset = 0  # bytes of its index already read
-        self._record = 0  # lines of its index already read
-        # Of every group: segment, record, byte offset and size of its index line.
+        self._ledger = Ledger(self._directory)
+        self._missing_since: float | None = None
+        # Of every group: segment, line number, byte offset and size of its index line.
         self._segments = array("l")
-        self._records = array("l")
+        self._lines = array("l")
         self._offsets = array("q")
         self._sizes = array("l")
 
@@ -49,16 +52,28 @@ class BankReader:
     def refresh(self) -> int:
         """Reads what was added to the index since the last call; returns `num_groups`.
 
-        Raises `BankCorruption` when the index shrank or holds a line that no writer wrote.
+        Raises `BankCorruption` when the index shrank or holds a line that cannot follow, or when something is missing;
+        on a network file system, when it is still missing after a minute.
         """
+        # Before the index: whatever it names was there when it was written.
+        head = Head.read(self._directory)
         while True:
             # Checked before reading: once a successor exists, nothing is added to this segment.
-            finished = self._exists(segment_paths(self._directory, self._segment + 1)[1])
+            finished = self._exists(segment_paths(self._directory, self._ledger.segment + 1)[1])
             self._read_new_lines()
             if not finished:
-                return self.num_groups
-            self._segment += 1
-            self._offset = self._record = 0
+                break
+            try:
+                self._ledger.next_segment()
+            except BankCorruption as error:
+                return self._not_there(str(error))
+        problem = self._ledger.contradiction(head)
+        if problem and head != (newer := Head.read(self._directory)):
+            problem = self._ledger.contradiction(newer) if head is None else ""  # the writer went on meanwhile
+        if problem:
+            return self._not_there(problem)
+        self._missing_since = None
+        return self.num_groups
 
     def wait_for(self, count: int, timeout_s: float, poll_s: float = 0.01) -> int:
         """Returns `num_groups` once it is at least `count`.
@@ -97,26 +112,39 @@ class BankReader:
             found += self._entries_of_segment(segment, list(numbers))
         return found
 
-    def read(self, entry: BankEntry) -> RolloutGroup:
-        """The group of an entry; reads its bytes alone.
+    def read(
+        self, entry: BankEntry, samples: Sequence[int] | None = None, parts: Sequence[str] = PARTS
+    ) -> RolloutGroup:
+        """The group of an entry, or of its samples those given alone; reads their bytes and the prompt's alone.
 
-        Raises `BankCorruption` when they are missing or do not match the entry's checksum.
+        parts: of `PARTS`, `core` always among them; fields of the others are None. A group of format 1 is read whole,
+        whatever is asked of it, and has every field.
+        Raises `BankCorruption` when bytes are missing, do not match their checksum or contradict the entry.
         """
         path = segment_paths(self._directory, entry.segment)[0]
-        where = f"{path}: group {entry.number} (record {entry.record} of segment {entry.segment})"
+        index = segment_paths(self._directory, entry.segment)[1].name
+        where = f"{path}: group {entry.number} (line {entry.line} of {index})"
+        chosen = range(entry.num_samples) if samples is None else samples
         try:
             with path.open("rb", buffering=0) as file:
-                blob = os.pread(file.fileno(), entry.size, entry.offset)
+                if entry.shapes is None:
+                    return _only(format1.decode_group(_whole_blob(file.fileno(), entry)), samples)
+                return _read_samples(file.fileno(), entry, chosen, parts)
         except FileNotFoundError:
             raise BankCorruption(f"{where}: the file is gone; restore it, or train from a later step") from None
-        if len(blob) != entry.size:
-            raise BankCorruption(f"{where}: only {len(blob)} of {entry.size} bytes are there; restore the file")
-        if zlib.crc32(blob) != entry.crc32:
-            raise BankCorruption(f"{where}: the bytes do not match their checksum; restore the file")
-        try:
-            return decode_group(blob)
+        except OSError as error:
+            raise not_accessible(path, error) from error
         except ValueError as error:
-            raise BankCorruption(f"{where}: {error}") from error
+            raise BankCorruption(f"{where}: {error}; {RESTORE}") from error
+
+    def _not_there(self, problem: str) -> int:
+        """Raises `BankCorruption`, or waits and sees where files of other hosts appear late."""
+        now = time.monotonic()
+        if self._missing_since is None:
+            self._missing_since = now
+        if now - self._missing_since > LAG_S or is_local(self._directory):
+            raise BankCorruption(problem)
+        return self.num_groups
 
     def _exists(self, path: Path) -> bool:
         try:
@@ -124,45 +152,106 @@ class BankReader:
             os.close(os.open(self._directory, os.O_RDONLY))
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise not_accessible(self._directory, error) from error
         return path.exists()
 
     def _read_new_lines(self) -> None:
-        path = segment_paths(self._directory, self._segment)[1]
+        path, ledger = self._ledger.index_path, self._ledger
         try:
             # Opened anew each time: network file systems revalidate their caches on open.
             with path.open("rb", buffering=0) as file:
-                if file.seek(0, os.SEEK_END) < self._offset:
+                if file.seek(0, os.SEEK_END) < ledger.index_size:
                     raise BankCorruption(
                         f"{path}: shorter than when last read: records that were in use are gone; "
                         "restart the trainer from its last checkpoint"
                     )
-                file.seek(self._offset)
+                file.seek(ledger.index_size)
                 added = file.read()
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise not_accessible(path, error) from error
         # A line without its newline is being written: it is read again, whole, next time.
-        for line in added[: added.rfind(b"\n") + 1].splitlines(keepends=True):
-            if RECORD_HEAD.match(line) is None:
-                raise BankCorruption(f"{path}: record {self._record} is not readable; restore the file")
-            if line.startswith(GROUP_HEAD):
-                self._segments.append(self._segment)
-                self._records.append(self._record)
-                self._offsets.append(self._offset)
-                self._sizes.append(len(line))
-            self._offset += len(line)
-            self._record += 1
+        for line in added[: added.rfind(b"\n") + 1].split(b"\n")[:-1]:
+            offset = ledger.index_size
+            if ledger.add(line + b"\n") is not None:
+                self._segments.append(ledger.segment)
+                self._lines.append(ledger.lines)
+                self._offsets.append(offset)
+                self._sizes.append(len(line) + 1)
 
     def _entries_of_segment(self, segment: int, numbers: list[int]) -> Iterator[BankEntry]:
         path = segment_paths(self._directory, segment)[1]
         begin = self._offsets[numbers[0]]
         end = self._offsets[numbers[-1]] + self._sizes[numbers[-1]]
-        with path.open("rb", buffering=0) as file:
-            lines = os.pread(file.fileno(), end - begin, begin)
+        try:
+            with path.open("rb", buffering=0) as file:
+                lines = os.pread(file.fileno(), end - begin, begin)
+        except OSError as error:
+            raise not_accessible(path, error) from error
         for number in numbers:
             at = self._offsets[number] - begin
+            line_number = self._lines[number]
             try:
-                yield parse_group_line(lines[at : at + self._sizes[number]], number, segment, self._records[number])
+                yield parse_group_line(lines[at : at + self._sizes[number]], number, segment, line_number)
             except (ValueError, KeyError, IndexError, TypeError) as error:
-                raise BankCorruption(
-                    f"{path}: record {self._records[number]} is not readable ({error}); restore the file"
-                ) from error
+                raise BankCorruption(f"{path}: line {line_number}: not readable ({error}); {RESTORE}") from error
+
+
+def _only(group: RolloutGroup, samples: Sequence[int] | None) -> RolloutGroup:
+    if samples is None:
+        return group
+    chosen = list(samples)
+    rollouts = tuple(group.rollouts[i] for i in chosen)
+    return replace(group, rollouts=rollouts, rewards=group.rewards[chosen], reward_failed=group.reward_failed[chosen])
+
+
+def _whole_blob(file: int, entry: BankEntry) -> bytes:
+    return _piece(file, entry.size, entry.offset, entry.crc32, "the blob").tobytes()
+
+
+def _read_samples(file: int, entry: BankEntry, samples: Sequence[int], parts: Sequence[str]) -> RolloutGroup:
+    assert entry.parts is not None
+    assert entry.part_crc is not None
+    size, crc = entry.front
+    prompt, finish = decode_front(_piece(file, size, entry.offset, crc, "the prompt").tobytes(), entry)
+    ends = entry.offset + size + np.cumsum(entry.parts).reshape(entry.parts.shape)
+    if ends[-1, -1] != entry.offset + entry.size:
+        raise ValueError(f"its parts have {ends[-1, -1] - entry.offset} of {entry.size} bytes")
+    rollouts: list[Rollout] = []
+    for i in samples:
+        pieces = {}
+        for p, part in enumerate(PARTS):
+            if part in parts:
+                size = int(entry.parts[i, p])
+                what = f"sample {i}, part {part}"
+                pieces[part] = _piece(file, size, int(ends[i, p]) - size, int(entry.part_crc[i, p]), what)
+        rollouts.append(decode_sample(entry, i, finish[i], pieces))
+    chosen = list(samples)
+    group = RolloutGroup(
+        prompt=prompt,
+        rollouts=tuple(rollouts),
+        rewards=entry.rewards[chosen],
+        reward_failed=entry.reward_failed[chosen],
+        temperature=entry.temperature,
+        turn_rewards=entry.turn_rewards,
+    )
+    if len(chosen) == entry.num_samples:
+        found = sum(int(r.versions.sum(dtype=np.int64)) for r in rollouts)
+        if found != entry.version_sum:
+            raise ValueError(f"its versions sum to {found}, the index line says {entry.version_sum}")
+    return group
+
+
+def _piece(file: int, size: int, offset: int, crc: int, what: str) -> np.ndarray:
+    """[size] uint8, checked."""
+    buffer = np.empty(size, np.uint8)
+    found = 0
+    while found < size and (count := os.preadv(file, [buffer.data[found:]], offset + found)):
+        found += count
+    if found < size:
+        raise ValueError(f"{what}: only {found} of {size} bytes are there")
+    if zlib.crc32(buffer.data) != crc:
+        raise ValueError(f"{what}: the bytes do not match their checksum")
+    return buffer

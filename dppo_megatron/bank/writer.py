@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
-import os
-import socket
-import time
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-import psutil
+import numpy as np
 
 from dppo_megatron.types import RolloutGroup
 
-from .format import (
-    LOCK_NAME,
-    RECORD_HEAD,
-    BankCorruption,
-    BankError,
-    BankLocked,
-    dropped_line,
-    encode_group,
-    group_line,
-    segment_numbers,
-    segment_paths,
-)
+from . import format1, lines
+from .blob import encode_group
+from .checks import check_group
+from .errors import BankError, BankWriteError, not_accessible, write_error
+from .files import HEAD_NAME, Closed, Head, is_local
+from .ledger import Ledger
+from .lock import WriterLock
+from .recovery import recover
 from .segment import Segment
 
-# Where what one process wrote is at once visible, in order, to every other that can see the file system.
-LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "apfs"})
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class BankWriter:
@@ -38,8 +32,9 @@ class BankWriter:
 
     Opening takes an exclusive lock until the process ends, truncates what a crash left half written (with
     a log line) and reads which prompt positions are done. A segment holds `groups_per_segment` groups, so
-    with one training step's groups in each, segment s is the batch of step s. Not thread-safe: one call at a
-    time.
+    with one training step's groups in each, segment s is the batch of step s. A bank that began in format 1 goes on in
+    it. Groups are encoded and written in a thread of their own, in the order of the calls; the calls themselves come
+    from one thread.
 
     fsync: flush every record to the device before `append` returns, some milliseconds each. Without, a
     segment is flushed when it is full: a record survives any crash of processes, but a power failure can lose
@@ -47,7 +42,7 @@ class BankWriter:
     files late and out of order. Default: on unless the file system is known to be local.
 
     Raises `BankLocked` when another writer has the bank, `BankCorruption` when the directory is damaged
-    beyond what a crash explains.
+    beyond what a crash explains, `BankError` when it cannot be written to.
     """
 
     def __init__(self, directory: str | Path, groups_per_segment: int, *, fsync: bool | None = None):
@@ -55,21 +50,34 @@ class BankWriter:
             raise ValueError(f"groups_per_segment is {groups_per_segment}, expected at least 1")
         self._directory = Path(directory)
         self._groups_per_segment = groups_per_segment
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._fsync = not _is_local(self._directory) if fsync is None else fsync
-        self._lock = _acquire_lock(self._directory / LOCK_NAME)
         try:
-            self._done: set[int] = set()
-            self._num_groups = 0
-            self._segment = self._recover()
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._fsync = not is_local(self._directory) if fsync is None else fsync
+        except OSError as error:
+            raise not_accessible(self._directory, error) from error
+        self._lock = WriterLock(self._directory)
+        try:
+            self._ledger, self._segment = self._open()
+        except OSError as error:
+            self._lock.release()
+            raise not_accessible(self._directory, error) from error
         except BaseException:
-            os.close(self._lock)
+            self._lock.release()
             raise
+        self._done = self._ledger.positions.all()
+        # Groups begun here, and of those the ones that failed: each is changed by one thread alone.
+        self._stored_before, self._begun, self._failed = self._ledger.total_groups, 0, 0
+        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "bank-writer")
 
     @property
     def num_train_groups(self) -> int:
         """Groups in the bank; training step s uses groups [s G, (s + 1) G) in the order of appending."""
-        return self._num_groups
+        return self._ledger.total_groups
+
+    @property
+    def num_begun_groups(self) -> int:
+        """`num_train_groups` with those that are being written."""
+        return self._stored_before + self._begun - self._failed
 
     def done_positions(self) -> frozenset[int]:
         """Prompt positions of all records, group or dropped: what must not be sampled again."""
@@ -80,32 +88,40 @@ class BankWriter:
 
         Raises `ValueError` for a malformed group or a position that is already done, `BankWriteError` when
         the disk refuses it; the bank is then as before the call, and the call may be repeated once there is
-        space.
+        space. Raises `BankLocked` when another writer may have the bank.
         """
-        self._require_new(group.prompt.position)
-        blob = encode_group(group)
-        segment = self._segment_for_next_record()
-        segment.write(blob, group_line(group, segment.data_size, blob))
-        segment.groups += 1
-        self._done.add(group.prompt.position)
-        self._num_groups += 1
-        return self._num_groups - 1
+        return self.begin_append(group).result()
+
+    def begin_append(self, group: RolloutGroup) -> Future[int]:
+        """`append` in the writer's thread; the group is in the bank once the future has its number.
+
+        The group's arrays must stay as they are until then. Raises at once for a position that is already done.
+        """
+        future = self._begin(group.prompt.position, lambda: self._append(group))
+        self._begun += 1
+        return future
 
     def drop(self, position: int, row: int, reason: str, detail: str = "") -> None:
         """Records that a prompt is done and yields no group. Raises as `append`."""
-        self._require_new(position)
-        self._segment_for_next_record().write(b"", dropped_line(position, row, reason, detail))
-        self._done.add(position)
+        self.begin_drop(position, row, reason, detail).result()
+
+    def begin_drop(self, position: int, row: int, reason: str, detail: str = "") -> Future[None]:
+        """`drop` in the writer's thread."""
+        return self._begin(position, lambda: self._drop(position, row, reason, detail))
 
     def close(self) -> None:
-        """Flushes to the device and gives the lock back. Harmless when repeated."""
-        if self._lock < 0:
+        """Waits for what was begun, flushes to the device and gives the lock back. Harmless when repeated."""
+        if self._thread is None:
             return
+        self._thread.shutdown()
+        self._thread = None
         try:
             self._segment.close()
+            self._lock.check()
+            if self._ledger.format == 2:
+                self._mark_closed()
         finally:
-            os.close(self._lock)
-            self._lock = -1
+            self._lock.release()
 
     def __enter__(self) -> BankWriter:
         return self
@@ -113,76 +129,98 @@ class BankWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _require_new(self, position: int) -> None:
-        if self._lock < 0:
+    def _begin(self, position: int, write: Callable[[], T]) -> Future[T]:
+        if self._thread is None:
             raise BankError(f"{self._directory}: the writer is closed")
         if position in self._done:
             raise ValueError(
                 f"prompt position {position} is already in the bank {self._directory}; see done_positions()"
             )
+        self._done.add(position)
+        return self._thread.submit(self._write, position, write)
+
+    # What follows runs in the writer's thread.
+
+    def _write(self, position: int, write: Callable[[], T]) -> T:
+        try:
+            self._lock.check()
+            return write()
+        except BaseException:
+            self._done.discard(position)
+            raise
+
+    def _append(self, group: RolloutGroup) -> int:
+        try:
+            check_group(group)
+            if self._ledger.format == 1:
+                blob = format1.encode_group(group)
+                segment = self._segment_for_next_record()
+                line = format1.group_line(group, segment.data_size, blob)
+                self._add([np.frombuffer(blob, np.uint8)], line)
+            else:
+                encoded = encode_group(group)
+                segment = self._segment_for_next_record()
+                self._add(encoded.buffers, lines.group_line(group, segment.data_size, encoded))
+        except BaseException:
+            self._failed += 1
+            raise
+        return self._ledger.total_groups - 1
+
+    def _drop(self, position: int, row: int, reason: str, detail: str) -> None:
+        self._segment_for_next_record()
+        write = lines.plain if self._ledger.format == 1 else lines.sealed
+        self._add([], write(**lines.dropped_fields(position, row, reason, detail)))
+
+    def _add(self, blob: list[np.ndarray], line: bytes) -> None:
+        self._segment.write(blob, line)
+        self._ledger.add(line)
+
+    def _open(self) -> tuple[Ledger, Segment]:
+        head = Head.read(self._directory)
+        ledger = recover(self._directory)
+        if head is not None and head.closed is not None:
+            self._write_head(head.segment)  # from now on the files may be longer than that writer left them
+        if ledger.lines == 0 and ledger.format == 2:
+            return ledger, self._begin_segment(ledger)
+        sizes = {"data_size": ledger.data_size, "index_size": ledger.index_size}
+        return ledger, Segment(self._directory, ledger.segment, self._fsync, **sizes)
 
     def _segment_for_next_record(self) -> Segment:
-        if self._segment.groups >= self._groups_per_segment:
+        ledger = self._ledger
+        if ledger.groups >= self._groups_per_segment or ledger.ended:
+            if ledger.format == 2 and not ledger.ended:
+                self._add([], lines.end_line(ledger.groups, ledger.dropped, ledger.data_size))
             self._segment.close()
-            self._segment = Segment(self._directory, self._segment.number + 1, self._fsync)
+            ledger.next_segment()
+        if self._segment.number != ledger.segment:
+            self._segment = self._begin_segment(ledger)
         return self._segment
 
-    def _recover(self) -> Segment:
-        numbers = segment_numbers(self._directory) or [0]
-        for number in numbers[:-1]:
-            self._read_finished_segment(segment_paths(self._directory, number)[1])
-        segment = Segment(self._directory, numbers[-1], self._fsync)
+    def _begin_segment(self, ledger: Ledger) -> Segment:
+        segment = Segment(self._directory, ledger.segment, self._fsync)
+        if ledger.format == 1:
+            return segment
+        line = lines.begin_line(ledger.segment, ledger.chain)
         try:
-            self._done.update(segment.recover())
+            segment.write([], line)
+            self._write_head(ledger.segment)
         except BaseException:
             segment.close()
             raise
-        self._num_groups += segment.groups
+        ledger.add(line)
         return segment
 
-    def _read_finished_segment(self, path: Path) -> None:
-        # Only the last segment can be incomplete: every other was flushed to the device before the next was begun.
-        for record, line in enumerate(path.read_bytes().splitlines(keepends=True)):
-            head = RECORD_HEAD.match(line)
-            if head is None or not line.endswith(b"\n"):
-                raise BankCorruption(f"{path}: record {record} is not readable; restore the file or start a new run")
-            self._done.add(int(head[2]))
-            self._num_groups += head[1] == b"group"
+    def _write_head(self, segment: int, closed: Closed | None = None) -> None:
+        try:
+            Head(segment, closed).write(self._directory)
+        except OSError as error:
+            raise write_error(self._directory / HEAD_NAME, error, 200) from error
 
-
-def _acquire_lock(path: Path) -> int:
-    # flock, not lockf: it also excludes a second writer in the same process.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.pread(descriptor, 4096, 0)
-        os.close(descriptor)
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise BankError(
-                f"{path}: cannot lock ({error.strerror}); is the file system mounted without locks?"
-            ) from error
-        raise BankLocked(
-            f"{path.parent}: another process is writing this bank: {_describe_holder(holder)}. "
-            "Stop it first, or use another run.dir"
-        ) from None
-    os.ftruncate(descriptor, 0)
-    this_process = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    os.pwrite(descriptor, json.dumps(this_process).encode(), 0)
-    return descriptor
-
-
-def _describe_holder(text: bytes) -> str:
-    try:
-        holder: dict[str, Any] = json.loads(text)
-        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-    except (ValueError, KeyError, TypeError):
-        return "unknown holder"
-
-
-def _is_local(directory: Path) -> bool:
-    place = directory.resolve()
-    mounts = [m for m in psutil.disk_partitions(all=True) if place.is_relative_to(m.mountpoint)]
-    # The longest mount point is the nearest; of equals the last one mounted hides the others.
-    nearest = max(enumerate(mounts), key=lambda m: (len(m[1].mountpoint), m[0]), default=None)
-    return nearest is not None and nearest[1].fstype in LOCAL_FILE_SYSTEMS
+    def _mark_closed(self) -> None:
+        ledger = self._ledger
+        if self._segment.broken or self._segment.number != ledger.segment:
+            return
+        try:
+            self._write_head(ledger.segment, Closed(ledger.index_size, ledger.data_size, ledger.chain))
+        except BankWriteError as error:
+            log.warning("%s. The bank is opened next time as one whose writer was killed", error)

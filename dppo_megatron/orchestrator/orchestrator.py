@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
+from dppo_megatron.bank import BankTimeout, BankWriter
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.fleet.sampling import Sampler
@@ -29,6 +32,8 @@ from .staleness import StalenessBound
 log = logging.getLogger(__name__)
 
 TOO_STALE = "too_stale"  # the reason in the bank
+MOST_WRITES = 4  # groups that wait for the disk before sampling waits for it too
+LONGEST_WRITE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class Orchestrator:
         prompts,
         tokenizer,
         rewards,
-        bank,
+        bank: BankWriter,
         published: PublishedFollower,
         evaluator: Evaluator | None,
         recorder: StepRecorder,
@@ -79,20 +84,23 @@ class Orchestrator:
         self._stop_token_ids = tuple(stop_token_ids)
         self._filter = SignalFilter(config.rollout)
         self._evaluations: set[asyncio.Task] = set()  # that run
+        self._writes: deque[Future] = deque()  # records on their way to the disk, in order
         self._bound = StalenessBound(config.rollout.prompts_per_step, config.rollout.max_staleness)
 
     async def run(self) -> None:
         """Raises `PolicyTimeout` when the trainer stops publishing, `EngineError` when an engine fails, `NoSignal` when
-        dynamic sampling finds too few groups to train on."""
+        dynamic sampling finds too few groups to train on, `BankError` when the disk refuses a group."""
         rollout = self._config.rollout
         wanted = self._config.train.steps * rollout.prompts_per_step
         positions = self._open_positions()
         running: dict[asyncio.Task, Running] = {}
         finished: list[tuple[int, RolloutGroup]] = []  # with their last steps; they wait for slower ones
         try:
-            while (stored := self._bank.num_train_groups) < wanted:
+            while (stored := self._bank.num_begun_groups) < wanted:
                 begun = stored + len(running) + len(finished)
+                await self._written(MOST_WRITES)
                 if not running:
+                    await self._written()  # the trainer may be waiting for them
                     await self._wait_for(self._bound.needed_version(min(begun, wanted - 1)))
                 await self._evaluate_if_due()
                 while begun < wanted and len(running) < rollout.max_concurrent_groups and self._may_begin(begun):
@@ -114,6 +122,7 @@ class Orchestrator:
                     if self._keep(group):
                         finished.append((last_step, group))
                 self._store(finished, running)
+            await self._written()
             await self._wait_for(self._config.train.steps)
             await asyncio.gather(*self._evaluations)
         finally:
@@ -121,6 +130,7 @@ class Orchestrator:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._written()  # of a stopped run, too, every finished group is in the bank
 
     def _open_positions(self) -> Iterator[int]:
         done = self._bank.done_positions()
@@ -134,13 +144,26 @@ class Orchestrator:
         """Moves finished groups to the bank, the most urgent first, as long as the running ones stay in time."""
         finished.sort(key=lambda entry: entry[0])
         while finished:
-            group = self._bank.num_train_groups
+            group = self._bank.num_begun_groups
             waiting = [last_step for last_step, _ in finished[1:]]
             if running and not self._may_store(group, waiting, running):
                 return
             _, first = finished.pop(0)
             self._recorder.count_finished(group // self._config.rollout.prompts_per_step, first)
-            self._bank.append(first)
+            self._writes.append(self._bank.begin_append(first))
+
+    async def _written(self, most: int = 0) -> None:
+        """Returns once at most so many writes are unfinished. Raises what a finished one raised."""
+        while self._writes and (len(self._writes) > most or self._writes[0].done()):
+            write = asyncio.wrap_future(self._writes[0])
+            done, _ = await asyncio.wait([write], timeout=LONGEST_WRITE_S)
+            if not done:
+                raise BankTimeout(
+                    f"writing a group to the bank takes longer than {LONGEST_WRITE_S:g} s: the file system of run.dir "
+                    "does not answer; look at it, then resume"
+                )
+            self._writes.popleft()
+            write.result()
 
     def _may_store(self, group: int, waiting: list[int], running: dict[asyncio.Task, Running]) -> bool:
         """Whether a finished group may be stored as number `group`: not if that makes a running one too late.
@@ -165,17 +188,18 @@ class Orchestrator:
     def _give_up(self, task: asyncio.Task, late: Running) -> None:
         task.cancel()  # which aborts it in the engine
         detail = f"not done when step {late.last_step} needed its last group, and no later step may train on it"
-        self._bank.drop(late.prompt.position, late.prompt.row, TOO_STALE, detail)
+        self._writes.append(self._bank.begin_drop(late.prompt.position, late.prompt.row, TOO_STALE, detail))
         self._recorder.count_given_up()
         log.warning("prompt %d: given up, %s", late.prompt.position, detail)
 
     def _keep(self, group: RolloutGroup) -> bool:
         """Whether the run trains on `group`; when not, its prompt is recorded as dropped."""
-        step = self._bank.num_train_groups // self._config.rollout.prompts_per_step
+        step = self._bank.num_begun_groups // self._config.rollout.prompts_per_step
         keeps = self._filter.keeps(group, step)
         if not keeps:
             self._recorder.count_dropped(step, group)
-            self._bank.drop(group.prompt.position, group.prompt.row, NO_SIGNAL, describe_drop(group))
+            dropped = self._bank.begin_drop(group.prompt.position, group.prompt.row, NO_SIGNAL, describe_drop(group))
+            self._writes.append(dropped)
         return keeps
 
     async def _produce(self, prompt: Prompt) -> RolloutGroup:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from dppo_megatron.bank import BankEntry, BankReader
+from dppo_megatron.bank import PARTS, BankEntry, BankReader
 from dppo_megatron.config import Config
 from dppo_megatron.data.packing import TokenSequence, pack, plan_micro_batches
 from dppo_megatron.data.prompts import PromptSource
@@ -20,12 +20,14 @@ from dppo_megatron.hf import read_hf_config
 from dppo_megatron.objectives import Objective, sequence_weights
 from dppo_megatron.orchestrator.metrics import last_progress
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.types import RolloutGroup, TokenBatch
+from dppo_megatron.types import TokenBatch
 
 from .step_samples import StepSamples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from dppo_megatron.actor import Actor
 
 
 VISIBLE_S = 120.0  # within which a network file system shows every node what rank 0 has seen
@@ -58,10 +60,22 @@ class BatchSource(Protocol):
 
 
 class BankBatches:
-    """Batch of step s: bank groups [s*G, (s+1)*G), in prompt order so that a resumed run sums in the same order."""
+    """Batch of step s: bank groups [s*G, (s+1)*G), in prompt order so that a resumed run sums in the same order.
 
-    def __init__(self, config: Config, reader: BankReader, objective: Objective, rank: int, size: int):
+    Reads the samples of data-parallel rank `rank` alone, and of those the `parts` that `parts_of` says this rank needs.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        reader: BankReader,
+        objective: Objective,
+        rank: int,
+        size: int,
+        parts: Sequence[str] = PARTS,
+    ):
         self._config = config
+        self._parts = parts
         self._reader = reader
         self._objective = objective
         self._rank, self._size = rank, size
@@ -117,6 +131,16 @@ class BankBatches:
                     f"rollout.topk_logprobs = {rollout.topk_logprobs}: prompt {entry.position} in the bank has "
                     f"{entry.topk} top-K log-probs per token; use the setting the bank was filled with"
                 )
+            if entry.spans is not None or entry.trajectory is not None:
+                raise ValueError(
+                    f"rollout.bank: prompt {entry.position} has samples of several turns or branches; this "
+                    "version does not train on them, only the bank's format holds them"
+                )
+            if entry.masked:
+                raise ValueError(
+                    f"rollout.bank: prompt {entry.position} was sampled with top-p, top-k or min-p; the trainer's "
+                    "log-probs are over the whole vocabulary, sample without them"
+                )
             if self._experts is not None:
                 wanted = (sum(self._experts.layers), self._experts.top_k)
                 if entry.routing != wanted:
@@ -128,16 +152,30 @@ class BankBatches:
                         "with the model's own routing"
                     )
 
-    def _read(self, entry: BankEntry) -> RolloutGroup:
-        group = self._reader.read(entry)
-        if self._experts is not None:
+    def _sequences(
+        self, entry: BankEntry, samples: Sequence[int], advantages: np.ndarray, weights: np.ndarray
+    ) -> dict[int, TokenSequence]:
+        """The given samples of one group; advantages and weights are those of all of its samples."""
+        group = self._reader.read(entry, samples, self._parts)
+        replays = self._experts is not None and "routes" in self._parts
+        if replays:
             largest = max(int(r.routed_experts.max(initial=0)) for r in group.rollouts)
             if largest >= self._experts.num_experts:
                 raise ValueError(
                     f"rollout.routing_replay = true: prompt {entry.position} in the bank names expert {largest}, the "
                     f"model has {self._experts.num_experts}; the bank was filled by another model"
                 )
-        return group
+        return {
+            i: TokenSequence.of_rollout(
+                group.prompt,
+                rollout,
+                advantage=float(advantages[i]),
+                loss_weight=float(weights[i]),
+                temperature=group.temperature,
+                replay_routing=replays,
+            )
+            for i, rollout in zip(samples, group.rollouts, strict=True)
+        }
 
     def _update(self, entries: Sequence[BankEntry], samples: StepSamples) -> UpdateBatch | None:
         """Denominators count every sample that carries loss; only those that can move the policy are computed."""
@@ -150,24 +188,24 @@ class BankBatches:
             return None
         lengths = [int(entries[g].prompt_tokens + samples.lengths[g, i]) for g, i in computed]
         plan = plan_micro_batches(lengths, self._size, self._config.train.micro_batch_tokens)
-        read: dict[int, RolloutGroup] = {}
-        micro_batches = []
-        for indices in plan[self._rank]:
-            sequences = []
-            for g, i in computed[indices]:
-                group = read.get(g) or read.setdefault(g, self._read(entries[g]))
-                sequences.append(
-                    TokenSequence.of_rollout(
-                        group.prompt,
-                        group.rollouts[i],
-                        advantage=float(advantages[g, i]),
-                        loss_weight=float(weights[g, i]),
-                        temperature=group.temperature,
-                        replay_routing=self._experts is not None,
-                    )
-                )
-            micro_batches.append(pack(sequences, topk=self._config.rollout.topk_logprobs))
+        own = computed[[i for indices in plan[self._rank] for i in indices]]
+        read = {
+            g: self._sequences(entries[g], own[own[:, 0] == g, 1].tolist(), advantages[g], weights[g])
+            for g in np.unique(own[:, 0])
+        }
+        topk = self._config.rollout.topk_logprobs if "topk" in self._parts else 0
+        micro_batches = [pack([read[g][i] for g, i in computed[indices]], topk=topk) for indices in plan[self._rank]]
         return UpdateBatch(micro_batches, len(computed), sum(lengths))
+
+
+def parts_of(actor: Actor) -> tuple[str, ...]:
+    """What this rank reads of a sample: top-K lists where the loss is, routes where there are experts to replay."""
+    parts = ["core"]
+    if actor.layout.is_last_stage:
+        parts.append("topk")
+    if actor.routing is not None and actor.routing.held_layers:
+        parts.append("routes")
+    return tuple(parts)
 
 
 class SupervisedBatches:

@@ -23,7 +23,7 @@ from dppo_megatron.weight_sync.colocated import put_to_sleep
 from dppo_megatron.weight_sync.engine_thread import EngineThread
 
 from .acceptance import Acceptance
-from .batches import BankBatches, SupervisedBatches
+from .batches import BankBatches, SupervisedBatches, parts_of
 from .checkpoints import Checkpoints
 from .control import Control
 from .loop import train
@@ -72,7 +72,9 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     if config.objective.supervised:
         source = SupervisedBatches(config, prompts(), tokenizer, rank, size)
     else:
-        source = BankBatches(config, BankReader(config.rollout.bank or run.bank), objective, rank, size)
+        source = BankBatches(
+            config, BankReader(config.rollout.bank or run.bank), objective, rank, size, parts_of(actor)
+        )
     publisher = None
     if config.samples:
         if not colocated:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dppo_megatron.bank import BankError, BankReader, BankTimeout, BankWriter
-from tests.support.bank import assert_same_group, make_group
+from tests.support.bank import assert_same_group, make_group, write_format_1
 
 
 def replace_rollout(group, **fields):
@@ -208,19 +208,20 @@ def test_index_lines_are_plain_json(tmp_path):
     with BankWriter(tmp_path, 2) as writer:
         writer.append(make_group(0))
         writer.drop(1, 1, "aborted", 'a "quoted"\nline')
-    group, dropped = map(json.loads, (tmp_path / "segment-000000.jsonl").read_text().splitlines())
+    begin, group, dropped = map(json.loads, (tmp_path / "segment-000000.jsonl").read_text().splitlines())
+    assert (begin["kind"], begin["v"], begin["segment"]) == ("begin", 2, 0)
     assert (group["kind"], group["position"], group["n"]) == ("group", 0, 4)
     assert (dropped["kind"], dropped["position"], dropped["detail"]) == ("dropped", 1, 'a "quoted"\nline')
 
 
 def test_index_lines_without_the_sum_of_versions_are_read(tmp_path):
-    with BankWriter(tmp_path, 1) as writer:
-        writer.append(make_group(0, version=3))
-    (path,) = tmp_path.glob("*.jsonl")
+    bank = tmp_path / "bank"
+    write_format_1(bank, [make_group(0, version=3)], 1)
+    (path,) = bank.glob("*.jsonl")
     line = json.loads(path.read_text())
     tokens = sum(line["lengths"])
     assert line.pop("version_sum") == 3 * tokens
     path.write_text(json.dumps(line, separators=(",", ":")) + "\n")
-    reader = BankReader(tmp_path)
+    reader = BankReader(bank)
     (entry,) = reader.entries(0, reader.refresh())
     assert entry.version_sum == 3 * tokens

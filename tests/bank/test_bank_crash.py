@@ -35,6 +35,14 @@ def files(directory, number):
     return directory / f"segment-{number:06d}.bin", directory / f"segment-{number:06d}.jsonl"
 
 
+def as_killed(directory):
+    """As if the writer that was closed had been killed: a closed one leaves word of what must be there."""
+    head = directory / "head.json"
+    fields = json.loads(head.read_text())
+    fields.pop("closed")
+    head.write_text(json.dumps(fields))
+
+
 def start_writer(directory: Path, *, fsync: bool) -> subprocess.Popen:
     """A process that appends groups 0, 1, 2, ... from where the bank is, and prints each number."""
     program = f"""
@@ -71,31 +79,32 @@ def test_killed_writers_lose_nothing_they_reported(tmp_path):
 
 @pytest.mark.parametrize(("write", "share"), [(0, 0.0), (0, 0.5), (0, 1.0), (1, 0.0), (1, 0.5), (1, 1.0)])
 def test_a_writer_killed_in_the_middle_of_a_record(tmp_path, write, share):
-    """SIGKILL after part of the blob (write 0) or index line (write 1) of group 4, first of its segment."""
+    """SIGKILL after part of the blob (write 0) or index line (write 1) of group 5, second of its segment."""
     program = f"""
         import os, signal, sys
         from tests.support.bank import make_group
         from dppo_megatron.bank import BankWriter
         writer = BankWriter({str(tmp_path)!r}, 4)
-        for p in range(4):
+        for p in range(5):
             writer.append(make_group(p))
-        real, calls = os.pwrite, []
-        def pwrite(descriptor, data, offset):
+        real, calls = os.pwritev, []
+        def pwritev(descriptor, buffers, offset):
+            data = b"".join(buffers)
             calls.append(offset)
             if len(calls) <= {write}:
-                return real(descriptor, data, offset)
-            real(descriptor, data[: int(len(data) * {share})], offset)
+                return real(descriptor, [data], offset)
+            real(descriptor, [data[: int(len(data) * {share})]], offset)
             os.kill(os.getpid(), signal.SIGKILL)
-        os.pwrite = pwrite
-        writer.append(make_group(4))
+        os.pwritev = pwritev
+        writer.append(make_group(5))
     """
     process = subprocess.run([sys.executable, "-c", textwrap.dedent(program)])
     assert process.returncode == -signal.SIGKILL
-    whole = 5 if (write, share) == (1, 1.0) else 4
+    whole = 6 if (write, share) == (1, 1.0) else 5
     assert len(read_all(tmp_path)) == whole
     with BankWriter(tmp_path, 4) as writer:
         assert writer.done_positions() == set(range(whole))
-        for p in range(whole, 6):
+        for p in range(whole, 7):
             writer.append(make_group(p))
     for p, group in enumerate(read_all(tmp_path)):
         assert_same_group(group, make_group(p))
@@ -106,13 +115,14 @@ def test_a_writer_killed_in_the_middle_of_a_record(tmp_path, write, share):
 
 def test_every_incomplete_index_line_is_truncated(tmp_path, caplog):
     fill(tmp_path / "whole", 2)
+    as_killed(tmp_path / "whole")
     data, index = files(tmp_path / "whole", 0)
     lines = index.read_bytes().splitlines(keepends=True)
-    for kept in (0, 1, 17, len(lines[1]) - 1):
+    for kept in (0, 1, 17, len(lines[2]) - 1):
         directory = tmp_path / f"incomplete-{kept}"
         shutil.copytree(tmp_path / "whole", directory)
         _, incomplete = files(directory, 0)
-        incomplete.write_bytes(lines[0] + lines[1][:kept])
+        incomplete.write_bytes(lines[0] + lines[1] + lines[2][:kept])
         assert len(read_all(directory)) == 1, "a reader must not take half a line"
         caplog.clear()
         with caplog.at_level(logging.WARNING), BankWriter(directory, 3) as writer:
@@ -127,6 +137,7 @@ def test_every_incomplete_index_line_is_truncated(tmp_path, caplog):
 @pytest.mark.parametrize("damage", ["short", "changed", "zero index"])
 def test_a_tail_lost_in_a_power_failure_is_truncated(tmp_path, caplog, damage):
     fill(tmp_path, 2)
+    as_killed(tmp_path)
     data, index = files(tmp_path, 0)
     if damage == "short":
         os.truncate(data, data.stat().st_size - 1)
@@ -136,7 +147,7 @@ def test_a_tail_lost_in_a_power_failure_is_truncated(tmp_path, caplog, damage):
         data.write_bytes(content)
     else:
         lines = index.read_bytes().splitlines(keepends=True)
-        index.write_bytes(lines[0] + bytes(len(lines[1])))
+        index.write_bytes(lines[0] + lines[1] + bytes(len(lines[2])))
     with caplog.at_level(logging.WARNING), BankWriter(tmp_path, 3) as writer:
         assert "truncated a record" in caplog.text
         assert writer.num_train_groups == 1
@@ -150,6 +161,7 @@ def test_data_lost_behind_a_surviving_index_is_truncated(tmp_path, caplog):
         for p in range(4):
             writer.append(make_group(p))
         writer.drop(9, 0, "aborted")
+    as_killed(tmp_path)
     reader = BankReader(tmp_path)
     reader.refresh()
     data, _ = files(tmp_path, 0)
@@ -166,7 +178,9 @@ def test_a_damaged_group_before_a_whole_one_is_refused(tmp_path):
     content = bytearray(data.read_bytes())
     content[40] ^= 1
     data.write_bytes(content)
-    with pytest.raises(BankCorruption, match="record 0: its data does not match its checksum, yet record 1"):
+    with pytest.raises(
+        BankCorruption, match=r"line 2 of .*: its data does not match its checksum, yet that of line 3 is"
+    ):
         BankWriter(tmp_path, 3)
     assert data.read_bytes() == content
 
@@ -191,11 +205,10 @@ def test_damage_before_whole_records_is_refused_not_truncated(tmp_path):
     fill(tmp_path, 3)
     index = files(tmp_path, 0)[1]
     lines = index.read_bytes().splitlines(keepends=True)
-    index.write_bytes(lines[0] + b"#" * (len(lines[1]) - 1) + b"\n" + lines[2])
-    with pytest.raises(BankCorruption, match=r"segment-000000\.jsonl: record 1: .*yet record 2 is whole"):
-        BankWriter(tmp_path, 3)
-    with pytest.raises(BankCorruption, match="record 1 is not readable"):
-        BankReader(tmp_path).refresh()
+    index.write_bytes(lines[0] + lines[1] + b"#" * (len(lines[2]) - 1) + b"\n" + lines[3])
+    for opened in (lambda: BankWriter(tmp_path, 3), lambda: BankReader(tmp_path).refresh()):
+        with pytest.raises(BankCorruption, match=r"segment-000000\.jsonl: line 3: damaged, its crc32 is another"):
+            opened()
 
 
 def test_a_missing_index_is_refused(tmp_path):
@@ -225,11 +238,13 @@ def test_a_flipped_bit_is_named(tmp_path):
     content = bytearray(data.read_bytes())
     content[entry.offset + entry.size // 2] ^= 16
     data.write_bytes(content)
-    with pytest.raises(BankCorruption, match=r"segment-000001\.bin: group 4 \(record 1 of segment 1.*checksum"):
+    with pytest.raises(
+        BankCorruption, match=r"segment-000001\.bin: group 4 \(line 3 of segment-000001\.jsonl.*checksum"
+    ):
         reader.read(entry)
     assert_same_group(reader.read(reader.entries(3, 4)[0]), make_group(3))
     os.truncate(data, entry.offset + 5)
-    with pytest.raises(BankCorruption, match=f"only 5 of {entry.size} bytes"):
+    with pytest.raises(BankCorruption, match=f"the prompt: only 5 of {entry.front[0]} bytes"):
         reader.read(entry)
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 from dppo_megatron.actor import forward, optimizer
 from dppo_megatron.bank import BankReader
 from dppo_megatron.objectives import build_objective
-from dppo_megatron.trainer.batches import BankBatches
+from dppo_megatron.trainer.batches import BankBatches, parts_of
 from tests.parallel.cases import CASES, STEPS, sections
 from tests.support.actor_ranks import Rank
 
@@ -35,7 +35,7 @@ def train(rank: Rank, case: str) -> dict[str, list]:
     ):
         objective = build_objective(actor.config.objective.name, **actor.config.objective.settings)
         place = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
-        batches = BankBatches(actor.config, BankReader(bank), objective, *place)
+        batches = BankBatches(actor.config, BankReader(bank), objective, *place, parts_of(actor))
         stats = []
         for step in range(STEPS):
             (update,) = batches.read(step).updates

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
+from dppo_megatron.bank import format1
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 
 PROMPT = 5
@@ -33,6 +36,19 @@ def make_group(
     failed = np.zeros(samples, dtype=bool)
     failed[0] = position % 5 == 0
     return RolloutGroup(prompt, tuple(rollouts), rewards * ~failed, failed, temperature=0.75)
+
+
+def write_format_1(directory: Path, groups: list[RolloutGroup], per_segment: int) -> None:
+    """A bank as it was written before there was a format 2."""
+    directory.mkdir(parents=True)
+    for number, begin in enumerate(range(0, len(groups), per_segment)):
+        data, index = b"", b""
+        for group in groups[begin : begin + per_segment]:
+            blob = format1.encode_group(group)
+            index += format1.group_line(group, len(data), blob)
+            data += blob
+        (directory / f"segment-{number:06d}.bin").write_bytes(data)
+        (directory / f"segment-{number:06d}.jsonl").write_bytes(index)
 
 
 def _routing(rng: np.random.Generator, tokens: int, experts: int) -> np.ndarray:

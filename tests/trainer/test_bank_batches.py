@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dppo_megatron.bank import BankReader, BankWriter
+from dppo_megatron.bank import reader as bank_reader
 from dppo_megatron.checks import settings_problems
 from dppo_megatron.objectives import Objective, ObjectiveSettings, build_objective
 from dppo_megatron.orchestrator.metrics import append_record, show_progress
@@ -200,6 +201,7 @@ def test_a_rank_that_does_not_see_the_batch_yet_waits_for_it(tmp_path, monkeypat
         writer.append(_group(0, GROUPS[0]))
         assert source.read(0).updates
         writer.append(_group(1, GROUPS[0]))  # a segment of its own
+    monkeypatch.setattr(bank_reader, "is_local", lambda _: False)
     hidden, exists = iter([True] * 3), Path.exists
     monkeypatch.setattr(Path, "exists", lambda path: exists(path) and not next(hidden, False))
     assert source.read(1).updates

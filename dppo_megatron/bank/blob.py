@@ -1,0 +1,194 @@
+"""The blob of a group in format 2: one safetensors file whose samples can be read without one another.
+
+Tensors lie in the order `prompt.ids`, then of each sample its four parts: core, top-K, sampling mask, routes. Each part
+is contiguous, and all places follow from `Shapes`, which the index line gives. Equal groups are equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.types import POLICY, Prompt, Rollout, RolloutGroup
+
+from .entry import BankEntry
+from .shapes import DTYPES, PARTS, Shapes, tensor_bytes
+
+# In the blob the sampling log-prob of the listed tokens is named as in the engines' replies.
+_FIELDS = {
+    "ids": "token_ids",
+    "rollout_logprob": "rollout_logprob",
+    "versions": "versions",
+    "topk_ids": "topk_ids",
+    "topk_logprob": "rollout_topk_logprob",
+    "kept_ids": "kept_ids",
+    "kept_counts": "kept_counts",
+    "routed_experts": "routed_experts",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A blob as the buffers that it consists of, with what the index line says of its bytes."""
+
+    buffers: list[np.ndarray]  # uint8, end to end; those of samples are the group's own arrays, not copies
+    size: int
+    front: tuple[int, int]  # bytes and crc32 of header and prompt ids
+    parts: list[list[int]]  # bytes of every part of every sample
+    crc: list[list[int]]
+    shapes: Shapes
+
+
+def encode_group(group: RolloutGroup) -> Encoded:
+    """`group` has passed `checks.check_group`.
+
+    Kept of the prompt: position, row, token ids, text and answer; not `columns` (`row` names the source line).
+    """
+    shapes = Shapes.of(group)
+    header = json.dumps(
+        {"__metadata__": _metadata(group), **shapes.table()}, separators=(",", ":"), ensure_ascii=False
+    ).encode()
+    header += b" " * (-len(header) % 8)
+    front = len(header).to_bytes(8, "little") + header + np.ascontiguousarray(group.prompt.token_ids).tobytes()
+    buffers = [np.frombuffer(front, np.uint8)]
+    sizes, crcs = [], []
+    for i, rollout in enumerate(group.rollouts):
+        found = [[_bytes_of(rollout, name) for name, _, _ in part] for part in shapes.parts(i)]
+        sizes.append([sum(map(len, part)) for part in found])
+        crcs.append([_crc(part) for part in found])
+        buffers += [buffer for part in found for buffer in part]
+    return Encoded(
+        buffers=buffers,
+        size=sum(map(len, buffers)),
+        front=(len(front), zlib.crc32(front)),
+        parts=sizes,
+        crc=crcs,
+        shapes=shapes,
+    )
+
+
+def _bytes_of(rollout: Rollout, name: str) -> np.ndarray:
+    if name == "spans":
+        array = np.array([[POLICY, len(rollout.token_ids), 0]], np.int32) if rollout.spans is None else rollout.spans
+    else:
+        array = getattr(rollout, _FIELDS[name])
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _crc(buffers: list[np.ndarray]) -> int:
+    crc = 0
+    for buffer in buffers:
+        crc = zlib.crc32(buffer.data, crc)
+    return crc
+
+
+def _metadata(group: RolloutGroup) -> dict[str, str]:
+    metadata = {
+        "answer": group.prompt.answer,
+        "finish_reasons": ",".join(r.finish_reason for r in group.rollouts),
+        "format": "2",
+        "position": str(int(group.prompt.position)),
+        "reward_failed": json.dumps(np.flatnonzero(group.reward_failed).tolist()),
+        "rewards": json.dumps(group.rewards.tolist()),
+        "row": str(int(group.prompt.row)),
+        "temperature": repr(float(group.temperature)),
+        "text": group.prompt.text,
+    }
+    if group.rollouts[0].trajectory is not None:
+        metadata["trajectory"] = json.dumps([r.trajectory for r in group.rollouts])
+    if group.turn_rewards is not None:
+        metadata["turn_rewards"] = json.dumps([rewards.tolist() for rewards in group.turn_rewards])
+    return dict(sorted(metadata.items()))
+
+
+def decode_front(front: bytes, entry: BankEntry) -> tuple[Prompt, list[str]]:
+    """(the prompt, the finish reason of every sample) from a blob's first bytes.
+
+    Raises `ValueError` with what the header and the index line say differently.
+    """
+    assert entry.shapes is not None
+    size = int.from_bytes(front[:8], "little")
+    header = json.loads(front[8 : 8 + size])
+    metadata = header.pop("__metadata__", {})
+    finish = metadata.get("finish_reasons", "").split(",")
+    stored = {
+        "format": metadata.get("format"),
+        "tensors": header,
+        "position": metadata.get("position"),
+        "row": metadata.get("row"),
+        "temperature": metadata.get("temperature"),
+        "rewards": metadata.get("rewards"),
+        "reward_failed": metadata.get("reward_failed"),
+        "truncated": [reason == "length" for reason in finish],
+        "finish_reasons": {reason: finish.count(reason) for reason in finish},
+        "trajectory": metadata.get("trajectory"),
+        "turn_rewards": metadata.get("turn_rewards"),
+    }
+    rewards = entry.turn_rewards
+    indexed = {
+        "format": "2",
+        "tensors": entry.shapes.table(),
+        "position": str(entry.position),
+        "row": str(entry.row),
+        "temperature": repr(entry.temperature),
+        "rewards": json.dumps(entry.rewards.tolist()),
+        "reward_failed": json.dumps(np.flatnonzero(entry.reward_failed).tolist()),
+        "truncated": entry.truncated.tolist(),
+        "finish_reasons": entry.finish_reasons,
+        "trajectory": None if entry.trajectory is None else json.dumps(list(entry.trajectory)),
+        "turn_rewards": None if rewards is None else json.dumps([r.tolist() for r in rewards]),
+    }
+    if differing := [name for name in stored if stored[name] != indexed[name]]:
+        raise ValueError(f"header and index line differ in {', '.join(differing)}")
+    if len(front) - 8 - size != 4 * entry.prompt_tokens:
+        raise ValueError(f"{len(front) - 8 - size} bytes of prompt ids, expected {4 * entry.prompt_tokens}")
+    ids = np.frombuffer(bytearray(front[8 + size :]), np.int32)
+    return Prompt(entry.position, entry.row, ids, metadata["text"], metadata["answer"]), finish
+
+
+def decode_sample(entry: BankEntry, i: int, finish_reason: str, parts: dict[str, np.ndarray]) -> Rollout:
+    """Sample i from the bytes [uint8] of its parts; what was not read is None.
+
+    Raises `ValueError` where the tokens are not what the index line says of them.
+    """
+    assert entry.shapes is not None
+    arrays: dict[str, Any] = {}
+    for part, tensors in zip(PARTS, entry.shapes.parts(i), strict=True):
+        if part not in parts:
+            continue
+        begin = 0
+        for name, dtype, shape in tensors:
+            end = begin + tensor_bytes(dtype, shape)
+            arrays[name] = parts[part][begin:end].view(DTYPES[dtype]).reshape(shape)
+            begin = end
+        if begin != len(parts[part]):
+            raise ValueError(f"sample {i}, part {part}: {len(parts[part])} bytes, its tensors have {begin}")
+    _compare_versions(entry, i, arrays["versions"])
+    spans = _compare_spans(entry, i, arrays["spans"])
+    return Rollout(
+        finish_reason=finish_reason,
+        spans=spans,
+        trajectory=None if entry.trajectory is None else entry.trajectory[i],
+        **{field: arrays[name] for name, field in _FIELDS.items() if name in arrays},
+    )
+
+
+def _compare_versions(entry: BankEntry, i: int, versions: np.ndarray) -> None:
+    if len(versions) and (versions.min() < entry.min_version or versions.max() > entry.max_version):
+        raise ValueError(
+            f"sample {i}: versions {versions.min()} to {versions.max()}, the index line says {entry.min_version} to "
+            f"{entry.max_version}"
+        )
+
+
+def _compare_spans(entry: BankEntry, i: int, spans: np.ndarray) -> np.ndarray | None:
+    """The spans as a `Rollout` has them: None for one of the policy's."""
+    tokens = int(entry.response_lengths[i])
+    wanted = [tokens, 0, 0] if entry.spans is None else entry.spans[i].tolist()
+    if np.bincount(spans[:, 0], weights=spans[:, 1], minlength=3).tolist() != wanted:
+        raise ValueError(f"sample {i}: spans {spans.tolist()} are not the {wanted} tokens by origin of the index line")
+    return None if spans.tolist() == [[POLICY, tokens, 0]] else spans

@@ -1,0 +1,58 @@
+"""What the index says of a group, to train from without opening it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .shapes import Shapes
+
+
+@dataclass(frozen=True, slots=True)
+class BankEntry:
+    """The index line of one group: everything but its tokens."""
+
+    number: int  # place in the training order: groups of the bank counted from 0
+    segment: int
+    line: int  # of the segment's index, from 1
+    position: int  # place in the prompt order
+    row: int  # line of the prompt file, from 0
+    offset: int  # bytes into the segment's .bin
+    size: int  # bytes
+    prompt_tokens: int
+    response_lengths: np.ndarray  # [n] int32, tokens after the prompt
+    rewards: np.ndarray  # [n] fp32
+    reward_failed: np.ndarray  # [n] bool, the verifier gave no reward
+    truncated: np.ndarray  # [n] bool, ended by the length limit
+    min_version: int  # oldest policy version that sampled any token; -1 when there is none
+    max_version: int
+    version_sum: int  # over all sampled tokens
+    finish_reasons: dict[str, int]
+    temperature: float
+    topk: int  # K of the top-K log-probs per token, 0 = none
+    time: float  # seconds since the epoch, when written
+    routing: tuple[int, int] | None = None  # (layers with experts, experts per token) where routing is stored
+    crc32: int = 0  # of the whole blob; format 1 alone
+    # Format 2 alone:
+    shapes: Shapes | None = None
+    front: tuple[int, int] = (0, 0)  # bytes and crc32 of what stands before the first sample: header and prompt ids
+    parts: np.ndarray | None = None  # [n, 4] int64, bytes of core, top-K, sampling mask and routes of every sample
+    part_crc: np.ndarray | None = None  # [n, 4] int64
+    spans: np.ndarray | None = None  # [n, 3] int32, tokens by origin of their span; None: all are the policy's
+    trajectory: tuple[int, ...] | None = None  # of every sample; None: each its own
+    turn_rewards: tuple[np.ndarray, ...] | None = None  # fp32, of every trajectory
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.response_lengths)
+
+    @property
+    def masked(self) -> bool:
+        """Whether the tokens were drawn from a part of the vocabulary."""
+        return self.shapes is not None and self.shapes.kept is not None
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response tokens of all samples, as `RolloutGroup.num_tokens`."""
+        return self.prompt_tokens * len(self.response_lengths) + int(self.response_lengths.sum())

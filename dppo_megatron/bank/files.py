@@ -1,0 +1,103 @@
+"""The files of a bank: numbered segments, the lock of its writer, and `head.json`, which names the newest segment."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dppo_megatron.common.files import write_atomic
+
+from .errors import RESTORE, BankCorruption, not_accessible
+
+FORMAT = 2  # what a new bank is written in; an old one goes on in its own
+HEAD_NAME = "head.json"
+# Where what one process wrote is at once visible, in order, to every other that can see the file system.
+LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "apfs"})
+_INDEX_NAME = re.compile(r"segment-(\d{6,18})\.jsonl")
+
+
+def segment_paths(directory: Path, number: int) -> tuple[Path, Path]:
+    """(.bin, .jsonl) of a segment."""
+    stem = f"segment-{number:06d}"
+    return directory / f"{stem}.bin", directory / f"{stem}.jsonl"
+
+
+def segment_numbers(directory: Path) -> list[int]:
+    """Segments with an index file, ascending; files of other names do not count, whoever put them there.
+
+    Raises `BankCorruption` when one is missing in between.
+    """
+    names = {path.name for path in directory.glob("segment-*.jsonl")}
+    numbers = sorted(int(m[1]) for m in map(_INDEX_NAME.fullmatch, names) if m)
+    numbers = [n for n in numbers if segment_paths(directory, n)[1].name in names]
+    if numbers != list(range(len(numbers))):
+        missing = min(set(range(len(numbers))) - set(numbers))
+        raise BankCorruption(
+            f"{segment_paths(directory, missing)[1]}: missing, though later segments exist. Index files are "
+            f"the prompt cursor and must not be deleted; {RESTORE}"
+        )
+    return numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """What a writer left that was closed and not killed: all of it is on the device, nothing of it may be missing."""
+
+    index: int  # bytes of the last segment's .jsonl
+    data: int  # bytes of its .bin
+    chain: int  # running crc32 of all lines
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """`head.json`, replaced when a segment begins, when a writer is closed and when the next one opens."""
+
+    segment: int  # the newest
+    closed: Closed | None = None
+
+    def write(self, directory: Path) -> None:
+        """Raises OSError."""
+        closed = self.closed
+        fields: dict[str, Any] = {"format": FORMAT, "segment": self.segment}
+        if closed is not None:
+            fields["closed"] = {"index": closed.index, "data": closed.data, "chain": f"{closed.chain:08x}"}
+        write_atomic(directory / HEAD_NAME, json.dumps(fields) + "\n")
+
+    @classmethod
+    def read(cls, directory: Path) -> Head | None:
+        """None where there is none. Raises `BankCorruption` for a file that no writer wrote."""
+        path = directory / HEAD_NAME
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise not_accessible(path, error) from error
+        try:
+            fields = json.loads(content)
+            if fields["format"] != FORMAT or type(fields["segment"]) is not int:
+                raise ValueError
+            closed = fields.get("closed")
+            if closed is not None:
+                closed = Closed(int(closed["index"]), int(closed["data"]), int(closed["chain"], 16))
+            head = cls(fields["segment"], closed)
+            if set(fields) - {"format", "segment", "closed"}:
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise BankCorruption(
+                f"{path}: line 1: not readable as what a writer of this version wrote; {RESTORE}"
+            ) from None
+        return head
+
+
+def is_local(directory: Path) -> bool:
+    place = directory.resolve()
+    mounts = [m for m in psutil.disk_partitions(all=True) if place.is_relative_to(m.mountpoint)]
+    # The longest mount point is the nearest; of equals the last one mounted hides the others.
+    nearest = max(enumerate(mounts), key=lambda m: (len(m[1].mountpoint), m[0]), default=None)
+    return nearest is not None and nearest[1].fstype in LOCAL_FILE_SYSTEMS

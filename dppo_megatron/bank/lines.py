@@ -1,0 +1,183 @@
+"""The lines of a bank's index: how they are written, sealed with their own crc32, and read."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import zlib
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.types import RolloutGroup
+
+from .blob import Encoded
+from .entry import BankEntry
+from .shapes import Shapes
+
+# `kind`, `position` and `row` come first on every record, so a scan need not parse the rest; of a group then its place.
+RECORD = re.compile(rb'\{"kind":"(group|dropped)","position":(\d{1,18}),"row":(\d{1,18})[,}]')
+PLACE = re.compile(rb'\{"kind":"group","position":\d{1,18},"row":\d{1,18},"offset":(\d{1,18}),"bytes":(\d{1,18}),')
+GROUP_START = b'{"kind":"group",'
+BEGIN_START = b'{"kind":"begin",'
+END_START = b'{"kind":"end",'
+_SEAL = re.compile(rb',"line":"([0-9a-f]{8})"\}\n?')
+_SEAL_BYTES = len(',"line":"00000000"}')
+
+
+def group_fields(group: RolloutGroup) -> dict[str, Any]:
+    """What a line says of its group in either format, after its place."""
+    versions = [r.versions for r in group.rollouts if len(r.versions)]
+    topk = group.rollouts[0].topk_ids
+    return {
+        "n": len(group.rollouts),
+        "tokens": group.num_tokens,
+        "prompt_tokens": len(group.prompt.token_ids),
+        "lengths": [len(r.token_ids) for r in group.rollouts],
+        "rewards": group.rewards.tolist(),
+        "failed": np.flatnonzero(group.reward_failed).tolist(),
+        "truncated": [i for i, r in enumerate(group.rollouts) if r.finish_reason == "length"],
+        "min_version": min((int(v.min()) for v in versions), default=-1),
+        "max_version": max((int(v.max()) for v in versions), default=-1),
+        "version_sum": sum(int(v.sum(dtype=np.int64)) for v in versions),
+        "finish": Counter(r.finish_reason for r in group.rollouts),
+        "temperature": float(group.temperature),
+        "topk": 0 if topk is None else topk.shape[1],
+    }
+
+
+def group_line(group: RolloutGroup, offset: int, encoded: Encoded) -> bytes:
+    """The index line of a group whose blob starts at `offset`, newline included."""
+    shapes = encoded.shapes
+    optional: dict[str, Any] = {}
+    if shapes.kept is not None:
+        optional["kept"] = shapes.kept
+    if any(r.spans is not None for r in group.rollouts):
+        optional["spans"] = [tokens_by_origin(r.spans, len(r.token_ids)) for r in group.rollouts]
+    if group.rollouts[0].trajectory is not None:
+        optional["trajectory"] = [r.trajectory for r in group.rollouts]
+    if group.turn_rewards is not None:
+        optional["turn_rewards"] = [rewards.tolist() for rewards in group.turn_rewards]
+    return sealed(
+        kind="group",
+        position=int(group.prompt.position),
+        row=int(group.prompt.row),
+        offset=offset,
+        bytes=encoded.size,
+        v=2,
+        front=encoded.front,
+        parts=encoded.parts,
+        crc=encoded.crc,
+        **group_fields(group),
+        routing=shapes.routing,
+        **optional,
+        time=round(time.time(), 3),
+    )
+
+
+def tokens_by_origin(spans: np.ndarray | None, tokens: int) -> list[int]:
+    if spans is None:
+        return [tokens, 0, 0]
+    return [int(spans[spans[:, 0] == origin, 1].sum()) for origin in range(3)]
+
+
+def dropped_fields(position: int, row: int, reason: str, detail: str) -> dict[str, Any]:
+    now = round(time.time(), 3)
+    return {"kind": "dropped", "position": position, "row": row, "reason": reason, "detail": detail, "time": now}
+
+
+def begin_line(segment: int, chain: int) -> bytes:
+    """First line of a segment. chain: running crc32 of all lines of the segments before it."""
+    return sealed(kind="begin", v=2, segment=segment, chain=f"{chain:08x}")
+
+
+def end_line(groups: int, dropped: int, data_size: int) -> bytes:
+    """Last line of a segment to which nothing is added any more."""
+    return sealed(kind="end", groups=groups, dropped=dropped, bytes=data_size)
+
+
+def plain(**fields: Any) -> bytes:
+    return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def sealed(**fields: Any) -> bytes:
+    """The line with the crc32 of all of it that comes before as its last field."""
+    text = plain(**fields)[:-2]
+    return text + b',"line":"%08x"}\n' % zlib.crc32(text)
+
+
+def is_sealed(line: bytes) -> bool:
+    """Whether the line is as it was written; its newline may be missing."""
+    seal = _SEAL.fullmatch(line, line.rfind(b',"line":"'))
+    return seal is not None and int(seal[1], 16) == zlib.crc32(line[: seal.start()])
+
+
+def starts_with_sealed(tail: bytes) -> bool:
+    """Whether `tail` is a whole line, or one with something else behind it than a newline."""
+    start = tail.rfind(b',"line":"')
+    return start >= 0 and len(tail) > start + _SEAL_BYTES and is_sealed(tail[: start + _SEAL_BYTES])
+
+
+def parse_group_line(line: bytes, number: int, segment: int, line_number: int) -> BankEntry:
+    """Raises `ValueError`, `KeyError`, `IndexError` or `TypeError` for a line that is not a group's."""
+    fields = json.loads(line)
+    version = fields.get("v", 1)
+    if version not in (1, 2) or (version == 2 and not is_sealed(line)):
+        raise ValueError(f"format {version!r}, or not as it was written")
+    n = fields["n"]
+    routing = fields.get("routing")
+
+    def samples(indices: list[int]) -> np.ndarray:
+        chosen = np.zeros(n, dtype=bool)
+        chosen[indices] = True
+        return chosen
+
+    return BankEntry(
+        number=number,
+        segment=segment,
+        line=line_number,
+        position=fields["position"],
+        row=fields["row"],
+        offset=fields["offset"],
+        size=fields["bytes"],
+        prompt_tokens=fields["prompt_tokens"],
+        response_lengths=np.array(fields["lengths"], dtype=np.int32),
+        rewards=np.array(fields["rewards"], dtype=np.float32),
+        reward_failed=samples(fields["failed"]),
+        truncated=samples(fields["truncated"]),
+        min_version=fields["min_version"],
+        max_version=fields["max_version"],
+        # Banks of earlier releases lack it; their tokens count as being of the group's oldest version.
+        version_sum=fields.get("version_sum", fields["min_version"] * sum(fields["lengths"])),
+        finish_reasons=fields["finish"],
+        temperature=fields["temperature"],
+        topk=fields["topk"],
+        time=fields["time"],
+        routing=None if routing is None else (routing[0], routing[1]),
+        **({"crc32": fields["crc32"]} if version == 1 else _of_format_2(fields)),
+    )
+
+
+def _of_format_2(fields: dict[str, Any]) -> dict[str, Any]:
+    spans, trajectory, rewards = (fields.get(name) for name in ("spans", "trajectory", "turn_rewards"))
+    routing, lengths, parts = fields["routing"], fields["lengths"], np.array(fields["parts"], dtype=np.int64)
+    sampled = lengths if spans is None else [policy for policy, _, _ in spans]
+    return {
+        "shapes": Shapes(
+            prompt=fields["prompt_tokens"],
+            tokens=lengths,
+            sampled=sampled,
+            spans=[(int(core) - 4 * s - 8 * r) // 12 for core, s, r in zip(parts[:, 0], lengths, sampled, strict=True)],
+            topk=fields["topk"],
+            kept=fields.get("kept"),
+            routing=None if routing is None else tuple(routing),
+        ),
+        "front": tuple(fields["front"]),
+        "parts": parts,
+        "part_crc": np.array(fields["crc"], dtype=np.int64),
+        "spans": None if spans is None else np.array(spans, dtype=np.int32),
+        "trajectory": None if trajectory is None else tuple(trajectory),
+        "turn_rewards": None if rewards is None else tuple(np.array(r, dtype=np.float32) for r in rewards),
+    }

@@ -1,0 +1,180 @@
+"""Opening a bank for writing: everything its index says is checked, and what a crash left half written is cut off.
+
+Only the last segment may be incomplete, for every other was flushed to the device before the next was begun. Cut are
+bytes behind the last whole line, and records at the end whose data a power failure took; never a record that is whole,
+and nothing at all where the last writer was closed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+from .errors import RESTORE, BankCorruption
+from .files import Closed, Head, segment_numbers, segment_paths
+from .ledger import Ledger, file_size
+from .lines import GROUP_START, parse_group_line, starts_with_sealed
+
+HEADER_LIMIT = 100_000_000  # bytes, of safetensors
+
+log = logging.getLogger(__name__)
+
+
+def recover(directory: Path) -> Ledger:
+    """The state from which a writer goes on, after truncating an incomplete end of the last segment, with a log line.
+
+    Raises `BankCorruption` when the directory is damaged beyond what a crash explains.
+    """
+    head = Head.read(directory)
+    numbers = segment_numbers(directory) or [0]
+    lines, tail = _split(segment_paths(directory, numbers[-1])[1])
+    ledger = _read(directory, lines)
+    if problem := ledger.contradiction(head):
+        raise BankCorruption(problem)
+    closed = None if head is None or head.segment != ledger.segment else head.closed
+    _refuse_tail(ledger, tail, closed)
+    whole, problem = _whole_lines(ledger, lines, closed)
+    if whole < len(lines):
+        ledger = _read(directory, lines[:whole])
+    elif tail:
+        problem = "its index line ends early"
+    _refuse_lost_lines(ledger, closed)
+    _truncate(ledger, problem)
+    return ledger
+
+
+def _read(directory: Path, last: list[bytes]) -> Ledger:
+    """All segments' lines, of the last one those in `last`."""
+    ledger = Ledger(directory)
+    for number in segment_numbers(directory)[:-1]:
+        lines, tail = _split(segment_paths(directory, number)[1])
+        for line in lines:
+            ledger.add(line)
+        if tail:
+            ledger.refuse("its end is missing, though a later segment exists")
+        ledger.next_segment()
+    for line in last:
+        ledger.add(line)
+    return ledger
+
+
+def _split(path: Path) -> tuple[list[bytes], bytes]:
+    """The lines that end with a newline, and what stands behind them."""
+    content = path.read_bytes() if path.exists() else b""
+    end = content.rfind(b"\n") + 1
+    return [line + b"\n" for line in content[:end].split(b"\n")[:-1]], content[end:]
+
+
+def _refuse_tail(ledger: Ledger, tail: bytes, closed: Closed | None) -> None:
+    if tail and (closed or starts_with_sealed(tail)):
+        ledger.refuse("damaged: it is whole but for its newline" if starts_with_sealed(tail) else "ends early")
+
+
+def _whole_lines(ledger: Ledger, lines: list[bytes], closed: Closed | None) -> tuple[int, str]:
+    """How many lines of the last segment stay, and why the next one does not."""
+    stored = file_size(ledger.data_path)
+    if stored is None:
+        if ledger.groups:
+            raise BankCorruption(
+                f"{ledger.data_path}: missing, {ledger.index_path.name} names {ledger.groups} groups in it; {RESTORE}"
+            )
+        return len(lines), ""
+    whole, problem = len(lines), ""
+    with ledger.data_path.open("rb", buffering=0) as data:
+        for number, line in enumerate(lines, 1):
+            if not line.startswith(GROUP_START):
+                continue
+            found = _problem(ledger, line, number, data.fileno(), stored)
+            if found and not problem:
+                whole, problem = number - 1, found
+            elif problem and not found:
+                raise BankCorruption(
+                    f"{ledger.data_path}: the group of line {whole + 1} of {ledger.index_path.name}: {problem}, yet "
+                    f"that of line {number} is whole: damaged after writing; {RESTORE}"
+                )
+    if problem and closed:
+        raise BankCorruption(
+            f"{ledger.data_path}: the group of line {whole + 1} of {ledger.index_path.name}: {problem}; {RESTORE}"
+        )
+    return whole, problem
+
+
+def _problem(ledger: Ledger, line: bytes, number: int, data: int, stored: int) -> str:
+    """Why the record is not whole; empty when it is."""
+    try:
+        entry = parse_group_line(line, 0, ledger.segment, number)
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise BankCorruption(f"{ledger.index_path}: line {number}: not readable ({error}); {RESTORE}") from error
+    if entry.offset + entry.size > stored:
+        return f"its data ends at byte {entry.offset + entry.size}, the file at {stored}"
+    sizes, crcs = [entry.size], [entry.crc32]
+    if entry.parts is not None and entry.part_crc is not None:
+        sizes = [entry.front[0], *entry.parts.flat]
+        crcs = [entry.front[1], *entry.part_crc.flat]
+    begin = entry.offset
+    for size, crc in zip(sizes, crcs, strict=True):
+        if zlib.crc32(os.pread(data, size, begin)) != crc:
+            return "its data does not match its checksum"
+        begin += int(size)
+    return ""
+
+
+def _refuse_lost_lines(ledger: Ledger, closed: Closed | None) -> None:
+    """A crash leaves the data of one group that has no line yet; more means that the index lost lines."""
+    stored = file_size(ledger.data_path) or 0
+    if closed is not None and (ledger.index_size, stored) != (closed.index, closed.data):
+        raise BankCorruption(
+            f"{ledger.data_path}: {stored} bytes and {ledger.index_size} of index, the last writer left {closed.data} "
+            f"and {closed.index}; {RESTORE}"
+        )
+    following = segment_paths(ledger.data_path.parent, ledger.segment + 1)[0]
+    for path, begin, allowed in ((ledger.data_path, ledger.data_size, 1), (following, 0, 0)):
+        surplus = (file_size(path) or 0) - begin
+        if surplus <= 0:
+            continue
+        with path.open("rb") as data:
+            data.seek(begin)
+            first = _blob_size(data)
+        if first is not None and surplus > allowed * first:
+            raise BankCorruption(
+                f"{path}: {surplus} bytes of groups for which {ledger.index_path.name} or its successor has no line: "
+                "the index has lost lines. Restore it from a copy; or, to sample these prompts again, "
+                f"`truncate -s {begin} {path}`"
+            )
+
+
+def _blob_size(data: BinaryIO) -> int | None:
+    """Bytes of the safetensors file that begins here; None where none does."""
+    size = int.from_bytes(data.read(8), "little")
+    if not 2 <= size <= HEADER_LIMIT:
+        return None
+    try:
+        header = json.loads(data.read(size))
+        return 8 + size + max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return None
+
+
+def _truncate(ledger: Ledger, problem: str) -> None:
+    data, index = (file_size(path) or 0 for path in (ledger.data_path, ledger.index_path))
+    if data == ledger.data_size and index == ledger.index_size:
+        return
+    log.warning(
+        "%s: truncated a record that was not finished when its writer stopped (%s; %d bytes of data, %d of "
+        "index); %d groups of this segment are whole",
+        ledger.data_path,
+        problem or "it had no index line yet",
+        data - ledger.data_size,
+        index - ledger.index_size,
+        ledger.groups,
+    )
+    # The index first: a crash in between leaves surplus data, which the next opening truncates.
+    for path, size in ((ledger.index_path, ledger.index_size), (ledger.data_path, ledger.data_size)):
+        if path.exists():
+            with path.open("r+b") as file:
+                file.truncate(size)
+                os.fsync(file.fileno())
