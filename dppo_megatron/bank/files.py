@@ -33,8 +33,8 @@ def segment_numbers(directory: Path) -> list[int]:
     Raises `BankCorruption` when one is missing in between.
     """
     names = {path.name for path in directory.glob("segment-*.jsonl")}
-    numbers = sorted(int(m[1]) for m in map(_INDEX_NAME.fullmatch, names) if m)
-    numbers = [n for n in numbers if segment_paths(directory, n)[1].name in names]
+    found = sorted(int(m[1]) for m in map(_INDEX_NAME.fullmatch, names) if m)
+    numbers = [n for n in dict.fromkeys(found) if segment_paths(directory, n)[1].name in names]
     if numbers != list(range(len(numbers))):
         missing = min(set(range(len(numbers))) - set(numbers))
         raise BankCorruption(

@@ -274,3 +274,90 @@ def test_a_buffer_longer_than_the_response_is_refused(tmp_path):
     longer = config.model_copy(update={"reward": config.reward.model_copy(update={"overlong_buffer": LONGEST + 1})})
     (violation,) = settings_problems(longer)
     assert violation.startswith("reward.overlong_buffer = 7: longer than rollout.max_response_tokens = 6")
+
+
+def _long_bank(directory, groups: int, samples: int, layers: int) -> None:
+    rng = np.random.default_rng(0)
+    with BankWriter(directory, groups, fsync=False) as bank:
+        for position in range(groups):
+            rollouts = []
+            for _ in range(samples):
+                size = int(rng.integers(50, 1000))
+                routes = np.tile(np.array([0, 3], np.uint8), (size + 4, layers, 1))
+                ids = np.tile(np.arange(20, dtype=np.int32), (size, 1))
+                zeros = np.zeros(size, np.int32)
+                logprobs = (-rng.random(size).astype(np.float32), np.full((size, 20), -3.5, np.float32))
+                rollouts.append(Rollout(zeros, logprobs[0], zeros, "stop", ids, logprobs[1], routes))
+            rewards = np.resize(np.array([0, 1], np.float32), samples)
+            prompt = Prompt(position, position, np.arange(5, dtype=np.int32), "t", "a")
+            bank.append(RolloutGroup(prompt, tuple(rollouts), rewards, rewards < 0, 1.0))
+
+
+@pytest.mark.parametrize("parts", [("core",), ("core", "topk"), ("core", "topk", "routes")])
+def test_a_rank_reads_its_own_rows_and_the_parts_it_needs(tmp_path, monkeypatch, parts):
+    """At DP 8 a rank reads at most 1.3 times its own rows; a middle stage (`core` alone) no lists and no routes."""
+    groups, samples, ranks = 32, 8, 8
+    _long_bank(tmp_path / "bank", groups, samples, layers=2)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTURE))
+    config = task_config(
+        tmp_path,
+        train={"updates_per_step": 1, "micro_batch_tokens": 2048},
+        rollout={
+            "prompts_per_step": groups,
+            "group_size": samples,
+            "max_response_tokens": 1024,
+            "temperature": 1.0,
+            "topk_logprobs": 20,
+            "routing_replay": "routes" in parts,
+        },
+    )
+    real, read = os.preadv, 0
+
+    def preadv(descriptor, buffers, offset):
+        nonlocal read
+        count = real(descriptor, buffers, offset)
+        read += count
+        return count
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    a_token = {"core": 12, "topk": 20 * 8, "routes": 2 * 2}
+    total = 0
+    for rank in range(ranks):
+        read = 0
+        reader = BankReader(tmp_path / "bank")
+        (update,) = BankBatches(config, reader, build_objective("dppo_topk_tv"), rank, ranks, parts).read(0).updates
+        tokens = sum(int(m.mask.sum()) for m in update.micro_batches)
+        own = tokens * sum(a_token[part] for part in parts)
+        fronts = sum(entry.front[0] for entry in reader.entries(0, groups))  # prompt and shapes of every group
+        assert own <= read <= own + fronts
+        assert "topk" not in parts or read <= 1.3 * own
+        for micro in update.micro_batches:
+            assert (micro.topk_ids is not None) == ("topk" in parts)
+            assert (micro.routed_experts is not None) == ("routes" in parts)
+        total += tokens
+    assert total == sum(int(e.response_lengths.sum()) for e in reader.entries(0, groups))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"trajectory": 0}, "several turns or branches"),
+        ({"kept_ids": np.zeros(1, np.int32), "kept_counts": np.ones(1, np.int32)}, "top-p, top-k or min-p"),
+        ({"spans": np.array([[1, 5, 0], [0, 1, 0]], np.int32), "token_ids": np.zeros(6, np.int32)}, "several turns"),
+    ],
+)
+def test_what_the_bank_holds_and_the_trainer_cannot_compute_is_refused(tmp_path, change, says):
+    prompt = Prompt(0, 0, np.array([7, 8], np.int32), "", "")
+    one = np.zeros(1, np.int32)
+    sample = dataclasses.replace(Rollout(one, -np.ones(1, np.float32), one, "stop"), **change)
+    other = sample if sample.trajectory is None else dataclasses.replace(sample, trajectory=1)
+    rewards = np.zeros(2, np.float32)
+    with BankWriter(tmp_path / "bank", 1) as bank:
+        bank.append(RolloutGroup(prompt, (sample, other), rewards, rewards > 0, TEMPERATURE))
+    config = task_config(
+        tmp_path, train={"updates_per_step": 1}, rollout={"prompts_per_step": 1, "group_size": 2, "topk_logprobs": 0}
+    )
+    source = BankBatches(config, BankReader(tmp_path / "bank"), build_objective("dppo_binary_tv"), 0, 1)
+    with pytest.raises(ValueError, match=f"rollout.bank: prompt 0 .*{says}"):
+        source.read(0)

@@ -1,0 +1,240 @@
+"""Format 2: turns, branches and masks return unchanged, samples are read alone, equal groups are equal bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+import numpy as np
+import pytest
+from safetensors.numpy import load as load_tensors
+
+from dppo_megatron.bank import PARTS, BankCorruption, BankReader, BankWriter
+from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Rollout, RolloutGroup
+from tests.support.bank import assert_same_array, assert_same_group, make_group
+
+FIELDS = [f.name for f in dataclasses.fields(Rollout)]
+K = 3
+
+
+def branched_group(position: int, *, topk: int = K, kept: bool = True, experts: int = 8) -> RolloutGroup:
+    """Two trajectories: the first of two branches, both of several turns; masks, lists and routes."""
+    rng = np.random.default_rng(position)
+    base = make_group(position)
+    spans = [
+        [[POLICY, 4, 0], [ENVIRONMENT, 3, 0], [POLICY, 2, 1]],
+        [[INHERITED, 4, 0], [ENVIRONMENT, 5, 0], [POLICY, 1, 1], [ENVIRONMENT, 2, 1], [POLICY, 3, 2]],
+        [[POLICY, 6, 0]],
+    ]
+    rollouts = tuple(_branch(rng, np.array(s, np.int32), t, topk, kept, experts)
+                     for s, t in zip(spans, (0, 0, 1), strict=True))  # fmt: skip
+    return RolloutGroup(
+        base.prompt,
+        rollouts,
+        np.array([0.25, 0.25, 1.0], np.float32),
+        np.array([False, False, True]) & (position % 2 == 0),
+        temperature=0.75,
+        turn_rewards=(np.array([0.1, 0.2, 0.3], np.float32), np.array([1.0], np.float32)),
+    )
+
+
+def _branch(rng, spans, trajectory, topk, kept, experts) -> Rollout:
+    size, sampled = int(spans[:, 1].sum()), int(spans[spans[:, 0] == POLICY, 1].sum())
+    tokens = rng.integers(0, 1000, size).astype(np.int32)
+    own = tokens[np.repeat(spans[:, 0] == POLICY, spans[:, 1])]
+    counts = rng.integers(1, 5, sampled).astype(np.int32)
+    ids = [np.append(rng.integers(1000, 2000, n - 1), token) for n, token in zip(counts, own, strict=True)]
+    routed = rng.random((5 + size - 1, 3, max(experts, 2))).argsort(axis=2)[..., :2]
+    return Rollout(
+        tokens,
+        -rng.exponential(size=sampled).astype(np.float32),
+        np.full(sampled, 3, np.int32),
+        "stop",
+        topk_ids=rng.integers(0, 1000, (sampled, topk)).astype(np.int32) if topk else None,
+        rollout_topk_logprob=-rng.exponential(size=(sampled, topk)).astype(np.float32) if topk else None,
+        routed_experts=np.ascontiguousarray(routed.astype(np.uint16 if experts > 256 else np.uint8))
+        if experts
+        else None,
+        spans=spans,
+        kept_ids=np.concatenate(ids).astype(np.int32) if kept else None,
+        kept_counts=counts if kept else None,
+        trajectory=trajectory,
+    )
+
+
+def written(directory, *groups):
+    with BankWriter(directory, len(groups)) as writer:
+        for group in groups:
+            writer.append(group)
+    reader = BankReader(directory)
+    return reader, reader.entries(0, reader.refresh())
+
+
+def plain(group: RolloutGroup) -> RolloutGroup:
+    """A span that is all the policy's and comes alone is not told from none."""
+    rollouts = [
+        dataclasses.replace(r, spans=None) if r.spans is not None and len(r.spans) == 1 else r for r in group.rollouts
+    ]
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+def assert_same_everything(found: RolloutGroup, expected: RolloutGroup) -> None:
+    assert_same_group(found, expected)
+    for a, b in zip(found.rollouts, plain(expected).rollouts, strict=True):
+        for name in ("spans", "kept_ids", "kept_counts"):
+            assert_same_array(getattr(a, name), getattr(b, name))
+        assert a.trajectory == b.trajectory
+    assert (found.turn_rewards is None) == (expected.turn_rewards is None)
+    for a, b in zip(found.turn_rewards or (), expected.turn_rewards or (), strict=True):
+        assert_same_array(a, b)
+
+
+@pytest.mark.parametrize("settings", [{}, {"topk": 0}, {"kept": False}, {"experts": 0}, {"experts": 300}])
+def test_turns_branches_and_masks_return_unchanged(tmp_path, settings):
+    group = branched_group(4, **settings)
+    reader, (entry,) = written(tmp_path, group)
+    assert_same_everything(reader.read(entry), group)
+    assert entry.spans.tolist() == [[6, 3, 0], [4, 7, 4], [6, 0, 0]]
+    assert entry.trajectory == (0, 0, 1)
+    assert entry.masked == settings.get("kept", True)
+    assert entry.response_lengths.tolist() == [9, 15, 6]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"spans": np.array([[POLICY, 8, 0]], np.int32)}, "9 tokens in all"),
+        ({"spans": np.array([[POLICY, 9, 0]], np.int64)}, "spans: expected numpy int32"),
+        ({"spans": np.array([[3, 9, 0]], np.int32)}, "origin from 0 to 2"),
+        ({"spans": np.array([[POLICY, 6, 1], [ENVIRONMENT, 3, 0]], np.int32)}, "turns that do not decrease"),
+        ({"spans": None}, "rollout_logprob: expected numpy float32"),
+        ({"kept_ids": None}, "kept_ids and kept_counts"),
+        ({"kept_counts": np.zeros(6, np.int32), "kept_ids": np.zeros(0, np.int32)}, "not among the kept_ids"),
+        ({"trajectory": None}, "all samples must name their trajectory"),
+        ({"trajectory": 1}, "trajectories"),
+    ],
+)
+def test_turns_that_contradict_themselves_are_refused(tmp_path, change, says):
+    group = branched_group(4)
+    first = dataclasses.replace(group.rollouts[0], **change)
+    with BankWriter(tmp_path, 2) as writer:
+        with pytest.raises(ValueError, match=says):
+            writer.append(dataclasses.replace(group, rollouts=(first, *group.rollouts[1:])))
+        with pytest.raises(ValueError, match="sample 0: the first branch of a trajectory inherits from none"):
+            writer.append(dataclasses.replace(group, rollouts=tuple(group.rollouts[i] for i in (1, 0, 2))))
+        with pytest.raises(ValueError, match="branches of one trajectory have different rewards"):
+            writer.append(dataclasses.replace(group, rewards=np.array([0, 1, 1], np.float32)))
+        with pytest.raises(ValueError, match="turn_rewards of 1 trajectories, there are 2"):
+            writer.append(dataclasses.replace(group, turn_rewards=group.turn_rewards[:1]))
+        writer.append(group)
+
+
+def test_the_blob_is_a_safetensors_file_and_equal_groups_are_equal_bytes(tmp_path):
+    group = branched_group(4)
+    for name in ("a", "b"):
+        written(tmp_path / name, group)
+    blob = (tmp_path / "a" / "segment-000000.bin").read_bytes()
+    assert blob == (tmp_path / "b" / "segment-000000.bin").read_bytes()
+    tensors = load_tensors(blob)
+    assert_same_array(tensors["prompt.ids"], group.prompt.token_ids)
+    assert_same_array(tensors["s1.kept_ids"], group.rollouts[1].kept_ids)
+    assert_same_array(tensors["s2.routed_experts"], group.rollouts[2].routed_experts)
+    header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
+    metadata = header.pop("__metadata__")
+    assert list(metadata) == sorted(metadata)
+    begins = [tensor["data_offsets"][0] for tensor in header.values()]
+    assert begins == sorted(begins)
+
+
+def test_a_sampled_token_stands_in_one_policy_span(tmp_path):
+    """The invariant that an audit counts: log-probs are as many as tokens of policy spans."""
+    group = branched_group(4)
+    _, (entry,) = written(tmp_path, group)
+    assert entry.spans[:, POLICY].tolist() == [len(r.rollout_logprob) for r in group.rollouts]
+
+
+class Disk:
+    """Counts the bytes that are read from .bin files, and where."""
+
+    def __init__(self, monkeypatch):
+        self.bytes = 0
+        self.ranges: list[tuple[int, int]] = []
+        real = os.preadv
+
+        def preadv(descriptor, buffers, offset):
+            count = real(descriptor, buffers, offset)
+            assert os.readlink(f"/proc/self/fd/{descriptor}").endswith(".bin")
+            self.bytes += count
+            self.ranges.append((offset, offset + count))
+            return count
+
+        monkeypatch.setattr(os, "preadv", preadv)
+
+
+@pytest.mark.parametrize("parts", [("core",), ("core", "topk"), ("core", "routes"), ("core", "mask"), PARTS])
+def test_samples_are_read_alone_with_the_parts_that_are_asked_for(tmp_path, monkeypatch, parts):
+    group = branched_group(4)
+    reader, (entry,) = written(tmp_path, group)
+    disk = Disk(monkeypatch)
+    found = reader.read(entry, [2, 0], parts)
+    wanted = [PARTS.index(part) for part in parts]
+    assert disk.bytes == entry.front[0] + entry.parts[[2, 0]][:, wanted].sum()
+    absent = {
+        name
+        for part, names in {
+            "topk": ("topk_ids", "rollout_topk_logprob"),
+            "mask": ("kept_ids", "kept_counts"),
+            "routes": ("routed_experts",),
+        }.items()
+        if part not in parts
+        for name in names
+    }
+    expected = plain(group)
+    for rollout, source in zip(found.rollouts, (expected.rollouts[2], expected.rollouts[0]), strict=True):
+        for name in FIELDS:
+            value = None if name in absent else getattr(source, name)
+            if isinstance(value, np.ndarray):
+                assert_same_array(getattr(rollout, name), value)
+            else:
+                assert getattr(rollout, name) == value
+    assert found.rewards.tolist() == group.rewards[[2, 0]].tolist()
+
+
+def test_damage_in_a_part_is_named_and_leaves_the_others_readable(tmp_path):
+    group = branched_group(4)
+    reader, (entry,) = written(tmp_path, group)
+    path = tmp_path / "segment-000000.bin"
+    content = bytearray(path.read_bytes())
+    content[entry.front[0] + entry.parts[:1].sum() + entry.parts[1, 0]] ^= 1  # first byte of sample 1's top-K
+    path.write_bytes(content)
+    with pytest.raises(BankCorruption, match=r"segment-000000\.bin: group 0 \(line 2 .*sample 1, part topk: the bytes"):
+        reader.read(entry)
+    assert reader.read(entry, [1], ("core",)).rollouts[0].versions.tolist() == [3] * 4
+    assert_same_array(reader.read(entry, [0]).rollouts[0].topk_ids, group.rollouts[0].topk_ids)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rewards": np.array([1, 0, 0, 0], np.float32)}, "differ in rewards"),
+        ({"temperature": 0.5}, "differ in temperature"),
+        ({"position": 9}, "differ in position"),
+        ({"truncated": np.ones(4, bool)}, "differ in truncated"),
+        ({"reward_failed": np.ones(4, bool)}, "differ in reward_failed"),
+        ({"max_version": 2, "min_version": 2}, "versions 3 to 3, the index line says 2 to 2"),
+        ({"version_sum": 7}, "versions sum to"),
+    ],
+)
+def test_a_line_that_says_another_thing_than_its_blob_is_refused(tmp_path, change, says):
+    """Whoever wrote it: the line's own crc32 is right."""
+    reader, (entry,) = written(tmp_path, make_group(1, topk=2))
+    with pytest.raises(BankCorruption, match=says):
+        reader.read(dataclasses.replace(entry, **change))
+
+
+def test_a_line_with_other_lengths_than_its_blob_is_refused(tmp_path):
+    reader, (entry,) = written(tmp_path, make_group(1, topk=2))
+    shapes = dataclasses.replace(entry.shapes, tokens=entry.shapes.tokens[::-1])
+    with pytest.raises(BankCorruption, match="differ in tensors"):
+        reader.read(dataclasses.replace(entry, shapes=shapes))
