@@ -67,8 +67,9 @@ class Ledger:
 
     def add(self, line: bytes) -> Place | None:
         """Takes the next line, newline included; of a group the place of its blob."""
-        if self.segment == 0 and self.lines == 0 and RECORD.match(line):
-            self.format = 1  # which has no first line of its own
+        if self.segment == 0 and self.lines == 0 and RECORD.match(line) and not is_sealed(line):
+            # Format 1 has no first line of its own, and no head.json.
+            self.format = 2 if (self._directory / HEAD_NAME).exists() else 1
         place = self._record(line) if self.format == 1 else self._line(line)
         self.lines += 1
         self.index_size += len(line)
@@ -97,7 +98,7 @@ class Ledger:
         """What `head`, read before the index, says that was not found; empty when nothing."""
         path = self._directory / HEAD_NAME
         if self.format == 1:
-            return "" if head is None else f"{path}: stands in a bank of format 1, which has none; delete it"
+            return ""
         if head is None:
             if self.segment == 0 and self.lines <= 1:
                 return ""  # the first segment is being made
