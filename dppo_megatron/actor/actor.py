@@ -91,14 +91,7 @@ class Actor:
         self._writing: BackgroundWrite | None = None
         self.routing = RoutingReplay(self.hf, self.model_chunks) if config.rollout.routing_replay else None
         self.packer = Packer.of(self.hf, config, layout, self.routing.held_layers if self.routing else None)
-        self._scorer = Scorer(
-            self.model,
-            self.packer,
-            layout,
-            self.hf.vocab_size,
-            config.rollout.topk_logprobs,
-            config.train.micro_batch_tokens,
-        )
+        self._scorer = Scorer(self.model, self.packer, layout, self.hf.vocab_size, config.train.micro_batch_tokens)
         self._forward_backward = partial(
             get_forward_backward_func(),
             model=self.model,

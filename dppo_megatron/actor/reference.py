@@ -29,14 +29,7 @@ class Reference:
             chunk.requires_grad_(False)
             chunk.eval()
         actor.frozen_chunks += chunks
-        self._scorer = Scorer(
-            chunks,
-            actor.packer,
-            layout,
-            actor.hf.vocab_size,
-            config.rollout.topk_logprobs,
-            config.train.micro_batch_tokens,
-        )
+        self._scorer = Scorer(chunks, actor.packer, layout, actor.hf.vocab_size, config.train.micro_batch_tokens)
 
     def scores(self, micro_batches: Sequence[TokenBatch]) -> list[Scores]:
         """The start model's log-probs of every micro-batch's targets; see `Scorer`."""

@@ -42,16 +42,15 @@ class Scorer:
     packer: Packer
     layout: Layout
     vocab_size: int
-    topk_width: int  # K of the micro-batches' top-K ids, where there are any
     token_budget: int  # train.micro_batch_tokens; only a hint, packed lengths travel with the tensors
 
     @torch.no_grad()
     def __call__(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
-        """Collective; the same on every rank of a replica. topk: the top-K ids too, which micro-batches of the last
-        stage must have.
+        """Collective; the same on every rank of a replica. topk: of the top-K ids too, which micro-batches of the last
+        pipeline stage must have.
 
         One forward pass; with context parallelism a sum of each result over its ranks, with pipeline parallelism a
-        broadcast from the last stage.
+        broadcast of each from the last stage, and of their width.
         """
         prepared = self.packer.whole_rounds(micro_batches)
         step = LogprobStep(self.vocab_size, self.layout, topk)
@@ -70,21 +69,17 @@ class Scorer:
             for result in results:
                 dist.all_reduce(result, group=self.layout.context_group)
         if self.layout.pipeline_size > 1:
-            results = self._from_last_stage(results, prepared, topk)
+            results = self._from_last_stage(results, prepared)
         return [_scores(result.cpu(), topk) for result in results[: len(micro_batches)]]
 
-    def _from_last_stage(self, results: list[Tensor], prepared: list[MicroBatch], topk: bool) -> list[Tensor]:
+    def _from_last_stage(self, results: list[Tensor], prepared: list[MicroBatch]) -> list[Tensor]:
+        """Only the last stage's micro-batches must have top-K ids, so it also says how many columns there are."""
         layout = self.layout
+        columns = torch.tensor(results[0].shape[1] if layout.is_last_stage else 0, device=layout.device)
+        dist.broadcast(columns, group_src=layout.pipeline_size - 1, group=layout.pipeline_group)
         if not layout.is_last_stage:
-            results = [
-                torch.empty(
-                    b.batch_tokens,
-                    self.topk_width + 2 if topk else 1,
-                    dtype=torch.float32,
-                    device=layout.device,
-                )
-                for b in prepared
-            ]
+            shapes = [(b.batch_tokens, int(columns)) for b in prepared]
+            results = [torch.empty(shape, dtype=torch.float32, device=layout.device) for shape in shapes]
         for result in results:
             dist.broadcast(result, group_src=layout.pipeline_size - 1, group=layout.pipeline_group)
         return results

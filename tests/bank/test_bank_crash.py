@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import logging
@@ -13,36 +12,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dppo_megatron.bank import BankCorruption, BankError, BankLocked, BankReader, BankWriteError, BankWriter
-from tests.support.bank import assert_same_group, make_group
-
-
-def fill(directory, count, start=0):
-    with BankWriter(directory, 3) as writer:
-        for p in range(start, start + count):
-            writer.append(make_group(p))
-
-
-def read_all(directory):
-    reader = BankReader(directory)
-    return [reader.read(entry) for entry in reader.entries(0, reader.refresh())]
-
-
-def files(directory, number):
-    return directory / f"segment-{number:06d}.bin", directory / f"segment-{number:06d}.jsonl"
-
-
-def as_killed(directory):
-    """As if the writer that was closed had been killed: a closed one leaves word of what must be there."""
-    head = directory / "head.json"
-    fields = json.loads(head.read_text())
-    fields.pop("closed")
-    head.write_text(json.dumps(fields))
+from dppo_megatron.bank import BankCorruption, BankLocked, BankReader, BankWriteError, BankWriter
+from tests.support.bank import as_killed, assert_same_group, files, fill, make_group, read_all
 
 
 def start_writer(directory: Path, *, fsync: bool) -> subprocess.Popen:
@@ -284,22 +259,6 @@ def refusal(call, *arguments) -> BankWriteError | None:
     return None
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real file system of 256 KiB."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    if not shutil.which("mount"):
-        pytest.skip("no mount command")
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount)], capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.skip(f"may not mount a small file system here: {done.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
-
-
 def test_a_full_disk_loses_nothing(small_disk):
     bank, ballast = small_disk / "bank", small_disk / "ballast"
     ballast.write_bytes(bytes(100_000))
@@ -367,149 +326,3 @@ def test_a_failing_flush_of_the_index_stops_the_writer(tmp_path, monkeypatch):
 def test_the_lock_file_says_who(tmp_path):
     with BankWriter(tmp_path, 1):
         assert json.loads((tmp_path / "writer.lock").read_text())["pid"] == os.getpid()
-
-
-def test_a_writer_whose_lock_was_deleted_writes_nothing_more(tmp_path):
-    first = BankWriter(tmp_path, 3)
-    first.append(make_group(0))
-    (tmp_path / "writer.lock").unlink()
-    with pytest.raises(BankLocked, match=r"writer\.lock: is gone, though this process holds the bank"):
-        first.append(make_group(1))
-    with BankWriter(tmp_path, 3) as second:
-        second.append(make_group(2))
-        with pytest.raises(BankLocked, match=f"is another file now, of process {os.getpid()} on"):
-            first.append(make_group(1))
-        second.append(make_group(3))
-        with pytest.raises(BankLocked):
-            first.close()
-    assert [g.prompt.position for g in read_all(tmp_path)] == [0, 2, 3]
-
-
-def test_a_bank_that_cannot_be_written_to_is_one_clear_error(tmp_path):
-    (tmp_path / "a-file").write_text("")
-    (tmp_path / "bank" / "writer.lock").mkdir(parents=True)
-    for directory, names in ((tmp_path / "a-file", "a-file: "), (tmp_path / "bank", r"writer\.lock: Is a directory")):
-        with pytest.raises(BankError, match=f"{names}.*mend the permissions") as raised:
-            BankWriter(directory, 1)
-        assert raised.type is BankError
-    (tmp_path / "segments").mkdir()
-    (tmp_path / "segments" / "segment-000000.bin").mkdir()
-    with pytest.raises(BankError, match=r"segment-000000\.bin: "):
-        BankWriter(tmp_path / "segments", 1)
-
-
-def test_a_read_only_file_system_is_one_clear_error(small_disk):
-    fill(small_disk / "bank", 1)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(BankError, match=r"writer\.lock: Read-only file system; .*run.dir"):
-        BankWriter(small_disk / "bank", 3)
-    with pytest.raises(BankError, match=r"other: Read-only file system; .*run.dir"):
-        BankWriter(small_disk / "other", 3)
-    assert len(read_all(small_disk / "bank")) == 1
-
-
-def test_files_of_other_names_are_not_the_banks(tmp_path):
-    fill(tmp_path, 4)
-    copied = files(tmp_path, 0)[1].read_bytes()
-    for name in (
-        "segment-000000 (copy).jsonl",
-        "segment-7.jsonl",
-        "segment-0000001.jsonl",
-        "segment-.jsonl",
-        "segment-1e3.jsonl",
-    ):
-        (tmp_path / name).write_bytes(copied)
-    fill(tmp_path, 1, start=4)
-    assert [g.prompt.position for g in read_all(tmp_path)] == list(range(5))
-
-
-@pytest.mark.parametrize("suffix", ["bin", "jsonl"])
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_missing_file_of_the_last_segment_is_refused(tmp_path, suffix, killed):
-    fill(tmp_path, 5)
-    if killed:
-        as_killed(tmp_path)
-    path = tmp_path / f"segment-000001.{suffix}"
-    path.unlink()
-    with pytest.raises(BankCorruption, match=rf"segment-000001\.{suffix}: missing"):
-        BankWriter(tmp_path, 3)
-    assert not path.exists()
-    with pytest.raises(BankCorruption, match=rf"segment-000001\.{suffix}: (missing|group 3 .*gone)"):
-        read_all(tmp_path)
-
-
-def test_lines_that_went_missing_from_a_killed_writers_index_are_refused(tmp_path):
-    """One group without a line is what a crash leaves; two are not."""
-    fill(tmp_path, 3)
-    as_killed(tmp_path)
-    index = files(tmp_path, 0)[1]
-    lines = index.read_bytes().splitlines(keepends=True)
-    index.write_bytes(b"".join(lines[:2]))
-    with pytest.raises(BankCorruption, match=r"segment-000000\.bin: .*the index has lost lines.*truncate -s \d+"):
-        BankWriter(tmp_path, 3)
-    index.write_bytes(b"".join(lines[:3]))
-    with BankWriter(tmp_path, 3) as writer:
-        assert writer.num_train_groups == 2
-
-
-def test_what_a_closed_writer_left_is_never_truncated(tmp_path):
-    fill(tmp_path, 2)
-    data, index = files(tmp_path, 0)
-    whole = data.read_bytes(), index.read_bytes()
-    for path, says in ((data, r"segment-000000\.bin: .*line 3"), (index, r"segment-000000\.jsonl: line 3: missing")):
-        os.truncate(path, path.stat().st_size - 1)
-        with pytest.raises(BankCorruption, match=says):
-            BankWriter(tmp_path, 3)
-        data.write_bytes(whole[0])
-        index.write_bytes(whole[1])
-    fill(tmp_path, 1, start=2)
-    assert len(read_all(tmp_path)) == 3
-
-
-def test_a_segment_of_another_bank_is_refused(tmp_path):
-    for name, start in (("a", 0), ("b", 50)):
-        fill(tmp_path / name, 7, start)
-    for number in (0, 1, 2):
-        directory = Path(shutil.copytree(tmp_path / "a", tmp_path / f"mixed-{number}"))
-        for path in files(tmp_path / "b", number):
-            shutil.copy(path, directory)
-        for opened in (lambda d=directory: BankWriter(d, 3), lambda d=directory: BankReader(d).refresh()):
-            with pytest.raises(BankCorruption, match=rf"segment-00000{max(number, 1)}\.jsonl: line 1: does not follow"):
-                opened()
-
-
-def test_an_event_loop_goes_on_while_a_group_is_written(tmp_path, monkeypatch):
-    """Two calls of 0.25 s a group hold up nothing else."""
-    real = os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda *call: (time.sleep(0.25), real(*call))[1])
-
-    async def main() -> tuple[float, list[int]]:
-        longest = 0.0
-        with BankWriter(tmp_path, 4) as writer:
-            last = time.monotonic()
-            writes = [asyncio.wrap_future(writer.begin_append(make_group(p))) for p in range(3)]
-            assert (writer.num_train_groups, writer.num_begun_groups) == (0, 3)
-            while not all(write.done() for write in writes):
-                await asyncio.sleep(0.001)
-                longest, last = max(longest, time.monotonic() - last), time.monotonic()
-            assert writer.num_train_groups == 3
-            return longest, [write.result() for write in writes]
-
-    longest, numbers = asyncio.run(main())
-    assert numbers == [0, 1, 2]
-    assert longest < 0.24
-
-
-def test_a_group_that_fails_in_the_writers_thread_leaves_its_position_free(tmp_path):
-    broken = replace(make_group(1), temperature=0.0)
-    with BankWriter(tmp_path, 4) as writer:
-        futures = [writer.begin_append(g) for g in (make_group(0), broken, make_group(2))]
-        with pytest.raises(ValueError, match="position 2 is already"):
-            writer.begin_append(make_group(2))
-        assert futures[0].result() == 0
-        with pytest.raises(ValueError, match="temperature"):
-            futures[1].result()
-        assert futures[2].result() == 1
-        assert writer.num_begun_groups == writer.num_train_groups == 2
-        assert writer.done_positions() == {0, 2}
-        assert writer.append(make_group(1)) == 2

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 
-from dppo_megatron.bank import format1
+from dppo_megatron.bank import BankReader, BankWriter, format1
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 
 PROMPT = 5
@@ -36,6 +37,29 @@ def make_group(
     failed = np.zeros(samples, dtype=bool)
     failed[0] = position % 5 == 0
     return RolloutGroup(prompt, tuple(rollouts), rewards * ~failed, failed, temperature=0.75)
+
+
+def fill(directory, count, start=0):
+    with BankWriter(directory, 3) as writer:
+        for p in range(start, start + count):
+            writer.append(make_group(p))
+
+
+def read_all(directory):
+    reader = BankReader(directory)
+    return [reader.read(entry) for entry in reader.entries(0, reader.refresh())]
+
+
+def files(directory, number):
+    return directory / f"segment-{number:06d}.bin", directory / f"segment-{number:06d}.jsonl"
+
+
+def as_killed(directory):
+    """As if the writer that was closed had been killed: a closed one leaves word of what must be there."""
+    head = directory / "head.json"
+    fields = json.loads(head.read_text())
+    fields.pop("closed")
+    head.write_text(json.dumps(fields))
 
 
 def write_format_1(directory: Path, groups: list[RolloutGroup], per_segment: int) -> None:

@@ -29,6 +29,8 @@ def scores(rank: Rank) -> Any:
         batches = micro_batches(sequences(), 3)
         with rank.actor(**layout) as actor:
             reference = Reference(actor)
+            if not actor.layout.is_last_stage:  # which reads no lists from the bank
+                batches = [replace(batch, topk_ids=None, rollout_topk_logprob=None) for batch in batches]
             before = actor.scores(batches, topk=True)
             actor.train_update(batches, topk())
             results[name] = {
