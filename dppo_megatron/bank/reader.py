@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -117,8 +118,8 @@ class BankReader:
     ) -> RolloutGroup:
         """The group of an entry, or of its samples those given alone; reads their bytes and the prompt's alone.
 
-        parts: of `PARTS`, `core` always among them; fields of the others are None. A group of format 1 is read whole,
-        whatever is asked of it, and has every field.
+        parts: of `PARTS`, `core` always among them; fields of the others are None. Of a group of format 1 all is read,
+        whatever is asked for.
         Raises `BankCorruption` when bytes are missing, do not match their checksum or contradict the entry.
         """
         path = segment_paths(self._directory, entry.segment)[0]
@@ -128,7 +129,7 @@ class BankReader:
         try:
             with path.open("rb", buffering=0) as file:
                 if entry.shapes is None:
-                    return _only(format1.decode_group(_whole_blob(file.fileno(), entry)), samples)
+                    return _only(format1.decode_group(_whole_blob(file.fileno(), entry)), chosen, parts)
                 return _read_samples(file.fileno(), entry, chosen, parts)
         except FileNotFoundError:
             raise BankCorruption(f"{where}: the file is gone; restore it, or train from a later step") from None
@@ -199,12 +200,19 @@ class BankReader:
                 raise BankCorruption(f"{path}: line {line_number}: not readable ({error}); {RESTORE}") from error
 
 
-def _only(group: RolloutGroup, samples: Sequence[int] | None) -> RolloutGroup:
-    if samples is None:
-        return group
+def _only(group: RolloutGroup, samples: Sequence[int], parts: Sequence[str]) -> RolloutGroup:
     chosen = list(samples)
-    rollouts = tuple(group.rollouts[i] for i in chosen)
-    return replace(group, rollouts=rollouts, rewards=group.rewards[chosen], reward_failed=group.reward_failed[chosen])
+    absent: dict[str, Any] = {}
+    if "topk" not in parts:
+        absent |= {"topk_ids": None, "rollout_topk_logprob": None}
+    if "routes" not in parts:
+        absent |= {"routed_experts": None}
+    return replace(
+        group,
+        rollouts=tuple(replace(group.rollouts[i], **absent) for i in chosen),
+        rewards=group.rewards[chosen],
+        reward_failed=group.reward_failed[chosen],
+    )
 
 
 def _whole_blob(file: int, entry: BankEntry) -> bytes:

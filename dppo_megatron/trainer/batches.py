@@ -201,7 +201,8 @@ class BankBatches:
 def parts_of(actor: Actor) -> tuple[str, ...]:
     """What this rank reads of a sample: top-K lists where the loss is, routes where there are experts to replay."""
     parts = ["core"]
-    if actor.layout.is_last_stage:
+    acceptance = actor.config.acceptance  # which compares lists on every rank
+    if actor.layout.is_last_stage or (acceptance.bound is not None and acceptance.divergence == "objective"):
         parts.append("topk")
     if actor.routing is not None and actor.routing.held_layers:
         parts.append("routes")

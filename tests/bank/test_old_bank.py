@@ -58,7 +58,9 @@ def test_samples_of_it_are_read_alone(tmp_path):
         group, rollouts=(group.rollouts[3], group.rollouts[1]), rewards=group.rewards[[3, 1]],
         reward_failed=group.reward_failed[[3, 1]],
     )  # fmt: skip
-    assert_same_group(reader.read(entry, [3, 1], ("core",)), chosen)
+    assert_same_group(reader.read(entry, [3, 1]), chosen)
+    core = tuple(dataclasses.replace(r, topk_ids=None, rollout_topk_logprob=None) for r in chosen.rollouts)
+    assert_same_group(reader.read(entry, [3, 1], ("core",)), dataclasses.replace(chosen, rollouts=core))
 
 
 def test_it_refuses_what_its_format_cannot_hold(tmp_path):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from dppo_megatron.checks import settings_problems
 from dppo_megatron.objectives import Objective, ObjectiveSettings, build_objective
 from dppo_megatron.orchestrator.metrics import append_record, show_progress
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.trainer.batches import BankBatches
+from dppo_megatron.trainer.batches import BankBatches, parts_of
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 from tests.support.tiny_task import TEMPERATURE, K, task_config
 
@@ -337,6 +338,21 @@ def test_a_rank_reads_its_own_rows_and_the_parts_it_needs(tmp_path, monkeypatch,
             assert (micro.routed_experts is not None) == ("routes" in parts)
         total += tokens
     assert total == sum(int(e.response_lengths.sum()) for e in reader.entries(0, groups))
+
+
+def test_a_rank_needs_the_parts_of_its_pipeline_stage(tmp_path):
+    def parts(last: bool, held: tuple[int, ...] | None, **acceptance) -> tuple[str, ...]:
+        routing = None if held is None else SimpleNamespace(held_layers=held)
+        config = task_config(tmp_path, acceptance=acceptance)
+        return parts_of(SimpleNamespace(config=config, layout=SimpleNamespace(is_last_stage=last), routing=routing))
+
+    assert parts(False, None) == ("core",)
+    assert parts(True, None) == ("core", "topk")
+    assert parts(False, ()) == ("core",)
+    assert parts(False, (0, 1)) == ("core", "routes")
+    assert parts(True, (2,)) == ("core", "topk", "routes")
+    assert parts(False, None, bound=0.1, divergence="objective") == ("core", "topk")
+    assert parts(False, None, bound=0.1, divergence="binary_kl") == ("core",)
 
 
 @pytest.mark.parametrize(
