@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.bank import BankCorruption, BankError, BankLocked, BankReader, BankWriter
+from dppo_megatron.bank.lines import dropped_fields, sealed
 from tests.support.bank import as_killed, files, fill, make_group, read_all
 
 
@@ -120,3 +121,15 @@ def test_a_segment_of_another_bank_is_refused(tmp_path):
         for opened in (lambda d=directory: BankWriter(d, 3), lambda d=directory: BankReader(d).refresh()):
             with pytest.raises(BankCorruption, match=rf"segment-00000{max(number, 1)}\.jsonl: line 1: does not follow"):
                 opened()
+
+
+def test_a_position_that_comes_twice_is_refused(tmp_path):
+    fill(tmp_path, 2)
+    as_killed(tmp_path)
+    with files(tmp_path, 0)[1].open("ab") as index:
+        index.write(sealed(**dropped_fields(1, 1, "no_signal", "")))
+    for opened in (lambda: BankWriter(tmp_path, 3), lambda: BankReader(tmp_path).refresh()):
+        with pytest.raises(
+            BankCorruption, match=r"segment-000000\.jsonl: line 4: prompt position 1 is in the bank already"
+        ):
+            opened()
