@@ -32,7 +32,7 @@ from .staleness import StalenessBound
 log = logging.getLogger(__name__)
 
 TOO_STALE = "too_stale"  # the reason in the bank
-MOST_WRITES = 4  # groups that wait for the disk before sampling waits for it too
+MOST_WRITES = 4  # with more of them on their way to the disk, no further group is begun
 LONGEST_WRITE_S = 300.0
 
 
@@ -98,12 +98,12 @@ class Orchestrator:
         try:
             while (stored := self._bank.num_begun_groups) < wanted:
                 begun = stored + len(running) + len(finished)
-                await self._written(MOST_WRITES)
+                self._take_written()
                 if not running:
-                    await self._written()  # the trainer may be waiting for them
                     await self._wait_for(self._bound.needed_version(min(begun, wanted - 1)))
                 await self._evaluate_if_due()
-                while begun < wanted and len(running) < rollout.max_concurrent_groups and self._may_begin(begun):
+                most = rollout.max_concurrent_groups if len(self._writes) <= MOST_WRITES else 0
+                while begun < wanted and len(running) < most and self._may_begin(begun):
                     last_step = self._bound.last_step(self._published.current.version)
                     self._recorder.count_started(begun // rollout.prompts_per_step)
                     prompt = self._prompts.prompt(next(positions))
@@ -122,7 +122,6 @@ class Orchestrator:
                     if self._keep(group):
                         finished.append((last_step, group))
                 self._store(finished, running)
-            await self._written()
             await self._wait_for(self._config.train.steps)
             await asyncio.gather(*self._evaluations)
         finally:
@@ -152,18 +151,22 @@ class Orchestrator:
             self._recorder.count_finished(group // self._config.rollout.prompts_per_step, first)
             self._writes.append(self._bank.begin_append(first))
 
-    async def _written(self, most: int = 0) -> None:
-        """Returns once at most so many writes are unfinished. Raises what a finished one raised."""
-        while self._writes and (len(self._writes) > most or self._writes[0].done()):
-            write = asyncio.wrap_future(self._writes[0])
-            done, _ = await asyncio.wait([write], timeout=LONGEST_WRITE_S)
+    def _take_written(self) -> None:
+        """Raises what a finished write raised."""
+        while self._writes and self._writes[0].done():
+            self._writes.popleft().result()
+
+    async def _written(self) -> None:
+        """Returns once everything stored is in the bank. Raises what a write raised."""
+        while self._writes:
+            done, _ = await asyncio.wait([asyncio.wrap_future(self._writes[0])], timeout=LONGEST_WRITE_S)
             if not done:
                 raise BankTimeout(
                     f"writing a group to the bank takes longer than {LONGEST_WRITE_S:g} s: the file system of run.dir "
                     "does not answer; look at it, then resume"
                 )
-            self._writes.popleft()
-            write.result()
+            done.pop().exception()  # looked at below
+            self._take_written()
 
     def _may_store(self, group: int, waiting: list[int], running: dict[asyncio.Task, Running]) -> bool:
         """Whether a finished group may be stored as number `group`: not if that makes a running one too late.
@@ -228,7 +231,18 @@ class Orchestrator:
         return await self._sampler.sample(request, f"prompt {prompt.position}")
 
     async def _wait_for(self, version: int) -> None:
-        """Waits for a policy of at least `version`, and evaluates what is due on the way there."""
+        """Waits for a policy of at least `version`, and evaluates what is due on the way there.
+
+        The trainer may need what is being written first: a write that fails is raised at once.
+        """
+        waiting = asyncio.ensure_future(self._published_and_evaluated(version))
+        try:
+            await self._written()
+            await waiting
+        finally:
+            waiting.cancel()
+
+    async def _published_and_evaluated(self, version: int) -> None:
         policy = self._published.current
         for number in range(0 if policy is None else policy.version, version + 1):
             await self._published.wait_for(number)

@@ -10,6 +10,7 @@ import resource
 
 import pytest
 
+from dppo_megatron.bank import BankWriteError
 from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import ConfigError
 from dppo_megatron.engines.protocol import EngineUnavailable, InvalidSample
@@ -361,3 +362,21 @@ def test_nothing_is_given_up_while_the_trainer_is_busy(world):
     w.run_attempt(w.engine(delay=lambda request: slow_prompt_1(request) / 10))
     assert w.dropped() == []
     assert sorted(g.prompt.position for g in w.groups()) == list(range(5 * GROUPS))
+
+
+def test_a_group_that_the_disk_refuses_ends_the_run_at_once(world, monkeypatch):
+    """Not as a trainer that stopped publishing, though that waits for the group."""
+    w = world(steps=3)
+    real, calls = os.pwritev, itertools.count()
+
+    def pwritev(*call):
+        if next(calls) > 9:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*call)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    with pytest.raises(BankWriteError, match="No space left on device") as raised:
+        w.run_attempt(w.engine())
+    assert raised.value.errno == errno.ENOSPC
+    monkeypatch.undo()
+    assert [group.prompt.position for group in w.groups()] == [0, 1, 2, 3]
