@@ -379,4 +379,4 @@ def test_a_group_that_the_disk_refuses_ends_the_run_at_once(world, monkeypatch):
         w.run_attempt(w.engine())
     assert raised.value.errno == errno.ENOSPC
     monkeypatch.undo()
-    assert [group.prompt.position for group in w.groups()] == [0, 1, 2, 3]
+    assert w.steps() == [[0, 1, 2, 3]]
