@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -245,6 +246,9 @@ def slurm_task(
 def main() -> None:
     """Entry point. What a user can act on is printed as it is, without a traceback: exit 2 for a config, else 1."""
     working_directory.put_on_path()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files and a user's objective may hold what UTF-8 has not
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except ConfigError as error:

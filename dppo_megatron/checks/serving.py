@@ -22,6 +22,16 @@ def problems(config: Config, hf: HFModelConfig | None) -> list[str]:
             f"engine.max_model_len = {engine.max_model_len}: the model was made for {hf.max_position_embeddings} "
             f"positions (max_position_embeddings); set it to at most {hf.max_position_embeddings}"
         )
+    if unknown := [token for token in config.rollout.stop_token_ids if token >= hf.vocab_size]:
+        out.append(
+            f"rollout.stop_token_ids = {unknown[0]}: the model has the tokens 0 to {hf.vocab_size - 1}, so no response "
+            "would stop there; correct or remove it"
+        )
+    if config.rollout.topk_logprobs > hf.vocab_size:
+        out.append(
+            f"rollout.topk_logprobs = {config.rollout.topk_logprobs}: the model has {hf.vocab_size} tokens; set it to "
+            "at most that"
+        )
     tensor, kv_heads = engine.tensor_parallel, hf.num_kv_heads
     if hf.num_heads % tensor:
         out.append(f"engine.tensor_parallel = {tensor}: does not divide {hf.num_heads} attention heads; lower it")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dppo_megatron.checks import Place, check_job, preflight
-from dppo_megatron.config import Config, ConfigError, read_config, save_resolved, with_absolute_paths
+from dppo_megatron.config import Config, ConfigError, read_config, save_resolved, validated, with_absolute_paths
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 
@@ -116,4 +116,4 @@ def scale_to_nodes(config: Config, nodes: str) -> Config:
     tree["slurm"] |= {"trainer_nodes": int(trainers), "engine_nodes": engine_nodes}
     tree["parallel"]["world_size"] = ranks * int(trainers)
     tree["engine"]["count"] = count
-    return Config.model_validate(tree)
+    return validated(tree, "--nodes")

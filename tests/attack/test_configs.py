@@ -22,6 +22,7 @@ from tests.attack import cases, generator
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
 LONGEST_MESSAGE = 4096  # bytes
+PLAN = ["plan", "--nodes", "1", "--gpus-per-node", "2", "--gpu", "cpu-16"]
 LONGEST_CPU_S, LONGEST_WALL_S = 5.0, 30.0  # the latter for a machine that does something else, too
 
 
@@ -202,7 +203,7 @@ def config_case(number: int, root: Path) -> list[str]:
         content = change_text(content, at)
     path = root / "case.yaml"
     path.write_bytes(content)
-    return [*at.choice([["validate"]] * 8 + [["slurm", "--dry-run"]]), str(path), *overrides(at)]
+    return [*at.choice([["validate"]] * 16 + [["slurm", "--dry-run"]] * 2 + [PLAN]), str(path), *overrides(at)]
 
 
 @pytest.mark.slow
@@ -252,7 +253,7 @@ def test_every_damaged_model_directory_is_accepted_or_one_clear_error(workplace)
         for _ in range(at.choice([1, 1, 1, 2])):
             damage(model, at)
         (workplace / "case.yaml").write_text(yaml.safe_dump(sound(workplace, model)))
-        if wrong := run("validate", str(workplace / "case.yaml")):
+        if wrong := run(*at.choice([["validate"]] * 9 + [PLAN]), str(workplace / "case.yaml")):
             failures[number] = wrong
     report(failures)
 

@@ -73,6 +73,13 @@ def test_an_engine_longer_than_the_model_is_refused(tree):
     assert "engine.max_model_len = 65: the model was made for 64 positions" in found(tree)
 
 
+def test_tokens_that_the_model_does_not_have_are_refused(tree):
+    tree["rollout"] |= {"stop_token_ids": [3, 16], "topk_logprobs": 17}
+    problems = found(tree)
+    assert "rollout.stop_token_ids = 16: the model has the tokens 0 to 15" in problems
+    assert "rollout.topk_logprobs = 17: the model has 16 tokens" in problems
+
+
 def test_fp8_engines_are_refused_on_a_cpu(tree, task, tmp_path, monkeypatch):
     model = shutil.copytree(task / "random_model", tmp_path / "whole_blocks")
     config = json.loads((model / "config.json").read_text())
