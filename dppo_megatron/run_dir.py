@@ -5,14 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from dppo_megatron.errors import ExpectedError
+
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
     root: Path
 
     def make(self) -> None:
-        """The directory, for its owner alone. One that is there keeps its mode."""
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """The directory, for its owner alone. One that is there keeps its mode. Raises `ExpectedError`."""
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ExpectedError(
+                f"run.dir = {self.root}: cannot be made: {error.strerror}; choose another run.dir"
+            ) from None
 
     @property
     def config(self) -> Path:

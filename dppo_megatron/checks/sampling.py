@@ -49,6 +49,12 @@ def _staleness(config: Config) -> list[str]:
             f"rollout.max_staleness = {r.max_staleness}: with engine.placement = colocated engines sleep while the "
             "trainer trains, so nothing is sampled ahead; set it to 0 or give the engines GPUs of their own"
         )
+    waits, request = config.weight_sync.timeout_s, config.engine.request_timeout_s
+    if r.on_update == "wait" and request is not None and request > waits:
+        out.append(
+            f"rollout.on_update = wait: an update waits weight_sync.timeout_s = {waits:g} s for requests, which "
+            f"may take engine.request_timeout_s = {request:g} s; raise the former, or set on_update to keep or abort"
+        )
     if r.max_staleness == 0 and r.beyond_bound != "wait":
         out.append(
             f"rollout.beyond_bound = {r.beyond_bound}: with rollout.max_staleness = 0 every step waits for its own "

@@ -8,6 +8,7 @@ import pytest
 
 from dppo_megatron.checks import check_job, check_run_dir, preflight
 from dppo_megatron.config import Config, ConfigError, save_resolved
+from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 
 
@@ -76,3 +77,8 @@ def test_a_directory_that_cannot_be_written_is_refused(tree, tmp_path, monkeypat
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path} cannot be written here; choose another run.dir"):
         check(tree, resume=False)
+
+
+def test_what_only_making_it_shows_is_one_clear_error():
+    with pytest.raises(ExpectedError, match=r"run\.dir = /proc/nothing/run: cannot be made: .*; choose another"):
+        RunDir(Path("/proc/nothing/run")).make()

@@ -154,6 +154,10 @@ def test_missing_file_and_broken_yaml(tmp_path):
             },
             "parallel.pipeline x parallel.expert = 256 ranks send weights",
         ),
+        (
+            {"rollout": {"on_update": "wait"}, "engine": {"request_timeout_s": 900}, "weight_sync": {"timeout_s": 300}},
+            "rollout.on_update = wait: an update waits weight_sync.timeout_s = 300 s",
+        ),
         ({"optimizer": {"min_lr": 1.0}}, "above optimizer.lr"),
         ({"acceptance": {"share": 0.5}}, "acceptance.bound = null"),
         ({"acceptance": {"bound": 0.1}, "objective": {"name": "nll"}}, "no rollout policy"),
