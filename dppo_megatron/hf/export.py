@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -49,6 +49,7 @@ def export_weights(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ranks: ParallelRanks | None = None,
     quantization: Quantization | None = None,
+    before_gather: Callable[[ShardGroup], None] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (HF name, whole tensor) of every weight whose source rank this is. Every rank must exhaust its iterator.
 
@@ -56,6 +57,7 @@ def export_weights(
     first data-parallel replica: over all ranks each HF tensor is yielded exactly once.
     Collectives: one `gather` to the source rank per bucket of at most `bucket_bytes` of local shards, in the
     tensor- or expert-tensor-parallel group of the first replica; none where those have one rank.
+    Each rank of the group calls `before_gather` first: where the source rank may be long in coming, wait there.
 
     `dtype` casts before gathering (None keeps each parameter's). With `quantization` "fp8_block" the source rank
     quantises each whole projection and yields its scales too, as `hf.fp8` describes. Tensors are on the
@@ -63,7 +65,8 @@ def export_weights(
     Raises `ModelError` for a parameter without an HF counterpart.
     """
     if quantization is not None:
-        yield from fp8.quantize_projections(export_weights(model_chunks, config, dtype, bucket_bytes, ranks))
+        plain = export_weights(model_chunks, config, dtype, bucket_bytes, ranks, before_gather=before_gather)
+        yield from fp8.quantize_projections(plain)
         return
     ranks = ranks or ParallelRanks.current()
     weight_map = WeightMap(config, infer_layout(model_chunks, config, ranks))
@@ -77,9 +80,9 @@ def export_weights(
             (expert if entry.is_expert else dense).append((entry, weight))
     # Dense weights first: the two kinds use different groups, which every rank must enter in one order.
     if ranks.first_replica:
-        yield from _export(weight_map, dense, ranks.tensor, dtype, bucket_bytes)
+        yield from _export(weight_map, dense, _Bucket(ranks.tensor, before_gather), dtype, bucket_bytes)
     if ranks.first_expert_replica:
-        yield from _export(weight_map, expert, ranks.expert_tensor, dtype, bucket_bytes)
+        yield from _export(weight_map, expert, _Bucket(ranks.expert_tensor, before_gather), dtype, bucket_bytes)
 
 
 def save_hf(
@@ -154,12 +157,12 @@ def save_hf(
 def _export(
     weight_map: WeightMap,
     weights: Sequence[tuple[Entry, Tensor]],
-    group: ShardGroup,
+    bucket: _Bucket,
     dtype: torch.dtype | None,
     bucket_bytes: int,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Gathers the shards of `weights` over `group` in buckets and yields the HF tensors on its rank 0."""
-    bucket = _Bucket(group)
+    """Gathers the shards of `weights` by `bucket`, again and again, and yields the HF tensors on its group's rank 0."""
+    group = bucket.group
     for entry, weight in weights:
         local = weight.detach()
         if dtype is not None and not entry.rule.keep_dtype:
@@ -179,6 +182,7 @@ class _Bucket:
     """Shards of one dtype for one gather: thousands of small gathers would each pay the latency."""
 
     group: ShardGroup
+    before_gather: Callable[[ShardGroup], None] | None
     shards: list[tuple[Entry, Tensor]] = field(default_factory=list)
     nbytes: int = 0
 
@@ -197,6 +201,8 @@ class _Bucket:
         if not shards:
             return
         flat = torch.cat([shard.reshape(-1) for _, shard in shards])
+        if self.before_gather is not None:
+            self.before_gather(self.group)
         is_source = self.group.rank == 0
         received = [torch.empty_like(flat) for _ in range(self.group.size)] if is_source else None
         dist.gather(flat, received, dst=dist.get_global_rank(self.group.group, 0), group=self.group.group)

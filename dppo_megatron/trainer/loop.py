@@ -16,7 +16,7 @@ from .batch_statistic import with_batch_statistic
 from .batches import BatchSource
 from .checkpoints import Checkpoints
 from .control import Control, StopRequested
-from .metrics import StepMetrics
+from .metrics import MismatchHistory, StepMetrics
 from .policy_logprobs import PolicyLogprobs
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ def train(
     """
     step = first_step
     colocated = config.engine.placement == "colocated"
+    mismatches = MismatchHistory()
 
     def save_if_due(metrics: StepMetrics) -> None:
         if checkpoints.due(step):
@@ -80,6 +81,7 @@ def train(
                 stats = actor.train_update(update.micro_batches, method, another_follows=another)
                 metrics.add_update(stats, update)
             metrics.add(acceptance.settle(batch, step))
+            mismatches.add(step, metrics.mismatch)
             metrics.check_mismatch(config.rollout.max_mismatch_kl, step)
             step += 1
             if colocated:

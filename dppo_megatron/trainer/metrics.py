@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from statistics import median
 
 from dppo_megatron.actor import UpdateStats
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.objectives import merge_metrics, reduce_metrics
 
 from .batches import UpdateBatch
+
+log = logging.getLogger(__name__)
 
 # An objective names what it measures; a run's record has one fixed name for it.
 RECORD_NAMES = {
@@ -25,12 +30,35 @@ RECORD_NAMES = {
     "entropy": "train/entropy",
     "mismatch/k3": "mismatch/kl",
 }
+REMEMBERED, FEW = 100, 5  # steps whose median is the run's usual mismatch; with fewer nothing is reported
+JUMP, JUMP_FLOOR = 5.0, 1e-3  # times the median, and nats: rounding in fp32 jumps below it
 # Engine against trainer means the same weights: only the step's first update sees those (at staleness 0).
 FIRST_UPDATE = ("mismatch/",)
 
 
 class MismatchLimit(ExpectedError, RuntimeError):
     """Engine and trainer disagree on what was sampled by more than the user allows."""
+
+
+class MismatchHistory:
+    """Reports a mismatch far above the run's own, limit or no limit. Begins anew when a run is resumed."""
+
+    def __init__(self) -> None:
+        self._seen: deque[float] = deque(maxlen=REMEMBERED)
+
+    def add(self, step: int, kl: float | None) -> None:
+        """kl: the step's mismatch/kl; None where the objective does not measure it."""
+        if kl is None:
+            return
+        usual = median(self._seen) if len(self._seen) >= FEW else float("inf")
+        if not kl <= max(JUMP * usual, JUMP_FLOOR):
+            log.warning(
+                "step %d: mismatch/kl jumped to %.3g nats per token between engine and trainer; its median over the "
+                "last %d steps is %.3g. See docs/failures.md",
+                *(step, kl, len(self._seen), usual),
+            )
+        if math.isfinite(kl):
+            self._seen.append(kl)
 
 
 class StepMetrics:
@@ -53,12 +81,17 @@ class StepMetrics:
     def add_update(self, stats: UpdateStats, batch: UpdateBatch) -> None:
         self._updates.append((stats, batch))
 
+    @property
+    def mismatch(self) -> float | None:
+        """KL between engine and trainer of the step's first update; None where it is not measured."""
+        return self._updates[0][0].metrics.get("mismatch/k3") if self._updates else None
+
     def check_mismatch(self, limit: float | None, step: int) -> None:
         """Raises `MismatchLimit` where the step's mismatch/kl is above `rollout.max_mismatch_kl`, not finite, or not
         measured by the objective."""
         if limit is None or not self._updates:
             return
-        kl = self._updates[0][0].metrics.get("mismatch/k3")
+        kl = self.mismatch
         if kl is None:
             raise MismatchLimit(
                 f"rollout.max_mismatch_kl = {limit:g}: the objective reports no metric mismatch/k3, the KL between "

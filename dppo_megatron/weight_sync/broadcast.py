@@ -36,6 +36,7 @@ from dppo_megatron.weights.process_group import Channel, Rendezvous, WeightGroup
 from .engine_thread import EngineThread
 from .errors import WeightSyncError
 from .transport import StoredAs
+from .turns import Turns
 
 
 class Broadcast:
@@ -45,7 +46,16 @@ class Broadcast:
     first rank of each group that shards an expert. The engines receive their buckets in `WeightGroupPlan.order`.
     """
 
-    def __init__(self, config: Config, actor: Actor, engines: EngineThread | None, ranks: Ranks, stored: StoredAs):
+    def __init__(
+        self,
+        config: Config,
+        actor: Actor,
+        engines: EngineThread | None,
+        ranks: Ranks,
+        stored: StoredAs,
+        turns: Turns,
+    ):
+        self._turns = turns
         self._actor = actor
         self._engines = engines
         self._ranks = ranks
@@ -206,6 +216,7 @@ class Broadcast:
             stored.dtype,
             bucket_bytes=self._bucket_bytes,
             quantization=stored.quantization,
+            before_gather=self._turns,
         )
 
 

@@ -14,6 +14,7 @@ from .engine_thread import EngineThread
 from .publisher import Publisher
 from .shared_storage import SharedStorage
 from .transport import StoredAs
+from .turns import Turns
 
 
 def build_publisher(
@@ -23,9 +24,10 @@ def build_publisher(
     engine = config.engine
     stored = StoredAs(DTYPES[engine.dtype].torch, None if engine.quantization == "none" else engine.quantization)
     # The others wait for rank 0 while it waits for an engine to come back or to end its update.
-    ranks = Ranks(timeout_s=config.engine.unavailable_timeout_s + 4 * config.weight_sync.timeout_s)
+    timeout_s = config.engine.unavailable_timeout_s + 4 * config.weight_sync.timeout_s
+    ranks = Ranks(timeout_s)
     if config.weight_sync.transport == "broadcast":
-        transport = Broadcast(config, actor, engines, ranks, stored)
+        transport = Broadcast(config, actor, engines, ranks, stored, Turns(timeout_s))
     else:
         transport = SharedStorage(config, actor, ranks, stored)
     check_tokens = ranks.from_rank_zero(lambda: check_tokens, "the tokens of the weight check")

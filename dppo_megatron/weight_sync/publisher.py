@@ -165,9 +165,10 @@ class Publisher:
                 )
             )
         problem = self._transport.send()
+        # Before the next training collective: a sender waits for engines.
+        problems = [p for p in self._ranks.gather(problem, "the weights to be sent") if p]
         if expected is None:
             expected = self._actor.score(self._check_tokens)  # every rank computes while the engines load
-        problems = [p for p in self._ranks.gather(problem, "the weights to be sent") if p]
 
         def compare() -> Outcome:
             results = replies.result()

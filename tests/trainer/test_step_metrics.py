@@ -8,7 +8,7 @@ import torch
 from dppo_megatron.actor import UpdateStats
 from dppo_megatron.objectives import build_objective, reduce_metrics
 from dppo_megatron.trainer.batches import UpdateBatch
-from dppo_megatron.trainer.metrics import MismatchLimit, StepMetrics
+from dppo_megatron.trainer.metrics import MismatchHistory, MismatchLimit, StepMetrics
 
 ROLLOUT = torch.full((6,), -1.0)
 FAR = 3.0  # nats, of one token in each update
@@ -54,6 +54,29 @@ def test_too_much_mismatch_ends_the_run():
     step.check_mismatch(0.5, 7)
     with pytest.raises(MismatchLimit, match=r"step 7: mismatch/kl = 0.342 .* rollout.max_mismatch_kl = 0.3"):
         step.check_mismatch(0.3, 7)
+
+
+def test_a_jump_of_the_mismatch_is_reported_at_once(caplog):
+    """Against the run's own history: what is usual with experts in 16 bits would be an alarm in fp32."""
+    history = MismatchHistory()
+    for step, kl in enumerate([0.02, 0.01, 0.03, 0.02, 0.02, 0.05, 0.04]):
+        history.add(step, kl)
+    assert not caplog.records
+    history.add(7, 0.11)
+    assert "step 7: mismatch/kl jumped to 0.11 nats per token" in caplog.text
+    assert "median over the last 7 steps is 0.02" in caplog.text
+    history.add(8, float("nan"))
+    assert "step 8: mismatch/kl jumped to nan" in caplog.text
+    history.add(9, 0.02)
+    history.add(10, None)
+    assert len(caplog.records) == 2
+
+
+def test_jumps_within_rounding_are_not_reported(caplog):
+    history = MismatchHistory()
+    for step, kl in enumerate([1e-9, 2e-9, 1e-9, 1e-9, 1e-9, 1e-7, 9e-4]):
+        history.add(step, kl)
+    assert not caplog.records
 
 
 def test_a_limit_on_what_the_objective_does_not_measure_is_refused():

@@ -6,99 +6,28 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 
-from dppo_megatron import hf
 from dppo_megatron.engines.protocol import EngineError, EngineRefused, EngineTimeout
-from dppo_megatron.fleet.live_engines import LiveEngines
-from dppo_megatron.fleet.registry import Service
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.weight_sync import WeightSyncError, build_publisher
-from dppo_megatron.weight_sync.engine_thread import EngineThread
+from dppo_megatron.weight_sync import WeightSyncError
 from dppo_megatron.weights.published import PublishedPolicy
-from tests.support.configs import make_config
 from tests.support.fakes.engine import SCORES, FakeEngine
-from tests.support.models import build_gpt
-from tests.support.ranks import megatron_group
+from tests.weight_sync.trainer_ranks import TIMEOUT_S, trainer
 
-TIMEOUT_S = 2.0
 LONG_TIMEOUT_S = 30.0
+FREEZES: dict[str, list[str | int]] = {
+    "broadcast": ["join", "receive", 3, "loaded", "check"],
+    "shared_storage": ["receive", "loaded", "check"],
+}
 FP8 = {"dtype": "bf16", "quantization": "fp8_block"}
-
-
-@dataclass
-class Trainer:
-    """What a scenario works with on one rank; `engines` act on rank 0 alone."""
-
-    models: Path
-    run: Path
-    publisher: Any = None
-    actor: Any = None
-    engines: list[FakeEngine] = field(default_factory=list)
-
-    def load(self, policy: str) -> None:
-        hf.load_into(self.actor.model_chunks, self.models / f"{self.actor.family}-{policy}")
-
-    def difference(self, policy: str, engine: int = 0) -> float:
-        """Largest difference between what the engine holds and the policy's directory; inf where names differ."""
-        source = hf.SafetensorsDirectory(self.models / f"{self.actor.family}-{policy}")
-        held = self.engines[engine].weights
-        if held.keys() != set(source.tensors):
-            return float("inf")
-        return max(float((held[name] - source.tensor(name)).abs().max()) for name in held)
-
-    def unlike_fp8(self, policy: str) -> list[str]:
-        """Names of the tensors that the engine does not hold bit for bit as the policy's bf16 weights in FP8."""
-        source = hf.SafetensorsDirectory(self.models / f"{self.actor.family}-{policy}")
-        plain = ((name, source.tensor(name).bfloat16()) for name in source.tensors)
-        expected, held = dict(hf.fp8.quantize_projections(plain)), self.engines[0].weights
-
-        def same(name: str) -> bool:
-            if name not in expected or name not in held or held[name].dtype != expected[name].dtype:
-                return False
-            return torch.equal(held[name].view(torch.uint8), expected[name].view(torch.uint8))
-
-        return sorted(name for name in expected.keys() | held.keys() if not same(name))
-
-
-@contextmanager
-def trainer(models: Path, run: Path, family: str, *, tp=1, pp=1, ep=1, engines=1, engine=(), **weight_sync):
-    run.mkdir(parents=True, exist_ok=True)
-    with megatron_group(run, tp, pp, ep=ep):
-        model = models / f"{family}-a"
-        config = make_config(
-            run={"dir": str(run)},
-            model={"path": str(model)},
-            engine={"dtype": "fp32", "unavailable_timeout_s": TIMEOUT_S} | dict(engine),
-            weight_sync={"transport": "broadcast", "bucket_bytes": 6000, "timeout_s": TIMEOUT_S, **weight_sync},
-        )
-        hf_config = hf.read_hf_config(model)
-        actor = SimpleNamespace(
-            model_chunks=build_gpt(hf_config, tp, pp, None, ep),
-            hf=hf_config,
-            family=family,
-            layout=SimpleNamespace(device=torch.device("cpu")),
-            score=lambda tokens: SCORES,
-        )
-        t = Trainer(models, run, actor=actor)
-        thread = None
-        if torch.distributed.get_rank() == 0:
-            t.engines = [FakeEngine(f"http://127.0.0.1:{90 + i}") for i in range(engines)]
-            by_url = {engine.url: engine for engine in t.engines}
-            book = {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(by_url)}
-            thread = EngineThread(lambda: LiveEngines(config, lambda: book, lambda _, url: by_url[url]))
-        t.publisher = build_publisher(config, actor, thread, None if thread is None else SCORES)
-        try:
-            yield t
-        finally:
-            t.publisher.close()
 
 
 def there_and_back(models: Path, run: Path, **layout: Any) -> dict:
@@ -213,6 +142,34 @@ def one_of_two_freezes(models: Path, run: Path) -> dict:
             "seconds": time.monotonic() - started,
             "differences": [t.difference("b")] if t.engines else [],
         }
+
+
+def one_of_two_freezes_at(models: Path, run: Path, place: str | int, transport: str) -> dict:
+    """The second engine freezes, and what serves its routes does not: nothing shows but that an update takes its whole
+    time-out. That of the trainer's own collectives is the same."""
+    settings = {"transport": transport, "bucket_bytes": 6000 if transport == "broadcast" else None}
+    checks = {"health_interval_s": 0.1, "health_timeout_s": 0.2, "health_failures": 2}
+    with trainer(models, run, "qwen3", tp=2, engines=2, engine=checks, **settings) as t:
+        training = parallel_state.get_tensor_model_parallel_group()
+        for group in (training, torch.distributed.group.WORLD):
+            torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), group)
+
+        def score(_tokens: np.ndarray) -> np.ndarray:
+            torch.distributed.all_reduce(torch.ones(1), group=training)
+            return SCORES
+
+        t.actor.score = score
+        for engine in t.engines:
+            engine.timeout_s = TIMEOUT_S
+        t.load("a")
+        if place != "join":
+            t.publisher.publish(0)
+        if t.engines:
+            t.engines[1].freezes_at, t.engines[1].front_lives = place, True
+        t.load("b")
+        published = t.publisher.publish(1)
+        score(SCORES)
+        return {"unconfirmed": published.unconfirmed, "differences": [t.difference("b")] if t.engines else []}
 
 
 def one_of_two_dies(models: Path, run: Path, place: str | int) -> dict:
@@ -356,6 +313,11 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     "disagrees": one_of_two_disagrees,
     "one_token": one_token_differs,
     "freezes": one_of_two_freezes,
+    **{
+        f"freezes_at_{place}_{transport}": partial(one_of_two_freezes_at, place=place, transport=transport)
+        for transport, places in FREEZES.items()
+        for place in places
+    },
     "dead": partial(fails, corrupt=partial(change, down=True)),
     "dies_for_good": partial(fails, corrupt=partial(change, dies_at=2)),
     "frozen": partial(fails, corrupt=_frozen),

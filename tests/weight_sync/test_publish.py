@@ -11,7 +11,8 @@ from dppo_megatron.hf import SafetensorsDirectory, fp8, open_weights, read_hf_co
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync.shared_storage import SharedStorage
 from dppo_megatron.weights.manifest import Manifest
-from tests.weight_sync.scenarios import LONG_TIMEOUT_S, TIMEOUT_S
+from tests.weight_sync.scenarios import FREEZES, LONG_TIMEOUT_S
+from tests.weight_sync.trainer_ranks import TIMEOUT_S
 
 LAYOUTS = {"tensor": 1, "pipeline": 2, "data": 1, "expert": 2, "expert_in_tensor": 2, "shared_storage": 0}
 
@@ -129,6 +130,16 @@ def test_one_that_freezes_within_a_bucket_is_not_waited_for(result_of):
     assert result["unconfirmed"] == 1
     assert result["differences"] == [0.0]
     assert result["seconds"] < LONG_TIMEOUT_S / 5
+
+
+@pytest.mark.parametrize(
+    ("transport", "place"), [(transport, place) for transport, places in FREEZES.items() for place in places]
+)
+def test_one_that_freezes_is_left_out_and_training_goes_on(result_of, transport, place):
+    """No trainer rank waits for an engine in a training collective: their time-outs are equal."""
+    result = result_of(f"freezes_at_{place}_{transport}")
+    assert result["unconfirmed"] == 1
+    assert result["differences"] == [0.0]
 
 
 @pytest.mark.parametrize(

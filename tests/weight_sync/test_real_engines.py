@@ -175,13 +175,23 @@ def test_an_engine_killed_during_an_update_is_named_within_the_time_out(dense, t
 
 
 def test_a_frozen_engine_is_left_out_within_the_time_out(two_servers, dense, tmp_path):
-    """The other one goes on with the new policy."""
+    """The other one goes on with the new policy, and so do the trainer's ranks, whose collectives end sooner than
+    health checks find out."""
     a, b = dense
     server = listening(two_servers[1])
     family = [server, *server.children(recursive=True)]
-    impatient = {"health_interval_s": 1, "health_timeout_s": 4, "health_failures": 2}
+    checks = {"health_interval_s": 1, "health_timeout_s": 4, "health_failures": 3}
     processes, out = publish(
-        tmp_path, a, two_servers, [a, b, a], engine=impatient, transport="broadcast", bucket_bytes=4096, timeout_s=20
+        tmp_path,
+        a,
+        two_servers,
+        [a, b, a],
+        ranks=2,
+        parallel={"tensor": 2, "timeout_s": 10},
+        engine=checks,
+        transport="broadcast",
+        bucket_bytes=4096,
+        timeout_s=20,
     )
     try:
         while not Path(f"{out}.2").exists():

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from dppo_megatron.engines.protocol import EngineError, EngineInfo, EngineUnavailable
+from dppo_megatron.engines.protocol import EngineError, EngineInfo, EngineTimeout, EngineUnavailable
 from dppo_megatron.engines.vllm.extension.receiver import WeightReceiver
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.process_group import WeightGroupError
@@ -17,12 +20,15 @@ from dppo_megatron.weights.process_group import WeightGroupError
 LATE_S = 60.0
 SCORES = np.linspace(-3, -1, 7, dtype=np.float32)
 
+Result = TypeVar("Result")
+
 
 class FakeEngine:
     """Keeps what it receives in `weights`. `dies_at` names what kills it: "join", "receive", or a bucket's number.
 
-    `down` engines do not answer. One that freezes at the bucket `freezes_at` keeps its connections too. Who asked one
-    that dies hears of it once `death_shows` is set.
+    `down` engines do not answer. `freezes_at` likewise, or "loaded", "check" (of its log-probs): one that freezes keeps
+    its connections too, and nothing comes from it but, when `front_lives`, what the process in front of the frozen one
+    answers; its client gives up after `timeout_s`. Who asked one that dies hears of it once `death_shows` is set.
     """
 
     def __init__(self, url: str):
@@ -30,7 +36,10 @@ class FakeEngine:
         self.down = False
         self.instance = "first"
         self.dies_at: str | int | None = None
-        self.freezes_at: int | None = None
+        self.freezes_at: str | int | None = None
+        self.front_lives = False
+        self.timeout_s = LATE_S
+        self._updating: float | None = None  # when the update that runs began
         self.death_shows = threading.Event()
         self.death_shows.set()
         self._thawed = threading.Event()
@@ -67,43 +76,78 @@ class FakeEngine:
             workers=1,
             weight_group=self._group,
             instance=self.instance,
+            updating_s=None if self._updating is None else time.monotonic() - self._updating,
         )
 
     async def load_weights(self, path: Path, version: int, mode: str = "keep") -> None:
         from safetensors.torch import load_file
 
+        def load() -> dict[str, torch.Tensor]:
+            self._freeze_at("receive")
+            self.weights = {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
+            self._freeze_at("loaded")
+            return self.weights
+
         self._die_at("receive")
         self.events.append("load")
-        self.weights = {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
+        await self._update(load)
         self.served = version
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
         self._die_at("join")
         self.joined.append(plan.name)
         self._group = ""
-        self._receiver = await asyncio.to_thread(WeightReceiver, plan, 0, torch.device("cpu"))
+
+        def join() -> WeightReceiver:
+            self._freeze_at("join")
+            return WeightReceiver(plan, 0, torch.device("cpu"))
+
+        self._receiver = await self._update(join)
         self._group = plan.name
 
     async def receive_weights(self, group: str, step: str, version: int, mode: str = "keep") -> None:
         assert group == self._group
         self._die_at("receive")
         try:
-            self.weights = await asyncio.to_thread(self._receive, step)
+            self.weights = await self._update(lambda: self._receive(step))
         except WeightGroupError as error:
             self._group = ""
             raise EngineError(f"engine {self.url}: receiving policy {version}: {error}") from error
         self.served = version
 
     def _receive(self, step: str) -> dict[str, torch.Tensor]:
+        self._freeze_at("receive")
         received = {}
         for number, bucket in enumerate(self._receiver.receive(step)):
             self._die_at(number)
-            if number == self.freezes_at:
-                self.freezes_at, self.down = None, True
-                self._thawed.wait()
-                raise WeightGroupError("it was given up long ago")
+            self._freeze_at(number)
             received |= dict(bucket)
+        self._freeze_at("loaded")
         return received
+
+    async def _update(self, act: Callable[[], Result]) -> Result:
+        """What `act` returns, in a thread as in a worker; the client gives up after `timeout_s`."""
+
+        def work() -> Result:
+            try:
+                return act()
+            finally:
+                self._updating = None
+
+        self._updating = time.monotonic()
+        return await self._client(asyncio.to_thread(work))
+
+    async def _client(self, call: Awaitable[Result]) -> Result:
+        try:
+            return await asyncio.wait_for(call, self.timeout_s)
+        except TimeoutError:
+            raise EngineTimeout(f"engine {self.url}: no answer within {self.timeout_s:g} s") from None
+
+    def _freeze_at(self, place: str | int) -> None:
+        if self.freezes_at == place:
+            self.freezes_at, self.down = None, not (self.front_lives and self._updating)
+            self._thawed.wait()
+            raise WeightGroupError("it was given up long ago")
 
     def _die_at(self, place: str | int) -> None:
         if self.dies_at == place:
@@ -117,6 +161,7 @@ class FakeEngine:
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         self.events.append("check")
+        await self._client(asyncio.to_thread(self._freeze_at, "check"))
         return SCORES + np.asarray(self.score_offset, np.float32)
 
     async def close(self) -> None:

@@ -1,0 +1,91 @@
+"""Trainer ranks over gloo with a tiny model, and fake engines in the thread of rank 0."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from dppo_megatron import hf
+from dppo_megatron.fleet.live_engines import LiveEngines
+from dppo_megatron.fleet.registry import Service
+from dppo_megatron.weight_sync import build_publisher
+from dppo_megatron.weight_sync.engine_thread import EngineThread
+from tests.support.configs import make_config
+from tests.support.fakes.engine import SCORES, FakeEngine
+from tests.support.models import build_gpt
+from tests.support.ranks import megatron_group
+
+TIMEOUT_S = 2.0
+
+
+@dataclass
+class Trainer:
+    """What a scenario works with on one rank; `engines` act on rank 0 alone."""
+
+    models: Path
+    run: Path
+    publisher: Any = None
+    actor: Any = None
+    engines: list[FakeEngine] = field(default_factory=list)
+
+    def load(self, policy: str) -> None:
+        hf.load_into(self.actor.model_chunks, self.models / f"{self.actor.family}-{policy}")
+
+    def difference(self, policy: str, engine: int = 0) -> float:
+        """Largest difference between what the engine holds and the policy's directory; inf where names differ."""
+        source = hf.SafetensorsDirectory(self.models / f"{self.actor.family}-{policy}")
+        held = self.engines[engine].weights
+        if held.keys() != set(source.tensors):
+            return float("inf")
+        return max(float((held[name] - source.tensor(name)).abs().max()) for name in held)
+
+    def unlike_fp8(self, policy: str) -> list[str]:
+        """Names of the tensors that the engine does not hold bit for bit as the policy's bf16 weights in FP8."""
+        source = hf.SafetensorsDirectory(self.models / f"{self.actor.family}-{policy}")
+        plain = ((name, source.tensor(name).bfloat16()) for name in source.tensors)
+        expected, held = dict(hf.fp8.quantize_projections(plain)), self.engines[0].weights
+
+        def same(name: str) -> bool:
+            if name not in expected or name not in held or held[name].dtype != expected[name].dtype:
+                return False
+            return torch.equal(held[name].view(torch.uint8), expected[name].view(torch.uint8))
+
+        return sorted(name for name in expected.keys() | held.keys() if not same(name))
+
+
+@contextmanager
+def trainer(models: Path, run: Path, family: str, *, tp=1, pp=1, ep=1, engines=1, engine=(), **weight_sync):
+    run.mkdir(parents=True, exist_ok=True)
+    with megatron_group(run, tp, pp, ep=ep):
+        model = models / f"{family}-a"
+        config = make_config(
+            run={"dir": str(run)},
+            model={"path": str(model)},
+            engine={"dtype": "fp32", "unavailable_timeout_s": TIMEOUT_S} | dict(engine),
+            weight_sync={"transport": "broadcast", "bucket_bytes": 6000, "timeout_s": TIMEOUT_S, **weight_sync},
+        )
+        hf_config = hf.read_hf_config(model)
+        actor = SimpleNamespace(
+            model_chunks=build_gpt(hf_config, tp, pp, None, ep),
+            hf=hf_config,
+            family=family,
+            layout=SimpleNamespace(device=torch.device("cpu")),
+            score=lambda tokens: SCORES,
+        )
+        t = Trainer(models, run, actor=actor)
+        thread = None
+        if torch.distributed.get_rank() == 0:
+            t.engines = [FakeEngine(f"http://127.0.0.1:{90 + i}") for i in range(engines)]
+            by_url = {engine.url: engine for engine in t.engines}
+            book = {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(by_url)}
+            thread = EngineThread(lambda: LiveEngines(config, lambda: book, lambda _, url: by_url[url]))
+        t.publisher = build_publisher(config, actor, thread, None if thread is None else SCORES)
+        try:
+            yield t
+        finally:
+            t.publisher.close()
