@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from dppo_megatron.config.schema import Config, DataConfig
 
-__all__ = ["PromptFile", "PromptFileError", "PromptSource", "training_prompts"]
+__all__ = ["PromptFile", "PromptFileError", "PromptSource", "parse_row", "renderer", "training_prompts"]
 
 _CHARACTERS_PER_TOKEN = 1000  # no token is longer; text that is need not be tokenized to be refused
 
@@ -65,7 +66,7 @@ class PromptFile:
     def _load(self, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
         violations: list[tuple[int, str]] = []
         rows: list[Row] = []
-        render = _renderer(tokenizer, self._config)
+        render = renderer(tokenizer, self._config)
         longest = _CHARACTERS_PER_TOKEN * self._config.max_prompt_tokens
         limit = self._config.max_prompt_tokens
         for number, columns in read_rows(self.path):
@@ -73,7 +74,7 @@ class PromptFile:
             try:
                 if isinstance(columns, ValueError):
                     raise columns
-                row = self._parse(number, columns, render)
+                row = parse_row(number, columns, self._config, render)
                 if len(row.text) > longest and self._config.overlong != "drop":
                     raise ValueError(f"{len(row.text)} characters, data.max_prompt_tokens is {limit}")
                 if len(row.text) <= longest:
@@ -99,13 +100,6 @@ class PromptFile:
                 self.path, problem=f"every prompt has more than data.max_prompt_tokens = {limit} tokens"
             )
         return out
-
-    def _parse(self, number: int, columns: dict[str, Any], render: Any) -> Row:
-        text = render(column(columns, self._config.prompt_column, "data.prompt_column"))
-        answer = _answer(column(columns, self._config.answer_column, "data.answer_column"))
-        check_text(text, "the prompt")
-        check_text(answer, "the answer")
-        return Row(number, columns, text, answer, _source(columns, self._config.source_column), np.zeros(0, np.int32))
 
     def _cut(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
         if len(row.token_ids) <= self._config.max_prompt_tokens:
@@ -157,6 +151,15 @@ def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> Prom
     return PromptSource(path, tokenizer, config.data, config.run.seed, tuple(more))
 
 
+def parse_row(number: int, columns: dict[str, Any], config: DataConfig, render: Callable[[Any], str]) -> Row:
+    """A row without its tokens. Raises `ValueError` when it cannot be used."""
+    text = render(column(columns, config.prompt_column, "data.prompt_column"))
+    answer = _answer(column(columns, config.answer_column, "data.answer_column"))
+    check_text(text, "the prompt")
+    check_text(answer, "the answer")
+    return Row(number, columns, text, answer, _source(columns, config.source_column), np.zeros(0, np.int32))
+
+
 def _source(columns: dict[str, Any], name: str) -> str:
     try:
         value = column(columns, name, "data.source_column")
@@ -173,12 +176,12 @@ def _answer(value: Any) -> str:
     return str(value)
 
 
-def _renderer(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Any:
+def renderer(tokenizer: PreTrainedTokenizerBase | None, config: DataConfig) -> Callable[[Any], str]:
     """The function from the prompt column's value to the text the model reads; it raises `ValueError`."""
     template = config.prompt_template
     if "{prompt}" not in template:
         raise ValueError(f"data.prompt_template = {template!r}: must contain {{prompt}}")
-    if config.chat_template and not tokenizer.chat_template:
+    if config.chat_template and (tokenizer is None or not tokenizer.chat_template):
         raise ValueError(
             "data.chat_template = true: the tokenizer has no chat template; set it to false or use an instruct model"
         )

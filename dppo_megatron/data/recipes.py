@@ -1,0 +1,194 @@
+"""`dppo-megatron data prepare`: known datasets, from files that the user has, to one JSON line a prompt.
+
+Every recipe writes the columns prompt, answer and data_source, and what else it says; it leaves out what it cannot use,
+and says how much.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.common.files import write_atomic
+from dppo_megatron.errors import ExpectedError, shown
+
+from .files import read_rows
+from .rows import check_text, column
+
+_INTEGER = re.compile(r"[-+]?[0-9]+")
+_BOX = re.compile(r"\\boxed\s*(?=\{)|\\fbox\s*(?=\{)")
+_LEVEL = re.compile(r"(?:Level\s*)?([1-5])")
+
+
+class RecipeError(ExpectedError, ValueError):
+    """The source is not what the recipe reads."""
+
+
+class _LeftOut(ValueError):
+    """A row that the recipe does not take."""
+
+
+Row = dict[str, Any]
+
+
+def prepare(recipe: str, source: Path, out: Path, *, levels: tuple[int, int] = (1, 5)) -> str:
+    """Writes `out` and returns what was read, written and left out. Raises `RecipeError`.
+
+    A prompt that occurs again with the same answer is left out; one with different answers is left out altogether.
+    `levels`: of MATH, from and to.
+    """
+    if recipe not in RECIPES:
+        raise RecipeError(f"{recipe}: no such recipe; there are {', '.join(RECIPES)}")
+    if out.exists():
+        raise RecipeError(f"{out}: exists; name another file, or remove it")
+    kept: dict[str, Row] = {}
+    left_out: Counter[str] = Counter()
+    conflicting: set[str] = set()
+    total = 0
+    for number, columns in read_rows(source):
+        total += 1
+        try:
+            if isinstance(columns, ValueError):
+                raise RecipeError(f"{source}: line {number}: {columns}")
+            row = RECIPES[recipe](columns)
+            if "level" in row and not levels[0] <= row["level"] <= levels[1]:
+                raise _LeftOut(f"level outside {levels[0]} to {levels[1]}")
+            if _is_no_text(row["prompt"] + row["answer"]):
+                raise _LeftOut("with a control character or half a surrogate pair")
+        except RecipeError:
+            raise
+        except _LeftOut as error:
+            left_out[str(error)] += 1
+            continue
+        except ValueError as error:
+            raise RecipeError(f"{source}: row {number} is not what {recipe} reads: {error}") from None
+        before = kept.setdefault(row["prompt"], row)
+        if before is not row:
+            same = before["answer"] == row["answer"]
+            left_out["repeated"] += same
+            if not same:
+                conflicting.add(row["prompt"])
+    for prompt in conflicting:
+        del kept[prompt]
+    if not kept:
+        raise RecipeError(f"{source}: nothing is left of {total} rows ({_counted(left_out)})")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept.values()))
+    lines = [f"{out}: {len(kept)} prompts of {total} rows"]
+    lines += [f"  left out: {count} {reason}" for reason, count in left_out.most_common() if count]
+    if conflicting:
+        lines.append(f"  left out: {len(conflicting)} prompts with different answers, e.g. {shown(min(conflicting))}")
+    return "\n".join(lines + list(_expectations(recipe, len(kept))))
+
+
+def _counted(left_out: Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
+
+
+def _expectations(recipe: str, count: int) -> Iterator[str]:
+    if recipe.startswith("aime") and count != 30:
+        yield "  note: a year of AIME has 30 problems"
+
+
+def _dapo(columns: Row) -> Row:
+    """verl's schema, or rows whose prompt is text."""
+    answer = str(_first(columns, "reward_model.ground_truth", "answer", "solution")).strip()
+    if not _INTEGER.fullmatch(answer):
+        raise _LeftOut("with an answer that is no integer")
+    prompt = _user_text(_first(columns, "prompt", "problem"))
+    row = {"prompt": prompt, "answer": str(int(answer)) if len(answer) < 1000 else answer, "data_source": "math_dapo"}
+    index = columns.get("extra_info")
+    return row | ({"index": index["index"]} if isinstance(index, dict) and "index" in index else {})
+
+
+def _math(columns: Row) -> Row:
+    solution = columns.get("solution")
+    answer = columns.get("answer")
+    if answer is None:
+        answer = _last_box(str(solution or ""))
+        if answer is None:
+            raise _LeftOut("without a boxed answer")
+    row = {"prompt": _text(_first(columns, "problem", "prompt")), "answer": str(answer), "data_source": "math"}
+    level = _LEVEL.fullmatch(str(columns.get("level", "")).strip())
+    if level is None:
+        raise _LeftOut("without a level")  # `Level ?` of the published files
+    subject = columns.get("type", columns.get("subject"))
+    return row | {"level": int(level[1])} | ({"subject": subject} if subject else {})
+
+
+def _aime(year: int) -> Callable[[Row], Row]:
+    def read(columns: Row) -> Row:
+        lower = {name.lower(): value for name, value in columns.items()}
+        if "year" in lower and str(lower["year"]) != str(year):
+            raise _LeftOut(f"of another year than {year}")
+        answer = str(_first(lower, "answer", "reward_model.ground_truth")).strip()
+        if not _INTEGER.fullmatch(answer) or not 0 <= int(answer[:20]) <= 999:
+            raise ValueError(f"the answer {shown(answer)} is no integer from 0 to 999")
+        prompt = _user_text(_first(lower, "problem", "question", "prompt"))
+        return {"prompt": prompt, "answer": str(int(answer)), "data_source": f"aime{year}"}
+
+    return read
+
+
+def _gsm8k(columns: Row) -> Row:
+    solution = _text(_first(columns, "answer"))
+    number = solution.rpartition("####")[2].strip().replace(",", "")
+    if "####" not in solution or not re.fullmatch(r"-?[0-9]+(?:\.[0-9]+)?", number):
+        raise ValueError("the answer does not end in `#### number`")
+    prompt = _text(_first(columns, "question", "prompt"))
+    return {"prompt": prompt, "answer": number, "data_source": "openai/gsm8k", "solution": solution}
+
+
+RECIPES: dict[str, Callable[[Row], Row]] = {
+    "dapo-math-17k": _dapo,
+    "math": _math,
+    "aime-2024": _aime(2024),
+    "aime-2025": _aime(2025),
+    "gsm8k": _gsm8k,
+}
+
+
+def _first(columns: Row, *names: str) -> Any:
+    for name in names:
+        try:
+            if (value := column(columns, name, "")) is not None:
+                return value
+        except ValueError:
+            continue
+    raise ValueError(f"no column {' or '.join(names)}; it has {', '.join(map(repr, columns))[:200]}")
+
+
+def _is_no_text(text: str) -> bool:
+    try:
+        check_text(text, "it")
+    except ValueError:
+        return True
+    return False
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{type(value).__name__} instead of text")
+    return value
+
+
+def _user_text(value: Any) -> str:
+    """Text, or that of a lone message of the user."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict) and value[0].get("role") == "user":
+        value = value[0].get("content")
+    return _text(value)
+
+
+def _last_box(solution: str) -> str | None:
+    """Content of the last \\boxed{} whose braces close."""
+    for match in reversed(list(_BOX.finditer(solution))):
+        level = 0
+        for place in range(match.end(), len(solution)):
+            level += {"{": 1, "}": -1}.get(solution[place], 0)
+            if level == 0:
+                return solution[match.end() + 1 : place].strip() or None
+    return None
