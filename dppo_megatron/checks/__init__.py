@@ -8,8 +8,9 @@ rule needs it: the node that drives a Slurm job may have none.
 |---|---|---|
 | types, names, the objective's axes (`config.schema`) | the config | every command, when it reads its config |
 | between settings (`SETTINGS` below) | the config | every command, when it reads its config |
-| `objective`, `model`, `interpreter`, `serving`, `data`, `reward` | files, torch | `train`, `validate`, `slurm` |
-| `devices`, `ports` | this machine | the same, where this machine runs all of it; `eval` checks `devices` |
+| `objective`, `model`, `serving`, `data`, `reward`, `interpreter` | files, torch | `train`, `validate`, `slurm` |
+| `secret` | a file | the same |
+| `devices`, `ports` | this machine | those, where this machine runs all of it; `eval` checks `devices` |
 | `slurm` | the config; in the job its nodes | `slurm` and the job it submits |
 | `cluster` | nodes and their devices | `plan`; `slurm` where `slurm.gpu` is set |
 | `resume` | the run directory | `train`, `slurm` and its job; that it can be made, `validate` too |
@@ -44,6 +45,7 @@ from . import (
     precision,
     reward,
     sampling,
+    secret,
     serving,
     slurm,
     training,
@@ -89,6 +91,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         partial(objective.problems, config, notes),
         partial(model.problems, config, hf, elsewhere=place == "elsewhere"),
         partial(interpreter.problems, config),
+        partial(secret.problems, config),
         partial(serving.problems, config, hf),
         partial(data.problems, config, hf, notes),
         partial(reward.problems, config),

@@ -51,6 +51,13 @@ def test_a_good_config_says_what_will_be_trained(tree):
     assert "7600 prompts" in notes
 
 
+def test_a_secret_that_cannot_be_read_is_named_before_a_start(tree, tmp_path):
+    tree["engine"] |= {"urls": ["http://127.0.0.1:1"], "secret_file": str(tmp_path / "secret")}
+    assert found(tree).startswith(f"engine.secret_file = {tmp_path / 'secret'}: no file that can be read")
+    (tmp_path / "secret").write_text("x")
+    preflight(Config.model_validate(tree), "config.yaml")
+
+
 def test_everything_wrong_is_reported_at_once(tree):
     tree["objective"] = {"name": "absent_package:objective"}
     tree["reward"] = {"name": "arithmetc"}

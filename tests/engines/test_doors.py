@@ -22,6 +22,16 @@ from tests.support.engines import PROMPT, group
 pytestmark = pytest.mark.timeout(300)
 
 OPEN = {"vllm": {("GET", "/health")}, "sglang": set()}
+DANGEROUS = {
+    "vllm": {"/dppo/load_weights", "/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/v1/completions"},
+    "sglang": {
+        "/update_weights_from_disk",
+        "/pause_generation",
+        "/abort_request",
+        "/flush_cache",
+        "/set_internal_state",
+    },
+}
 LOADS = {
     "vllm": ("/dppo/load_weights", lambda path: {"path": path, "version": 37, "mode": "keep", "wait_s": 5.0}),
     "sglang": ("/update_weights_from_disk", lambda path: {"model_path": path, "weight_version": "37"}),
@@ -57,6 +67,7 @@ def unchanged(served) -> None:
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer another"}], ids=["none", "another"])
 def test_every_route_needs_the_secret(served, headers):
     tried = 0
+    assert DANGEROUS[served.kind] <= {path for _, path in routes(served)}
     with httpx.Client(base_url=served.url, headers=headers, timeout=30, trust_env=False) as client:
         for method, path in routes(served):
             if (method, path) in OPEN[served.kind]:
@@ -147,3 +158,10 @@ def test_the_secret_is_in_its_file_alone(served):
         assert secret.encode() not in path.read_bytes(), path
     for process in psutil.process_iter(["cmdline"]):
         assert secret not in " ".join(process.info["cmdline"] or ()), process
+
+
+def test_the_server_reaches_its_own_routes(served):
+    """SGLang warms itself up through them, and limits its garbage collections."""
+    log = served.log.read_text()
+    assert {"vllm": "Application startup complete", "sglang": "ready to roll"}[served.kind] in log
+    assert "401 Client Error" not in log

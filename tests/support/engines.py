@@ -96,7 +96,10 @@ def engine_config(model: Path, *, routing_replay: bool = False, **engine) -> Con
         "max_logprobs": MAX_LOGPROBS,
         "kv_cache_bytes": 2**28,
         "request_timeout_s": 120,
-        "env": {ROOTS_VARIABLE: str(model.parent.parent)},  # several runs share a server
+        "env": {
+            ROOTS_VARIABLE: str(model.parent.parent),  # several runs share a server
+            "VLLM_SERVER_DEV_MODE": "1",  # vLLM's routes that sleep, and call any method of the workers, are there
+        },
     }
     return make_config(
         run={"dir": model.parent},
