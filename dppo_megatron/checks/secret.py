@@ -9,7 +9,7 @@ from dppo_megatron.config import Config
 
 def problems(config: Config) -> list[str]:
     path = config.engine.secret_file
-    if path is None or not config.samples or (path.is_file() and os.access(path, os.R_OK)):
+    if path is None or (path.is_file() and os.access(path, os.R_OK)):
         return []
     return [
         f"engine.secret_file = {path}: no file that can be read; it holds the DPPO_SECRET of the servers of "

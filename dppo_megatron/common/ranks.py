@@ -9,6 +9,7 @@ collective, so it may take as long as somebody reports that work goes on (`alive
 
 from __future__ import annotations
 
+import hmac
 import itertools
 import pickle
 import time
@@ -30,7 +31,21 @@ LOOK_S = 1.0  # between reports, and looks at those of the others
 MOST_BYTES = 4 << 20  # of one value: torch's store refuses 8 MiB
 _NAMES_SHOWN = 8
 
+_SIGNATURE = "sha256"
+_secret = b""  # that of the run, which values are signed with
+
 _numbers: WeakKeyDictionary[dist.Store, Iterator[int]] = WeakKeyDictionary()  # of this process's agreements, by store
+
+
+def authenticate(secret: str | None) -> None:
+    """From now on the ranks take only values of whoever knows `secret`: anybody may reach their store, and a pickle of
+    somebody else's runs what it likes. To be called on every rank before the first agreement."""
+    global _secret
+    _secret = (secret or "").encode()
+
+
+class RanksForged(ExpectedError, RuntimeError):
+    """A value in the store is not of a rank of this run."""
 
 
 class RanksTimeout(ExpectedError, TimeoutError):
@@ -158,6 +173,7 @@ class Ranks:
 
     def _set(self, key: str, value: Any) -> None:
         data = zlib.compress(pickle.dumps(value), 1)
+        data = _signature(key, data) + data
         parts = range(0, len(data), MOST_BYTES)
         for index, first in enumerate(parts):
             self._store.set(f"{key}/part-{index}", data[first : first + MOST_BYTES])
@@ -170,7 +186,12 @@ class Ranks:
         if readers == 1 or self._store.add(f"{key}/readers", 1) == readers:
             for used in (key, *parts, *([f"{key}/readers"] if readers > 1 else [])):
                 self._store.delete_key(used)
-        return pickle.loads(zlib.decompress(data))
+        size = len(_signature(key, b""))
+        if not hmac.compare_digest(data[:size], _signature(key, data[size:])):
+            raise RanksForged(
+                f"rank {self.rank}: what the store holds as {key} is not of a rank with this run's secret"
+            )
+        return pickle.loads(zlib.decompress(data[size:]))
 
     @contextmanager
     def _waiting_for(self, what: str) -> Iterator[None]:
@@ -184,6 +205,10 @@ class Ranks:
             f"rank {self.rank} waited {self._timeout_s:g} s for {what}: another rank ended or was too late; see the "
             f"logs of all ranks ({why})"
         )
+
+
+def _signature(key: str, data: bytes) -> bytes:
+    return hmac.digest(_secret, key.encode() + b" " + data, _SIGNATURE)
 
 
 def _listed(ranks: list[int]) -> str:

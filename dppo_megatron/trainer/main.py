@@ -8,10 +8,12 @@ from functools import partial
 from dppo_megatron.actor import Actor, Layout, init_layout
 from dppo_megatron.bank import BankReader
 from dppo_megatron.common.open_files import raise_limit
+from dppo_megatron.common.ranks import authenticate
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.engines.kinds import build_engine
+from dppo_megatron.engines.secret import make_secret, read_secret
 from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.fleet.registry import engine_services, engine_urls
 from dppo_megatron.hf import save_hf
@@ -43,6 +45,8 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     """
     raise_limit(OPEN_FILES)
     run = RunDir(config.run.dir)
+    make_secret(config)
+    authenticate(read_secret(config))
     layout = init_layout(config)
     setup_logging(f"trainer-{layout.rank}", run.root)
     objective = build_objective(config.objective.name, **config.objective.settings)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -13,10 +15,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from dppo_megatron.common import ranks as agreements
 from dppo_megatron.common import world_store
-from dppo_megatron.common.ranks import Ranks, RanksTimeout
+from dppo_megatron.common.ranks import Ranks, RanksForged, RanksTimeout, authenticate
 from dppo_megatron.config import ConfigError
 from tests.support import ranks as support
+from tests.support.crafted import RunsCode
 
 
 def _fail(rank: int, who: tuple[int, ...]) -> int:
@@ -130,6 +134,22 @@ def test_ranks_agree_without_connections_or_threads_of_their_own(ranks):
 def test_values_may_be_larger_than_the_store_takes_at_once(ranks):
     for got in ranks:
         assert got["large"] == [0, 9 << 20]
+
+
+@pytest.mark.parametrize("signed_by", [None, b"", b"another run"])
+def test_a_value_of_somebody_who_reached_the_store_is_not_unpickled(tmp_path, monkeypatch, signed_by):
+    monkeypatch.setattr(agreements, "_secret", b"")  # as it was, afterwards
+    store, forged = dist.HashStore(), zlib.compress(pickle.dumps((RunsCode(tmp_path / "ran"), None)))
+    if signed_by is not None:
+        monkeypatch.setattr(agreements, "_secret", signed_by)
+        forged = agreements._signature("0", forged) + forged
+    authenticate("of this run")
+    entry = dist.PrefixStore("agreements", store)
+    entry.set("0/part-0", forged)
+    entry.set("0", "1")
+    with pytest.raises(RanksForged, match="rank 1: what the store holds as 0 is not of a rank with this run's secret"):
+        Ranks.over(store, 1, 2, 5).from_rank_zero(dict, "a value")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_512_ranks_agree_over_the_connection_that_they_have():
