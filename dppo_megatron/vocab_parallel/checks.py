@@ -44,6 +44,11 @@ def check_options(entropy: str, backend: str) -> None:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
 
 
+def check_loss_mask(loss_mask: Tensor, tokens: int) -> None:
+    if loss_mask.shape != (tokens,) or loss_mask.dtype != torch.bool:
+        raise ValueError(f"loss_mask must be bool [T] with T = {tokens}, got {loss_mask.dtype} {shape(loss_mask)}")
+
+
 def inverse_temperature(
     temperature: float | Tensor, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> float | Tensor:

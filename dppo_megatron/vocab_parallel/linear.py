@@ -91,10 +91,8 @@ def linear_token_statistics(
     checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, hidden.device)
     if topk_ids is not None:
         checks.check_ids("topk_ids", topk_ids, 2, "[T, K]", tokens, hidden.device)
-    if loss_mask is not None and (loss_mask.shape != (tokens,) or loss_mask.dtype != torch.bool):
-        raise ValueError(
-            f"loss_mask must be bool [T] with T = {tokens}, got {loss_mask.dtype} {checks.shape(loss_mask)}"
-        )
+    if loss_mask is not None:
+        checks.check_loss_mask(loss_mask, tokens)
     dtype = blocks.accumulation_dtype(hidden.dtype)
     scale = checks.inverse_temperature(temperature, tokens, hidden.device, dtype)
 

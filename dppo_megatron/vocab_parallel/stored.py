@@ -17,7 +17,7 @@ from .shard import make_shard
 from .statistics import TokenStatistics
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
 
 def token_statistics(
@@ -30,6 +30,7 @@ def token_statistics(
     entropy: Literal["none", "metric", "differentiable"] = "metric",
     backend: Literal["auto", "torch", "triton"] = "auto",
     *,
+    loss_mask: Bool[Tensor, " T"] | None = None,
     vocab_start: int | None = None,
     inplace: bool | None = None,
     check: bool | DeferredChecks = True,
@@ -53,6 +54,8 @@ def token_statistics(
         group: tensor-parallel process group (gloo or NCCL); None = logits hold the whole vocabulary.
         entropy: "none" skips it, "metric" gives it without gradient, "differentiable" with.
         backend: "torch", "triton", or "auto": Triton for CUDA tensors where it is installed, else torch.
+        loss_mask: [T] bool. Rows where it is False hold 0 in every statistic, send no gradient, and may have any
+            target, -100 too, and any temperature. None = all rows.
         vocab_start: first global id of this rank's shard, for shards of different sizes.
         inplace: True = the backward pass writes the gradient into the logits' own storage, so nothing of the
             size of the logits is allocated. False = it allocates. None = True unless the logits are a leaf
@@ -79,6 +82,12 @@ def token_statistics(
     checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, logits.device)
     if topk_ids is not None:
         checks.check_ids("topk_ids", topk_ids, 2, "[T, K]", tokens, logits.device)
+    if loss_mask is not None:
+        checks.check_loss_mask(loss_mask, tokens)
+        target_ids = torch.where(loss_mask, target_ids, 0)
+        topk_ids = None if topk_ids is None else torch.where(loss_mask[:, None], topk_ids, -1)
+        if isinstance(temperature, Tensor) and temperature.shape == loss_mask.shape:
+            temperature = torch.where(loss_mask, temperature, 1.0)
     dtype = blocks.accumulation_dtype(logits.dtype)
     request = Request(
         target_ids=target_ids,
@@ -93,7 +102,15 @@ def token_statistics(
     if inplace is None:
         base = logits._base
         inplace = not (logits.is_leaf or (base is not None and base.is_leaf))
-    return statistics(_Stored.apply(logits, request, inplace))
+    outputs = _Stored.apply(logits, request, inplace)
+    if loss_mask is not None:
+        outputs = tuple(None if output is None else _masked(output, loss_mask) for output in outputs)
+    return statistics(outputs)
+
+
+def _masked(output: Tensor, loss_mask: Tensor) -> Tensor:
+    kept = loss_mask if output.dim() == 1 else loss_mask[:, None]
+    return output.masked_fill(~kept, 0)
 
 
 def _writable(logits: Tensor) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dppo_megatron.objectives import (
+    ObjectiveError,
     build_objective,
     keep_finished,
     reduce_metrics,
@@ -234,3 +235,20 @@ def test_overlong_helpers():
 def test_sequence_ids_from_packed_boundaries():
     ids = sequence_ids_from_cu_seqlens(torch.tensor([0, 4, 9, 12], dtype=torch.int32), 12)
     assert torch.equal(ids, IDS)
+
+
+def test_truncation_reports_what_it_capped():
+    case = random_case(4, tokens=30)
+    old = case.call["rollout_logprob"] + torch.linspace(-1, 1, 30, dtype=torch.float64)
+    call = {**case.call, "old_logprob": old}
+    out = build_objective("pg_is", importance="old", mismatch="truncate", mismatch_high=1.5)(**call)
+    ratio = torch.linspace(-1, 1, 30, dtype=torch.float64).exp()
+    metrics = reduce_metrics(out.metrics)
+    assert metrics["correction/capped_share"] == pytest.approx((ratio >= 1.5).double().mean().item())
+    assert metrics["correction/weight_mean"] == pytest.approx(ratio.clamp(max=1.5).mean().item())
+    assert metrics["correction/dropped_share"] == 0
+
+
+def test_outliers_beside_another_rejection_are_not_a_second_any_token():
+    with pytest.raises(ObjectiveError, match="set one of the two"):
+        build_objective("pg_is", rejection="any_token", rejection_high=2.0, outlier_high=3.0)

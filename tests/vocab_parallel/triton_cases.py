@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 
 from dppo_megatron.vocab_parallel import linear_token_statistics, token_statistics, triton_backend
+from tests.objectives import centred
 from tests.support import statistics_reference
 from tests.support.ranks import Ranks
 from tests.support.shards import shard_case
@@ -94,6 +95,18 @@ def test_linear() -> None:
         (stats.logprob + stats.other_logprob).sum().backward()
         gradients.append(torch.cat((hidden.grad, weight.grad)))
     assert torch.allclose(*gradients, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["stored", "fused"])
+def test_score_centering(fused: bool) -> None:
+    g = centred.given(6)
+    for kind in centred.WEIGHTS:
+        expected = centred.dense_gradient(g, kind)
+        if fused:
+            expected = expected @ g.weight[: centred.VOCAB]
+        actual, _ = centred.gradient_through_kernels(g, kind, torch.float32, fused=fused, backend="triton")
+        actual = actual if fused else actual[:, : centred.VOCAB]
+        assert (actual.double() - expected).abs().max() <= 1e-6 * expected.abs().max().clamp(min=1), kind
 
 
 def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

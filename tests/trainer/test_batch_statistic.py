@@ -1,0 +1,61 @@
+"""The number of a whole batch does not depend on how the batch was split, and reaches every micro-batch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dppo_megatron.objectives import build_objective
+from dppo_megatron.trainer.batch_statistic import with_batch_statistic
+from tests.objectives.cases import random_case
+
+TOKENS = 60
+
+
+def call():
+    case = random_case(2, tokens=TOKENS)
+    given = {name: value for name, value in case.call.items() if name not in ("topk", "sequence_ids")}
+    return {**given, "old_logprob": given["rollout_logprob"] + torch.linspace(-0.8, 0.3, TOKENS, dtype=torch.float64)}
+
+
+def some(whole, part):
+    return {name: value[part] for name, value in whole.items()}
+
+
+def step(whole, parts):
+    names = ("old_logprob", "rollout_logprob", "mask")
+    micro = [SimpleNamespace(**{name: whole[name][part] for name in names}) for part in parts]
+    return SimpleNamespace(updates=[SimpleNamespace(micro_batches=micro[:2]), SimpleNamespace(micro_batches=micro[2:])])
+
+
+LAYOUT = SimpleNamespace(device=torch.device("cpu"), data_group=SimpleNamespace(size=lambda: 1))
+
+
+@pytest.mark.parametrize("name", ["m2po", "ess_adaptive"])
+def test_micro_batches_do_not_matter(name):
+    whole, objective = call(), build_objective(name)
+    parts = torch.arange(TOKENS).split(17)
+    of_step = with_batch_statistic(objective, step(whole, parts), LAYOUT)
+    expected = objective(**whole)  # without a statistic the call is the batch
+    loss = torch.cat([of_step(**some(whole, part)).loss for part in parts])
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-12, atol=1e-12)
+    alone = torch.cat([objective(**some(whole, part)).loss for part in parts])
+    assert not torch.allclose(alone, expected.loss)
+
+
+def test_most_objectives_ask_for_none_and_a_step_may_be_empty():
+    plain = build_objective("ppo")
+    assert with_batch_statistic(plain, step(call(), torch.arange(TOKENS).split(17)), LAYOUT) is plain
+    m2po = build_objective("m2po")
+    assert with_batch_statistic(m2po, SimpleNamespace(updates=[]), LAYOUT) is m2po
+
+
+def test_the_budget_holds_for_what_is_kept():
+    whole = call()
+    out = build_objective("m2po")(**whole)
+    squares = (whole["old_logprob"] - whole["rollout_logprob"]).square()
+    kept = out.weight != 0
+    assert squares[kept].mean() < 0.04 < squares.mean()
+    assert squares[kept].max() < squares[~kept].min()
