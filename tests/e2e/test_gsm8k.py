@@ -5,24 +5,34 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
+from dppo_megatron.bank import BankReader
+from dppo_megatron.rewards.gsm8k import gsm8k
+from dppo_megatron.types import Prompt
 from tests.support.runs import records, run, steps_done, write_config
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
+ASKED = 4  # of the questions: their answers, 72, 10, 5 and 42, differ
 CHAT = "{% for m in messages %}<|user|>{{ m.content }}<|assistant|>{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A Qwen3 of 0.2 M parameters that knows every byte and a chat format."""
+    """A Qwen3 of 0.2 M parameters that knows every byte and a chat format.
+
+    It has 16 tokens for each answer in a box, so that a random policy is right now and then and the example's own
+    verifier has something to tell apart.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     from dppo_megatron.hf import make_random_hf_model
 
     special = ["<pad>", "<eos>", "<|user|>", "<|assistant|>"]
-    vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    boxes = [f"{letter}\\boxed{{{answer}}}" for answer in (72, 10, 5, 42) for letter in "abcdefghijklmnop"]
+    vocabulary = {t: i for i, t in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *boxes])}
     directory = tmp_path_factory.mktemp("gsm8k") / "model"
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -55,18 +65,18 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_two_steps_of_the_example_on_real_questions(model, tmp_path):
+def test_two_steps_of_the_example_on_real_questions_and_its_own_verifier(model, tmp_path):
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(QUESTIONS.read_text().splitlines(keepends=True)[:ASKED]))
     tree = yaml.safe_load((ROOT / "examples" / "gsm8k" / "config.yaml").read_text())
     tree["run"]["dir"] = str(tmp_path / "run")
     tree["model"] = {"path": str(model), "dtype": "fp32"}
     tree["parallel"] = {"world_size": 2, "tensor": 2, "sequence": True}
-    # A random policy never boxes a number: a user's reward with a signal stands in for the verifier in training.
-    tree["reward"] = {"name": "tests.support.rewards:shortness"}
-    tree["data"] |= {"train": str(QUESTIONS), "eval": str(QUESTIONS), "max_prompt_tokens": 900}
+    tree["data"] |= {"train": str(asked), "eval": str(QUESTIONS), "max_prompt_tokens": 900}
     tree["rollout"] |= {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 16, "topk_logprobs": 8}
     tree["objective"] = {"name": "dppo_topk_tv", "settings": {"delta": 0.2}}
     tree["train"] |= {"steps": 2, "updates_per_step": 2}
-    tree["engine"] |= {"dtype": "fp32", "max_model_len": 1024, "kv_cache_bytes": 1 << 28}
+    tree["engine"] |= {"count": 2, "dtype": "fp32", "max_model_len": 1024, "kv_cache_bytes": 1 << 28}
     tree["weight_sync"] = {"probe_tolerance": 1e-4}
     tree["checkpoint"] = {"every": 0}
     run("train", write_config(tree, tmp_path / "c.yaml"))
@@ -74,14 +84,21 @@ def test_two_steps_of_the_example_on_real_questions(model, tmp_path):
     trained = [r for r in records(tmp_path / "run") if "time/step_s" in r]
     assert all(r["mismatch/max_abs_logprob_difference"] < 1e-4 for r in trained)
     assert all(0 <= r["topk/tail_mass_rollout"] <= 1 for r in trained)
+    assert all(r["train/grad_norm"] > 0 for r in trained)
     assert list((tmp_path / "run" / "wandb").rglob("*.wandb"))
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    bank, found = BankReader(tmp_path / "run" / "bank"), []
+    for group in map(bank.read, bank.entries(0, bank.refresh())):
+        texts = [tokenizer.decode(rollout.token_ids, skip_special_tokens=True) for rollout in group.rollouts]
+        assert group.rewards.tolist() == [gsm8k(group.prompt, text) for text in texts]
+        found += group.rewards.tolist()
+    assert len(found) == 2 * 4 * 4
+    assert 0 < sum(found) < len(found)
 
 
 def test_the_verifier_scores_the_references_themselves():
     """The example's own reward on its own data: every reference solution is right."""
-    from dppo_megatron.rewards.gsm8k import gsm8k
-    from dppo_megatron.types import Prompt
-
     rows = [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
     prompts = [Prompt(i, i, [], row["question"], row["answer"]) for i, row in enumerate(rows)]
     assert all(gsm8k(p, p.answer) == 1.0 for p in prompts)
