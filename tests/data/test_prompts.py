@@ -159,6 +159,11 @@ def test_a_file_whose_lines_are_all_hostile_is_a_screen(tmp_path, tokenizer):
     assert len(str(raised.value).encode()) < 4096
 
 
+def test_a_file_without_an_end_is_not_read(tokenizer):
+    with pytest.raises(ValueError, match=r"/dev/zero: cannot read the prompt file: a device"):
+        source(Path("/dev/zero"), tokenizer)
+
+
 def test_missing_and_empty_files(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"none\.jsonl: cannot read the prompt file: No such file"):
         source(tmp_path / "none.jsonl", tokenizer)
