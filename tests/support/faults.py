@@ -43,6 +43,7 @@ def fault_config(task: Path, run_dir: Path, *, urls: list[str], **engine: Any) -
     tree["rollout"]["max_response_tokens"] = 48
     tree["train"] = {"steps": STEPS, "updates_per_step": 2}
     tree["engine"] |= {**PROBES, "unavailable_timeout_s": 120.0, **engine}
+    tree["run"]["stall_timeout_s"] = tree["engine"]["unavailable_timeout_s"]  # a restart must fit into both
     tree["checkpoint"] = {"every": 0}
     return tree
 
@@ -98,7 +99,12 @@ class Run:
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in logs if path.exists())
 
     def check_equals(self, reference: Path) -> None:
-        """Every step trained once, every prompt sampled once, the weights those of the undisturbed run."""
+        """As `check_whole`, and the weights are those of the undisturbed run."""
+        self.check_whole()
+        assert weights_digest(self.dir) == weights_digest(reference), self.story()
+
+    def check_whole(self) -> None:
+        """Every step trained once, every prompt sampled once, by the policy of its step."""
         assert steps_done(self.dir) == list(range(1, STEPS + 1))
         reader = BankReader(self.dir / "bank")
         assert reader.refresh() == STEPS * GROUPS
@@ -106,7 +112,6 @@ class Run:
         for index, entry in enumerate(reader.entries(0, STEPS * GROUPS)):
             versions = {int(v) for rollout in reader.read(entry).rollouts for v in rollout.versions}
             assert versions == {index // GROUPS}, "stale samples"
-        assert weights_digest(self.dir) == weights_digest(reference), self.story()
 
     def end(self) -> None:
         if self._process.poll() is None:
