@@ -66,6 +66,11 @@ def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: in
 
 def replicated_linear() -> type:
     """A linear layer that every tensor-parallel rank holds whole: what latent attention accepts beside sharded ones."""
+    if multi_latent_attention.Linear is None:
+        # From 0.17 on its name is left out where TransformerEngine is absent, though nothing of that is in it.
+        from megatron.core.post_training.modelopt.layers import Linear
+
+        multi_latent_attention.Linear = Linear
     return multi_latent_attention.Linear
 
 
