@@ -60,12 +60,19 @@ REPLAY = {
     "vpp_recompute": {"pipeline": 2, "virtual_pipeline": 2, "settings": {"recompute": "full"}},
 }
 
-# world size -> case -> layout. A case is model[+variant]:layout; gspo compares whole sequences, split by CP.
+# world size -> case -> layout. A case is model[+variant]:layout. gspo compares whole sequences, split by CP, and cppo
+# the tokens before each one; centred has gradients through the top-K log-probs.
 CASES: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"qwen3:one": {}, "qwen3_moe:one": {}, "qwen3+gspo:one": {}, "qwen3_moe+replay:one": {}, "deepseek:one": {}},
+    1: {
+        **{f"{model}:one": {} for model in ("qwen3", "qwen3_moe", "qwen3_moe+replay", "deepseek")},
+        **{f"qwen3+{variant}:one": {} for variant in ("gspo", "cppo", "centred")},
+    },
     2: {
         **{f"qwen3:{name}": layout for name, layout in DENSE.items()},
         "qwen3+gspo:cp2": DENSE["cp2"],
+        "qwen3+cppo:cp2": DENSE["cp2"],
+        "qwen3+centred:cp2_fused": {**DENSE["cp2"], "settings": {"logits": "fused"}},
+        "qwen3+centred:tp2": {"tensor": 2},
         **{f"qwen3_moe:{name}": layout for name, layout in EXPERTS.items()},
         **{f"qwen3_moe+replay:{name}": layout for name, layout in REPLAY.items()},
         **{f"deepseek:{name}": EXPERTS[name] for name in ("tp2_sp", "pp2", "cp2", "ep2")},
@@ -77,7 +84,12 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 DPPO = {"name": "dppo_topk_tv", "aggregation": "token_mean", "settings": {"delta": 0.1}}
-OBJECTIVES = {"gspo": {"name": "gspo", "aggregation": "seq_mean_token_mean"}}
+CENTRED = {"delta": 0.1, "ratio_cap": 1.2, "centering": "policy", "response_region": "max", "response_delta": 2.0}
+OBJECTIVES = {
+    "gspo": {"name": "gspo", "aggregation": "seq_mean_token_mean"},
+    "cppo": {"name": "cppo", "settings": {"delta": 0.05, "position_weight": 0.3}},
+    "centred": {"name": "dppo_binary_tv", "aggregation": "token_mean", "settings": CENTRED},
+}
 FAST = (
     "qwen3:cp2",
     "qwen3+gspo:cp2",
