@@ -26,6 +26,11 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from dppo_megatron.common.ranks import Ranks
 
 _OLDEST, _NEWEST = (0, 16), (0, 19)
 
@@ -79,11 +84,10 @@ def drop_replay_registry() -> None:
     RouterReplay.global_router_replay_instances.clear()
 
 
-def save_sharded(state: dict[str, Any], directory: Path, files: FileSystemBase | None = None) -> None:
-    """torch_dist save into an existing empty directory. Collective; returns with this rank's part on disk.
+def save_sharded(state: dict[str, Any], directory: Path, files: FileSystemBase) -> None:
+    """torch_dist save into an existing empty directory. Collective; returns when `files` has every rank's part.
 
-    Data-parallel ranks share what all of them hold. files: takes this rank's shards instead, which its caller then
-    brings to the disk.
+    Data-parallel ranks share what all of them hold.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelSaveStrategyWrapper(_SaveInProcess(files), group)
@@ -98,7 +102,7 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
     that has communication threads. Same shards, same format, written by this process.
     """
 
-    def __init__(self, files: FileSystemBase | None):
+    def __init__(self, files: FileSystemBase):
         super().__init__("torch_dist", 1)
         self._files = files
 
@@ -106,9 +110,8 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
         shards, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
-        writer = torch.distributed.checkpoint.FileSystemWriter(checkpoint_dir, sync_files=self._files is None)
-        if self._files is not None:
-            writer.fs = self._files
+        writer = _PatientWriter(checkpoint_dir, sync_files=False)
+        writer.fs = self._files
         torch.distributed.checkpoint.save(
             torch_dist.mcore_to_pyt_state_dict(shards, False),
             storage_writer=writer,
@@ -116,6 +119,16 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),
         )
+
+
+class _PatientWriter(torch.distributed.checkpoint.FileSystemWriter):
+    """Ranks that have written wait for the others in no collective, which would have the time-out of training's."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        finally:
+            Ranks().barrier("the checkpoint's shards to be written")
 
 
 def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
+SMALLEST_PIECE = 1 << 20
+
 
 @contextmanager
 def offloaded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, device: torch.device) -> Iterator[int]:
@@ -96,7 +98,7 @@ class _Storages:
         others = but._storages if but else {}
         self._storages = {key: storage for key, storage in found.items() if key not in others and storage.nbytes()}
         self._keep = keep
-        self._host: dict[int, Tensor] = {}
+        self._host: dict[int, list[Tensor]] = {}
         self._sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
 
     def empty(self) -> int:
@@ -104,8 +106,10 @@ class _Storages:
         for key, storage in self._storages.items():
             if self._keep:
                 cuda = storage.device.type == "cuda"
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=cuda)
-                self._host[key] = host.copy_(_bytes(storage), non_blocking=True)
+                sizes = host_pieces(storage.nbytes())
+                self._host[key] = [torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=cuda) for n in sizes]
+                for host, piece in zip(self._host[key], _bytes(storage).split(sizes), strict=True):
+                    host.copy_(piece, non_blocking=True)
         for storage in self._storages.values():
             if storage.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # the copies read what is freed now
@@ -116,9 +120,23 @@ class _Storages:
         for key, storage in self._storages.items():
             storage.resize_(self._sizes[key])
             if self._keep:
-                _bytes(storage).copy_(self._host.pop(key), non_blocking=True)
+                pieces = self._host.pop(key)
+                for host, piece in zip(pieces, _bytes(storage).split([len(h) for h in pieces]), strict=True):
+                    piece.copy_(host, non_blocking=True)
             else:
                 _bytes(storage).zero_()
+
+
+def host_pieces(nbytes: int) -> list[int]:
+    """Sizes that add up to `nbytes` and are powers of two, but for a last one below `SMALLEST_PIECE`.
+
+    torch rounds every pinned allocation up to a power of two: in one piece, up to twice the memory.
+    """
+    sizes = []
+    while nbytes >= SMALLEST_PIECE:
+        sizes.append(1 << (nbytes.bit_length() - 1))
+        nbytes -= sizes[-1]
+    return [*sizes, nbytes] if nbytes else sizes
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+FLUSH_BYTES = 128 << 20
 
 _MOST_BYTES = 64 << 20  # of a file that names every tensor of a model with hundreds of thousands of them
 
@@ -98,3 +101,57 @@ def replace_directory(source: Path, target: Path) -> None:
     source.rename(target)
     sync(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+class SteadyFile:
+    """A file being written whose bytes reach the device every `FLUSH_BYTES`; `moved` is called whenever they have.
+
+    Else the system takes them all at once, and then nobody can tell a slow device from a dead one.
+    """
+
+    def __init__(self, path: Path, moved: Callable[[], None]):
+        self._file: BinaryIO = path.open("wb")
+        self._moved = moved
+        self._pending = 0
+        self.name = str(path)
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data)
+        for first in range(0, len(view), FLUSH_BYTES):
+            self._pending += self._file.write(view[first : first + FLUSH_BYTES])
+            if self._pending >= FLUSH_BYTES:
+                self.sync()
+        return len(view)
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._pending = 0
+        self._moved()
+
+    def seek(self, place: int) -> int:
+        return self._file.seek(place)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """With every byte on the device."""
+        if not self._file.closed:
+            with self._file:
+                self.sync()
+
+    def __enter__(self) -> SteadyFile:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()

@@ -56,9 +56,9 @@ class Ranks:
     """All ranks of the default process group, or this process alone where torch.distributed has not started.
 
     timeout_s: the longest wait for the others in which none of them reports progress; None: that of the default
-    group's store. Every method but `alive` is collective, in the same order on all ranks, from one thread, and moves
-    pickled objects; `what` says in errors what the ranks were waiting for. Each raises `RanksTimeout` where another
-    rank is gone or too late. They synchronise processes, never devices.
+    group's store. Every method but `alive` and `after` is collective, in the same order on all ranks and from one
+    thread, and moves pickled objects; `what` says in errors what the ranks were waiting for. Each raises `RanksTimeout`
+    where another rank is gone or too late. They synchronise processes, never devices.
     """
 
     def __init__(self, timeout_s: float | None = None):
@@ -142,6 +142,21 @@ class Ranks:
                 return gathered
             self._wait([everyone], what, missing)
             return self._take(everyone, self.size - 1)
+
+    def new_name(self) -> str:
+        """The same on every rank, and never again."""
+        return f"name-{next(self._number)}" if self.size > 1 else ""
+
+    def after(self, leader: int, name: str, others: int, what: str) -> None:
+        """Returns when rank `leader` has called it with this name: at once there. Of the leader and `others` ranks."""
+        if self.size == 1:
+            return
+        with self._waiting_for(what):
+            if self.rank == leader:
+                self._set(name, None)
+            else:
+                self._wait([name], what, lambda: [leader])
+                self._take(name, others)
 
     def barrier(self, what: str) -> None:
         """Returns when every rank has called it."""

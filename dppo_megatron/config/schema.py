@@ -248,7 +248,9 @@ class CheckpointConfig(Section):
     asynchronous: bool = Field(
         False, description="go on training while a checkpoint is written; costs a host copy of this rank's part"
     )
-    timeout_s: Seconds = Field(1800.0, description="asynchronous: an unfinished write that takes longer raises")
+    timeout_s: Seconds = Field(
+        1800.0, description="asynchronous: a write of which nothing reaches the disk for longer raises"
+    )
 
 
 class EvalConfig(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,7 +104,9 @@ def save_hf(
     appears by one rename when everything is in it and on the disk, before any rank returns. `dtype` None keeps
     the parameters' dtype. `quantization` "fp8_block" writes the projections as block-scaled FP8 (`hf.fp8`).
 
-    Collectives: those of `export_weights` and three small object gathers over the default group.
+    Collectives: those of `export_weights`, and three agreements of all ranks. However slow the disk is, nobody waits
+    for it in a collective; the others wait as long as it takes bytes, and no longer than `Ranks()` says when it does
+    not.
     Raises on every rank what any rank raised: `ModelError` without enough disk space or for an existing
     directory without `overwrite`, `OSError`. Nothing is left behind then.
     """
@@ -117,6 +120,16 @@ def save_hf(
     if quantization is not None:
         expected = fp8.quantized_info(expected)
 
+    this_export, gathers = everyone.new_name(), Counter[str]()
+
+    def wait_for_source(group: ShardGroup) -> None:
+        """In no collective: it may be waiting for its disk."""
+        members = dist.get_process_group_ranks(group.group)
+        name = f"{this_export}/{'-'.join(map(str, members))}"
+        gathers[name] += 1
+        waiting = f"the weights that rank {members[0]} writes to {directory}"
+        everyone.after(members[0], f"{name}/{gathers[name]}", len(members) - 1, waiting)
+
     def prepare() -> None:
         if everyone.rank == 0:
             refuse_existing(directory, overwrite)
@@ -124,17 +137,20 @@ def save_hf(
             check_space(staging, sum(info.nbytes for info in expected.values()))
 
     def write() -> list[Part]:
-        writer = PartWriter(staging, f"{everyone.rank:05d}", shard_bytes)
         failure = None
-        for name, tensor in export_weights(model_chunks, config, dtype, ranks=ranks, quantization=quantization):
-            if failure is None:
-                try:
-                    writer.add(name, tensor)
-                except Exception as error:  # keep gathering: the other ranks wait for this one
-                    failure = error
-        if failure is not None:
-            raise failure
-        return writer.close()
+        exported = export_weights(
+            model_chunks, config, dtype, ranks=ranks, quantization=quantization, before_gather=wait_for_source
+        )
+        with PartWriter(staging, f"{everyone.rank:05d}", shard_bytes, everyone.alive) as writer:
+            for name, tensor in exported:
+                if failure is None:
+                    try:
+                        writer.add(name, tensor)
+                    except Exception as error:  # keep gathering: the other ranks wait for this one
+                        failure = error
+            if failure is not None:
+                raise failure
+            return writer.close()
 
     def finish() -> None:
         if everyone.rank == 0:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from dppo_megatron.common.files import SteadyFile
 
 DTYPES = {
     "F64": torch.float64,
@@ -54,11 +55,11 @@ def info_of(tensor: Tensor) -> TensorInfo:
 class SafetensorsFile:
     """Writes `tensors` to `path`, in any order, straight to their offsets in the file.
 
-    As a context manager it ends with every byte on the disk. Raises `ValueError` for a tensor that was not
-    announced so, and on leaving for one that was not written.
+    As a context manager it ends with every byte on the disk, and calls `moved` whenever some more are. Raises
+    `ValueError` for a tensor that was not announced so, and on leaving for one that was not written.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]):
+    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo], moved: Callable[[], None] = lambda: None):
         self._missing = dict(tensors)
         # Widest first: readers take views of the bytes, which must start at a multiple of the item size.
         ordered = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
@@ -77,7 +78,7 @@ class SafetensorsFile:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._base = 8 + len(text)
-        self._file = path.open("wb")
+        self._file = SteadyFile(path, moved)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -91,14 +92,13 @@ class SafetensorsFile:
     def __enter__(self) -> SafetensorsFile:
         return self
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
+    def __exit__(self, kind: type | None, *error: object) -> None:
         with self._file:
             if kind is not None:
                 return
             if self._missing:
                 raise ValueError(f"{self._file.name}: never written: {', '.join(self._missing)}")
-            self._file.flush()
-            os.fsync(self._file.fileno())  # a rename must not outlive the bytes it names
+            self._file.close()  # a rename must not outlive the bytes it names
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from .safetensors_file import SafetensorsFile, info_of
 from .safetensors_reader import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES = 4 << 30
+LOOK_S = 0.5  # at a file that is being written
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -35,43 +38,71 @@ class Part:
     nbytes: int
 
 
-@dataclass(slots=True)
 class PartWriter:
     """Writes tensors one after the other into files of at most `shard_bytes` (one tensor at least).
 
-    Holds the tensors of the open file until it is full: peak memory is `shard_bytes` plus one tensor.
-    Tensors on the CPU are not copied, so they must not change before their file is written. `tag` keeps
-    apart the files of several writers.
+    One file is written in a thread while the next fills: peak memory is twice `shard_bytes` plus one tensor. Tensors
+    on the CPU are not copied, so they must not change before `close`. `tag` keeps apart the files of several writers;
+    `alive` is called while the writer waits for a disk that takes bytes. A context manager.
     """
 
-    staging: Path
-    tag: str
-    shard_bytes: int = DEFAULT_SHARD_BYTES
-    _open: dict[str, Tensor] = field(default_factory=dict)
-    _open_bytes: int = 0
-    _parts: list[Part] = field(default_factory=list)
+    def __init__(
+        self,
+        staging: Path,
+        tag: str,
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+        alive: Callable[[], None] = lambda: None,
+    ):
+        self._staging, self._tag, self._shard_bytes, self._alive = staging, tag, shard_bytes, alive
+        self._open: dict[str, Tensor] = {}
+        self._open_bytes = 0
+        self._parts: list[Part] = []
+        self._moved = threading.Event()
+        self._thread = ThreadPoolExecutor(1, "weights")
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._thread.shutdown()
 
     def add(self, name: str, tensor: Tensor) -> None:
         if name in self._open:
             raise ValueError(f"{name}: added twice")
-        if self._open and self._open_bytes + tensor.nbytes > self.shard_bytes:
+        if self._open and self._open_bytes + tensor.nbytes > self._shard_bytes:
             self._write()
         self._open[name] = tensor.detach().to("cpu").contiguous()
         self._open_bytes += tensor.nbytes
 
     def close(self) -> list[Part]:
-        """Writes what is open and returns every file written."""
+        """Writes what is open, and returns every file when all are on the disk."""
         if self._open:
             self._write()
+        self._settle()
         return self._parts
 
     def _write(self) -> None:
-        file = f"part-{self.tag}-{len(self._parts):05d}.safetensors"
-        with SafetensorsFile(self.staging / file, {n: info_of(t) for n, t in self._open.items()}) as opened:
-            for name, tensor in self._open.items():
+        self._settle()
+        part = Part(f"part-{self._tag}-{len(self._parts):05d}.safetensors", tuple(self._open), self._open_bytes)
+        self._parts.append(part)
+        tensors, self._open, self._open_bytes = self._open, {}, 0
+        self._writing = self._thread.submit(self._write_file, self._staging / part.file, tensors)
+
+    def _write_file(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        with SafetensorsFile(path, {n: info_of(t) for n, t in tensors.items()}, self._moved.set) as opened:
+            for name, tensor in tensors.items():
                 opened.write(name, tensor)
-        self._parts.append(Part(file, tuple(self._open), self._open_bytes))
-        self._open, self._open_bytes = {}, 0
+
+    def _settle(self) -> None:
+        """Returns when the file under way is on the disk; raises its error."""
+        writing, self._writing = self._writing, None
+        while writing is not None and wait([writing], LOOK_S).not_done:
+            if self._moved.is_set():
+                self._moved.clear()
+                self._alive()
+        if writing is not None:
+            writing.result()
 
 
 def staging_of(directory: str | Path) -> Path:

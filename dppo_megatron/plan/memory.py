@@ -78,6 +78,8 @@ def estimate(
         "forward and backward": _forward_backward(work, model, load, padded_vocab),
         "optimizer step": (*_optimizer_if_offloaded(model, config, hardware.cuda), *_step(model, config, hardware)),
         "publishing weights": _publishing(model, config, hardware),
+        "saving a checkpoint": _saving(model, config, hardware),
+        "loading a checkpoint": _loading(model, config, hardware),
     }
     return Memory(_static(model, hf, config, load, work), phases)
 
@@ -213,6 +215,44 @@ def _publishing(model: RankModel, config: Config, hardware: Hardware) -> tuple[I
         sent = min(max(size, model.largest * e * tensor), model.parameters * e * tensor)
         items.append(Item("send buffers", 2 * sent, f"2 x {sent >> 20} MiB: one travels while the next fills"))
     return tuple(items)
+
+
+def _saving(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item, ...]:
+    held = _optimizer_if_offloaded(model, config, hardware.cuda)
+    if not config.parallel.distributed_optimizer:
+        return (*held, Item("exchange of optimizer state", 0, "none: every rank holds all of it"))
+    why = "parts of the optimizer's state, given and received"
+    items = [*held, Item("exchange of optimizer state", _exchange(model), why)]
+    if not hardware.cuda:
+        items.append(_host_copy(model))
+    return tuple(items)
+
+
+def _loading(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item, ...]:
+    held = _optimizer_if_offloaded(model, config, hardware.cuda)
+    sharded = config.parallel.distributed_optimizer
+    merged = model.gated * DTYPES[config.model.dtype].bytes
+    if sharded and not hardware.cuda:
+        merged += model.gated * _shard(model, True) // model.parameters * 3 * FP32
+    items = [*held, Item("gate and up projections", merged, "put together from the two that are stored")]
+    if sharded and _exchange(model) > merged:
+        items[-1] = Item("exchange of optimizer state", _exchange(model), "larger than the projections put together")
+    if sharded and not hardware.cuda:
+        items.append(_host_copy(model))
+    return tuple(items)
+
+
+def _exchange(model: RankModel) -> int:
+    """Of the optimizer of dense or of expert parameters, one after the other: what a rank gives and what it gets."""
+    from dppo_megatron.actor.checkpoint.optimizer_shards import EXCHANGE_BYTES, STATE_BYTES
+
+    kinds = ((model.dense, model.dense_replicas), (model.expert, model.expert_replicas))
+    shares = [(-(-count // ranks) * STATE_BYTES, ranks) for count, ranks in kinds]
+    return max(min(share, EXCHANGE_BYTES // ranks) + min(share, EXCHANGE_BYTES) for share, ranks in shares)
+
+
+def _host_copy(model: RankModel) -> Item:
+    return Item("optimizer state on the host", _shard(model, True) * 3 * FP32, "what this rank saves, 12 bytes each")
 
 
 def _needs_reference(config: Config) -> bool:

@@ -31,6 +31,7 @@ class RankModel:
     expert: int  # the same over expert-data parallel ranks
     buffers: int  # expert biases, fp32
     largest: int  # elements of the largest parameter
+    gated: int  # of `parameters`, the gate and up projections, which Megatron puts together anew when it loads them
     dense_replicas: int  # ranks that share one copy of the dense parameters' state
     expert_replicas: int
     whole: dict[str, int]  # HF tensor -> elements, of all ranks of the stage, as this rank's shapes make them up
@@ -121,6 +122,7 @@ def _describe(chunks: Sequence, hf, layout) -> RankModel:
         expert=sharded[False],
         buffers=sum(b.numel() for chunk in chunks for b in chunk.buffers() if b.dtype == torch.float32),
         largest=max(p.numel() for p in parameters),
+        gated=sum(p.numel() for c in chunks for name, p in c.named_parameters() if "linear_fc1.weight" in name),
         dense_replicas=layout.data_group.size(),
         expert_replicas=parallel_state.get_expert_data_parallel_group().size(),
         whole=_whole(chunks, hf, layout, ParallelRanks.current()),

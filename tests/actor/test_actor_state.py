@@ -14,6 +14,7 @@ import torch
 
 from dppo_megatron.actor.checkpoint.errors import CheckpointError
 from dppo_megatron.actor.checkpoint.writer import BackgroundWrite, HostFiles
+from dppo_megatron.actor.offload import host_pieces
 from tests.actor.scenarios import state as scenarios
 from tests.support.actor_cases import actor_config, sequences
 from tests.support.actor_ranks import run_scenario
@@ -39,6 +40,13 @@ def test_a_rank_that_cannot_write_stops_all_and_keeps_the_last_good_one(on):
     value = on(2, scenarios.failing_write)
     assert "rank 1: OSError: [Errno 28] No space left on device" in value["error"]
     assert value["state"] == {"step": 1}
+
+
+@pytest.mark.slow
+def test_a_slow_disk_does_not_end_a_run(on):
+    value = on(2, scenarios.slow_disk)
+    assert min(value["took"].values()) > 1.5 * scenarios.LIMIT_S
+    assert value["loaded"] == {"export": True, "save": True, "asynchronous": True}
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -110,6 +118,13 @@ def test_experts_behind_a_stage_without_them(ranks, models, tmp_path):
 
 
 # ---- without Megatron
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, (1 << 20) - 1, 1 << 20, 33_000_000_123, (1 << 35) + 5])
+def test_pinned_memory_that_is_rounded_up_is_hardly_more(nbytes):
+    sizes = host_pieces(nbytes)
+    assert sum(sizes) == nbytes
+    assert sum(1 << (size - 1).bit_length() for size in sizes) - nbytes < 1 << 20
 
 
 def write_of(directory: Path, rank: int, complete=lambda: None, timeout_s: float = 20.0) -> BackgroundWrite:
@@ -209,7 +224,7 @@ def _stuck_while_writing(models: Path, directory: Path) -> None:
     actor.finish_checkpoint()
     train(actor, sequences(), updates=1)
 
-    def half(files: HostFiles) -> None:
+    def half(files: HostFiles, _moved: object) -> None:
         path, stream = next(iter(files._files.items()))
         path.write_bytes(stream.getvalue()[: len(stream.getvalue()) // 2])
         (directory / "half").touch()

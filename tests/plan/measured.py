@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,3 +85,36 @@ def _peak(profile: torch.profiler.profile, created: int) -> int:
     peaks = [max(size for at, size in alive if start <= at <= end) for start, end in updates]
     grown = [peak - first for peak, first in zip(peaks[1:], before[1:], strict=True)]
     return before[0] + created + min(grown)
+
+
+def measure_checkpoints(config: Config, directory: Path) -> list[tuple[int, int]]:
+    """What saving and loading a checkpoint take on each rank beside what training holds: peaks of tensor bytes."""
+    with Ranks(config.parallel.world_size) as ranks:
+        return ranks.run(_measure_checkpoints, config=config, directory=directory)
+
+
+def _measure_checkpoints(rank: int, config: Config, directory: Path) -> tuple[int, int]:
+    rendezvous(directory)
+    from dppo_megatron.actor import Actor, init_layout
+    from dppo_megatron.actor.checkpoint.optimizer_state import materialise_state
+
+    layout = init_layout(config)
+    try:
+        actor = Actor(config, layout)
+        materialise_state(actor.optimizer)
+        actor.save_checkpoint(directory, 1, {}, keep=1)  # what is made once and kept
+        save = _growth(lambda: actor.save_checkpoint(directory, 2, {}, keep=1))
+        return save, _growth(lambda: actor.load_checkpoint(directory))
+    finally:
+        layout.close()
+
+
+def _growth(act: Callable[[], object]) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        act()
+    now = peak = 0
+    events = (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
+    for _, change in sorted((e.start_ns(), e.nbytes()) for e in events):
+        now += change
+        peak = max(peak, now)
+    return peak

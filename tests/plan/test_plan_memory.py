@@ -12,7 +12,7 @@ from dppo_megatron.actor import padded_vocab_size
 from dppo_megatron.config import Config
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.plan import Load, RankBuilder, estimate, hardware
-from tests.plan.measured import measure_updates
+from tests.plan.measured import measure_checkpoints, measure_updates
 from tests.support.configs import make_config
 
 TOKENS = 1024
@@ -119,3 +119,29 @@ def test_few_tokens(tmp_path):
 )
 def test_layouts(tmp_path, hf, model, parallel):
     check(tmp_path, hf, model=model, **parallel)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_takes_what_is_planned(tmp_path):
+    made = config(tmp_path, DENSE, {"dtype": "bf16"}, {}, TOKENS)
+    with RankBuilder() as builder:
+        (rank,) = builder.build(made)
+    load = Load(TOKENS, TOKENS, 1)
+    planned = estimate(rank, read_hf_config(tmp_path), made, hardware("cpu-16"), load, DENSE["vocab_size"]).phases
+    saving, loading = (sum(i.bytes for i in planned[f"{kind} a checkpoint"]) for kind in ("saving", "loading"))
+    measured = measure_checkpoints(made, tmp_path)
+    assert saving == pytest.approx(max(save for save, _ in measured), rel=0.1)
+    assert loading == pytest.approx(max(load for _, load in measured), rel=0.1)
+
+
+def test_a_save_takes_at_most_256_mib_of_a_gpu(tmp_path):
+    """Of the largest there is on one rank, which gives as much as it receives."""
+    (tmp_path / "config.json").write_text(json.dumps({**DENSE, "vocab_size": 1 << 20}))
+    made = make_config(model={"path": str(tmp_path), "dtype": "bf16"}, rollout={"bank": "unused"})
+    with RankBuilder() as builder:
+        (rank,) = builder.build(made)
+    load = Load(TOKENS, TOKENS, 1)
+    planned = estimate(rank, read_hf_config(tmp_path), made, hardware("h100-80"), load, 1 << 20).phases
+    saving = sum(item.bytes for item in planned["saving a checkpoint"])
+    assert rank.parameters * 12 > 1 << 32
+    assert saving == 2 * (96 << 20) < 256 << 20

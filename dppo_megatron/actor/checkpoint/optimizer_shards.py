@@ -26,6 +26,8 @@ from torch import Tensor, nn
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 
 EXCHANGE_BYTES = 96 << 20  # on the device, given and received each
+STATE_BYTES = len(_STATES) * 4  # of an element
+
 States = dict[str, Tensor]  # _STATES of one parameter, in its shape, fp32 on the host
 
 
@@ -36,7 +38,7 @@ def sharded_state_dict(part: DistributedOptimizer, weights: dict[str, Any], *, l
     saved goes straight to the host, by way of at most twice `EXCHANGE_BYTES` on the device.
     """
     state = part.state_dict()
-    saved = _saved_here(part)
+    saved = {number: (weight, _room(weight)) for number, weight in _saved_here(part).items()}
     if not loading:
         _exchange(part, saved, to_savers=True)
     shards, _ = extract_sharded_tensors_and_factories(weights)
@@ -53,18 +55,18 @@ def load_states(part: DistributedOptimizer, loaded: dict[int, States]) -> None:
 
     Collective over the optimizer's data-parallel group.
     """
-    weights = {number: weight for number, (weight, _) in _saved_here(part).items()}
+    weights = _saved_here(part)
     _exchange(part, {number: (weights[number], states) for number, states in loaded.items()}, to_savers=False)
 
 
-def _saved_here(part: DistributedOptimizer) -> dict[int, tuple[nn.Parameter, States]]:
-    """The parameters that this rank saves, by their number among all, with room for their state."""
+def _saved_here(part: DistributedOptimizer) -> dict[int, nn.Parameter]:
+    """The parameters that this rank saves, by their number among all."""
     rank = part.data_parallel_group.rank()
-    return {
-        number: (weight, {name: torch.empty(weight.shape, dtype=torch.float32) for name in _STATES})
-        for number, (weight, saver) in enumerate(_savers(part).items())
-        if saver == rank
-    }
+    return {number: weight for number, (weight, saver) in enumerate(_savers(part).items()) if saver == rank}
+
+
+def _room(weight: nn.Parameter) -> States:
+    return {name: torch.empty(weight.shape, dtype=torch.float32) for name in _STATES}
 
 
 def _savers(part: DistributedOptimizer) -> dict[nn.Parameter, int]:
@@ -121,8 +123,14 @@ def _exchange(part: DistributedOptimizer, saved: dict[int, tuple[nn.Parameter, S
     group = part.data_parallel_group
     me, size = group.rank(), group.size()
     # What all ranks give at once: one of them may be the saver of all of it.
-    step = max(1, EXCHANGE_BYTES // (size * len(_STATES) * torch.float32.itemsize))
-    for bucket in _buckets(part):
+    step = max(1, EXCHANGE_BYTES // (size * STATE_BYTES))
+    buckets = list(_buckets(part))
+    at_once = min(step, max(bucket.local for bucket in buckets))
+    most_wanted = min(size * at_once, sum(weight.numel() for weight in whole))
+    room_held, room_wanted = (
+        torch.empty(count * len(_STATES), device=buckets[0].device) for count in (at_once, most_wanted)
+    )
+    for bucket in buckets:
         for first in range(0, bucket.local, step):
             end = min(first + step, bucket.local)
             held: list[list[Tensor]] = [[] for _ in range(size)]
@@ -139,16 +147,22 @@ def _exchange(part: DistributedOptimizer, saved: dict[int, tuple[nn.Parameter, S
                 ]
                 for holder in range(size)
             ]
-            _all_to_all(*((held, wanted) if to_savers else (wanted, held)), bucket.device, group)
+            if to_savers:
+                _all_to_all(held, room_held, wanted, room_wanted, group)
+            else:
+                _all_to_all(wanted, room_wanted, held, room_held, group)
 
 
 def _all_to_all(
-    outgoing: list[list[Tensor]], incoming: list[list[Tensor]], device: torch.device, group: dist.ProcessGroup
+    outgoing: list[list[Tensor]],
+    room_out: Tensor,
+    incoming: list[list[Tensor]],
+    room_in: Tensor,
+    group: dist.ProcessGroup,
 ) -> None:
-    """Flat tensors for and from each rank, on any device. Takes the sum of both on `device`."""
+    """Flat tensors for and from each rank, on any device, by way of the rooms, which are on the group's."""
     sizes_out, sizes_in = ([sum(t.numel() for t in tensors) for tensors in side] for side in (outgoing, incoming))
-    given = torch.empty(sum(sizes_out), device=device)
-    received = torch.empty(sum(sizes_in), device=device)
+    given, received = room_out[: sum(sizes_out)], room_in[: sum(sizes_in)]
     for place, tensor in _places(given, outgoing):
         place.copy_(tensor)
     dist.all_to_all_single(received, given, sizes_in, sizes_out, group=group)

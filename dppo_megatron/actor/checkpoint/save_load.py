@@ -31,7 +31,7 @@ from .errors import CheckpointError
 from .generators import generators_state, set_generators
 from .only_data import check_extra_states, check_files, data_only, load_data, reason
 from .optimizer_state import load_optimizer_state, materialise_state, sharded_optimizer_state
-from .writer import BackgroundWrite, HostFiles
+from .writer import BackgroundWrite, DiskFiles, HostFiles
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ def save(actor: Checkpointed, directory: Path, step: int, state: dict[str, Any],
     final = final_path(directory, step)
     partial = partial_path(final)
     layout, settings = actor.layout, actor.config.checkpoint
-    files = HostFiles() if settings.asynchronous else None
+    ranks = Ranks()
+    files = HostFiles() if settings.asynchronous else DiskFiles(ranks.alive)
     run = {
         "format": _FORMAT,
         "step": step,
@@ -89,16 +90,17 @@ def save(actor: Checkpointed, directory: Path, step: int, state: dict[str, Any],
                 sync(path)
             complete(partial, final, run, keep)
 
-    for act in (prepare, write) if files else (prepare, write, finish_write):
-        _write_on_all(act, f"checkpoint {final}")
-    if files is None:
+    for act in (prepare, write) if settings.asynchronous else (prepare, write, finish_write):
+        _write_on_all(ranks, act, f"checkpoint {final}")
+    if isinstance(files, DiskFiles):
         return None
     return BackgroundWrite(files, partial, layout.rank, layout.world_size, finish_write, settings.timeout_s)
 
 
 def finish(write: BackgroundWrite) -> None:
     """Wait until the checkpoint is complete on every rank. Collective; raises CheckpointError on every rank."""
-    _write_on_all(write.wait, "the last checkpoint")
+    ranks = Ranks()
+    _write_on_all(ranks, lambda: write.wait(ranks.alive), "the last checkpoint")
 
 
 def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
@@ -121,7 +123,7 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}; {REMEDY}") from error
     check_extra_states(loaded, path)
     for index, chunk in enumerate(actor.model_chunks):
-        chunk.load_state_dict(loaded[_model_key(index)])
+        chunk.load_state_dict(loaded.pop(_model_key(index)))  # what Megatron put together anew is freed
     load_optimizer_state(actor.optimizer, loaded["optimizer"])
     _set_rates(actor, path, run["run"])
     actor.schedule.num_steps = run["updates"]
@@ -211,8 +213,8 @@ def _rng_name(layout: Layout) -> str:
     return f"pipeline-{layout.pipeline_rank}-tensor-{layout.tensor_rank}.pt"
 
 
-def _write_on_all(act: Callable[[], None], what: str) -> None:
+def _write_on_all(ranks: Ranks, act: Callable[[], None], what: str) -> None:
     try:
-        Ranks().on_every_rank(act, what)
+        ranks.on_every_rank(act, what)
     except Exception as error:  # the same on every rank
         raise CheckpointError(f"{what} could not be written:\n  - {error}") from error

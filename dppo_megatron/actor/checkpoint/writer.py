@@ -19,12 +19,12 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from dppo_megatron.common.files import write_atomic
+from dppo_megatron.common.files import SteadyFile, write_atomic
 
 from .errors import CheckpointError
 
 _FIRST_POLL_S, _POLL_S = 0.02, 1.0  # the storage may be slow to list, and there may be thousands of ranks
-_ANNOUNCED, _FAILED = "written-by", "failed"
+_ANNOUNCED, _FAILED, _MOVED = "written-by", "failed", "moved"
 
 
 class _Kept(io.BytesIO):
@@ -32,6 +32,18 @@ class _Kept(io.BytesIO):
 
     def close(self) -> None:
         pass
+
+
+class DiskFiles(FileSystem):
+    """A file system for torch's checkpoint writer whose files end on the device; `moved` is called as they grow."""
+
+    def __init__(self, moved: Callable[[], None]) -> None:
+        self._moved = moved
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[SteadyFile]:
+        with SteadyFile(Path(path), self._moved) as file:
+            yield file
 
 
 class HostFiles(FileSystem):
@@ -54,21 +66,19 @@ class HostFiles(FileSystem):
     def rm_file(self, path: str | os.PathLike) -> None:
         del self._files[Path(path)]
 
-    def write(self) -> None:
-        """Each file whole and synced; its memory is freed when it is."""
+    def write(self, moved: Callable[[], None] = lambda: None) -> None:
+        """Each file whole and synced; its memory is freed when it is. `moved` is called whenever more is there."""
         while self._files:
             path, stream = self._files.popitem()
-            with path.open("wb") as file:
+            with SteadyFile(path, moved) as file:
                 file.write(stream.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
 
 
 class BackgroundWrite:
     """The writing of one checkpoint on this rank.
 
     partial: the directory that all ranks write into; `complete` renames it, on rank 0, when all have. A crash leaves
-    it under its partial name, which nothing reads.
+    it under its partial name, which nothing reads. timeout_s: the longest wait in which no rank writes anything.
     """
 
     def __init__(
@@ -77,35 +87,57 @@ class BackgroundWrite:
         self._files, self._partial, self._complete = files, partial, complete
         self._rank, self._ranks, self._timeout_s = rank, ranks, timeout_s
         self._error: Exception | None = None
-        self._deadline = time.monotonic() + timeout_s
+        self._moved_at = self._told_at = time.monotonic()
+        self._seen = 0.0
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
+    def wait(self, alive: Callable[[], None] = lambda: None) -> None:
         """Returns when the checkpoint is complete, on every rank at about the same time. No collective.
 
-        Raises what went wrong on any rank, or CheckpointError when it takes longer than its time-out.
+        Calls `alive` while bytes are written. Raises what went wrong on any rank, or CheckpointError when nobody writes
+        anything for as long as its time-out.
         """
-        self._thread.join(max(0.0, self._deadline - time.monotonic()) + 2 * _POLL_S)
-        if self._thread.is_alive():
-            raise self._late()
+        while self._thread.is_alive():
+            seen = self._moved_at
+            self._thread.join(_POLL_S)
+            if self._moved_at > seen:
+                alive()
+            if time.monotonic() - self._moved_at > self._timeout_s + 2 * _POLL_S:
+                raise self._late()
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
         try:
-            self._files.write()
+            self._files.write(self._moved)
             (self._partial / f"{_ANNOUNCED}-{self._rank}").touch()
             if self._rank == 0:
                 self._until(lambda: len(self._written_notes()) == self._ranks)
                 for note in self._written_notes():
                     note.unlink()
+                (self._partial / _MOVED).unlink(missing_ok=True)
                 self._complete()
             else:
                 self._until(lambda: not self._partial.exists())
         except Exception as error:
             self._error = error
             self._tell(error)
+
+    def _moved(self) -> None:
+        """More of this rank's bytes are on the disk, which the others see by the time of a file."""
+        self._moved_at = time.monotonic()
+        if self._moved_at - self._told_at > _POLL_S:
+            self._told_at = self._moved_at
+            (self._partial / _MOVED).touch()
+
+    def _look(self) -> None:
+        try:
+            seen = (self._partial / _MOVED).stat().st_mtime
+        except FileNotFoundError:  # nobody had to wait yet, or all is complete
+            return
+        if seen != self._seen:
+            self._seen, self._moved_at = seen, time.monotonic()
 
     def _written_notes(self) -> list[Path]:
         try:
@@ -119,7 +151,8 @@ class BackgroundWrite:
         while not done():
             if (self._partial / _FAILED).exists():
                 raise CheckpointError(f"{self._partial.name}: {(self._partial / _FAILED).read_text()}")
-            if time.monotonic() > self._deadline:
+            self._look()
+            if time.monotonic() - self._moved_at > self._timeout_s:
                 raise self._late()
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S)
@@ -137,6 +170,6 @@ class BackgroundWrite:
         written = {note.name.rpartition("-")[2] for note in self._written_notes()}
         missing = [str(rank) for rank in range(self._ranks) if str(rank) not in written]
         return CheckpointError(
-            f"{self._partial}: not written within {self._timeout_s:.0f} s (checkpoint.timeout_s), ranks missing: "
+            f"{self._partial}: nothing was written for {self._timeout_s:.0f} s (checkpoint.timeout_s), ranks missing: "
             f"{', '.join(missing) or 'none'}; the storage is slow or full, or a rank has ended"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.actor.scenarios.parts import fingerprint, same, topk, train
 from tests.support.actor_cases import micro_batches, pack, sequences
 from tests.support.actor_ranks import Rank
 
+LIMIT_S = 4  # of a collective, and of a disk that takes nothing
 ASYNCHRONOUS = {"checkpoint": {"asynchronous": True, "timeout_s": 30}}
 
 
@@ -30,9 +32,9 @@ class Gate:
 
         opened, self._write = threading.Event(), HostFiles.write
 
-        def write(files):
+        def write(files, moved):
             assert opened.wait(30)
-            self._write(files)
+            self._write(files, moved)
 
         HostFiles.write = write
         return opened
@@ -91,7 +93,7 @@ def failing_write(rank: Rank) -> Any:
     return {"error": error, "state": state}
 
 
-def full(files) -> None:
+def full(files, moved) -> None:
     raise OSError(28, "No space left on device")
 
 
@@ -317,3 +319,40 @@ def dense_stage_then_experts(rank: Rank) -> Any:
         actor.load_checkpoint(directory)
         train(actor, sequences(seed=1), updates=2)
         return everywhere(same(bits, fingerprint(actor)))
+
+
+def slow_disk(rank: Rank) -> Any:
+    """A disk that takes several times as long as a collective may: an export and checkpoints of both kinds."""
+    from dppo_megatron.common import files
+    from dppo_megatron.hf import save_hf
+
+    sync, at_once = files.SteadyFile.sync, files.FLUSH_BYTES
+    waits = {"export": 0.3, "save": 0.1, "asynchronous": 0.1}  # for each part of a file
+    took, loaded = {}, {}
+    for kind, pause in waits.items():
+
+        def slowly(file, pause=pause if kind == "export" else pause * rank.rank):
+            time.sleep(pause)
+            sync(file)
+
+        sections = {"checkpoint": {"asynchronous": kind == "asynchronous", "timeout_s": LIMIT_S}}
+        with rank.actor(tensor=2, timeout_s=LIMIT_S, sections=sections) as actor:
+            train(actor, sequences(), updates=1)
+            files.SteadyFile.sync, files.FLUSH_BYTES = slowly, 4096
+            started = time.monotonic()
+            try:
+                if kind == "export":
+                    save_hf(actor.model_chunks, rank.directory / "hf", actor.config.model.path, shard_bytes=16 << 10)
+                else:
+                    actor.save_checkpoint(rank.directory / kind, 1, {"step": 1}, keep=1)
+                    actor.finish_checkpoint()
+            finally:
+                files.SteadyFile.sync, files.FLUSH_BYTES = sync, at_once
+            took[kind] = time.monotonic() - started
+            bits = fingerprint(actor)
+            if kind == "export":
+                actor.load_hf(rank.directory / "hf")
+            else:
+                actor.load_checkpoint(rank.directory / kind)
+            loaded[kind] = everywhere(same(bits, fingerprint(actor)))
+    return {"took": took, "loaded": loaded}
