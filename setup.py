@@ -36,7 +36,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["dppo_megatron", "dppo_megatron.*"]),
-    package_data={"dppo_megatron.slurm": ["templates/*.j2"]},
+    package_data={
+        "dppo_megatron.slurm": ["templates/*.j2"],
+        "dppo_megatron.engines.sglang.plugin": ["*.dist-info/*"],  # by which SGLang finds it
+    },
     install_requires=["torch>=2.6"],
     extras_require={
         "cpu": TRAIN,

@@ -233,6 +233,9 @@ class WeightSyncConfig(Section):
         None, description="broadcast: weights that travel at once; default: 256 MiB on GPUs, else 16 MiB"
     )
     keep_versions: Count = Field(2, description="shared_storage: published weight directories kept on disk")
+    fingerprint: bool = Field(
+        True, description="after an update the trainer compares fingerprints of the weights that each engine holds"
+    )
     probe_tolerance: Positive | None = Field(
         None,
         description="largest engine-trainer log-prob difference after a publish, in the mean over the tokens of the "

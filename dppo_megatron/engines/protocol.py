@@ -16,6 +16,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
+from dppo_megatron.weights.fingerprint import Fingerprint
 
 UpdateMode = Literal["keep", "wait", "abort"]
 """What happens to running requests when weights change: keep = they continue under the new weights (their earlier
@@ -139,6 +140,10 @@ class Engine(Protocol):
     async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> None:
         """Serve what the trainer broadcasts in `step` of the joined group as policy `version`. As `load_weights`;
         after an error other than `EngineRefused` the engine is in no group."""
+        ...
+
+    async def held_weights(self) -> Fingerprint:
+        """Fingerprints of the weights that the engine holds now, computed by it."""
         ...
 
     async def sleep(self) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weights.fingerprint import Fingerprint, of_workers
 
-from .protocol import EngineIncompatible, EngineInfo
+from .protocol import EngineError, EngineIncompatible, EngineInfo
 
 Device = Literal["cpu", "cuda"]
 
@@ -79,3 +80,14 @@ def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | Non
     wrong = [*info.problems, *(message for is_wrong, message in problems if is_wrong)]
     if wrong:
         raise EngineIncompatible(f"engine {url} does not suit this run:\n  " + "\n  ".join(wrong))
+
+
+def held_weights(url: str, workers: Any) -> Fingerprint:
+    """Of an engine, from what its workers report. Raises `EngineError` where they hold unequal copies."""
+    try:
+        whole, unequal = of_workers({g: (int(own), int(copy)) for g, (own, copy) in w.items()} for w in workers)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise EngineError(f"engine {url}: fingerprints of its weights: garbled reply: {error}") from None
+    if unequal:
+        raise EngineError(f"engine {url}: its workers hold unequal copies of {', '.join(unequal)}")
+    return whole

@@ -12,6 +12,7 @@ import numpy as np
 
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import Engine, EngineError, EngineInfo, EngineUnavailable
+from dppo_megatron.weights.fingerprint import Fingerprint
 
 from .engine_checks import check_health, while_healthy
 from .registry import Service
@@ -23,12 +24,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Confirmation:
-    """One instance of one engine serves the new weights: it loaded them and then scored the weight check."""
+    """What one instance of one engine says after it loaded the new weights."""
 
     url: str
     instance: str
     scores: np.ndarray  # [P - 1] fp32
     load_s: float
+    held: Fingerprint  # of its weights; empty where it was not asked
 
 
 class LiveEngines:
@@ -101,7 +103,9 @@ class LiveEngines:
             started = time.perf_counter()
             await load(client)
             load_s = time.perf_counter() - started
-            confirmation = Confirmation(client.url, engines[client.url].instance, await client.score(tokens), load_s)
+            scores = await client.score(tokens)
+            held = await client.held_weights() if self._config.weight_sync.fingerprint else {}
+            confirmation = Confirmation(client.url, engines[client.url].instance, scores, load_s, held)
             info = await client.info()
             if (info.instance, info.version) != (confirmation.instance, version):
                 raise EngineUnavailable(f"engine {client.url}: restarted, or loaded with other weights, meanwhile")

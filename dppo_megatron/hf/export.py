@@ -96,6 +96,7 @@ def save_hf(
     overwrite: bool = False,
     ranks: ParallelRanks | None = None,
     quantization: Quantization | None = None,
+    observe: Callable[[str, Tensor], None] | None = None,
 ) -> None:
     """Writes a complete HF directory that transformers and the engines load. Collective over all ranks.
 
@@ -103,6 +104,7 @@ def save_hf(
     that all ranks share; config, tokenizer and generation config come from `template_dir`. The directory
     appears by one rename when everything is in it and on the disk, before any rank returns. `dtype` None keeps
     the parameters' dtype. `quantization` "fp8_block" writes the projections as block-scaled FP8 (`hf.fp8`).
+    `observe` is called with each tensor that this rank writes.
 
     Collectives: those of `export_weights`, and three agreements of all ranks. However slow the disk is, nobody waits
     for it in a collective; the others wait as long as it takes bytes, and no longer than `Ranks()` says when it does
@@ -145,6 +147,8 @@ def save_hf(
             for name, tensor in exported:
                 if failure is None:
                     try:
+                        if observe is not None:
+                            observe(name, tensor)
                         writer.add(name, tensor)
                     except Exception as error:  # keep gathering: the other ranks wait for this one
                         failure = error

@@ -31,7 +31,8 @@ from dppo_megatron.weights.broadcast_plan import (
     make_buckets,
     views,
 )
-from dppo_megatron.weights.process_group import Channel, Rendezvous, WeightGroupError, local_address
+from dppo_megatron.weights.fingerprint import Fingerprint, add
+from dppo_megatron.weights.process_group import Channel, Rendezvous, WeightGroupError, local_address, nccl_version
 
 from .engine_thread import EngineThread
 from .errors import WeightSyncError
@@ -76,6 +77,8 @@ class Broadcast:
         self._channel: Channel | None = None
         self._step = 0
         self.nbytes = 0
+        self.sent: Fingerprint = {}
+        self._fingerprints = config.weight_sync.fingerprint
 
     def prepare(self, version: int) -> None:
         """Finds out who sends what; shapes do not change, so once is enough."""
@@ -107,11 +110,14 @@ class Broadcast:
                 self._channel, self._streams[self._sender], self._actor.layout.device, self._rendezvous, self._step_name
             )
         problem = None
+        self.sent = {}
         for name, tensor in self._export():  # to the end in any case: other ranks wait in its gathers
             if stream is None or problem is not None:
                 continue
             try:
                 stream.add(name, tensor)
+                if self._fingerprints:
+                    add(self.sent, name, tensor)
             except WeightGroupError as error:
                 problem = self._give_up(error)
         try:
@@ -164,7 +170,10 @@ class Broadcast:
             return self._rendezvous.port
 
         port = self._ranks.from_rank_zero(host, "the weight group's store")
-        self._plan = WeightGroupPlan(name, first, port, self._backend, self._timeout_s, workers, self._streams)
+        nccl = nccl_version() if self._backend == "nccl" else ""
+        self._plan = WeightGroupPlan(
+            name, first, port, self._backend, self._timeout_s, workers, self._streams, nccl=nccl
+        )
         self._members = tuple(engines)
         replies = None
         if self._ranks.rank == 0:

@@ -24,6 +24,7 @@ from dppo_megatron.engines.protocol import (
 from dppo_megatron.fleet.engine_checks import ScoreDifference
 from dppo_megatron.fleet.live_engines import Confirmation
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weights.fingerprint import differing, merged
 from dppo_megatron.weights.published import PublishedPolicy
 
 from .colocated import ActorMemory, put_to_sleep
@@ -34,6 +35,7 @@ from .transport import Transport
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
+SHOWN = 8  # groups of weights in an error
 ATTEMPTS = 3  # with the same engines
 
 
@@ -166,7 +168,9 @@ class Publisher:
             )
         problem = self._transport.send()
         # Before the next training collective: a sender waits for engines.
-        problems = [p for p in self._ranks.gather(problem, "the weights to be sent") if p]
+        everyone = self._ranks.gather((problem, self._transport.sent), "the weights to be sent")
+        problems = [problem for problem, _ in everyone if problem]
+        sent = merged(part for _, part in everyone)
         if expected is None:
             expected = self._actor.score(self._check_tokens)  # every rank computes while the engines load
 
@@ -185,6 +189,10 @@ class Publisher:
             tolerance = self._config.probe_tolerance
             agreed = {url: difference for url, difference in differences.items() if difference.within(tolerance)}
             failures |= {url: self._disagreement(differences[url]) for url in differences.keys() - agreed.keys()}
+            for reply in confirmed:
+                if wrong := differing(sent, reply.held):
+                    agreed.pop(reply.url, None)
+                    failures[reply.url] = _other_weights(wrong)
             if not agreed:
                 reasons = "\n".join(f"  {url}: {reason}" for url, reason in failures.items())
                 raise WeightSyncError(f"policy version {version}: no engine agrees with the trainer:\n{reasons}")
@@ -250,6 +258,14 @@ class Publisher:
         self._transport.close()
         if self._engines is not None:
             self._engines.close()
+
+
+def _other_weights(groups: Sequence[str]) -> str:
+    shown = ", ".join(groups[:SHOWN]) + (f" and {len(groups) - SHOWN} more" if len(groups) > SHOWN else "")
+    return (
+        f"holds other weights than the trainer sent: {shown}. Its version says otherwise; do not train on its rollouts "
+        "(weight_sync.fingerprint; docs/failures.md says what it covers)"
+    )
 
 
 class _Retries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from dppo_megatron.actor import Actor
@@ -12,6 +13,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import Engine, EngineInfo
 from dppo_megatron.hf import save_hf
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weights.fingerprint import Fingerprint, add
 
 from .transport import StoredAs
 
@@ -27,6 +29,7 @@ class SharedStorage:
         self._kept = self._take_over() if ranks.rank == 0 else []
         self._prepared: Path | None = None
         self.nbytes = 0
+        self.sent: Fingerprint = {}
 
     def _take_over(self) -> list[int]:
         """Versions that earlier attempts of the run left, oldest first; unfinished ones are removed."""
@@ -36,6 +39,7 @@ class SharedStorage:
 
     def prepare(self, version: int) -> None:
         self._prepared = self.directory(version)
+        self.sent = {}
         save_hf(
             self._actor.model_chunks,
             self._prepared,
@@ -43,6 +47,7 @@ class SharedStorage:
             dtype=self._stored.dtype,
             quantization=self._stored.quantization,
             overwrite=True,
+            observe=partial(add, self.sent) if self._config.weight_sync.fingerprint else None,
         )
         self.nbytes = sum(file.stat().st_size for file in self._prepared.glob("*.safetensors"))
 

@@ -11,6 +11,7 @@ import torch
 
 from dppo_megatron.engines.protocol import Engine, EngineInfo
 from dppo_megatron.hf.export import Quantization
+from dppo_megatron.weights.fingerprint import Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Transport(Protocol):
     """
 
     nbytes: int  # of the weights of one version, once prepared
+    sent: Fingerprint  # of what this rank sent of the version, once sent
 
     def prepare(self, version: int) -> None:
         """Does once what all attempts share."""

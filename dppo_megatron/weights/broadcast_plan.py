@@ -56,6 +56,7 @@ class WeightGroupPlan:
     workers: int  # of all engines
     streams: tuple[tuple[Bucket, ...], ...]
     first_worker: int = 0  # number of the engine's first worker among all
+    nccl: str = ""  # the trainer's version of NCCL; "" with gloo
 
     def for_engine(self, host: str, first_worker: int) -> WeightGroupPlan:
         return replace(self, host=host, first_worker=first_worker)

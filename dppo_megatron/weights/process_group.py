@@ -191,6 +191,24 @@ def _outlive(_group: Any, works: list[Any]) -> None:
         time.sleep(ABORT_POLL_S)
 
 
+def nccl_version() -> str:
+    """Of this process's torch; "" where it has none."""
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError, ImportError):
+        return ""
+
+
+def nccl_problem(trainer: str, engine: str) -> str | None:
+    """Why a trainer and an engine of these versions of NCCL cannot form a group. NCCL itself would hang or fail."""
+    if trainer in ("", engine):
+        return None
+    return (
+        f"the trainer has NCCL {trainer}, the engine NCCL {engine or 'none'}, and a broadcast needs the same: install "
+        "engine and trainer with the same NCCL (nvidia-nccl), or set weight_sync.transport to shared_storage"
+    )
+
+
 def local_address(peer: str, port: int = 9) -> str:
     """This machine's address on the route to `peer`, where a peer that we can reach can reach us. Sends nothing."""
     family, kind, _, _, target = socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM)[0]

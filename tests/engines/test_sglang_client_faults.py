@@ -17,6 +17,8 @@ from dppo_megatron.engines.sglang.server import sglang_command
 from dppo_megatron.engines.sglang.wire import child_ids
 from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.hf import read_hf_config
+from dppo_megatron.weights.broadcast_plan import TensorSpec, WeightGroupPlan
+from dppo_megatron.weights.manifest import Manifest
 from tests.support.engines import EOS, MAX_MODEL_LEN, VOCAB, engine_config, group, make_model
 from tests.support.fakes.http_server import against, http
 
@@ -177,6 +179,20 @@ def test_a_server_that_updates_its_weights_is_alive_though_its_scheduler_is_sile
     first, second = against(config, replies, check_twice)
     assert 0 <= first.updating_s < second.updating_s < 1
     assert second.version == 3
+
+
+def test_a_group_over_another_nccl_is_refused_before_anybody_waits(config, model):
+    tensors = tuple(TensorSpec(name, "float32", shape) for name, shape in Manifest.read(model).shapes.items())
+    plan = WeightGroupPlan("group", "127.0.0.1", 1, "nccl", 5.0, 1, ((tensors,),), nccl="2.27.3")
+    replies = description(model) | {"/weights_checker": [say({"ranks": [{"checksums": {"dppo_nccl": "2.21.5"}}]})]}
+    with pytest.raises(EngineRefused, match=r"the trainer has NCCL 2\.27\.3, the engine NCCL 2\.21\.5"):
+        against(config, replies, lambda engine: engine.join_weight_group(plan))
+
+
+def test_a_server_without_our_plugin_says_how_to_get_it(config, model):
+    replies = {"/weights_checker": [say({"success": False, "message": "Unsupported action='dppo_held_weights'"}, 400)]}
+    with pytest.raises(EngineIncompatible, match=r"Unsupported action.*PYTHONPATH lacks the folder"):
+        against(config, replies, lambda engine: engine.held_weights())
 
 
 def test_running_requests_that_do_not_end(config, model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.numpy import save_file
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+from dppo_megatron.engines.vllm.extension.bodies import PlanBody, parse
 from dppo_megatron.engines.vllm.extension.routes import DppoRoutes
 from dppo_megatron.engines.vllm.extension.weights import WeightsInconsistent, WeightUpdater
 from dppo_megatron.engines.vllm.extension.worker import WorkerExtension
@@ -154,6 +156,20 @@ def test_a_group_of_another_model_is_refused_before_anybody_waits(policy):
     with pytest.raises(BadWeights, match=r"1 unknown tensors \(v\)"):
         asyncio.run(updater.join(plan(v=(4,))))
     assert (engine.calls, updater.group) == ([], "")
+
+
+def test_the_route_takes_the_whole_plan_as_the_trainer_writes_it():
+    sent = replace(plan(), nccl="2.27.3").for_engine("10.0.0.7", 4)
+    assert parse(PlanBody, json.dumps(sent.to_json()).encode()).plan() == sent
+
+
+def test_a_group_over_another_nccl_is_refused_before_anybody_waits(policy, monkeypatch):
+    monkeypatch.setattr("dppo_megatron.engines.vllm.extension.weights.nccl_version", lambda: "2.21.5")
+    updater = WeightUpdater(FakeEngine(), policy)
+    with pytest.raises(BadWeights, match=r"the trainer has NCCL 2\.27\.3, the engine NCCL 2\.21\.5"):
+        asyncio.run(updater.join(replace(plan(), nccl="2.27.3")))
+    asyncio.run(updater.join(replace(plan(), nccl="2.21.5")))
+    assert updater.group == "group"
 
 
 def test_a_broadcast_of_a_group_that_was_not_joined_is_refused(policy):

@@ -119,6 +119,32 @@ def one_of_two_disagrees(models: Path, run: Path) -> dict:
         return {"unconfirmed": published.unconfirmed, "confirmed": confirmed}
 
 
+def one_of_two_keeps_a_layer(models: Path, run: Path, transport: str) -> dict:
+    """The second engine reports the new version, and holds one expert's weights of the version before."""
+    settings = {"transport": transport, "bucket_bytes": 6000 if transport == "broadcast" else None}
+    with trainer(models, run, "qwen3_moe", ep=2, engines=2, **settings) as t:
+        t.load("a")
+        t.publisher.publish(0)
+        for engine in t.engines[1:]:
+            before = dict(engine.weights)
+
+            def keep(name: str, tensor: torch.Tensor, before=before) -> torch.Tensor:
+                return before[name] if "layers.1.mlp.experts.3." in name else tensor
+
+            engine.corrupt = keep
+        t.load("b")
+        published = t.publisher.publish(1)
+        confirmed = PublishedPolicy.read(RunDir(run).published).confirmed if t.engines else {}
+        for engine in t.engines:
+            engine.corrupt = lambda name, tensor: -tensor
+        try:
+            t.publisher.publish(2)
+            message = "nothing raised"
+        except WeightSyncError as error:
+            message = str(error)
+        return {"unconfirmed": published.unconfirmed, "confirmed": confirmed, "message": message}
+
+
 def one_token_differs(models: Path, run: Path) -> dict:
     with trainer(models, run, "qwen3", tp=2, probe_tolerance=0.1) as t:
         for engine in t.engines:
@@ -311,6 +337,7 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     "dies_unnoticed": one_of_two_dies_unnoticed,
     "fails_once": fails_once,
     "disagrees": one_of_two_disagrees,
+    **{f"keeps_{transport}": partial(one_of_two_keeps_a_layer, transport=transport) for transport in FREEZES},
     "one_token": one_token_differs,
     "freezes": one_of_two_freezes,
     **{

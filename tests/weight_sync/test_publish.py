@@ -118,6 +118,16 @@ def test_one_that_disagrees_while_another_agrees_is_left_out(result_of):
     assert set(result["confirmed"]) == {"http://127.0.0.1:90"}
 
 
+@pytest.mark.parametrize("transport", FREEZES)
+def test_one_that_keeps_a_part_of_the_version_before_is_left_out(result_of, transport):
+    """Its version and its log-probs are as they should be: only its fingerprint is not."""
+    result = result_of(f"keeps_{transport}")
+    assert result["unconfirmed"] == 1
+    assert set(result["confirmed"]) == {"http://127.0.0.1:90"}
+    assert "no engine agrees with the trainer" in result["message"]
+    assert "holds other weights than the trainer sent" in result["message"]
+
+
 def test_a_single_token_that_differs_much_is_not_other_weights(result_of):
     """As where the router of a mixture of experts decides otherwise in 16 bits."""
     difference = result_of("one_token")["difference"]

@@ -26,15 +26,21 @@ from dppo_megatron.engines.protocol import (
 )
 from dppo_megatron.engines.samples import check_scores
 from dppo_megatron.engines.secret import read_secret
-from dppo_megatron.engines.serving import check_info, start_model
+from dppo_megatron.engines.serving import check_info, held_weights, start_model
 from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
+from dppo_megatron.weights.fingerprint import Fingerprint
 
+from .plugin.dppo_sglang_plugin import HELD_WEIGHTS
 from .weights import UPDATING, SglangWeights
 from .wire import child_ids, decode_group, decode_score, encode_group, encode_score, parse_version
 
 CONTEXT_MARGIN = 8  # positions of --context-length that SGLang keeps back from prompt and response
+NO_PLUGIN = (
+    "its PYTHONPATH lacks the folder engines/sglang/plugin of dppo_megatron, with which `dppo-megatron engine` starts "
+    "it; or set weight_sync.fingerprint to false"
+)
 NO_SLEEP = "an SGLang server keeps its memory; engine.placement = colocated needs engine.kind = vllm"
 
 
@@ -55,6 +61,7 @@ class SglangEngine:
         self._max_logprobs = config.engine.max_logprobs
         self._seeded = config.engine.seeded
         self._generate_timeout_s = config.request_timeout_s
+        self._update_timeout_s = config.weight_sync.timeout_s
         self._running: dict[str, GenerateRequest] = {}  # request id -> as the server knows it
         self._limits: EngineInfo | None = None
         self._last_info: EngineInfo | None = None  # by the last `info`
@@ -119,6 +126,18 @@ class SglangEngine:
 
     async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> None:
         await self._weights.receive(group, step, version, mode)
+
+    async def held_weights(self) -> Fingerprint:
+        what = "fingerprints of its weights"
+        try:
+            body = {"action": HELD_WEIGHTS, "selector": "target"}
+            reply = await self._calls.json(what, "/weights_checker", self._update_timeout_s, body=body)
+            workers = [{g: value.split() for g, value in rank["checksums"].items()} for rank in reply["ranks"]]
+        except EngineRefused as error:
+            raise EngineIncompatible(f"{error}: {NO_PLUGIN}") from None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise EngineError(f"engine {self.url}: {what}: garbled reply: {error}") from None
+        return held_weights(self.url, workers)
 
     async def sleep(self) -> None:
         raise EngineRefused(f"engine {self.url}: {NO_SLEEP}")

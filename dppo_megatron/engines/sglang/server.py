@@ -15,6 +15,7 @@ from .client import CONTEXT_MARGIN
 
 # dppo_megatron.engines.guard.sglang_server, which SGLang's own environment may not know by that name.
 GUARDED_SERVER = Path(__file__).parents[1] / "guard" / "sglang_server.py"
+PLUGIN = Path(__file__).parent / "plugin"  # holds the metadata by which SGLang finds it
 CPU_ENVIRONMENT = Path(__file__).parent / "cpu"
 CPU_KV_CACHE_BYTES = 2**30  # SGLang's own choice is a share of all memory, which other processes need as well
 
@@ -76,6 +77,7 @@ def sglang_environment(config: Config, _version: int, *, device: Device | None =
     """Variables to add to the server's environment; its command line holds the version. `config.engine.env` wins."""
     environment = {
         "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(PLUGIN),
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs of the sampled distribution
         # max_position_embeddings may equal engine.max_model_len; the margin is never filled.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -85,7 +87,7 @@ def sglang_environment(config: Config, _version: int, *, device: Device | None =
     if (device or device_here()) == "cpu":
         environment |= {
             "SGLANG_USE_CPU_ENGINE": "1",
-            "PYTHONPATH": str(CPU_ENVIRONMENT),
+            "PYTHONPATH": f"{CPU_ENVIRONMENT}{os.pathsep}{PLUGIN}",
             "TORCHDYNAMO_DISABLE": "1",  # one small function, for which a compiler would have to be there
             "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
             "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the cores from trainer and API process

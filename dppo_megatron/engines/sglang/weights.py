@@ -15,7 +15,9 @@ from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, EngineCalls
 from dppo_megatron.engines.protocol import EngineError, EngineRefused, EngineTimeout, UpdateMode
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.manifest import BadWeights, Manifest, UnreadableWeights
-from dppo_megatron.weights.process_group import Rendezvous, WeightGroupError
+from dppo_megatron.weights.process_group import Rendezvous, WeightGroupError, nccl_problem
+
+from .plugin.dppo_sglang_plugin import NCCL
 
 IDLE_POLL_S = 0.05
 CLEAN_UP_TIMEOUT_S = 5.0  # after a failure; the server may not answer at all
@@ -67,6 +69,8 @@ class SglangWeights:
         what = f"joining weight group {plan.name}"
         async with self._updates:
             self._check_manifest(what, lambda: Manifest.of(plan.name, plan.tensors()))
+            if plan.nccl:
+                await self._check_nccl(what, plan)
             await self._leave_group()
             address = (plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
             try:
@@ -81,6 +85,17 @@ class SglangWeights:
             except BaseException:
                 await self._leave_group()
                 raise
+
+    async def _check_nccl(self, what: str, plan: WeightGroupPlan) -> None:
+        """Raises `EngineRefused` where the server's environment has another NCCL than the trainer's."""
+        body = {"action": NCCL, "selector": "target"}
+        reply = await self._calls.json("its version of NCCL", "/weights_checker", body=body)
+        try:
+            version = reply["ranks"][0]["checksums"][NCCL]
+        except (KeyError, IndexError, TypeError) as error:
+            raise EngineError(f"engine {self.url}: {what}: its version of NCCL: garbled reply: {error}") from None
+        if problem := nccl_problem(plan.nccl, version):
+            raise EngineRefused(f"engine {self.url}: {what}: {problem}")
 
     async def _init_group(self, what: str, plan: WeightGroupPlan, sender: int) -> None:
         body = {

@@ -23,9 +23,10 @@ from dppo_megatron.engines.protocol import (
 )
 from dppo_megatron.engines.samples import GroupSamples, check_scores
 from dppo_megatron.engines.secret import read_secret
-from dppo_megatron.engines.serving import check_info
+from dppo_megatron.engines.serving import check_info, held_weights
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
+from dppo_megatron.weights.fingerprint import Fingerprint
 
 from .extension.wire import decode_reply, encode_request
 
@@ -120,6 +121,11 @@ class VllmEngine:
         reply = await self._calls.json(what, path, self._update_timeout_s, body=body)
         if reply.get("version") != version:
             raise EngineError(f"engine {self.url}: {what}: it reports version {reply.get('version')}")
+
+    async def held_weights(self) -> Fingerprint:
+        what = "fingerprints of its weights"
+        reply = await self._calls.json(what, "/dppo/held_weights", self._update_timeout_s)
+        return held_weights(self.url, reply.get("workers"))
 
     async def sleep(self) -> None:
         await self._calls.call("going to sleep", "/dppo/sleep", self._update_timeout_s, body={})

@@ -15,6 +15,7 @@ import torch
 from dppo_megatron.engines.protocol import EngineError, EngineInfo, EngineTimeout, EngineUnavailable
 from dppo_megatron.engines.vllm.extension.receiver import WeightReceiver
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
+from dppo_megatron.weights.fingerprint import Fingerprint, add
 from dppo_megatron.weights.process_group import WeightGroupError
 
 LATE_S = 60.0
@@ -46,6 +47,7 @@ class FakeEngine:
         self.served = -1
         self.weights: dict[str, torch.Tensor] = {}
         self.joined: list[str] = []
+        self.corrupt: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, tensor: tensor
         self.score_offset: float | np.ndarray = 0.0
         self.events: list[str] = []  # what happens to it; may be shared
         self._receiver: WeightReceiver | None = None
@@ -158,6 +160,12 @@ class FakeEngine:
             self.death_shows.wait(LATE_S)
             self.down = True
             raise EngineUnavailable(f"engine {self.url}: died at {place}")
+
+    async def held_weights(self) -> Fingerprint:
+        held: Fingerprint = {}
+        for name, tensor in self.weights.items():
+            add(held, name, self.corrupt(name, tensor))
+        return held
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         self.events.append("check")

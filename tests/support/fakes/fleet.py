@@ -107,6 +107,10 @@ class FakeEngine:
         if not self._server.ignores_loads:
             self._server.weights = version
 
+    async def held_weights(self) -> dict[str, int]:
+        await self._reach()
+        return {"layer 0": self._server.weights}
+
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         await self._reach()
         assert list(token_ids) == PROBE

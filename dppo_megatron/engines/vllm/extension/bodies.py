@@ -73,6 +73,7 @@ class PlanBody(Body):
     workers: Annotated[int, Field(ge=1, lt=2**20)]
     streams: list[list[list[tuple[Text, DType, list[Annotated[int, Field(ge=0, lt=2**48)]]]]]]
     first_worker: Int32 = 0
+    nccl: Annotated[str, Field(max_length=TEXT)] = ""
 
     def plan(self) -> WeightGroupPlan:
         streams = tuple(

@@ -68,6 +68,7 @@ class DppoRoutes:
             ("/dppo/load_weights", self._load_weights, "POST"),
             ("/dppo/join_weight_group", self._join_weight_group, "POST"),
             ("/dppo/receive_weights", self._receive_weights, "POST"),
+            ("/dppo/held_weights", self._held_weights, "GET"),
             ("/dppo/sleep", self._sleep, "POST"),
             ("/dppo/wake", self._wake, "POST"),
         ):
@@ -193,6 +194,10 @@ class DppoRoutes:
         body = parse(ReceiveBody, await request.body())
         seconds = await self._updater.receive(body.group, body.step, body.version, body.mode, body.wait_s)
         return JSONResponse({"version": body.version, "paused_s": seconds})
+
+    async def _held_weights(self, request: Request) -> Response:
+        self._updater.check_consistent()
+        return JSONResponse({"workers": await self._engine.collective_rpc("dppo_held_weights")})
 
     async def _sleep(self, request: Request) -> Response:
         await self._updater.sleep()

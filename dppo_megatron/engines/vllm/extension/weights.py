@@ -15,6 +15,7 @@ from vllm.engine.protocol import EngineClient
 from dppo_megatron.engines.protocol import UpdateMode
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.manifest import BadWeights, Manifest
+from dppo_megatron.weights.process_group import nccl_problem, nccl_version
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +69,13 @@ class WeightUpdater:
     async def join(self, plan: WeightGroupPlan) -> None:
         """Makes the workers members of the trainer's weight group, and of no earlier one.
 
-        Raises BadWeights, before anybody waits, when the group's tensors are not those of the served model.
+        Raises BadWeights, before anybody waits, when the group's tensors are not those of the served model, or its
+        NCCL is another.
         """
         async with self._exclusive():
             await asyncio.to_thread(self._check, Manifest.of(plan.name, plan.tensors()))
+            if problem := nccl_problem(plan.nccl, nccl_version()):
+                raise BadWeights(f"weight group {plan.name}: {problem}")
             self._group = ""
             await self._on_workers("dppo_join_weight_group", plan.to_json())
             self._group = plan.name

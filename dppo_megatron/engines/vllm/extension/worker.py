@@ -28,9 +28,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
+from dppo_megatron.weights.fingerprint import Shares
 from dppo_megatron.weights.process_group import WeightGroupError
 
 from .experts import ExpertRecorder, moe_layers
+from .held import HeldWeights
 from .receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._receiver: WeightReceiver | None = None
+        self.held = HeldWeights(self.model)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -68,6 +71,7 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._receiver = WeightReceiver(plan, self.parallel_config.rank, self.device)
 
     def start_weight_update(self) -> None:
+        self.held.follow()
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -142,6 +146,10 @@ class WorkerExtension:
             self.finish_weight_update()
 
         return _problem(update)
+
+    def dppo_held_weights(self) -> Shares:
+        """Fingerprints of this worker's share of the weights."""
+        return self.weight_transfer_engine.held.shares()
 
     def dppo_moe_layers(self) -> list[int]:
         """Numbers of the layers that have experts."""

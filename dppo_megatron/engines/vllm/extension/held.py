@@ -1,0 +1,70 @@
+"""What a worker's model holds after an update, as fingerprints of the weights that it was given.
+
+vLLM changes a layer's weights once they are loaded: CPU kernels keep a packed copy that cannot be read and drop the
+weight, GPU kernels may shuffle, pad or quantise anew. So each layer is seen twice when it is processed: as loaded, and
+as it stays. What stays must still be there when the fingerprint is asked for; then what was loaded stands for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from dppo_megatron.weights.fingerprint import Shares, add_shares, module_shares
+
+
+class HeldWeights:
+    """Of one model. `follow` it before every update: processing puts new kernels into place."""
+
+    def __init__(self, model: torch.nn.Module):
+        self._model = model
+        self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+        self._processed: WeakKeyDictionary[torch.nn.Module, tuple[Shares, Shares]] = WeakKeyDictionary()
+
+    def follow(self) -> None:
+        for name, module in self._model.named_modules():
+            self._names[module] = name
+            method = getattr(module, "quant_method", None)
+            process = getattr(method, "process_weights_after_loading", None)
+            if process is not None and not isinstance(process, _Following):
+                method.process_weights_after_loading = _Following(self, process)
+
+    def processed(self, module: torch.nn.Module, process: Any) -> Any:
+        name = self._names[module]
+        loaded = module_shares(name, module, set())
+        result = process(module)
+        self._processed[module] = loaded, module_shares(name, module, set())
+        return result
+
+    def shares(self) -> Shares:
+        shares: Shares = {}
+        seen: set[int] = set()
+        modules = dict(self._model.named_modules())
+        heads = {name for name, module in modules.items() if _is(module, "ParallelLMHead")}
+        for name, module in modules.items():
+            now = module_shares(name, module, seen)
+            loaded, kept = self._processed.get(module, ({}, {}))
+            is_head = name in heads or (not heads and _is(module, "VocabParallelEmbedding"))
+            if is_head and hasattr(module, "cpu_linear"):  # it computes with a copy of what it was processed with
+                add_shares(shares, {"lm_head": next(iter(loaded.values()), (0, 0))})
+                now = {} if name in heads else now
+            elif loaded and now == kept:
+                now = loaded
+            add_shares(shares, now)
+        return shares
+
+
+class _Following:
+    """`process_weights_after_loading` of one layer's method."""
+
+    def __init__(self, held: HeldWeights, process: Any):
+        self._held, self._process = held, process
+
+    def __call__(self, layer: torch.nn.Module) -> Any:
+        return self._held.processed(layer, self._process)
+
+
+def _is(module: torch.nn.Module, name: str) -> bool:
+    return any(cls.__name__ == name for cls in type(module).__mro__)

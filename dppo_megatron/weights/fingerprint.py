@@ -1,0 +1,149 @@
+"""Fingerprints of weights: one number for each layer, expert and tensor outside the layers, as Hugging Face names them.
+
+The sum over all elements of a mix of each one's bits, modulo 2**64. So it does not depend on their order, and elements
+that are zero count nothing: it is the same for fused, sharded, permuted and padded weights, and another one when a
+single bit is. Floats of 16 and 8 bits count as the fp32 of the same value.
+
+In need of torch alone, and of no other module: an SGLang server loads this file by its path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+MODULUS = 1 << 64
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements mixed at a time: what a CPU's cache holds
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+_MIX = (0x9E3779B97F4A7C15 - MODULUS, 0xBF58476D1CE4E5B9 - MODULUS)  # odd, as signed numbers: of splitmix64
+
+Fingerprint = dict[str, int]
+Shares = dict[str, tuple[int, int]]
+"""Of one worker, by group: what adds up over the workers, and what each of them holds whole."""
+
+
+def group_of(name: str) -> str:
+    """The group of a tensor: "layer 3", "layer 3 expert 5", or the name of a module outside the layers."""
+    layer, expert = _LAYER.search(name), _EXPERT.search(name)
+    if layer is None:
+        return name.rpartition(".")[0].rpartition(".")[2]
+    return f"layer {layer[1]} expert {expert[1]}" if expert else f"layer {layer[1]}"
+
+
+@torch.no_grad()
+def bit_sums(rows: torch.Tensor) -> list[int]:
+    """Of each row of `rows` [n, ...], modulo 2**64."""
+    rows = rows.detach().reshape(len(rows), -1) if rows.numel() else rows.detach().reshape(len(rows), 0)
+    chunk = CHUNK.get(rows.device.type, CHUNK["cuda"])
+    sums = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    height = max(1, chunk // max(1, rows.shape[1]))
+    for top in range(0, len(rows), height):
+        for left in range(0, rows.shape[1], chunk):
+            part = rows[top : top + height, left : left + chunk]
+            bits = part.float().view(torch.int32) if part.is_floating_point() else part
+            mixed = bits.to(torch.int64) * _MIX[0]
+            mixed ^= mixed >> 29
+            mixed *= _MIX[1]
+            sums[top : top + height] += mixed.sum(1)
+    return [value % MODULUS for value in sums.tolist()]
+
+
+def bit_sum(tensor: torch.Tensor) -> int:
+    return bit_sums(tensor.reshape(1, -1))[0] if tensor.numel() else 0
+
+
+def add(fingerprint: Fingerprint, name: str, tensor: torch.Tensor) -> None:
+    """Counts a tensor in, under its name in Hugging Face."""
+    group = group_of(name)
+    fingerprint[group] = (fingerprint.get(group, 0) + bit_sum(tensor)) % MODULUS
+
+
+def merged(parts: Iterable[Mapping[str, int]]) -> Fingerprint:
+    """Of weights that lie in several places, each once."""
+    whole: Fingerprint = {}
+    for part in parts:
+        for group, value in part.items():
+            whole[group] = (whole.get(group, 0) + value) % MODULUS
+    return whole
+
+
+def of_workers(workers: Iterable[Shares]) -> tuple[Fingerprint, list[str]]:
+    """Of an engine, and the groups of which its workers hold unequal copies."""
+    workers = list(workers)
+    whole = merged({group: own for group, (own, _) in worker.items()} for worker in workers)
+    unequal = []
+    for group in whole:
+        copies = {worker[group][1] for worker in workers if group in worker}
+        whole[group] = (whole[group] + min(copies)) % MODULUS
+        if len(copies) > 1:
+            unequal.append(group)
+    return whole, unequal
+
+
+def differing(expected: Mapping[str, int], held: Mapping[str, int]) -> list[str]:
+    """Groups of which an engine holds other bits, in order. A head of its own that is tied holds the embedding's."""
+    if "lm_head" in held and "lm_head" not in expected:
+        expected = {**expected, "lm_head": expected.get("embed_tokens", 0)}
+    wrong = [group for group in expected.keys() | held.keys() if expected.get(group) != held.get(group)]
+    return sorted(wrong, key=lambda group: [int(part) if part.isdecimal() else part for part in group.split()])
+
+
+def module_shares(name: str, module: Any, seen: set[int]) -> Shares:
+    """What a worker holds in the parameters of one module of vLLM's or SGLang's, submodules apart.
+
+    seen: parameters that count already, as those of a tied head; changed here.
+    """
+    shares: Shares = {}
+    for parameter_name, parameter in module.named_parameters(recurse=False):
+        if id(parameter) in seen or not parameter.numel():
+            continue
+        seen.add(id(parameter))
+        for group, value, whole in _parts(f"{name}.{parameter_name}", module, parameter):
+            own, copy = shares.get(group, (0, 0))
+            shares[group] = (own, (copy + value) % MODULUS) if whole else ((own + value) % MODULUS, copy)
+    return shares
+
+
+def add_shares(shares: Shares, more: Shares) -> None:
+    for group, (own, copy) in more.items():
+        before = shares.get(group, (0, 0))
+        shares[group] = ((before[0] + own) % MODULUS, (before[1] + copy) % MODULUS)
+
+
+def _parts(name: str, module: Any, parameter: torch.Tensor) -> Iterator[tuple[str, int, bool]]:
+    """(group, sum, whether every worker holds it whole) of one parameter."""
+    classes = {cls.__name__ for cls in type(module).__mro__}
+    if classes & {"RoutedExperts", "FusedMoE"} and parameter.ndim > 1:
+        layer = group_of(name)
+        for expert, value in zip(_experts(module, len(parameter)), bit_sums(parameter), strict=True):
+            yield layer if expert is None else f"{layer} expert {expert}", value, False
+        return
+    sharded = classes & {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
+    whole = not sharded or getattr(module, "tp_size", 1) == 1 or ("RowParallelLinear" in classes and parameter.ndim < 2)
+    replicas = getattr(module, "num_kv_head_replicas", 1)
+    if replicas > 1:  # keys and values of one head are on several workers, of which one counts
+        queries = module.num_heads * module.head_size
+        yield group_of(name), bit_sum(parameter[:queries]), False
+        if module.tp_rank % replicas == 0:
+            yield group_of(name), bit_sum(parameter[queries:]), False
+        return
+    yield group_of(name), bit_sum(parameter), whole
+
+
+def _experts(module: Any, count: int) -> list[int | None]:
+    """Number in the model of each expert that the module holds; None for a shared one that runs as one of them."""
+    numbers: list[int | None] = list(range(count))
+    placed = getattr(module, "_expert_map", None)  # vLLM: [experts of the model], place here or -1
+    if placed is not None:
+        for number, place in enumerate(placed.tolist()):
+            if 0 <= place < count:
+                numbers[place] = number
+    elif hasattr(module, "moe_ep_rank"):  # SGLang: equal runs, then shared ones
+        routed = count - getattr(module, "num_fused_shared_experts", 0)
+        numbers = [module.moe_ep_rank * routed + place if place < routed else None for place in range(count)]
+    return numbers

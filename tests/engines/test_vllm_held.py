@@ -1,0 +1,103 @@
+"""What counts as held by a vLLM worker whose layers are changed or packed once they are loaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dppo_megatron.engines.vllm.extension.held import HeldWeights
+from dppo_megatron.weights.fingerprint import bit_sum, of_workers
+
+OLD, NEW = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Method:
+    """Processes as vLLM does: `negates` what is computed with, or `packs` it away where nobody can read it."""
+
+    def __init__(self, how: str):
+        self.how = how
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if self.how == "negates":
+            layer.weight.data = -layer.weight.data
+        if self.how == "packs":
+            packed = layer.weight.data.clone()
+            layer.cpu_linear = lambda x: x @ packed.T
+            if type(layer).__name__ == "ColumnParallelLinear":
+                layer.weight = torch.nn.Parameter(torch.empty(0))
+
+
+ColumnParallelLinear = type("ColumnParallelLinear", (torch.nn.Module,), {})
+VocabParallelEmbedding = type("VocabParallelEmbedding", (torch.nn.Module,), {})
+ParallelLMHead = type("ParallelLMHead", (VocabParallelEmbedding,), {})
+
+
+def layer(kind: type[torch.nn.Module], how: str) -> torch.nn.Module:
+    made = kind()
+    made.quant_method = Method(how)
+    load(made, OLD)
+    return made
+
+
+def load(module: torch.nn.Module, weight: torch.Tensor) -> None:
+    module.weight = torch.nn.Parameter(weight.clone())
+
+
+def update(held: HeldWeights, module: torch.nn.Module) -> None:
+    held.follow()
+    load(module, NEW)
+    module.quant_method.process_weights_after_loading(module)
+
+
+def fingerprint(held: HeldWeights) -> dict[str, int]:
+    return of_workers([held.shares()])[0]
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return torch.nn.Module()
+
+
+@pytest.mark.parametrize("how", ["leaves", "negates", "packs"])
+def test_what_was_loaded_stands_for_what_was_made_of_it(model, how):
+    model.layers = torch.nn.ModuleList([torch.nn.Module()])
+    model.layers[0].proj = layer(ColumnParallelLinear, how)
+    held = HeldWeights(model)
+    update(held, model.layers[0].proj)
+    assert fingerprint(held) == {"layer 0": bit_sum(NEW)}
+
+
+@pytest.mark.parametrize("how", ["leaves", "negates"])
+def test_a_kernel_that_kept_the_old_weights_shows(model, how):
+    """The layer was loaded and processed, and what is computed with is still the old."""
+    model.layers = torch.nn.ModuleList([torch.nn.Module()])
+    proj = model.layers[0].proj = layer(ColumnParallelLinear, how)
+    held = HeldWeights(model)
+    update(held, proj)
+    proj.weight.data = -OLD if how == "negates" else OLD
+    assert fingerprint(held)["layer 0"] != bit_sum(NEW)
+
+
+@pytest.mark.parametrize("packed_before", [False, True])
+def test_a_packed_copy_that_was_not_made_anew_shows(model, packed_before):
+    model.layers = torch.nn.ModuleList([torch.nn.Module()])
+    proj = model.layers[0].proj = layer(ColumnParallelLinear, "packs")
+    held = HeldWeights(model)
+    if packed_before:
+        held.follow()
+    proj.quant_method.process_weights_after_loading(proj)  # at the start, and never again
+    assert fingerprint(held).get("layer 0") != bit_sum(NEW)
+
+
+def test_a_packed_head_that_is_tied_must_follow_the_embedding(model):
+    model.embed_tokens, model.lm_head = layer(VocabParallelEmbedding, "leaves"), layer(ParallelLMHead, "packs")
+    held = HeldWeights(model)
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)  # at the start
+    assert fingerprint(held)["lm_head"] not in (bit_sum(OLD), bit_sum(NEW)), "nobody saw what it was made from"
+    held.follow()
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+    update(held, model.embed_tokens)
+    model.lm_head.weight = model.embed_tokens.weight
+    assert fingerprint(held) == {"embed_tokens": bit_sum(NEW), "lm_head": bit_sum(OLD)}, "its copy is stale"
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+    assert fingerprint(held) == {"embed_tokens": bit_sum(NEW), "lm_head": bit_sum(NEW)}
