@@ -52,7 +52,7 @@ def test_dppo_teaches_sums_to_a_policy_raised_on_careless_text(task, request: py
         tmp_path,
         model={"path": str(tmp_path / "warmup" / "model")},
         train={"steps": STEPS},
-        engine={"urls": [engine.url]},
+        engine={"urls": [engine.url], "secret_file": str(task / "secret")},
         checkpoint={"every": 0},
         eval={"every": 0},
         tracking={"tensorboard": False},
