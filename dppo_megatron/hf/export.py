@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +34,7 @@ from .safetensors_writer import (
     refuse_incomplete,
     staging_of,
 )
+from .turns import Turns
 from .weight_map import WeightMap
 
 DEFAULT_BUCKET_BYTES = 256 << 20
@@ -122,15 +122,7 @@ def save_hf(
     if quantization is not None:
         expected = fp8.quantized_info(expected)
 
-    this_export, gathers = everyone.new_name(), Counter[str]()
-
-    def wait_for_source(group: ShardGroup) -> None:
-        """In no collective: it may be waiting for its disk."""
-        members = dist.get_process_group_ranks(group.group)
-        name = f"{this_export}/{'-'.join(map(str, members))}"
-        gathers[name] += 1
-        waiting = f"the weights that rank {members[0]} writes to {directory}"
-        everyone.after(members[0], f"{name}/{gathers[name]}", len(members) - 1, waiting)
+    turns = Turns(everyone, f"writes to {directory}")
 
     def prepare() -> None:
         if everyone.rank == 0:
@@ -141,7 +133,7 @@ def save_hf(
     def write() -> list[Part]:
         failure = None
         exported = export_weights(
-            model_chunks, config, dtype, ranks=ranks, quantization=quantization, before_gather=wait_for_source
+            model_chunks, config, dtype, ranks=ranks, quantization=quantization, before_gather=turns
         )
         with PartWriter(staging, f"{everyone.rank:05d}", shard_bytes, everyone.alive) as writer:
             for name, tensor in exported:

@@ -22,6 +22,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import KINDS
 from dppo_megatron.engines.protocol import Engine, EngineInfo
 from dppo_megatron.hf import export_weights
+from dppo_megatron.hf.turns import Turns
 from dppo_megatron.weights.broadcast_plan import (
     BUCKET_BYTES,
     Bucket,
@@ -37,7 +38,6 @@ from dppo_megatron.weights.process_group import Channel, Rendezvous, WeightGroup
 from .engine_thread import EngineThread
 from .errors import WeightSyncError
 from .transport import StoredAs
-from .turns import Turns
 
 
 class Broadcast:
@@ -47,19 +47,11 @@ class Broadcast:
     first rank of each group that shards an expert. The engines receive their buckets in `WeightGroupPlan.order`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        actor: Actor,
-        engines: EngineThread | None,
-        ranks: Ranks,
-        stored: StoredAs,
-        turns: Turns,
-    ):
-        self._turns = turns
+    def __init__(self, config: Config, actor: Actor, engines: EngineThread | None, ranks: Ranks, stored: StoredAs):
         self._actor = actor
         self._engines = engines
         self._ranks = ranks
+        self._turns = Turns(ranks, "sends to engines")
         self._stored = stored
         self._timeout_s = config.weight_sync.timeout_s
         self._on_update = config.rollout.on_update

@@ -14,7 +14,6 @@ from .engine_thread import EngineThread
 from .publisher import Publisher
 from .shared_storage import SharedStorage
 from .transport import StoredAs
-from .turns import Turns
 
 
 def build_publisher(
@@ -27,7 +26,7 @@ def build_publisher(
     timeout_s = config.engine.unavailable_timeout_s + 4 * config.weight_sync.timeout_s
     ranks = Ranks(timeout_s)
     if config.weight_sync.transport == "broadcast":
-        transport = Broadcast(config, actor, engines, ranks, stored, Turns(timeout_s))
+        transport = Broadcast(config, actor, engines, ranks, stored)
     else:
         transport = SharedStorage(config, actor, ranks, stored)
     check_tokens = ranks.from_rank_zero(lambda: check_tokens, "the tokens of the weight check")
