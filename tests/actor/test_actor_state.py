@@ -49,7 +49,7 @@ def test_a_slow_disk_does_not_end_a_run(on):
     assert value["loaded"] == {"export": True, "save": True, "asynchronous": True}
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_memory_on_the_host_and_back_changes_no_bit(on, size):
     for layout, (held, freed, restored, equal) in on(size, scenarios.offloaded).items():
         assert held == 0, layout

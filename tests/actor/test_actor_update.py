@@ -135,6 +135,7 @@ def test_transformers_agrees(one_rank, family):
     assert_transformers_agrees(one_rank(update.against_transformers)[family])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek", "moonlight"])
 def test_transformers_agrees_with_experts(one_rank, two_ranks, family):
     one, two = (world(update.experts_against_transformers) for world in (one_rank, two_ranks))

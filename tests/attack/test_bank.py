@@ -146,6 +146,7 @@ def test_nothing_is_refused_where_nothing_is_damaged(bank):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_every_byte_of_an_index_flipped(bank):
     rng = generator("bank", "index")
     rounds = max(1, CASES // 500)
@@ -196,6 +197,7 @@ def test_files_deleted_emptied_shortened_exchanged(bank):
         bank.attack(f"{b} is a copy of {a}", {**bank.files, b: bank.files[a]})
 
 
+@pytest.mark.slow
 def test_bytes_of_blobs_flipped(bank):
     rng = generator("bank", "blobs")
     for _ in range(CASES):

@@ -190,6 +190,7 @@ def _large_world(rank: int, directory: Path, most: int) -> list[int]:
     return counted
 
 
+@pytest.mark.slow
 def test_in_a_large_world_no_rank_has_a_descriptor_for_each_of_the_others(tmp_path):
     added = {}
     for most in (4, 3):

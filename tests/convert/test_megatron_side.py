@@ -55,6 +55,7 @@ def saved(ranks, root) -> Callable[[Case], Path]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MEGATRON, ids=lambda case: case.name)
 def test_megatron_loads_a_converted_checkpoint_at_other_sizes(ranks, root, case):
     ranks(2).run(load_with_megatron, case=case, root=root)

@@ -59,6 +59,7 @@ def interrupted(models, tmp_path, monkeypatch) -> tuple[Path, Path]:
     return source, tmp_path / "target"
 
 
+@pytest.mark.slow
 def test_killed_conversion_resumes_without_writing_finished_shards_again(models, tmp_path, convert):
     arguments = [str(models / "qwen3"), str(tmp_path / "target"), "--pipeline", "4"]
     process = subprocess.Popen([sys.executable, "-c", _SLOW, *arguments], env=environment())

@@ -32,6 +32,9 @@ def change_layer_2(tensors: dict[str, torch.Tensor]) -> None:
     tensors[a], tensors[b] = tensors[b], tensors[a]  # the same shape: nothing but the logits shows it
 
 
+pytestmark = pytest.mark.slow  # all read one comparison of many pairs
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict]:
     """What verify returns for many pairs, from one process: starting one costs more than comparing."""
@@ -70,7 +73,6 @@ def results(tmp_path_factory) -> dict[str, dict]:
     return dict(zip(pairs, lines, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, "padded vocabulary"])
 def test_logits_of_a_converted_model_are_those_of_the_source(results, family):
     assert results[family]["differs_at"] is None

@@ -43,6 +43,7 @@ def check_complete(run_dir, reference):
     assert weights_digest(run_dir) == weights_digest(reference)
 
 
+@pytest.mark.slow
 def test_a_run_trains_publishes_evaluates_and_reports(uninterrupted):
     everything = records(uninterrupted)
     assert [r["step"] for r in everything if "eval/accuracy" in r] == [0, STEPS]
@@ -59,6 +60,7 @@ def test_a_run_trains_publishes_evaluates_and_reports(uninterrupted):
     assert (uninterrupted / "config.yaml").exists()
 
 
+@pytest.mark.slow
 def test_the_secret_is_in_no_file_of_a_run_or_of_its_engine(task, engine, uninterrupted):
     secret = (task / "secret").read_bytes()
     files = [path for directory in (uninterrupted, engine.directory) for path in directory.rglob("*") if path.is_file()]

@@ -86,6 +86,7 @@ def test_server_that_dies_while_generating(config):
         against(config, INFO_REPLY | {"/dppo/generate": [b""]}, generate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "use", "what"),
     [

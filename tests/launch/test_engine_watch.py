@@ -85,6 +85,7 @@ def test_a_frozen_server_is_killed(server):
     assert process.poll() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_pause_is_survived(server):
     url, process = server
 

@@ -107,7 +107,7 @@ def test_a_run_that_is_done_exits_0_and_ends_its_engine(launch):
     check_gone({"engine-0": engine})
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_every_process_and_says_how_to_resume(launch, number):
     run = launch(ENDLESS)
     children = run.wait_for_children()

@@ -36,7 +36,7 @@ def config(name: str, *overrides: str):
     [
         ("qwen3_8b", 2, 8_190_735_360, 8_190_735_360),
         ("qwen3_30b_a3b", 4, 30_532_122_624, 3_353_032_704),
-        ("deepseek_v3", 64, 671_026_419_200, 37_552_297_472),
+        pytest.param("deepseek_v3", 64, 671_026_419_200, 37_552_297_472, marks=pytest.mark.slow),
     ],
 )
 def test_parameters_of_published_models_are_exact(builder, name, nodes, parameters, active):
@@ -119,6 +119,7 @@ def test_fp8_blocks_are_not_sharded():
     assert serving.problems(config("qwen3_30b_a3b", fp8), model) == []
 
 
+@pytest.mark.slow
 def test_an_update_that_does_not_fit_beside_the_cache_is_found(builder):
     """vLLM holds the experts of a layer whole, as they arrive, until the layer is complete, and its shard twice."""
     cluster = Cluster(64, 8, hardware("b200-192"))
@@ -179,6 +180,7 @@ def test_advice_is_what_the_changed_plan_says(builder):
     assert f"change first: {first}" in text
 
 
+@pytest.mark.slow
 def test_the_command_needs_config_json_alone(tmp_path):
     tree = yaml.safe_load((EXAMPLES / "qwen3_8b" / "config.yaml").read_text())
     tree["model"]["path"] = str(EXAMPLES / "models" / "qwen3-8b")

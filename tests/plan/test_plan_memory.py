@@ -134,6 +134,7 @@ def test_a_checkpoint_takes_what_is_planned(tmp_path):
     assert loading == pytest.approx(max(load for _, load in measured), rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_save_takes_at_most_256_mib_of_a_gpu(tmp_path):
     """Of the largest there is on one rank, which gives as much as it receives."""
     (tmp_path / "config.json").write_text(json.dumps({**DENSE, "vocab_size": 1 << 20}))

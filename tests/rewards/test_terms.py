@@ -137,6 +137,7 @@ def test_ungradable_is_counted_apart_from_wrong(prompt):
     assert score({"name": "math"}, prompt("?"), "Answer: 35") == ([0], [True], {"reward/failed_ungradable": 1})
 
 
+@pytest.mark.slow
 def test_an_answer_that_hangs_or_kills_its_reader_is_a_problem_of_its_own():
     with RewardPool(RewardConfig(name=f"{FOREIGN}:ReadsAnswers", timeout_s=0.5)) as pool:
         problems = pool.check_answers([("", answer) for answer in ("34", "hang", "exit", "raise", "35")])
@@ -220,6 +221,7 @@ def test_a_judge_that_is_busy_is_asked_again(prompt, caplog):
     assert "ConnectError" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "reply",
     [

@@ -31,6 +31,7 @@ def test_that_memory_was_not_checked_is_said(monkeypatch, gpus, said):
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_is_refused_with_its_plan(monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
     config = load_config(EXAMPLES / "qwen3_8b" / "config.yaml", ["slurm.gpu=a100-40"])
