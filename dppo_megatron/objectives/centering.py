@@ -44,8 +44,10 @@ def expected_score(
 
         sum_H sg(mu_v c_v - alpha pi_v) ln pi_v,   alpha = rho c(1 / rho),   rho = (1 - mu(H)) / (1 - pi(H)).
 
-    c_v is what the settings give token v, had it been sampled with the same A; the tail counts as one token. Of a
-    quadratic control only the ratio is centred: its penalty has a mean, and means it.
+    c_v is what the settings give token v, had it been sampled with the same A. The tail's c is that of a token with the
+    tail's ratio and mean mass (with all of its mass where topk.vocab_size is None): a region in probabilities would
+    take the whole tail for one token that moved far. Of a quadratic control only the ratio is centred: its penalty has
+    a mean, and means it.
     """
     keep = tokens.mask
     present = keep[:, None] & (topk.ids >= 0)
@@ -62,8 +64,9 @@ def expected_score(
     pi_tail = (torch.where(keep, topk.other_logprob.detach().double(), 0.0).exp() + sampled).clamp(min=_LEAST_TAIL)
     mu_tail = (1 - _over_list(mu)).clamp(min=_LEAST_TAIL)
 
-    columns = torch.cat([ln_pi, pi_tail.log()[:, None]], dim=1)
-    anchors = torch.cat([ln_mu, mu_tail.log()[:, None]], dim=1)
+    tail_tokens = 1 if topk.vocab_size is None else (topk.vocab_size - present.sum(dim=1)).clamp(min=1)
+    columns = torch.cat([ln_pi, (pi_tail / tail_tokens).log()[:, None]], dim=1)
+    anchors = torch.cat([ln_mu, (mu_tail / tail_tokens).log()[:, None]], dim=1)
     weights = _coefficients(s, tokens, columns, anchors, effective_size)
     alpha = mu_tail / pi_tail * weights[:, -1]
     coefficients = (product(weights[:, :-1], mu) - alpha[:, None] * pi).to(dtype)

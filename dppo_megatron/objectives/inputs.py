@@ -25,7 +25,8 @@ class TopKLogprobs:
                          needs one.
     other_logprob        [T] ln of pi's mass outside TopK united with the sampled token, from the kernel.
     target_ids           [T] int, the sampled token.
-    vocab_size           tokens of the whole vocabulary, for the uniform tail of the predictive direction.
+    vocab_size           tokens of the whole vocabulary, for the uniform tail of the predictive direction and for
+                         score centering with a region in probabilities.
     old_logprob          [T, K] as rollout_logprob, of the old policy (PPO's); for anchor 'old' only.
     old_other_logprob    [T] as other_logprob, of the same policy; None = what its top K leave of 1.
     """

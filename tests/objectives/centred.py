@@ -61,7 +61,10 @@ def given(k: int, seed: int = 0, drift: float = 1.0) -> Given:
 
 
 def dense_gradient(g: Given, kind: str) -> Tensor:
-    """d loss / d logits [T, V] in float64, by autograd through the whole vocabulary, mu's tail modelled."""
+    """d loss / d logits [T, V] in float64, by autograd through the whole vocabulary, mu's tail modelled.
+
+    A token of the tail is weighed by its ratio and, where a mask asks for a mass, by the tail's mean.
+    """
     weigh = WEIGHTS[kind][2]
     logits = g.logits[:, :VOCAB].clone().requires_grad_()
     ln_pi = logits.log_softmax(-1)
@@ -69,8 +72,8 @@ def dense_gradient(g: Given, kind: str) -> Tensor:
     head = torch.zeros_like(mu, dtype=torch.bool).scatter(1, g.ids, True)
     tail_pi, tail_mu = ((~head * p).sum(1, keepdim=True) for p in (pi, mu))
     expected = torch.where(head, mu * weigh(mu, pi, a), 0.0)
-    if g.ids.shape[1] < VOCAB:
-        expected = torch.where(head, expected, (tail_mu / tail_pi) * weigh(tail_mu, tail_pi, a) * pi)
+    if count := VOCAB - g.ids.shape[1]:
+        expected = torch.where(head, expected, (tail_mu / tail_pi) * weigh(tail_mu / count, tail_pi / count, a) * pi)
     own = weigh(mu, pi, a).gather(1, g.sampled[:, None])
     score = own * ln_pi.gather(1, g.sampled[:, None]) - (expected * ln_pi).sum(1, keepdim=True)
     return torch.autograd.grad(-(a * score).sum(), logits)[0]

@@ -158,6 +158,8 @@ MUTATIONS = [
         centering,
         ("expected_score", "- alpha[:, None] * pi", "+ alpha[:, None] * pi", "centred alone"),
         ("expected_score", "mu_tail / pi_tail", "pi_tail / mu_tail", "centred tis"),
+        ("expected_score", "mu_tail / tail_tokens", "mu_tail", "centred tis"),
+        ("expected_score", "(topk.vocab_size - present", "(1 - present", "centred dppo"),
         ("expected_score", "weights[:, :-1], mu", "weights[:, :-1], pi", "centred tis"),
         ("expected_score", "coefficients * policy)", "coefficients * policy.detach())", "centred alone"),
         ("expected_score", "torch.where(listed, 0.0, tokens", "torch.where(~listed, 0.0, tokens", "centred alone"),

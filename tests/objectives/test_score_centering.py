@@ -106,6 +106,16 @@ def test_constant_reward_has_no_gradient_in_expectation(kind, k, advantage):
     assert mean.abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_tail_that_moves_far_is_still_many_tokens_that_do_not(kind, advantage):
+    """Outside a list of one token lie 40 of equal mass: 0.3 of it moves, but no token by the region's 0.05."""
+    mu, pi = (torch.cat([torch.tensor([head]), torch.full((40,), (1 - head) / 40)]).double() for head in (0.7, 0.4))
+    mean, largest = _of_every_sample(kind, mu / mu.sum(), (pi / pi.sum()).log(), 1, advantage)
+    assert largest > 1e-2
+    assert mean.abs().max() < 1e-12
+
+
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_on_policy_there_is_nothing_to_correct(kind, dtype):
