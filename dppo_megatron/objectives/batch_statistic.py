@@ -2,7 +2,7 @@
 
 A trainer adds the `sums` of its tokens over all ranks and micro-batches, and gives the result to the objective:
 
-    sums = objective.statistic_sums(old_logprob, rollout_logprob, mask)   # of each micro-batch; add, all-reduce
+    sums = objective.statistic_sums(old_logprob, rollout_logprob, advantage, mask)   # of each micro-batch; add them
     objective = objective.with_statistic(sums)
 
 Where nobody does, an objective takes the tokens of each call for the batch.
@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 _BITS = 16  # of a non-negative fp32 number, which sorts as the integer of its bits: bins less than 0.8 % wide
 
 
-def statistic_sums(kind: str, log_ratio: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " n"]:
+def statistic_sums(
+    kind: str, log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], mask: Bool[Tensor, " T"]
+) -> Float[Tensor, " n"]:
     """fp64 sums to be added over all tokens of the batch; log_ratio = ln old - ln mu of the sampled tokens."""
+    if kind == "second_moment":
+        mask = mask & _moving_away(log_ratio, advantage)
     log_ratio = torch.where(mask, log_ratio, torch.zeros_like(log_ratio)).double()
     if kind == "effective_size":
         ratio = torch.where(mask, log_ratio.exp(), torch.zeros_like(log_ratio))
@@ -39,7 +43,8 @@ def statistic_value(kind: str, sums: Float[Tensor, " n"], budget: float | None) 
 
     effective_size: (sum r)^2 / (n sum r^2), r = old / mu, in (0, 1]; 1 for an empty batch (P3O, arXiv 2605.12380).
     second_moment: the first bin of (ln r)^2 to drop, so that the mean of (ln r)^2 over the bins below stays below the
-    budget (M2PO, arXiv 2510.01161: "drop the largest until"). Tokens within 0.8 % of each other share a bin.
+    budget, counting the tokens that PPO could clip: A > 0 and r > 1, or A < 0 and r < 1 (M2PO, arXiv 2510.01161, as in
+    its authors' code). Tokens within 0.8 % of each other share a bin.
     """
     if kind == "effective_size":
         total, squares, count = sums
@@ -51,9 +56,13 @@ def statistic_value(kind: str, sums: Float[Tensor, " n"], budget: float | None) 
     return within.long().sum()
 
 
-def beyond_budget(log_ratio: Float[Tensor, " T"], cut: Tensor) -> Bool[Tensor, " T"]:
-    """Tokens whose (ln r)^2 lies at or above the cut of `statistic_value`."""
-    return _bin(log_ratio.double().square()) >= cut
+def beyond_budget(log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], cut: Tensor) -> Bool[Tensor, " T"]:
+    """Tokens that count for the budget and whose (ln r)^2 lies at or above the cut of `statistic_value`."""
+    return _moving_away(log_ratio, advantage) & (_bin(log_ratio.double().square()) >= cut)
+
+
+def _moving_away(log_ratio: Tensor, advantage: Tensor) -> Bool[Tensor, " T"]:
+    return advantage * log_ratio > 0
 
 
 def _bin(squares: Tensor) -> Tensor:

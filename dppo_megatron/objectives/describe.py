@@ -214,8 +214,8 @@ def _batch(s: ObjectiveSettings) -> list[str]:
     if s.batch_statistic != "second_moment":
         return []
     return [
-        "  batch: the tokens with the largest |ln old / mu| are dropped until the mean of its square over the batch "
-        f"is below {s.second_moment_budget:g}"
+        "  batch: of the tokens that move away (A > 0 and old > mu, or A < 0 and old < mu) those with the largest "
+        f"|ln old / mu| are dropped until the mean of its square over the batch is below {s.second_moment_budget:g}"
     ]
 
 

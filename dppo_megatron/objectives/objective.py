@@ -106,10 +106,14 @@ class Objective:
         return self.settings.entropy_coefficient > 0
 
     def statistic_sums(
-        self, old_logprob: Float[Tensor, " T"], rollout_logprob: Float[Tensor, " T"], mask: Bool[Tensor, " T"]
+        self,
+        old_logprob: Float[Tensor, " T"],
+        rollout_logprob: Float[Tensor, " T"],
+        advantage: Float[Tensor, " T"],
+        mask: Bool[Tensor, " T"],
     ) -> Float[Tensor, " n"]:
         """What to add over all tokens of the batch, fp64: micro-batches and ranks alike."""
-        return statistic_sums(self.settings.batch_statistic, old_logprob - rollout_logprob, mask != 0)
+        return statistic_sums(self.settings.batch_statistic, old_logprob - rollout_logprob, advantage, mask != 0)
 
     def with_statistic(self, sums: Float[Tensor, " n"]) -> Objective:
         """This objective for a batch whose `statistic_sums` add up to `sums`."""
@@ -221,7 +225,7 @@ class Objective:
         """The batch's, or that of this call's tokens where nobody has given it."""
         if not self.needs_statistic or self.statistic is not None:
             return self.statistic
-        sums = self.statistic_sums(tokens.old_logprob, tokens.rollout_logprob, tokens.mask)
+        sums = self.statistic_sums(tokens.old_logprob, tokens.rollout_logprob, tokens.advantage, tokens.mask)
         return self.with_statistic(sums).statistic
 
     def _leaves(self, tokens: Tokens, buckets: Buckets | None, statistic: Tensor | None) -> Tensor:
@@ -231,7 +235,8 @@ class Objective:
         if s.response_region != "none":
             gone = outside_response_region(s, tokens, buckets)
         if s.batch_statistic == "second_moment":
-            gone = gone | (beyond_budget(tokens.old_logprob - tokens.rollout_logprob, statistic) & tokens.mask)
+            log_ratio = tokens.old_logprob - tokens.rollout_logprob
+            gone = gone | (beyond_budget(log_ratio, tokens.advantage, statistic) & tokens.mask)
         return gone
 
     def _buckets(self, tokens: Tokens, topk: TopKLogprobs | None) -> Buckets | None:

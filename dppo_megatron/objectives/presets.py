@@ -313,7 +313,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "m2po": Preset(
             S(control="none", batch_statistic="second_moment", second_moment_budget=0.04),
-            "drop the tokens with the largest |ln r| until the mean of its square over the batch is below 0.04",
+            "of the tokens that move away drop the largest |ln r| until the batch's mean of its square is below 0.04",
             "M2PO, arXiv 2510.01161",
             aggregation="token_mean",
             **_GROUP_STD,

@@ -181,7 +181,9 @@ class ObjectiveSettings:
         "effective_size",
         doc="of the whole batch, old / mu: drop the largest |ln r| (M2PO); cap r and weigh the KL to mu (P3O)",
     )
-    second_moment_budget: float | None = _number(above=0.0, doc="M2PO: what the mean of (ln r)^2 must stay below")
+    second_moment_budget: float | None = _number(
+        above=0.0, doc="M2PO: what the mean of (ln r)^2 must stay below, over the tokens that move away (A ln r > 0)"
+    )
     supervised: bool = dataclasses.field(
         default=False,
         metadata={"flag": True, "doc": "plain negative log-likelihood: A = 1, no rollout policy"},

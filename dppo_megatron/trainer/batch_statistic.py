@@ -20,7 +20,7 @@ def with_batch_statistic(objective: Objective, batch: StepBatch, layout: Layout)
     if not getattr(objective, "needs_statistic", False) or not batch.updates:
         return objective
     sums = sum(
-        objective.statistic_sums(tokens.old_logprob, tokens.rollout_logprob, tokens.mask)
+        objective.statistic_sums(tokens.old_logprob, tokens.rollout_logprob, tokens.advantage, tokens.mask)
         for update in batch.updates
         for tokens in update.micro_batches
     ).to(layout.device)

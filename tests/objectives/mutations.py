@@ -147,6 +147,8 @@ MUTATIONS = [
         ("statistic_value", "budget * counts", "2 * budget * counts", "m2po"),
         ("statistic_value", "total * total", "total", "ess_adaptive"),
         ("beyond_budget", ">= cut", "> cut", "m2po"),
+        ("_moving_away", "> 0", "< 0", "m2po"),
+        ("statistic_sums", "mask & _moving_away(log_ratio, advantage)", "mask", "m2po"),
     ),
     *_in(
         objective.Objective,

@@ -277,10 +277,11 @@ def score_centering_tis(w: World, t: Tensor) -> Tensor:
 
 
 def m2po(w: World, t: Tensor) -> Tensor:
-    squares = (w.ln_old - w.ln_mu).square()
-    ranked = squares[w.mask].sort(descending=True).values
+    moved = w.ln_old - w.ln_mu
+    away = w.advantage * moved > 0  # A > 0 and r > 1, or A < 0 and r < 1: what PPO would clip
+    ranked = moved[w.mask & away].square().sort(descending=True).values
     keep_from = next(i for i in range(len(ranked)) if ranked[i:].mean() < 0.04)
-    return dropped(-w.advantage[t] * w.ratio[t], squares[t] > ranked[keep_from])
+    return dropped(-w.advantage[t] * w.ratio[t], away[t] & (moved[t].square() > ranked[keep_from]))
 
 
 def ess_adaptive(w: World, t: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def some(whole, part):
 
 
 def step(whole, parts):
-    names = ("old_logprob", "rollout_logprob", "mask")
+    names = ("old_logprob", "rollout_logprob", "mask", "advantage")
     micro = [SimpleNamespace(**{name: whole[name][part] for name in names}) for part in parts]
     return SimpleNamespace(updates=[SimpleNamespace(micro_batches=micro[:2]), SimpleNamespace(micro_batches=micro[2:])])
 
@@ -55,7 +55,9 @@ def test_most_objectives_ask_for_none_and_a_step_may_be_empty():
 def test_the_budget_holds_for_what_is_kept():
     whole = call()
     out = build_objective("m2po")(**whole)
-    squares = (whole["old_logprob"] - whole["rollout_logprob"]).square()
-    kept = out.weight != 0
+    moved = whole["old_logprob"] - whole["rollout_logprob"]
+    away, kept = (whole["advantage"] * moved > 0) & whole["mask"], out.weight != 0
+    assert kept[whole["mask"] & ~away].all()  # a token that comes back towards the rollout policy is never dropped
+    squares, kept = moved[away].square(), kept[away]
     assert squares[kept].mean() < 0.04 < squares.mean()
     assert squares[kept].max() < squares[~kept].min()
