@@ -14,6 +14,8 @@ from .settings import ObjectiveSettings
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
+_FARTHEST = 10.0  # nats between pi and mu up to which the KL to mu grows with 1 / r
+
 
 def sequence_ids_from_cu_seqlens(cu_seqlens: Int[Tensor, " B+1"], total: int) -> Int[Tensor, " T"]:
     """Sequence number of each of `total` packed tokens, from the packed boundaries [B + 1] (first is 0)."""
@@ -80,10 +82,13 @@ def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"
 def rollout_kl(s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
     """KL to the rollout policy on every loss-carrying token, with its gradient; r = pi / mu of the sampled token.
 
-    squared: (ln r)^2 (Kimi K2.5, arXiv 2602.02276; DRO has half of it). k3: ln r + 1 / r - 1 (P3O, arXiv 2605.12380).
+    squared: (ln r)^2 (Kimi K2.5, arXiv 2602.02276; DRO has half of it). k3: ln r + 1 / r - 1 (P3O, arXiv 2605.12380),
+    1 / r within e^-10 and e^10 as in its authors' code, else one token that pi has left outweighs the batch.
     """
     log_ratio = tokens.logprob - tokens.rollout_logprob
-    return log_ratio.square() if s.rollout_kl == "squared" else torch.expm1(-log_ratio) + log_ratio
+    if s.rollout_kl == "squared":
+        return log_ratio.square()
+    return torch.expm1((-log_ratio).clamp(-_FARTHEST, _FARTHEST)) + log_ratio
 
 
 def keep_finished(truncated: Bool[Tensor, " B"], response_lengths: Int[Tensor, " B"]) -> Int[Tensor, " B"]:

@@ -17,6 +17,7 @@ from .trust_region import Position
 
 _ADVANTAGE_FACTOR = (0.1, 10.0)  # MASPO: by how much an advantage may narrow and widen the gate
 _RESPONSE_RATIO = (1e-8, math.exp(20))  # VESPO: where its kernel is evaluated
+_LEAST_RATIO = 1e-30  # below it r w goes to 0 with r, for w = (r w) / r would overflow
 
 Gate = Callable[[ObjectiveSettings, Position, Tensor], tuple[Tensor, Tensor]]
 
@@ -58,7 +59,7 @@ def inverse_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor,
     clipped = torch.where(positive, r > 1 + s.epsilon_high, r < 1 - s.epsilon_low)
     bounded = torch.where(positive, r.clamp(max=1 + s.epsilon_high), r.clamp(min=1 - s.epsilon_low))
     used = torch.where(positive, 1 / bounded, bounded).clamp(max=s.dual_clip)
-    return at.advantage * used, torch.where(clipped, torch.zeros_like(r), used / r)
+    return at.advantage * used, torch.where(clipped, torch.zeros_like(r), used / r.clamp(min=_LEAST_RATIO))
 
 
 def gamma_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +71,7 @@ def gamma_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor, T
     power = _by_sign(at, s.gate_power_positive, s.gate_power_negative, zero_is_positive=True)
     bounded = r.clamp(*_RESPONSE_RATIO)
     phi = torch.exp(decay + power * bounded.log() - decay * bounded)
-    return at.advantage * phi, torch.where(r > 0, phi / r, torch.zeros_like(r))
+    return at.advantage * phi, phi / r.clamp(min=_LEAST_RATIO)
 
 
 GATES: Mapping[str, Gate] = {

@@ -137,6 +137,12 @@ def combination_problems(s: Any, defaults: Mapping[str, Any]) -> list[str]:
         s.ratio_cap is not None and s.ratio_floor is not None and s.ratio_floor > s.ratio_cap,
         f"ratio_floor={s.ratio_floor} is above ratio_cap={s.ratio_cap}",
     )
+    for name in ("mismatch", "rejection", "outlier"):
+        low, high = getattr(s, f"{name}_low"), getattr(s, f"{name}_high")
+        refuse(
+            low is not None and high is not None and low > high,
+            f"{name}_low={low} is above {name}_high={high}: nothing would be kept",
+        )
     low, high = negative_bounds(s)
     refuse(
         low is not None and high is not None and low > high,
@@ -212,6 +218,8 @@ def _gate_problems(s: Any) -> list[str]:
     problems = []
     if missing := [name for name in needs if getattr(s, name) is None]:
         problems.append(f"gate={s.gate!r} needs {', '.join(missing)}")
+    if s.gate_width is not None and s.gate_width_max is not None and s.gate_width > s.gate_width_max:
+        problems.append(f"gate_width={s.gate_width} is above gate_width_max={s.gate_width_max}")
     if s.importance == "none":
         problems.append("control='gate' weighs an importance ratio: importance is 'none'")
     return problems

@@ -139,7 +139,7 @@ MUTATIONS = [
         ("rejected", "dropped | _any_outside", "dropped & _any_outside", "rejections"),
         ("_any_outside", "> 0", "> 1", "rejections"),
         ("rollout_kl", "log_ratio.square()", "log_ratio", "rollout_kl"),
-        ("rollout_kl", "torch.expm1(-log_ratio) + log_ratio", "torch.expm1(log_ratio) - log_ratio", "ess_adaptive"),
+        ("rollout_kl", "torch.expm1((-log_ratio)", "torch.expm1((log_ratio)", "ess_adaptive"),
         ("rollout_kl", "tokens.logprob -", "tokens.detached_logprob -", "rollout_kl"),
     ),
     *_in(

@@ -288,7 +288,7 @@ def ess_adaptive(w: World, t: Tensor) -> Tensor:
     r = (w.ln_old - w.ln_mu)[w.mask].exp()
     ess = r.sum() ** 2 / (r**2).sum() / len(r)
     log_ratio = w.ln_pi[t] - w.ln_mu[t]
-    kl = log_ratio + (-log_ratio).exp() - 1
+    kl = log_ratio + (-log_ratio).clamp(-10, 10).exp() - 1
     return -w.ratio[t].detach().clamp(0, ess) * w.ln_pi[t] * w.advantage[t] + (1 - ess) * kl
 
 

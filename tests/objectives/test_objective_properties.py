@@ -247,6 +247,24 @@ def test_a_token_that_is_out_stays_out_though_its_ratio_overflows(name, settings
     assert out.weight[0] == 0
 
 
+@pytest.mark.parametrize("name", ["aspo", "ess_adaptive", "vespo", "sapo", "maspo"])
+def test_a_token_that_pi_has_left_has_a_bounded_gradient(name):
+    """r so small that 1 / r overflows, and so small that r is 0."""
+    logprob = torch.tensor([-90.0, -110.0, -30.0, -1.0], requires_grad=True)
+    rollout_logprob = torch.full((4,), -0.5)
+    out = build_objective(name)(
+        logprob=logprob,
+        rollout_logprob=rollout_logprob,
+        old_logprob=rollout_logprob + torch.tensor([0.5, -3.0, 0.1, 0.0]),
+        advantage=torch.ones(4),
+        mask=torch.ones(4, dtype=torch.bool),
+        sequence_ids=torch.arange(4),
+    )
+    gradient = torch.autograd.grad(out.loss.sum(), logprob)[0]
+    assert out.loss.isfinite().all()
+    assert gradient.abs().max() <= 3
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_reads_no_value_on_the_host(name):
     """Meta tensors have no values: any .item(), bool(tensor) or data-dependent shape raises."""
