@@ -22,6 +22,10 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 _MIX = (0x9E3779B97F4A7C15 - MODULUS, 0xBF58476D1CE4E5B9 - MODULUS)  # odd, as signed numbers: of splitmix64
 
+_EXPERTS = {"RoutedExperts", "FusedMoE"}
+_SHARDED = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
+_DERIVED = {"MLAAttention"}  # vLLM's: all its parameters are made of those of kv_b_proj, W_UV and W_UK_T
+
 Fingerprint = dict[str, int]
 Shares = dict[str, tuple[int, int]]
 """Of one worker, by group: what adds up over the workers, and what each of them holds whole."""
@@ -99,11 +103,12 @@ def module_shares(name: str, module: Any, seen: set[int]) -> Shares:
     seen: parameters that count already, as those of a tied head; changed here.
     """
     shares: Shares = {}
+    classes = {cls.__name__ for cls in type(module).__mro__}
     for parameter_name, parameter in module.named_parameters(recurse=False):
-        if id(parameter) in seen or not parameter.numel():
+        if id(parameter) in seen or not parameter.numel() or not _is_sent(classes, parameter):
             continue
         seen.add(id(parameter))
-        for group, value, whole in _parts(f"{name}.{parameter_name}", module, parameter):
+        for group, value, whole in _parts(f"{name}.{parameter_name}", module, classes, parameter):
             own, copy = shares.get(group, (0, 0))
             shares[group] = (own, (copy + value) % MODULUS) if whole else ((own + value) % MODULUS, copy)
     return shares
@@ -115,24 +120,47 @@ def add_shares(shares: Shares, more: Shares) -> None:
         shares[group] = ((before[0] + own) % MODULUS, (before[1] + copy) % MODULUS)
 
 
-def _parts(name: str, module: Any, parameter: torch.Tensor) -> Iterator[tuple[str, int, bool]]:
+def _is_sent(classes: set[str], parameter: torch.Tensor) -> bool:
+    """Whether it is one of the trainer's weights, and not another's that this module refers to.
+
+    SGLang marks the scales of its cache, which it sets itself. Vectors of experts are the router's
+    `e_score_correction_bias`, which counts there.
+    """
+    if classes & _DERIVED or getattr(parameter, "_skip_weight_check", False):
+        return False
+    return not classes & _EXPERTS or parameter.ndim > 1
+
+
+def _parts(name: str, module: Any, classes: set[str], parameter: torch.Tensor) -> Iterator[tuple[str, int, bool]]:
     """(group, sum, whether every worker holds it whole) of one parameter."""
-    classes = {cls.__name__ for cls in type(module).__mro__}
-    if classes & {"RoutedExperts", "FusedMoE"} and parameter.ndim > 1:
+    if classes & _EXPERTS:
         layer = group_of(name)
         for expert, value in zip(_experts(module, len(parameter)), bit_sums(parameter), strict=True):
             yield layer if expert is None else f"{layer} expert {expert}", value, False
         return
-    sharded = classes & {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
-    whole = not sharded or getattr(module, "tp_size", 1) == 1 or ("RowParallelLinear" in classes and parameter.ndim < 2)
+    rank, size = _place(module)
+    whole = not classes & _SHARDED or size == 1 or ("RowParallelLinear" in classes and parameter.ndim < 2)
     replicas = getattr(module, "num_kv_head_replicas", 1)
     if replicas > 1:  # keys and values of one head are on several workers, of which one counts
-        queries = module.num_heads * module.head_size
+        heads = module.num_heads * module.head_size
+        others = module.num_kv_heads * (module.head_size + module.v_head_size)
+        queries = len(parameter) * heads // (heads + others)  # FP8 scales have fewer rows than the weight
         yield group_of(name), bit_sum(parameter[:queries]), False
-        if module.tp_rank % replicas == 0:
+        if rank % replicas == 0:
             yield group_of(name), bit_sum(parameter[queries:]), False
         return
     yield group_of(name), bit_sum(parameter), whole
+
+
+def _place(module: Any) -> tuple[int, int]:
+    """This worker's number among those that share the module's weights, and how many they are.
+
+    SGLang's linear layers name a group, or None where every worker has all.
+    """
+    if hasattr(module, "tp_group"):
+        group = module.tp_group
+        return (0, 1) if group is None else (group.rank_in_group, group.world_size)
+    return getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
 
 
 def _experts(module: Any, count: int) -> list[int | None]:

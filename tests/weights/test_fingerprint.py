@@ -10,6 +10,7 @@ import torch
 from dppo_megatron.weights.fingerprint import (
     CHUNK,
     add,
+    add_shares,
     bit_sum,
     bit_sums,
     differing,
@@ -78,30 +79,73 @@ def test_what_differs_is_named_in_order(weight):
     assert differing(expected, held) == ["layer 2", "layer 10"]
 
 
-def test_the_workers_of_an_engine_add_up(weight):
-    """Tensor-parallel 4 with 2 heads of keys and values: shards, replicated heads, and norms that all hold."""
+PLACES = {
+    "vllm": lambda rank: {"tp_rank": rank, "tp_size": 4},
+    "sglang": lambda rank: {"tp_group": SimpleNamespace(rank_in_group=rank, world_size=4)},
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_the_workers_of_an_engine_add_up(weight, place):
+    """Tensor-parallel 4 with 2 heads of keys and values: shards, replicated heads with fewer rows of scales, and norms
+    that all hold."""
     ColumnParallelLinear = type("ColumnParallelLinear", (torch.nn.Module,), {})  # the name decides
-    heads, size = 8, 4
-    query, key = weight[: heads * size], weight[32:40]
+    RowParallelLinear = type("RowParallelLinear", (torch.nn.Module,), {})
+    query, key, value, out = weight[:32], weight[32:40], weight[40:48], weight[48:64]
+    scales = {name: tensor[::2, :10] for name, tensor in (("q_proj", query), ("k_proj", key), ("v_proj", value))}
     expected: dict[str, int] = {}
-    for name, tensor in (("q_proj", query), ("k_proj", key), ("norm", weight[50])):
+    sent = (("q_proj", query), ("k_proj", key), ("v_proj", value), ("o_proj", out), ("norm", weight[70]))
+    for name, tensor in sent:
         add(expected, f"model.layers.0.{name}.weight", tensor)
+    for name, tensor in scales.items():
+        add(expected, f"model.layers.0.{name}.weight_scale_inv", tensor)
+
+    def shard(rank: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.nn.Parameter:
+        of_head = [tensor.chunk(2)[rank // 2] for tensor in (keys, values)]
+        return torch.nn.Parameter(torch.cat([queries.chunk(4)[rank], *of_head]))
 
     def worker(rank: int) -> dict[str, tuple[int, int]]:
-        linear, norm = ColumnParallelLinear(), torch.nn.Module()
-        shard = torch.cat([query[rank * 8 : (rank + 1) * 8], key[rank // 2 * 4 : rank // 2 * 4 + 4]])
-        linear.weight = torch.nn.Parameter(shard)
-        linear.__dict__.update(tp_size=4, tp_rank=rank, num_heads=2, head_size=4, num_kv_head_replicas=2)
-        norm.weight = torch.nn.Parameter(weight[50].clone())
-        shares = module_shares("model.layers.0.qkv_proj", linear, set())
-        own, copy = shares["layer 0"]
-        more = module_shares("model.layers.0.norm", norm, set())["layer 0"]
-        return {"layer 0": ((own + more[0]) % 2**64, (copy + more[1]) % 2**64)}
+        fused, row, norm = ColumnParallelLinear(), RowParallelLinear(), torch.nn.Module()
+        fused.weight = shard(rank, query, key, value)
+        fused.weight_scale_inv = shard(rank, *scales.values())
+        heads = {"num_heads": 2, "num_kv_heads": 1, "head_size": 4, "v_head_size": 4, "num_kv_head_replicas": 2}
+        fused.__dict__.update(place(rank), **heads)
+        row.weight = torch.nn.Parameter(out.chunk(4, 1)[rank])
+        row.__dict__.update(place(rank))
+        norm.weight = torch.nn.Parameter(weight[70].clone())
+        shares: dict[str, tuple[int, int]] = {}
+        for name, module in (("qkv_proj", fused), ("o_proj", row), ("norm", norm)):
+            add_shares(shares, module_shares(f"model.layers.0.{name}", module, set()))
+        return shares
 
     workers = [worker(rank) for rank in range(4)]
     assert of_workers(workers) == (expected, [])
     workers[3]["layer 0"] = (workers[3]["layer 0"][0], 1)
     assert of_workers(workers)[1] == ["layer 0"]
+
+
+def test_what_every_worker_of_sglang_has_is_a_copy(weight):
+    """A linear layer that is not sharded names no group."""
+    linear = type("ColumnParallelLinear", (torch.nn.Module,), {})()
+    linear.weight, linear.tp_group = torch.nn.Parameter(weight), None
+    assert module_shares("model.layers.0.shared", linear, set()) == {"layer 0": (0, bit_sum(weight))}
+
+
+def test_parameters_that_nobody_sends_do_not_count(weight):
+    """Of vLLM's latent attention, those made of kv_b_proj; of SGLang's attention in an FP8 model, the cache's scales;
+    of vLLM's experts, the router's bias."""
+    latent = type("MLAAttention", (torch.nn.Module,), {})()
+    latent.W_UV = torch.nn.Parameter(weight)
+    assert module_shares("model.layers.0.self_attn.mla_attn", latent, set()) == {}
+
+    attention = torch.nn.Module()
+    attention.k_scale = torch.nn.Parameter(torch.tensor(1.0))
+    attention.k_scale._skip_weight_check = True
+    assert module_shares("model.layers.0.self_attn.attn", attention, set()) == {}
+
+    experts = type("RoutedExperts", (torch.nn.Module,), {})()
+    experts.e_score_correction_bias = torch.nn.Parameter(weight[0])
+    assert module_shares("model.layers.0.mlp.experts", experts, set()) == {}
 
 
 def test_experts_have_the_numbers_of_the_model(weight):
