@@ -161,10 +161,12 @@ class Orchestrator:
         while self._writes:
             done, _ = await asyncio.wait([asyncio.wrap_future(self._writes[0])], timeout=LONGEST_WRITE_S)
             if not done:
-                raise BankTimeout(
+                problem = BankTimeout(
                     f"writing a group to the bank takes longer than {LONGEST_WRITE_S:g} s: the file system of run.dir "
                     "does not answer; look at it, then resume"
                 )
+                log.error("%s", problem)  # now: closing the bank waits until the write returns
+                raise problem
             done.pop().exception()  # looked at below
             self._take_written()
 
