@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from dppo_megatron.common.files import write_atomic
@@ -93,6 +95,15 @@ class Head:
                 f"{path}: line 1: not readable as what a writer of this version wrote; {RESTORE}"
             ) from None
         return head
+
+
+def read_up_to(file: int, size: int, offset: int) -> np.ndarray:
+    """[size] uint8 of a file, fewer where it ends. One call of the system may give less, and never more than 2 GiB."""
+    buffer = np.empty(size, np.uint8)
+    found = 0
+    while found < size and (count := os.preadv(file, [buffer.data[found:]], offset + found)):
+        found += count
+    return buffer[:found]
 
 
 def is_local(directory: Path) -> bool:

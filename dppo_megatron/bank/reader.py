@@ -20,7 +20,7 @@ from . import format1
 from .blob import decode_front, decode_sample
 from .entry import BankEntry
 from .errors import RESTORE, BankCorruption, BankTimeout, not_accessible
-from .files import Head, is_local, segment_paths
+from .files import Head, is_local, read_up_to, segment_paths
 from .ledger import Ledger
 from .lines import parse_group_line
 from .shapes import PARTS
@@ -69,9 +69,7 @@ class BankReader:
             except BankCorruption as error:
                 return self._not_there(str(error))
         problem = self._ledger.contradiction(head)
-        if problem and head != (newer := Head.read(self._directory)):
-            problem = self._ledger.contradiction(newer) if head is None else ""  # the writer went on meanwhile
-        if problem:
+        if problem and head == Head.read(self._directory):  # else the writer went on meanwhile
             return self._not_there(problem)
         self._missing_since = None
         return self.num_groups
@@ -254,12 +252,9 @@ def _read_samples(file: int, entry: BankEntry, samples: Sequence[int], parts: Se
 
 def _piece(file: int, size: int, offset: int, crc: int, what: str) -> np.ndarray:
     """[size] uint8, checked."""
-    buffer = np.empty(size, np.uint8)
-    found = 0
-    while found < size and (count := os.preadv(file, [buffer.data[found:]], offset + found)):
-        found += count
-    if found < size:
-        raise ValueError(f"{what}: only {found} of {size} bytes are there")
-    if zlib.crc32(buffer.data) != crc:
+    found = read_up_to(file, size, offset)
+    if len(found) < size:
+        raise ValueError(f"{what}: only {len(found)} of {size} bytes are there")
+    if zlib.crc32(found.data) != crc:
         raise ValueError(f"{what}: the bytes do not match their checksum")
-    return buffer
+    return found

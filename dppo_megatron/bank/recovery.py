@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .errors import RESTORE, BankCorruption
-from .files import Closed, Head, segment_numbers, segment_paths
+from .files import Closed, Head, read_up_to, segment_numbers, segment_paths
 from .ledger import Ledger, file_size
 from .lines import GROUP_START, parse_group_line, starts_with_sealed
 
@@ -38,11 +38,12 @@ def recover(directory: Path) -> Ledger:
     closed = None if head is None or head.segment != ledger.segment else head.closed
     _refuse_tail(ledger, tail, closed)
     whole, problem = _whole_lines(ledger, lines, closed)
+    named = ledger.data_size  # a power failure may take some of it and leave the rest
     if whole < len(lines):
         ledger = _read(directory, lines[:whole])
     elif tail:
         problem = "its index line ends early"
-    _refuse_lost_lines(ledger, closed)
+    _refuse_lost_lines(ledger, closed, named)
     _truncate(ledger, problem)
     return ledger
 
@@ -117,14 +118,17 @@ def _problem(ledger: Ledger, line: bytes, number: int, data: int, stored: int) -
         crcs = [entry.front[1], *entry.part_crc.flat]
     begin = entry.offset
     for size, crc in zip(sizes, crcs, strict=True):
-        if zlib.crc32(os.pread(data, size, begin)) != crc:
+        if zlib.crc32(read_up_to(data, int(size), begin).data) != crc:
             return "its data does not match its checksum"
         begin += int(size)
     return ""
 
 
-def _refuse_lost_lines(ledger: Ledger, closed: Closed | None) -> None:
-    """A crash leaves the data of one group that has no line yet; more means that the index lost lines."""
+def _refuse_lost_lines(ledger: Ledger, closed: Closed | None, named: int) -> None:
+    """A crash leaves the data of one group that has no line yet; more means that the index lost lines.
+
+    named: bytes of data for which there were lines, those included that are not whole and will be cut.
+    """
     stored = file_size(ledger.data_path) or 0
     if closed is not None and (ledger.index_size, stored) != (closed.index, closed.data):
         raise BankCorruption(
@@ -132,7 +136,7 @@ def _refuse_lost_lines(ledger: Ledger, closed: Closed | None) -> None:
             f"and {closed.index}; {RESTORE}"
         )
     following = segment_paths(ledger.data_path.parent, ledger.segment + 1)[0]
-    for path, begin, allowed in ((ledger.data_path, ledger.data_size, 1), (following, 0, 0)):
+    for path, begin, allowed in ((ledger.data_path, named, 1), (following, 0, 0)):
         surplus = (file_size(path) or 0) - begin
         if surplus <= 0:
             continue

@@ -50,10 +50,11 @@ class Segment:
         """Whether what the files hold is not known any more; nothing is written to them."""
         return self._broken is not None
 
-    def write(self, blob: Sequence[np.ndarray], line: bytes) -> None:
+    def write(self, blob: Sequence[np.ndarray], line: bytes, *, flush: bool = False) -> None:
         """Adds one record to both files or, raising `BankWriteError`, leaves both as they were.
 
-        blob: its bytes [uint8] in pieces, which are written without being copied.
+        blob: its bytes [uint8] in pieces, which are written without being copied. flush: to the device, whatever the
+        segment's own rule.
         """
         if self._broken:
             raise BankWriteError(self._broken)
@@ -61,7 +62,7 @@ class Segment:
         try:
             if size:
                 _write_all(self._data, blob, self.data_size)
-                if self._fsync:
+                if self._fsync or flush:
                     os.fdatasync(self._data)
             _write_all(self._index, [np.frombuffer(line, np.uint8)], self.index_size)
         except OSError as error:
@@ -69,7 +70,7 @@ class Segment:
             raise self._failure(error, size + len(line)) from error
         self.data_size += size
         self.index_size += len(line)
-        if self._fsync:
+        if self._fsync or flush:
             self._sync_index(len(line))
 
     def close(self) -> None:

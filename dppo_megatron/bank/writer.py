@@ -97,16 +97,16 @@ class BankWriter:
 
         The group's arrays must stay as they are until then. Raises at once for a position that is already done.
         """
-        future = self._begin(group.prompt.position, lambda: self._append(group))
-        self._begun += 1
-        return future
+        return self._begin(group.prompt.position, lambda: self._append(group), groups=1)
 
     def drop(self, position: int, row: int, reason: str, detail: str = "") -> None:
         """Records that a prompt is done and yields no group. Raises as `append`."""
         self.begin_drop(position, row, reason, detail).result()
 
     def begin_drop(self, position: int, row: int, reason: str, detail: str = "") -> Future[None]:
-        """`drop` in the writer's thread."""
+        """`drop` in the writer's thread. Raises at once for a position that is already done, or that is none."""
+        if position < 0 or row < 0:
+            raise ValueError(f"dropped prompt {position} of row {row}: position and row count from 0")
         return self._begin(position, lambda: self._drop(position, row, reason, detail))
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class BankWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, position: int, write: Callable[[], T]) -> Future[T]:
+    def _begin(self, position: int, write: Callable[[], T], groups: int = 0) -> Future[T]:
         if self._thread is None:
             raise BankError(f"{self._directory}: the writer is closed")
         if position in self._done:
@@ -137,33 +137,31 @@ class BankWriter:
                 f"prompt position {position} is already in the bank {self._directory}; see done_positions()"
             )
         self._done.add(position)
-        return self._thread.submit(self._write, position, write)
+        self._begun += groups
+        return self._thread.submit(self._write, position, write, groups)
 
     # What follows runs in the writer's thread.
 
-    def _write(self, position: int, write: Callable[[], T]) -> T:
+    def _write(self, position: int, write: Callable[[], T], groups: int) -> T:
         try:
             self._lock.check()
             return write()
         except BaseException:
+            self._failed += groups
             self._done.discard(position)
             raise
 
     def _append(self, group: RolloutGroup) -> int:
-        try:
-            check_group(group)
-            if self._ledger.format == 1:
-                blob = format1.encode_group(group)
-                segment = self._segment_for_next_record()
-                line = format1.group_line(group, segment.data_size, blob)
-                self._add([np.frombuffer(blob, np.uint8)], line)
-            else:
-                encoded = encode_group(group)
-                segment = self._segment_for_next_record()
-                self._add(encoded.buffers, lines.group_line(group, segment.data_size, encoded))
-        except BaseException:
-            self._failed += 1
-            raise
+        check_group(group)
+        if self._ledger.format == 1:
+            blob = format1.encode_group(group)
+            segment = self._segment_for_next_record()
+            line = format1.group_line(group, segment.data_size, blob)
+            self._add([np.frombuffer(blob, np.uint8)], line)
+        else:
+            encoded = encode_group(group)
+            segment = self._segment_for_next_record()
+            self._add(encoded.buffers, lines.group_line(group, segment.data_size, encoded))
         return self._ledger.total_groups - 1
 
     def _drop(self, position: int, row: int, reason: str, detail: str) -> None:
@@ -178,10 +176,12 @@ class BankWriter:
     def _open(self) -> tuple[Ledger, Segment]:
         head = Head.read(self._directory)
         ledger = recover(self._directory)
-        if head is not None and head.closed is not None:
-            self._write_head(head.segment)  # from now on the files may be longer than that writer left them
         if ledger.lines == 0 and ledger.format == 2:
             return ledger, self._begin_segment(ledger)
+        if ledger.format == 2 and head != Head(ledger.segment):
+            # A writer that was closed: from now on the files may be longer than it left them. One that was killed
+            # between the begin line of a segment and this file: no second line may follow before it names the segment.
+            self._write_head(ledger.segment)
         sizes = {"data_size": ledger.data_size, "index_size": ledger.index_size}
         return ledger, Segment(self._directory, ledger.segment, self._fsync, **sizes)
 
@@ -202,7 +202,7 @@ class BankWriter:
             return segment
         line = lines.begin_line(ledger.segment, ledger.chain)
         try:
-            segment.write([], line)
+            segment.write([], line, flush=True)  # a power failure must not leave a head that names an empty segment
             self._write_head(ledger.segment)
         except BaseException:
             segment.close()

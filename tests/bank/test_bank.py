@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dppo_megatron.bank import BankError, BankReader, BankTimeout, BankWriter
+from dppo_megatron.bank.files import Head
 from tests.support.bank import assert_same_group, make_group, write_format_1
 
 
@@ -148,6 +149,16 @@ def test_malformed_groups_are_refused_and_leave_no_trace(tmp_path, corrupt, mess
         assert writer.append(make_group(1, topk=2, experts=8)) == 0
 
 
+@pytest.mark.parametrize(("position", "row"), [(-1, 0), (1, -1)])
+def test_a_prompt_that_is_none_is_not_dropped(tmp_path, position, row):
+    """Its line could not be read again, and with it none that follows."""
+    with BankWriter(tmp_path, 3) as writer:
+        with pytest.raises(ValueError, match="count from 0"):
+            writer.drop(position, row, "aborted")
+        writer.append(make_group(0))
+    assert BankReader(tmp_path).refresh() == 1
+
+
 def test_refresh_reads_only_what_is_new(tmp_path):
     reader = BankReader(tmp_path / "later")
     assert reader.refresh() == 0
@@ -178,6 +189,24 @@ def test_a_reader_follows_a_writer(tmp_path):
     thread.join()
     for p, group in enumerate(seen):
         assert_same_group(group, make_group(p, longest=200))
+
+
+def test_a_reader_that_begins_with_the_writer_sees_no_contradiction(tmp_path, monkeypatch):
+    """It looked before there was a head, and the writer is a segment further when it looks again."""
+    with BankWriter(tmp_path, 1) as writer:
+        writer.append(make_group(0))
+        read = Head.read
+        looks = iter([lambda: None, lambda: writer.append(make_group(1))])
+
+        def late(directory):
+            found = next(looks)()
+            return None if found is None else read(directory)
+
+        monkeypatch.setattr(Head, "read", late)
+        reader = BankReader(tmp_path)
+        assert reader.refresh() == 1
+        monkeypatch.setattr(Head, "read", read)
+        assert reader.refresh() == 2
 
 
 def test_wait_says_what_arrived(tmp_path):

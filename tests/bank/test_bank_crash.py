@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.bank import BankCorruption, BankLocked, BankReader, BankWriteError, BankWriter
-from tests.support.bank import as_killed, assert_same_group, files, fill, make_group, read_all
+from tests.support.bank import as_killed, assert_same_group, files, fill, make_group, read_all, write_format_1
 
 
 def start_writer(directory: Path, *, fsync: bool) -> subprocess.Popen:
@@ -149,6 +149,23 @@ def test_data_lost_behind_a_surviving_index_is_truncated(tmp_path, caplog):
     assert [g.prompt.position for g in read_all(tmp_path)] == [0, 1]
 
 
+def test_data_of_several_records_lost_in_part_is_truncated(tmp_path, caplog):
+    """The file may keep its length, with zeros where data is gone, and the first of the records its header."""
+    fill(tmp_path, 3)
+    as_killed(tmp_path)
+    reader = BankReader(tmp_path)
+    reader.refresh()
+    lost = reader.entries(1, 3)
+    data = files(tmp_path, 0)[0]
+    content = data.read_bytes()
+    kept = content[: lost[1].offset - 8]
+    data.write_bytes(kept + bytes(len(content) - len(kept)))
+    with caplog.at_level(logging.WARNING), BankWriter(tmp_path, 3) as writer:
+        assert "truncated a record" in caplog.text
+        assert writer.done_positions() == {0}
+    assert_same_group(read_all(tmp_path)[0], make_group(0))
+
+
 def test_a_damaged_group_before_a_whole_one_is_refused(tmp_path):
     fill(tmp_path, 3)
     data = files(tmp_path, 0)[0]
@@ -176,6 +193,20 @@ def test_a_crash_between_the_files_of_a_new_segment_is_repaired(tmp_path):
     files(tmp_path, 1)[0].write_bytes(b"half a blob")
     fill(tmp_path, 2, start=3)
     assert [g.prompt.position for g in read_all(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+def test_a_record_is_whole_though_one_read_does_not_give_all_of_it(tmp_path, monkeypatch, caplog):
+    """One call reads 2 GiB at most."""
+    fill(tmp_path / "new", 2)
+    as_killed(tmp_path / "new")
+    write_format_1(tmp_path / "old", [make_group(0), make_group(1)], 3)
+    pread, preadv = os.pread, os.preadv
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: pread(file, min(size, 100), offset))
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][:100]], offset))
+    for name in ("new", "old"):
+        with BankWriter(tmp_path / name, 3) as writer:
+            assert writer.num_train_groups == 2
+    assert not caplog.records
 
 
 def test_damage_before_whole_records_is_refused_not_truncated(tmp_path):

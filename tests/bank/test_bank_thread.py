@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from dppo_megatron.bank import BankWriter
+from dppo_megatron.bank import BankLocked, BankWriter
 from tests.support.bank import make_group
 
 
@@ -48,3 +48,16 @@ def test_a_group_that_fails_in_the_writers_thread_leaves_its_position_free(tmp_p
         assert writer.num_begun_groups == writer.num_train_groups == 2
         assert writer.done_positions() == {0, 2}
         assert writer.append(make_group(1)) == 2
+
+
+def test_a_group_that_the_lock_forbids_does_not_count(tmp_path):
+    with BankWriter(tmp_path, 4) as writer:
+        writer.append(make_group(0))
+        lock = tmp_path / "writer.lock"
+        lock.rename(tmp_path / "aside")
+        with pytest.raises(BankLocked, match="is gone"):
+            writer.append(make_group(1))
+        assert writer.num_begun_groups == writer.num_train_groups == 1
+        assert writer.done_positions() == {0}
+        (tmp_path / "aside").rename(lock)
+        assert writer.append(make_group(1)) == 1
