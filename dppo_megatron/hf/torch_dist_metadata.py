@@ -6,8 +6,9 @@ torch reads it with `pickle.load`, which runs whatever code the file names.
 from __future__ import annotations
 
 import pickle
+from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
@@ -41,9 +42,21 @@ _ADMITTED |= {("torch", name): value for name, value in vars(torch).items() if i
 # Where it was written, which nobody reads: text will do.
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 _ADMITTED |= {(module, name): PurePath for module in ("pathlib", "pathlib._local") for name in _PATHS}
+# Of what it made itself a pickle sets fields. Set on a class, a function or a member of an enumeration they would stay,
+# and the same bytes could name something else when torch reads them after us.
+_FILLED = {kind for kind in _ADMITTED.values() if isinstance(kind, type) and not issubclass(kind, (Enum, PurePath))}
 
 
-class _Unpickler(pickle.Unpickler):
+def _fill(unpickler: Any) -> None:
+    target = unpickler.stack[-2]
+    if type(target) not in _FILLED:
+        raise pickle.UnpicklingError(f"sets fields of {target!r:.100}, which it did not make; not loaded")
+    pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
+
+
+class _Unpickler(pickle._Unpickler):  # the one in Python: that in C lets nobody look before it sets fields
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _fill}
+
     def find_class(self, module: str, name: str) -> Any:
         try:
             return _ADMITTED[module, name]

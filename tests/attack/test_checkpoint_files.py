@@ -17,7 +17,7 @@ from dppo_megatron.hf import ModelError, read_hf_config
 from dppo_megatron.hf.torch_dist_metadata import read_metadata
 from dppo_megatron.hf.torch_dist_reader import TorchDistWeights
 from tests.attack import cases, generator
-from tests.support.crafted import RunsCode
+from tests.support.crafted import RunsCode, named_when_read_again
 
 BEFORE = Path(__file__).parents[1] / "data" / "run_before" / "run"  # written by an earlier version
 
@@ -46,6 +46,26 @@ def test_metadata_admits_no_other_names(checkpoint, name):
     (checkpoint / ".metadata").write_bytes(f"c{module}\n{attribute}\n.".encode())
     with pytest.raises(ModelError, match=f"names {module}.{attribute}, which describes no tensor"):
         read_metadata(checkpoint)
+
+
+def test_metadata_names_the_same_when_torch_reads_it_after_us(checkpoint, tmp_path):
+    planner = "torch.distributed.checkpoint.planner"
+    crafted = named_when_read_again(
+        f"touch {tmp_path / 'ran'}", (planner, "SavePlan"), ("torch.serialization", "_get_layout")
+    )
+    (checkpoint / ".metadata").write_bytes(crafted)
+    with pytest.raises(ModelError, match=r".metadata: cannot be read: .*sets fields of .*_get_layout"):
+        read_metadata(checkpoint)
+    a_class, an_enumeration = (
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
+        f"c{planner}\nWriteItemType\n".encode(),
+    )
+    fields = b"}Vmade\nK\x01s"
+    for sets in (a_class + b"N" + fields + b"\x86b.", an_enumeration + b"K\x01\x85R" + fields + b"b."):
+        (checkpoint / ".metadata").write_bytes(sets)
+        with pytest.raises(ModelError, match=r".metadata: cannot be read: .*sets fields of "):
+            read_metadata(checkpoint)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("where", ["../weights.pt", "/etc/passwd", "", ".."])
