@@ -38,6 +38,7 @@ def main(arguments: list[str]) -> None:
     )
     # The server warms itself up through its own routes.
     own = requests.Session()
+    own.trust_env = False  # a proxy of the environment would learn the secret, and ~/.netrc would take its place
     own.headers["Authorization"] = f"Bearer {secret}"
     own.exceptions = requests.exceptions
     http_server.requests = own
