@@ -19,6 +19,7 @@ OTHER_SECRET = (
     "it has another secret than this run: what is in engine.secret_file, by default RUN/secret, must be the "
     "server's DPPO_SECRET"
 )
+NO_SECRET = "this process brought none: RUN/secret is not there, or not for this user to read; see engine.secret_file"
 RETRY_BUSY_S = (0.05, 1.0)  # first and longest wait after "503, try again"
 REQUESTS_PER_POOL = 8
 JSON = {"content-type": "application/json"}
@@ -31,6 +32,7 @@ class EngineCalls:
     def __init__(self, url: str, secret: str | None, unknown_route: str):
         self.url = url.rstrip("/")
         self._unknown_route = unknown_route
+        self._unknown_secret = OTHER_SECRET if secret else NO_SECRET
         self._http = HttpPools(self.url, secret)
 
     async def call(
@@ -87,7 +89,7 @@ class EngineCalls:
         if reply.status_code == 404:
             return EngineIncompatible(f"{message} ({self._unknown_route})")
         if reply.status_code in (401, 403):
-            return EngineIncompatible(f"{message} ({OTHER_SECRET})")
+            return EngineIncompatible(f"{message} ({self._unknown_secret})")
         if reply.status_code == 504:
             return EngineTimeout(message)
         if reply.status_code == 503:

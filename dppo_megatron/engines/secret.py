@@ -28,16 +28,24 @@ def make_secret(config: Config) -> None:
     once, one does. Raises `NoSecret` for a file without one."""
     run = RunDir(config.run.dir)
     run.make()
-    path = config.engine.secret_file or run.secret
+    path, remedy = config.engine.secret_file or run.secret, "write another into it, and tell it to the servers"
     if config.engine.secret_file is None:
+        remedy = "remove it, and the next start makes another"
         _create(path)
-    _close_to_others(path)
-    if not wait_until(lambda: _read(path), WRITTEN_S, 0.05):
-        raise NoSecret(f"{path}: is empty; remove it, and the next start makes another")
+    _close_to_others(path, remedy)
+    try:
+        found = wait_until(lambda: _read(path), WRITTEN_S, 0.05)
+    except PermissionError:
+        raise NoSecret(f"{path}: is not for this user to read; whoever started the run can") from None
+    if not found:
+        raise NoSecret(f"{path}: is empty; {remedy}")
 
 
 def read_secret(config: Config) -> str | None:
-    """That of the engines of this run, or None where there is none that this user may read: engines then refuse."""
+    """That of the engines of this run, or None where there is none that this user may read: engines then refuse.
+
+    Raises `NoSecret` for one that no request can bring.
+    """
     try:
         return _read(config.engine.secret_file or RunDir(config.run.dir).secret) or None
     except PermissionError:
@@ -59,16 +67,20 @@ def _create(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _close_to_others(path: Path) -> None:
+def _close_to_others(path: Path, remedy: str) -> None:
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError:
         raise NoSecret(f"engine.secret_file = {path}: does not exist") from None
     if mode & 0o077:
-        with contextlib.suppress(PermissionError):  # it is another user's
+        with contextlib.suppress(OSError):  # it is another user's, or nobody may write there
             path.chmod(0o600)
-        log.warning("%s could be read by others (mode %o); remove it, and the next start makes another", path, mode)
+        log.warning("%s could be read by others (mode %o); %s", path, mode, remedy)
 
 
 def _read(path: Path) -> str:
-    return path.read_text().strip()
+    """Of one line of ASCII: an error about a header with anything else would show it."""
+    secret = path.read_bytes().decode("ascii", errors="replace").strip()
+    if not (secret.isascii() and secret.isprintable()):
+        raise NoSecret(f"{path}: holds more than a line of ASCII; leave the secret alone in it")
+    return secret

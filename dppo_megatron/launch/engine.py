@@ -104,12 +104,12 @@ def _wait_healthy(config: Config, url: str, server: subprocess.Popen) -> None:
 
     try:
         asyncio.run(wait())
-    except EngineError:
+    except EngineError as error:
         if (code := server.poll()) is not None:
             raise EngineStartError(f"the server at {url} ended while starting ({exit_reason(code)})") from None
         server.kill()
         raise EngineStartError(
-            f"the server at {url} did not answer within {timeout_s:.0f} s (engine.start_timeout_s)"
+            f"the server at {url} did not answer within {timeout_s:.0f} s (engine.start_timeout_s); at last: {error}"
         ) from None
 
 

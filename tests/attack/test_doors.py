@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import importlib
 import json
 import logging
+import os
+import runpy
 import stat
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
 from dppo_megatron.config import Config, read_config, save_resolved
+from dppo_megatron.engines import guard
 from dppo_megatron.engines.guard.asgi import MAX_BODY_BYTES, ROOTS_VARIABLE, SECRET_VARIABLE, Guard
+from dppo_megatron.engines.http import EngineCalls
 from dppo_megatron.engines.kinds import server_command, server_environment
+from dppo_megatron.engines.protocol import EngineIncompatible
 from dppo_megatron.engines.secret import NoSecret, make_secret, read_secret
+from dppo_megatron.launch.engine import EngineStartError, _wait_healthy
 from tests.attack import cases, generator
 from tests.support.configs import make_config
 
@@ -274,7 +283,36 @@ def test_a_secret_file_of_ones_own(tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "secret").exists()
     monkeypatch.setattr("dppo_megatron.engines.secret.WRITTEN_S", 0.1)
     (tmp_path / "shared").write_text("")
-    with pytest.raises(NoSecret, match="is empty"):
+    with pytest.raises(NoSecret, match="is empty; write another into it"):
+        make_secret(config)
+
+
+@pytest.mark.parametrize("held", [b"two\nlines", b"DPPO\x00SECRET", "schlüssel".encode(), b"\xff"])
+def test_a_secret_that_no_request_can_bring_is_refused_and_not_shown(tmp_path, held):
+    """httpx and h11 put a header that they refuse into their errors, which are logged."""
+    config = run_config(tmp_path / "run", secret_file=tmp_path / "shared")
+    (tmp_path / "shared").write_bytes(held)
+    for use in (make_secret, read_secret):
+        with pytest.raises(NoSecret, match=r"shared: holds more than a line of ASCII; leave the secret alone in it$"):
+            use(config)
+
+
+def test_a_secret_that_cannot_be_closed_or_read_is_said(tmp_path, caplog, monkeypatch):
+    config = run_config(tmp_path / "run", secret_file=tmp_path / "shared")
+    (tmp_path / "shared").write_text("ours")
+    (tmp_path / "shared").chmod(0o644)
+
+    def fail(number):
+        def call(*_arguments, **_settings):
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    monkeypatch.setattr(Path, "chmod", fail(errno.EROFS))
+    make_secret(config)
+    assert "could be read by others (mode 644); write another into it, and tell it to the servers" in caplog.text
+    monkeypatch.setattr(Path, "read_bytes", fail(errno.EACCES))
+    with pytest.raises(NoSecret, match="shared: is not for this user to read"):
         make_secret(config)
 
 
@@ -296,3 +334,50 @@ def test_a_resolved_config_holds_no_secret(tmp_path):
     save_resolved(config, tmp_path / "c.yaml")
     assert "hidden" not in (tmp_path / "c.yaml").read_text()
     assert read_config(tmp_path / "c.yaml").engine.secret_file == tmp_path / "shared"
+
+
+def test_sglang_s_own_requests_take_the_secret_past_proxies(monkeypatch):
+    """http_proxy is common on compute nodes: a proxy would read the secret, and answer in the server's place."""
+    monkeypatch.syspath_prepend(str(Path(guard.__file__).parent))
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    monkeypatch.setattr(sys, "argv", ["server"])
+    monkeypatch.setattr(runpy, "run_module", lambda *_, **__: None)
+    server = ModuleType("http_server")
+    server.app = SimpleNamespace(add_middleware=lambda *_, **__: None)
+    plugins, entrypoints = ModuleType("sglang.srt.plugins"), ModuleType("sglang.srt.entrypoints")
+    plugins.load_plugins, entrypoints.http_server = lambda: None, server
+    for module in (ModuleType("sglang"), ModuleType("sglang.srt"), plugins, entrypoints):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    importlib.import_module("sglang_server").main(["--model-path", "m"])
+    assert server.requests.headers["Authorization"] == f"Bearer {SECRET}"
+    assert not server.requests.merge_environment_settings("http://node7:8000", {}, None, None, None)["proxies"]
+
+
+@pytest.mark.parametrize(("secret", "why"), [("x", "it has another secret than this run"), (None, "brought none")])
+def test_who_is_refused_is_told_whether_it_brought_a_secret(secret, why):
+    async def call():
+        calls = EngineCalls("http://engine", secret, "")
+        transport = httpx.MockTransport(lambda _: httpx.Response(401, json={"error": "not authorized"}))
+        calls._http._choose()
+        calls._http._pools[0]._transport = transport
+        await calls.json("its description", "/info")
+
+    with pytest.raises(EngineIncompatible, match=rf"status 401: not authorized \(.*{why}"):
+        asyncio.run(call())
+
+
+def test_a_server_that_never_lets_its_own_launcher_in_is_said_to(tmp_path, monkeypatch):
+    """A container without the environment, say: it has no secret, and so answers nobody."""
+
+    class Refused:
+        async def health(self):
+            raise EngineIncompatible("status 401: this server was started without DPPO_SECRET")
+
+        async def close(self):
+            pass
+
+    config = run_config(tmp_path, start_timeout_s=0.2)
+    monkeypatch.setattr("dppo_megatron.launch.engine.build_engine", lambda *_: Refused())
+    with pytest.raises(EngineStartError, match=r"\(engine.start_timeout_s\); at last: status 401: .*DPPO_SECRET"):
+        _wait_healthy(config, "http://engine", SimpleNamespace(poll=lambda: None, kill=lambda: None))
