@@ -138,6 +138,8 @@ class RewardPool:
         try:
             rewards = await self._rewards[term].score_group(prompt, texts, timeout_s)
             outcomes = [None if reward is None else as_outcome(reward) for reward in rewards]
+            if len(outcomes) != len(texts):
+                raise ValueError(f"it returned {len(outcomes)} values for {len(texts)} responses")
         except TimeoutError:
             outcomes = [Failure("timeout", f"no answer within reward.timeout_s = {timeout_s:g} s")] * len(texts)
         except Exception as error:

@@ -51,6 +51,7 @@ class Worker:
     def __init__(self, terms: Terms):
         self._terms = tuple(terms)
         self._requests = 0
+        self._ended = False
         token = secrets.token_bytes(TOKEN_BYTES)
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours, token)
@@ -103,9 +104,10 @@ class Worker:
         return self._process.poll() is None and self._channel.quiet
 
     def end(self) -> None:
-        """Kills it and what it started in its session. Harmless when repeated."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
+        """Kills it and what it started in its session, which may go on when it has ended. Harmless when repeated."""
+        if not self._ended:
+            self._ended = True
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
                 os.killpg(self._process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_S)

@@ -6,8 +6,10 @@ import asyncio
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 class TimedOut(BaseException):
@@ -39,6 +41,9 @@ def strange(prompt, response_text):
             while True:
                 math.sqrt(2)
         case "die":
+            os._exit(7)
+        case "leave a process":
+            Path(prompt.answer).write_text(f"{subprocess.Popen(['sleep', '1000']).pid}")
             os._exit(7)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -81,3 +86,10 @@ class Counting:
 
 
 not_callable = 3
+
+
+class WrongCount:
+    """Of a group."""
+
+    async def score_group(self, prompt, texts, timeout_s):
+        return [1.0] * (len(texts) + 1)

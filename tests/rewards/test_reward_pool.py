@@ -161,6 +161,22 @@ def test_a_killed_parent_leaves_no_worker():
         time.sleep(0.05)
 
 
+def test_a_worker_that_ends_leaves_nothing_that_it_started(prompt, tmp_path):
+    with make_pool() as pool:
+        assert score(pool, prompt(str(tmp_path / "pid")), "leave a process") == ([0], [True])
+    left = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while _runs(left):
+        assert time.monotonic() < deadline, "it runs on, and nobody knows of it"
+        time.sleep(0.05)
+
+
+def test_a_reward_of_groups_with_another_number_of_values_costs_its_own_group_alone(prompt, caplog):
+    with make_pool("tests.rewards.strange_rewards:WrongCount") as pool:
+        assert score(pool, prompt(""), "a", "b") == ([0, 0], [True, True])
+    assert "it returned 3 values for 2 responses" in caplog.text
+
+
 def _runs(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -205,6 +205,13 @@ def test_a_judge_gets_all_responses_to_a_prompt_at_once(prompt, monkeypatch):
         assert ask(judge, row, "a", "none")[1:] == ([False, True], {"reward/failed_not_applicable": 1})
 
 
+def test_a_token_that_no_request_can_bring_is_refused_and_not_shown(monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "hidden\n")
+    with pytest.raises(RewardError, match="token_env = 'JUDGE_TOKEN': holds more than a line") as refused:
+        build_reward(RewardConfig(name="http", settings={"url": "http://x", "token_env": "JUDGE_TOKEN"}))
+    assert "hidden" not in str(refused.value)
+
+
 def test_a_judge_that_is_busy_is_asked_again(prompt, caplog):
     with Judge(refusals=2) as judge:
         assert ask(judge, prompt("1"), "a")[:2] == ([1], [False])
