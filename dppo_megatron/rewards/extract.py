@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-_BOX_OR_BRACE = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+# A line break, \\, is read whole: the brace after it is not escaped.
+_BOX_OR_BRACE = re.compile(r"\\boxed\s*\{|\\\\(?!boxed)|\\[{}]|[{}]")
 # The word, an optional adjective before it, a colon, and the rest of the line; Markdown may stand between.
 _ANSWER_LINE = re.compile(r"(?i)(?<![a-z])answer[*_`]{0,3}(?: is)?[ \t]?[*_`]{0,3}[:：]")
 _MARKDOWN = " \t\r*_`"
