@@ -195,6 +195,13 @@ def test_a_server_without_our_plugin_says_how_to_get_it(config, model):
         against(config, replies, lambda engine: engine.held_weights())
 
 
+def test_a_fingerprint_that_failed_leaves_the_engine_out(config, model):
+    replies = {"/weights_checker": [say({"success": False, "message": "CUDA out of memory"}, 400)]}
+    with pytest.raises(EngineError, match=r"fingerprints of its weights failed.*CUDA out of memory$") as raised:
+        against(config, replies, lambda engine: engine.held_weights())
+    assert not isinstance(raised.value, EngineIncompatible | EngineRefused), "these end the run"
+
+
 def test_running_requests_that_do_not_end(config, model):
     busy = {"/v1/loads": [say({"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 0}]})] * 99}
     with pytest.raises(EngineTimeout, match="the old weights go on"):

@@ -134,7 +134,9 @@ class SglangEngine:
             reply = await self._calls.json(what, "/weights_checker", self._update_timeout_s, body=body)
             workers = [{g: value.split() for g, value in rank["checksums"].items()} for rank in reply["ranks"]]
         except EngineRefused as error:
-            raise EngineIncompatible(f"{error}: {NO_PLUGIN}") from None
+            if "Unsupported action" in str(error):
+                raise EngineIncompatible(f"{error}: {NO_PLUGIN}") from None
+            raise EngineError(str(error)) from None  # SGLang answers so whatever goes wrong, a lack of memory too
         except (KeyError, TypeError, AttributeError) as error:
             raise EngineError(f"engine {self.url}: {what}: garbled reply: {error}") from None
         return held_weights(self.url, workers)
