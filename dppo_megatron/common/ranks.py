@@ -95,7 +95,7 @@ class Ranks:
         with self._waiting_for(what):
             key = f"{next(self._number)}"
             if self.rank == 0:
-                self._set(key, (result, error and _Failure(type(error), str(error))))
+                self._set(key, (result, error and _Failure.of(error)))
             else:
                 self._wait([key], what, lambda: [0])
                 result, failure = self._take(key, self.size - 1)
@@ -115,7 +115,7 @@ class Ranks:
             result = act()
         except Exception as raised:
             error = raised
-        outcomes = self.gather((result, error and _Failure(type(error), str(error))), what)
+        outcomes = self.gather((result, error and _Failure.of(error)), what)
         failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
         if failures:
             kinds = [failure.kind for failure in failures.values()]
@@ -234,6 +234,21 @@ def _listed(ranks: list[int]) -> str:
 class _Failure(NamedTuple):
     kind: type[Exception]
     text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        """Of its type, or of the nearest above it that other ranks can make: one that they cannot would leave them
+        waiting, or without its text."""
+        kind = next(kind for kind in type(error).__mro__ if _can_be_told(kind))
+        return cls(kind, f"{error}" if kind is type(error) else f"{type(error).__name__}: {error}")
+
+
+def _can_be_told(kind: type) -> bool:
+    try:
+        pickle.dumps(kind)
+        return "text" in str(_error_of(kind, "text"))
+    except Exception:
+        return False
 
 
 def _error_of(kind: type[Exception], text: str) -> Exception:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dppo_megatron.common import ranks as agreements
 from dppo_megatron.common import world_store
 from dppo_megatron.common.ranks import Ranks, RanksForged, RanksTimeout, authenticate
-from dppo_megatron.config import ConfigError
+from dppo_megatron.config import Config, ConfigError
 from tests.support import ranks as support
 from tests.support.crafted import RunsCode
 
@@ -150,6 +150,44 @@ def test_a_value_of_somebody_who_reached_the_store_is_not_unpickled(tmp_path, mo
     with pytest.raises(RanksForged, match="rank 1: what the store holds as 0 is not of a rank with this run's secret"):
         Ranks.over(store, 1, 2, 5).from_rank_zero(dict, "a value")
     assert not (tmp_path / "ran").exists()
+
+
+def _unreadable() -> None:
+    b"\xff".decode()
+
+
+def _misspelled() -> None:
+    Config.model_validate({"run": 3})
+
+
+def _of_this_process_alone() -> None:
+    class Local(Exception):
+        pass
+
+    raise Local("in a word")
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "name", "text"),
+    [
+        (_unreadable, ValueError, "UnicodeDecodeError", "can't decode byte 0xff"),
+        (_misspelled, ValueError, "ValidationError", "validation errors for Config"),
+        (_of_this_process_alone, Exception, "Local", "in a word"),
+    ],
+)
+def test_an_error_that_others_cannot_make_is_told_all_the_same(act, kind, name, text):
+    store = dist.HashStore()
+    ranks = [Ranks.over(dist.PrefixStore("world", store), rank, 2, timeout_s=5) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        told = [pool.submit(of.from_rank_zero, act, "a value") for of in ranks]
+        with pytest.raises(Exception, match=text):
+            told[0].result()
+        with pytest.raises(kind, match=rf"(?s)^{name}: .*{text}"):
+            told[1].result()
+        told = [pool.submit(of.on_every_rank, act, "an act") for of in ranks]
+        for of in told:
+            with pytest.raises(kind, match=rf"(?s)rank 0: .*{text}.*rank 1: .*{text}"):
+                of.result()
 
 
 def test_512_ranks_agree_over_the_connection_that_they_have():
