@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,10 @@ def check(directory: Path, hf: dict, *, model: dict[str, Any] | None = None, tok
         ranks = builder.build(made)
     per_stage = made.parallel.world_size // made.parallel.pipeline
     for rank in ranks:
-        planned = estimate(rank, view, made, hardware("cpu-16"), Load(own, own, micro_batches), padded).tensors
+        memory = estimate(rank, view, made, hardware("cpu-16"), Load(own, own, micro_batches), padded)
+        # Checkpoints are measured by themselves, below; of a model this small they take the most.
+        updates = {name: items for name, items in memory.phases.items() if not name.endswith("a checkpoint")}
+        planned = replace(memory, phases=updates).tensors
         first = rank.stage * per_stage
         alike = measured[first : first + per_stage]
         assert planned == pytest.approx(min(alike), rel=0.1), (rank.stage, measured)
