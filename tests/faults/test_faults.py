@@ -57,8 +57,7 @@ def test_frozen_while_it_generates(start_run, engines, undisturbed):
     run = start_run(urls=[engine.url for engine in engines])
     run.wait_for_step(1)
     pid = json.loads((engines[1].directory / "services" / "engine-0.json").read_text())["pid"]
-    wait_while_generating(run, engines[1].url)
-    with frozen(pid):
+    with frozen(pid, lambda: wait_while_generating(run, engines[1].url)):
         started = time.monotonic()
         run.wait_for_log("orchestrator", "-> dead", NOTICED_S + 10)
         run.wait_for_step(4)

@@ -138,10 +138,11 @@ def wait_while_generating(run: Run, url: str) -> None:
 
 
 @contextlib.contextmanager
-def frozen(pid: int):
-    """The server and its own processes stand still inside."""
+def frozen(pid: int, when: Callable[[], None] = lambda: None):
+    """The server and its own processes stand still inside, from the moment at which `when` returns."""
     process = psutil.Process(pid)
-    family = [process, *process.children(recursive=True)]
+    family = [process, *process.children(recursive=True)]  # found before: what `when` waits for is soon over
+    when()
     for member in family:
         member.suspend()
     try:
