@@ -18,6 +18,7 @@ without_cuda.import_without_compiled_fusions()
 
 from .actor import Actor, TrainingDiverged, UpdateStats
 from .checkpoint.errors import CheckpointError
+from .forward import apply_objective
 from .layout import Layout, LayoutError, init_layout
 from .model import check_model
 from .model_config import padded_vocab_size
@@ -35,6 +36,7 @@ __all__ = [
     "StepLine",
     "TrainingDiverged",
     "UpdateStats",
+    "apply_objective",
     "check_model",
     "init_layout",
     "padded_vocab_size",

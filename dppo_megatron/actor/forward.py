@@ -14,7 +14,7 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from dppo_megatron.objectives import Metric, Objective, TopKLogprobs, mean_metric
+from dppo_megatron.objectives import Metric, Objective, ObjectiveOutput, TopKLogprobs, mean_metric
 from dppo_megatron.types import TokenBatch
 from dppo_megatron.vocab_parallel import DeferredChecks, TokenStatistics, linear_token_statistics, token_statistics
 
@@ -72,17 +72,16 @@ class LossStep:
         own = slice(None)
         if objective.needs_sequences and self.layout.context_size > 1:
             rows, stats, own = _whole_sequences(batch, stats, self.layout)
-        out = objective(
+        sequence_ids = batch.sequence_ids if objective.needs_sequences else None
+        out = apply_objective(
+            objective,
+            rows,
             logprob=stats.logprob,
-            mask=rows.mask,
-            rollout_logprob=rows.rollout_logprob,
-            advantage=rows.advantage,
-            topk=None if rows.topk_ids is None else self._topk(rows, stats),
-            old_logprob=rows.old_logprob,
-            reference_logprob=rows.reference_logprob,
-            sequence_ids=batch.sequence_ids if objective.needs_sequences else None,
+            topk_logprob=stats.topk_logprob,
+            other_logprob=stats.other_logprob,
             entropy=stats.entropy,
-            **({"positions": rows.position_ids} if getattr(objective, "needs_positions", False) else {}),
+            sequence_ids=sequence_ids,
+            vocab_size=self.vocab_size,
         )
         self.masked.index_add_(0, rows.target_ids[own], out.masked_tokens[own].long())
         loss = (rows.loss_weight * out.loss)[own].sum()
@@ -92,17 +91,47 @@ class LossStep:
         report = MicroBatchResult(loss.detach().double(), nonfinite, metrics)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
 
-    def _topk(self, rows: TokenBatch, stats: TokenStatistics) -> TopKLogprobs:
-        return TopKLogprobs(
+
+def apply_objective(
+    objective: Objective,
+    rows: TokenBatch,
+    *,
+    logprob: Tensor,
+    topk_logprob: Tensor | None,
+    other_logprob: Tensor | None,
+    entropy: Tensor | None,
+    sequence_ids: Tensor | None,
+    vocab_size: int,
+) -> ObjectiveOutput:
+    """The objective on `rows` [T], given what the policy in training makes of them.
+
+    logprob, entropy [T], of the targets. topk_logprob [T, K] of `rows.topk_ids` and other_logprob [T] of everything
+    else, or None where they were not computed. No collectives.
+    """
+    topk = None
+    if topk_logprob is not None:
+        topk = TopKLogprobs(
             ids=rows.topk_ids,
             rollout_logprob=rows.rollout_topk_logprob,
-            logprob=stats.topk_logprob,
-            other_logprob=stats.other_logprob,
+            logprob=topk_logprob,
+            other_logprob=other_logprob,
             target_ids=rows.target_ids,
-            vocab_size=self.vocab_size,
+            vocab_size=vocab_size,
             old_logprob=rows.old_topk_logprob,
             old_other_logprob=rows.old_other_logprob,
         )
+    return objective(
+        logprob=logprob,
+        mask=rows.mask,
+        rollout_logprob=rows.rollout_logprob,
+        advantage=rows.advantage,
+        topk=topk,
+        old_logprob=rows.old_logprob,
+        reference_logprob=rows.reference_logprob,
+        sequence_ids=sequence_ids,
+        entropy=entropy,
+        **({"positions": rows.position_ids} if getattr(objective, "needs_positions", False) else {}),
+    )
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dppo_megatron.actor import Actor, Scores, StepLine
+from dppo_megatron.actor import Actor, Scores, StepLine, apply_objective
 from dppo_megatron.config import Config
 from dppo_megatron.config.acceptance import AcceptanceConfig
-from dppo_megatron.objectives import Objective, TopKLogprobs
+from dppo_megatron.objectives import Objective, sequence_ids_from_cu_seqlens
 from dppo_megatron.objectives.divergence import binary_kl, binary_tv
 from dppo_megatron.types import TokenBatch
 
@@ -153,27 +153,13 @@ class Acceptance:
         if measured != "objective":
             of = binary_tv if measured == "binary_tv" else binary_kl
             return of(tokens.rollout_logprob, scores.logprob)
-        sizes = tokens.cu_seqlens.diff().long()
-        return self._objective(
+        return apply_objective(
+            self._objective,
+            tokens,
             logprob=scores.logprob,
-            mask=tokens.mask,
-            rollout_logprob=tokens.rollout_logprob,
-            advantage=tokens.advantage,
-            topk=self._lists(tokens, scores) if self._topk else None,
-            old_logprob=tokens.old_logprob,
-            reference_logprob=tokens.reference_logprob,
-            sequence_ids=torch.repeat_interleave(torch.arange(len(sizes)), sizes),
-            entropy=torch.zeros_like(scores.logprob) if self._objective.needs_entropy else None,
-        ).divergence
-
-    def _lists(self, tokens: TokenBatch, scores: Scores) -> TopKLogprobs:
-        return TopKLogprobs(
-            ids=tokens.topk_ids,
-            rollout_logprob=tokens.rollout_topk_logprob,
-            logprob=scores.topk_logprob,
+            topk_logprob=scores.topk_logprob,
             other_logprob=scores.other_logprob,
-            target_ids=tokens.target_ids,
+            entropy=torch.zeros_like(scores.logprob) if self._objective.needs_entropy else None,
+            sequence_ids=sequence_ids_from_cu_seqlens(tokens.cu_seqlens, len(tokens.token_ids)),
             vocab_size=self._actor.hf.vocab_size,
-            old_logprob=tokens.old_topk_logprob,
-            old_other_logprob=tokens.old_other_logprob,
-        )
+        ).divergence

@@ -33,6 +33,7 @@ CASES = {
     "binary_kl": {"bound": BOUND, "divergence": "binary_kl", "statistic": "max", "share": 1.0, "moments": "reset"},
     "taken back": {"bound": 1e-9, "halvings": 0},
 }
+METHODS = ("cppo", "gspo", "dppo_topk_kl")  # of positions, of whole responses, of lists
 
 
 class Toy:
@@ -151,3 +152,11 @@ def test_layouts_keep_the_same_part(trained):
     kept = {layout: [r["acceptance/fraction"] for r in trained(layout)["halved"][0]["records"]] for layout in LAYOUTS}
     kept.pop("bf16 offloaded")
     assert len(set(map(tuple, kept.values()))) == 1, kept
+
+
+def test_what_an_objective_needs_it_has_here_too(ranks, tmp_path):
+    task = make_task(tmp_path)
+    cases = {name: LAYOUTS["one"] | {"objective": {"name": name}, "acceptance": {"bound": 1e3}} for name in METHODS}
+    (seen,) = ranks(1).run(train_cases, cases=cases, task=task, directory=tmp_path)
+    for name, found in seen.items():
+        assert all(record["acceptance/divergence"] > 0 for record in found["records"]), name
