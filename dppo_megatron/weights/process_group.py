@@ -7,19 +7,20 @@ trainer hosts.
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from dppo_megatron.common.environment import environment
 
 from .broadcast_plan import Backend
 
@@ -228,22 +229,8 @@ def _new_group(store: dist.Store, rank: int, size: int, backend: Backend, addres
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     # Read by the constructor: no watchdog then, which would end this whole process when a peer is lost.
-    with _environment(TORCH_NCCL_BLOCKING_WAIT="1"):
+    with environment(TORCH_NCCL_BLOCKING_WAIT="1"):
         return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-@contextmanager
-def _environment(**changes: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _brief(error: BaseException) -> str:

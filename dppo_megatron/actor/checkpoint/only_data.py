@@ -6,11 +6,10 @@ Megatron and torch read `.metadata`, objects among the shards and TransformerEng
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dppo_megatron.common.environment import environment
 from dppo_megatron.common.files import read_json
 from dppo_megatron.hf import ModelError
 from dppo_megatron.hf.torch_dist_metadata import read_metadata
@@ -57,20 +57,9 @@ def load_data(path: Path) -> Any:
         raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from None
 
 
-@contextmanager
-def data_only() -> Iterator[None]:
+def data_only() -> AbstractContextManager[None]:
     """Every torch.load in it admits data alone, also one whose caller wants it otherwise."""
-    variables = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="0")
 
 
 def reason(error: BaseException) -> str:
