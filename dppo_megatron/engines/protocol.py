@@ -66,6 +66,7 @@ class GenerateRequest:
     stop_token_ids: tuple[int, ...] = ()
     topk: int = 0  # K most likely tokens per position; 0 = none
     routed_experts: bool = False  # return the experts that each token was routed to
+    top_p: float = 1.0  # below 1 only to evaluate: whether log-probs are of what is left is then the engine's choice
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.ascontiguousarray(self.token_ids, dtype=np.int32))
@@ -82,6 +83,7 @@ class GenerateRequest:
                 not (self.temperature == 0 or 0.01 <= self.temperature < float("inf")),
                 f"temperature = {self.temperature} must be 0 (greedy) or at least 0.01",
             ),
+            (not 0 < self.top_p <= 1, f"top_p = {self.top_p} must lie in (0, 1]"),
             (self.max_tokens < 1, f"max_tokens = {self.max_tokens} must be at least 1"),
             (self.topk < 0, f"topk = {self.topk} must not be negative"),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -89,6 +90,19 @@ def test_same_seed_same_tokens_alone_or_in_a_crowd(served):
         np.testing.assert_array_equal(first.token_ids, second.token_ids)
         np.testing.assert_allclose(first.rollout_logprob, second.rollout_logprob, atol=1e-5)
     assert len({tuple(r.token_ids[:9]) for r in (*alone, *other)}) == 11, "different seeds gave equal samples"
+
+
+def test_top_p_leaves_the_most_likely_tokens_and_the_seeds_draw_among_them(served):
+    request = replace(group("nucleus", n=16), top_p=0.5)
+    first, again = (served.use(generate(request)) for _ in range(2))
+    outside = 0
+    for rollout, same in zip(first, again, strict=True):
+        np.testing.assert_array_equal(rollout.token_ids, same.token_ids)
+        p = np.exp(served.reference("a").logprobs(PROMPT, rollout.token_ids))
+        sampled = p[np.arange(len(p)), rollout.token_ids]
+        assert ((p * (p > sampled[:, None])).sum(1) < 0.5 + 1e-4).all()  # what is likelier did not make 0.5 yet
+        outside += int((p.argmax(1) != rollout.token_ids).sum())
+    assert outside > 0, "only the likeliest token was ever sampled: the test lost its point"
 
 
 def test_seeds_sample_the_distribution(served):

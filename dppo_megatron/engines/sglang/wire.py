@@ -30,7 +30,7 @@ def encode_group(request: GenerateRequest, max_tokens: int) -> dict[str, Any]:
     """One batch of `n` requests that differ by their seed."""
     sampling = {
         "temperature": request.temperature or GREEDY_TEMPERATURE,
-        "top_p": 1.0,
+        "top_p": request.top_p,
         "top_k": -1,
         "min_p": 0.0,
         "max_new_tokens": max_tokens,

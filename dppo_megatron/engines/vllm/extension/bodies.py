@@ -31,6 +31,7 @@ class GenerateBody(Body):
     n: Annotated[int, Field(le=2**16)]
     seeds: list[int]
     temperature: float
+    top_p: float = 1.0
     max_tokens: Int32
     stop_token_ids: list[Int32] = []
     topk: Annotated[int, Field(lt=2**31)] = 0

@@ -69,6 +69,7 @@ async def score(engine: EngineClient, token_ids: list[int], request_id: str) -> 
 def _params(request: GenerateRequest, seed: int, experts: ExpertsReader) -> SamplingParams:
     return SamplingParams(
         temperature=request.temperature,
+        top_p=request.top_p,
         max_tokens=request.max_tokens,
         seed=seed if request.temperature else None,
         stop_token_ids=list(request.stop_token_ids),

@@ -41,6 +41,7 @@ def encode_request(request: GenerateRequest) -> bytes:
             "n": request.n,
             "seeds": request.seeds,
             "temperature": request.temperature,
+            "top_p": request.top_p,
             "max_tokens": request.max_tokens,
             "stop_token_ids": request.stop_token_ids,
             "topk": request.topk,
