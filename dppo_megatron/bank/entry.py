@@ -48,6 +48,16 @@ class BankEntry:
         return len(self.response_lengths)
 
     @property
+    def sampled(self) -> np.ndarray:
+        """[n] int32, tokens of every sample that the policy sampled: those with a log-prob and a version."""
+        return self.response_lengths if self.spans is None else self.spans[:, 0]
+
+    @property
+    def trajectories(self) -> np.ndarray:
+        """[n] int, of every sample, ascending from 0."""
+        return np.arange(self.num_samples) if self.trajectory is None else np.array(self.trajectory)
+
+    @property
     def masked(self) -> bool:
         """Whether the tokens were drawn from a part of the vocabulary."""
         return self.shapes is not None and self.shapes.kept is not None

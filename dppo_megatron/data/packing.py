@@ -11,22 +11,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from dppo_megatron.types import Prompt, Rollout, TokenBatch
+from dppo_megatron.types import POLICY, Prompt, Rollout, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """A prompt with the response to learn from. Supervised sequences have no rollout fields."""
+    """A prompt with the response to learn from. Supervised sequences have no rollout fields.
+
+    Of the S response tokens R are learned from: all, or those of `sampled`. The others are read and nothing else.
+    """
 
     prompt_ids: np.ndarray  # [P] int32, at least one token: it predicts the first of the response
-    response_ids: np.ndarray  # [R] int32
-    loss_weight: float  # of every response token, its share of the global batch; 0 = carries no loss
+    response_ids: np.ndarray  # [S] int32
+    loss_weight: float  # of every token that is learned from, its share of the global batch; 0 = carries no loss
     advantage: float | np.ndarray | None = None  # scalar or [R] fp32
     rollout_logprob: np.ndarray | None = None  # [R] fp32
     temperature: float = 1.0
     topk_ids: np.ndarray | None = None  # [R, K] int32, -1 = absent
     rollout_topk_logprob: np.ndarray | None = None  # [R, K] fp32
-    routed_experts: np.ndarray | None = None  # [P + R - 1, L, k] of every token but the last, for routing replay
+    routed_experts: np.ndarray | None = None  # [P + S - 1, L, k] of every token but the last, for routing replay
+    sampled: np.ndarray | None = None  # [S] bool, R of them; None: all
 
     @classmethod
     def of_rollout(
@@ -50,6 +54,7 @@ class TokenSequence:
             rollout.topk_ids,
             rollout.rollout_topk_logprob,
             rollout.routed_experts if replay_routing else None,
+            None if rollout.spans is None else np.repeat(rollout.spans[:, 0] == POLICY, rollout.spans[:, 1]),
         )
 
     @classmethod
@@ -59,6 +64,11 @@ class TokenSequence:
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def learned(self) -> int:
+        """R."""
+        return len(self.response_ids) if self.sampled is None else int(self.sampled.sum())
 
 
 def plan_micro_batches(lengths: Sequence[int] | np.ndarray, data_parallel: int, budget: int) -> list[list[list[int]]]:
@@ -114,6 +124,11 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0) -> TokenBatch:
     responses = int(response_sizes.sum())
     before = np.cumsum(response_sizes) - response_sizes
     rows = np.repeat(starts + prompt_sizes - 1 - before, response_sizes) + np.arange(responses)
+    targets = np.concatenate([s.response_ids for s in sequences])
+    learned_sizes = np.array([s.learned for s in sequences])
+    if learned_sizes.sum() < responses:
+        sampled = [np.ones(len(s.response_ids), np.bool_) if s.sampled is None else s.sampled for s in sequences]
+        rows, targets = (of_all[np.concatenate(sampled)] for of_all in (rows, targets))
 
     def per_row(values: Any, dtype: Any, fill: float = 0) -> torch.Tensor:
         values = np.asarray(values)
@@ -122,7 +137,7 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0) -> TokenBatch:
         return torch.from_numpy(out)
 
     def per_response(values: list[Any]) -> np.ndarray:
-        return np.repeat(np.array(values, dtype=np.float32), response_sizes)
+        return np.repeat(np.array(values, dtype=np.float32), learned_sizes)
 
     token_ids = np.concatenate([part for s in sequences for part in (s.prompt_ids, s.response_ids)])
     positions = np.arange(total) - np.repeat(starts, sizes)
@@ -133,14 +148,14 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0) -> TokenBatch:
         "token_ids": torch.from_numpy(token_ids.astype(np.int64)),
         "position_ids": torch.from_numpy(positions),
         "cu_seqlens": torch.tensor([0, *ends.tolist()], dtype=torch.int32),
-        "target_ids": per_row(np.where(carries_loss, np.concatenate([s.response_ids for s in sequences]), 0), np.int64),
+        "target_ids": per_row(np.where(carries_loss, targets, 0), np.int64),
         "mask": per_row(carries_loss, np.bool_),
         "loss_weight": per_row(loss_weight, np.float32),
     }
     first = sequences[0]
     if first.rollout_logprob is not None:
         if any(isinstance(s.advantage, np.ndarray) for s in sequences):
-            advantage = np.concatenate([np.broadcast_to(s.advantage, len(s.response_ids)) for s in sequences])
+            advantage = np.concatenate([np.broadcast_to(s.advantage, s.learned) for s in sequences])
         else:
             advantage = per_response([s.advantage for s in sequences])
         finite &= np.isfinite(advantage).all()
@@ -220,18 +235,20 @@ def _check(sequences: Sequence[TokenSequence]) -> None:
 
 
 def _problem(s: TokenSequence, first: TokenSequence) -> str:
-    responses = len(s.response_ids)
+    if s.sampled is not None and s.sampled.shape != s.response_ids.shape:
+        return f"{len(s.sampled)} marks of sampled tokens for {len(s.response_ids)} response tokens"
+    learned = s.learned
     width = _width(first.topk_ids)
     if len(s.prompt_ids) == 0:
         return "empty prompt: nothing predicts the first response token"
     if (s.rollout_logprob is None) != (first.rollout_logprob is None) or _width(s.topk_ids) != width:
         return "rollout log-probs or top-K differ from those of sequence 0 in presence or K"
-    if s.rollout_logprob is not None and (s.advantage is None or len(s.rollout_logprob) != responses):
-        return "a rollout needs an advantage and one log-prob per response token"
+    if s.rollout_logprob is not None and (s.advantage is None or len(s.rollout_logprob) != learned):
+        return "a rollout needs an advantage and one log-prob per sampled token"
     if s.topk_ids is not None and (
-        s.rollout_topk_logprob is None or not s.topk_ids.shape == s.rollout_topk_logprob.shape == (responses, width)
+        s.rollout_topk_logprob is None or not s.topk_ids.shape == s.rollout_topk_logprob.shape == (learned, width)
     ):
-        return f"top-K ids and log-probs must both be [{responses}, {width}]"
+        return f"top-K ids and log-probs must both be [{learned}, {width}]"
     routed = None if s.routed_experts is None else s.routed_experts.shape
     if (routed is None) != (first.routed_experts is None) or (
         routed is not None and routed != (len(s) - 1, *first.routed_experts.shape[1:])

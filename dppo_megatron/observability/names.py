@@ -54,7 +54,8 @@ _PUBLISH = (("publish/bytes_per_s", "bytes/s", "size of the weights / seconds of
 _ROLLOUT = (
     ("rollout/reward_mean", "reward", "mean over the samples of the batch"),
     ("rollout/reward_failed", "count", "samples whose verifier raised or timed out"),
-    ("rollout/response_tokens_mean", "tokens", "mean response length"),
+    ("rollout/response_tokens_mean", "tokens", "tokens that the policy sampled, mean over the samples"),
+    ("rollout/branches_mean", "count", "token sequences of a trajectory, mean; more than 1 where history was edited"),
     ("rollout/truncated_share", "share", "responses truncated at rollout.max_response_tokens"),
     ("rollout/groups_without_signal", "count", "groups without any advantage: all rewards are equal"),
     ("rollout/overlong_filtered", "count", "truncated responses left out of the loss (objective.overlong_filter)"),

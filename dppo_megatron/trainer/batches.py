@@ -104,12 +104,13 @@ class BankBatches:
         return StepBatch([u for u in updates if u is not None], metrics)
 
     def _staleness(self, step: int, entries: Sequence[BankEntry]) -> dict[str, float]:
-        """Policy versions between sampling and training, over all response tokens."""
-        tokens = sum(int(entry.response_lengths.sum()) for entry in entries)
+        """Policy versions between sampling and training, over all sampled tokens."""
+        tokens = sum(int(entry.sampled.sum()) for entry in entries)
         lag = step * tokens - sum(entry.version_sum for entry in entries)
+        oldest = min((entry.min_version for entry in entries if entry.sampled.any()), default=step)
         return {
             "rollout/staleness_mean": lag / max(tokens, 1),
-            "rollout/staleness_max": float(step - min(entry.min_version for entry in entries)),
+            "rollout/staleness_max": float(step - oldest),
             "rollout/mixed_version_groups": float(sum(e.min_version != e.max_version for e in entries)),
         }
 
@@ -121,20 +122,15 @@ class BankBatches:
                     f"rollout.temperature = {rollout.temperature}: prompt {entry.position} in the bank was sampled at "
                     f"{entry.temperature}; training log-probs must be those of the sampled distribution"
                 )
-            if len(entry.rewards) != rollout.group_size:
+            if (found := int(entry.trajectories[-1]) + 1) != rollout.group_size:
                 raise ValueError(
                     f"rollout.group_size = {rollout.group_size}: prompt {entry.position} in the bank has "
-                    f"{len(entry.rewards)} samples; use the setting the bank was filled with"
+                    f"{found} samples; use the setting the bank was filled with"
                 )
             if entry.topk != rollout.topk_logprobs:
                 raise ValueError(
                     f"rollout.topk_logprobs = {rollout.topk_logprobs}: prompt {entry.position} in the bank has "
                     f"{entry.topk} top-K log-probs per token; use the setting the bank was filled with"
-                )
-            if entry.spans is not None or entry.trajectory is not None:
-                raise ValueError(
-                    f"rollout.bank: prompt {entry.position} has samples of several turns or branches; this "
-                    "version does not train on them, only the bank's format holds them"
                 )
             if entry.masked:
                 raise ValueError(
@@ -155,7 +151,7 @@ class BankBatches:
     def _sequences(
         self, entry: BankEntry, samples: Sequence[int], advantages: np.ndarray, weights: np.ndarray
     ) -> dict[int, TokenSequence]:
-        """The given samples of one group; advantages and weights are those of all of its samples."""
+        """The given samples of one group; advantages and weights are those of all of its trajectories."""
         group = self._reader.read(entry, samples, self._parts)
         replays = self._experts is not None and "routes" in self._parts
         if replays:
@@ -169,24 +165,26 @@ class BankBatches:
             i: TokenSequence.of_rollout(
                 group.prompt,
                 rollout,
-                advantage=float(advantages[i]),
-                loss_weight=float(weights[i]),
+                advantage=float(advantages[trajectory]),
+                loss_weight=float(weights[trajectory]),
                 temperature=group.temperature,
                 replay_routing=replays,
             )
-            for i, rollout in zip(samples, group.rollouts, strict=True)
+            for i, trajectory, rollout in zip(samples, entry.trajectories[samples], group.rollouts, strict=True)
         }
 
     def _update(self, entries: Sequence[BankEntry], samples: StepSamples) -> UpdateBatch | None:
-        """Denominators count every sample that carries loss; only those that can move the policy are computed."""
+        """Denominators count every trajectory that carries loss; only samples that can move the policy are computed."""
         advantages, weights = samples.advantages, samples.loss_weights(self._config)
         # A KL to another policy and an entropy bonus have a gradient where there is no advantage, too.
         own = self._objective
         moves = (advantages != 0) | getattr(own, "moves_without_advantage", own.needs_reference or own.needs_entropy)
-        computed = np.argwhere((samples.carrying > 0) & moves)
+        used = (samples.carrying > 0) & moves
+        of_groups = [np.flatnonzero(used[g, e.trajectories] & (e.sampled > 0)) for g, e in enumerate(entries)]
+        computed = np.array([(g, i) for g, of in enumerate(of_groups) for i in of])
         if not len(computed):
             return None
-        lengths = [int(entries[g].prompt_tokens + samples.lengths[g, i]) for g, i in computed]
+        lengths = [int(entries[g].prompt_tokens + entries[g].response_lengths[i]) for g, i in computed]
         plan = plan_micro_batches(lengths, self._size, self._config.train.micro_batch_tokens)
         own = computed[[i for indices in plan[self._rank] for i in indices]]
         read = {

@@ -1,8 +1,12 @@
-"""The samples of one step as arrays [G, n]: from rewards and lengths to advantages, before any token is read."""
+"""The trajectories of one step as arrays [G, n]: from rewards and lengths to advantages, before any token is read.
+
+A response is a trajectory of one branch. One of several branches, each a row of the batch, counts once in its group's
+baseline and in the denominators; its tokens are those of all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +19,15 @@ from dppo_megatron.objectives import group_advantages, keep_finished, sequence_w
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """G groups of n samples; every array is [G, n]."""
+    """G groups of n trajectories; every array is [G, n]."""
 
     rewards: np.ndarray  # fp32, the verifier's
     valid: np.ndarray  # bool, False where the verifier gave none
-    lengths: np.ndarray  # int32, response tokens
+    lengths: np.ndarray  # int32, tokens after the prompt, of the longest branch
+    sampled: np.ndarray  # int32, tokens that the policy sampled, in all branches
+    branches: np.ndarray  # int32
     truncated: np.ndarray  # bool, ended by the length limit
-    carrying: np.ndarray  # int32, response tokens that carry loss: all of a response's, or none
+    carrying: np.ndarray  # int32, tokens that carry loss: all that were sampled, or none
     penalties: np.ndarray  # fp32, added to the rewards: at most 0
     advantages: np.ndarray  # fp32
 
@@ -32,11 +38,19 @@ class StepSamples:
         A truncated response that `objective.overlong_filter` takes out of the loss still stands in its group's
         baseline: the group's mean reward does not depend on which responses carry loss.
         """
-        rewards = np.stack([e.rewards for e in entries])
-        lengths = np.stack([e.response_lengths for e in entries])
-        valid = ~np.stack([e.reward_failed for e in entries])
-        truncated = np.stack([e.truncated for e in entries])
-        carrying = np.where(valid, lengths, 0)
+        first = [np.flatnonzero(np.diff(e.trajectories, prepend=-1)) for e in entries]
+        last = [np.append(of[1:], e.num_samples) - 1 for of, e in zip(first, entries, strict=True)]
+
+        def over_branches(combine: np.ufunc, values: Callable[[BankEntry], np.ndarray]) -> np.ndarray:
+            return np.stack([combine.reduceat(values(e), of) for of, e in zip(first, entries, strict=True)])
+
+        rewards = np.stack([e.rewards[of] for of, e in zip(first, entries, strict=True)])
+        lengths = over_branches(np.maximum, lambda e: e.response_lengths)
+        sampled = over_branches(np.add, lambda e: e.sampled)
+        branches = over_branches(np.add, lambda e: np.ones(e.num_samples, np.int32))
+        valid = ~over_branches(np.logical_or, lambda e: e.reward_failed)
+        truncated = np.stack([e.truncated[of] for of, e in zip(last, entries, strict=True)])
+        carrying = np.where(valid, sampled, 0)
         if config.objective.overlong_filter:
             carrying = keep_finished(torch.from_numpy(truncated), torch.from_numpy(carrying)).numpy()
         penalties = np.zeros_like(rewards)
@@ -46,14 +60,14 @@ class StepSamples:
         advantages = group_advantages(
             torch.from_numpy(rewards + penalties), valid=torch.from_numpy(valid), kind=config.objective.advantage
         ).numpy()
-        return cls(rewards, valid, lengths, truncated, carrying, penalties, advantages)
+        return cls(rewards, valid, lengths, sampled, branches, truncated, carrying, penalties, advantages)
 
     def part(self, groups: np.ndarray) -> StepSamples:
         """The given groups alone. Their advantages stay those of the whole step."""
         return StepSamples(*(getattr(self, name)[groups] for name in self.__slots__))
 
     def loss_weights(self, config: Config) -> np.ndarray:
-        """fp32 [G, n], of every loss-carrying token of a sample; the denominators count every sample that carries."""
+        """fp32 [G, n], of every loss-carrying token; the denominators count every trajectory that carries."""
         carrying = torch.from_numpy(self.carrying).flatten()
         weights = sequence_weights(config.objective.aggregation, carrying, horizon=config.horizon)
         return weights.view(self.carrying.shape).numpy()
@@ -61,11 +75,13 @@ class StepSamples:
     def metrics(self, config: Config) -> dict[str, float]:
         metrics = {
             "rollout/reward_mean": float(self.rewards[self.valid].mean()) if self.valid.any() else 0.0,
-            "rollout/response_tokens_mean": float(self.lengths.mean()),
+            "rollout/response_tokens_mean": float(self.sampled.mean()),
             "rollout/truncated_share": float(self.truncated.mean()),
             "rollout/groups_without_signal": float((self.advantages == 0).all(axis=1).sum()),
             "rollout/reward_failed": float((~self.valid).sum()),
         }
+        if (self.branches > 1).any():
+            metrics["rollout/branches_mean"] = float(self.branches.mean())
         if config.objective.overlong_filter:
             metrics["rollout/overlong_filtered"] = float((self.truncated & self.valid).sum())
         if config.reward.overlong_buffer:
