@@ -52,9 +52,9 @@ class Channel:
             size -= len(parts[-1])
         return b"".join(parts)
 
-    def receive_reply(self, deadline: float, number: int) -> dict[str, Any]:
+    def receive_reply(self, deadline: float, number: int, largest: int = LARGEST_REPLY) -> dict[str, Any]:
         """The reply to request `number`. Raises as `receive`."""
-        payload = self.receive(deadline, LARGEST_REPLY)
+        payload = self.receive(deadline, largest)
         try:
             reply = json.loads(payload)
         except (ValueError, RecursionError):

@@ -15,6 +15,7 @@ from .interface import GroupReward
 from .outcome import Failure, Outcome, as_outcome, attempt, describe, problem_of
 from .registry import build_rewards
 from .tally import Tally
+from .worker import RewardWorker
 from .workers import WorkerPool
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class RewardPool:
         self._config = config
         self._terms = config.all_terms
         self._rewards = build_rewards(config)
-        self._workers = WorkerPool([(term.name, term.settings) for term in self._terms], config.workers)
+        named = [(term.name, term.settings) for term in self._terms]
+        self._workers = WorkerPool(lambda: RewardWorker(named), config.workers, "verifier")
         self._tally = Tally([term.name for term in self._terms])
         self._closed = False
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from .outcome import Failure, describe
+from .process import Worker, WorkerError, WorkerTimeout
 from .registry import BUILTIN
-from .worker import Terms, Worker, WorkerError, WorkerTimeout
+from .worker import RewardWorker
 
 if TYPE_CHECKING:
     from dppo_megatron.config.schema import RewardConfig
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+AnyWorker = TypeVar("AnyWorker", bound=Worker)
 
 
 def import_problem(config: RewardConfig) -> str | None:
@@ -24,7 +26,7 @@ def import_problem(config: RewardConfig) -> str | None:
     named = [(term.name, term.settings) for term in config.all_terms if term.name not in BUILTIN]
     if not named:
         return None
-    worker = Worker(named)
+    worker = RewardWorker(named)
     try:
         return worker.load()
     except WorkerError as error:
@@ -33,17 +35,19 @@ def import_problem(config: RewardConfig) -> str | None:
         worker.end()
 
 
-class WorkerPool:
-    """At most `count` processes that have imported the rewards `terms`. Started when there is something to do."""
+class WorkerPool(Generic[AnyWorker]):
+    """At most `count` processes, each of which has imported foreign code. Started when there is something to do."""
 
-    def __init__(self, terms: Terms, count: int):
-        self._terms = terms
-        self._threads = ThreadPoolExecutor(count, "reward")  # each waits for one worker
-        self._all: set[Worker] = set()
-        self._idle: list[Worker] = []
+    def __init__(self, start: Callable[[], AnyWorker], count: int, what: str):
+        """what: the foreign code, in messages."""
+        self._start_one = start
+        self._what = what
+        self._threads = ThreadPoolExecutor(count, what)  # each waits for one worker
+        self._all: set[AnyWorker] = set()
+        self._idle: list[AnyWorker] = []
         self._closed = False
 
-    def submit(self, ask: Callable[[Worker], Result]) -> Future[Result | Failure]:
+    def submit(self, ask: Callable[[AnyWorker], Result]) -> Future[Result | Failure]:
         """What `ask` returns of a worker of its own, or why there is nothing."""
         return self._threads.submit(self._ask, ask)
 
@@ -55,7 +59,7 @@ class WorkerPool:
             worker.end()
         self._threads.shutdown()
 
-    def _ask(self, ask: Callable[[Worker], Result]) -> Result | Failure:
+    def _ask(self, ask: Callable[[AnyWorker], Result]) -> Result | Failure:
         """What ends a worker is charged with it only where nothing before it can have harmed the worker."""
         try:
             worker = self._idle_worker() or self._start()
@@ -75,7 +79,7 @@ class WorkerPool:
         except BaseException as error:
             return Failure("raised", describe(error))
 
-    def _keep(self, worker: Worker, ask: Callable[[Worker], Result]) -> Result:
+    def _keep(self, worker: AnyWorker, ask: Callable[[AnyWorker], Result]) -> Result:
         """Asks, and keeps the worker for the next request unless it is of no more use."""
         try:
             result = ask(worker)
@@ -88,7 +92,7 @@ class WorkerPool:
         self._idle.append(worker)
         return result
 
-    def _idle_worker(self) -> Worker | None:
+    def _idle_worker(self) -> AnyWorker | None:
         while True:
             try:
                 worker = self._idle.pop()
@@ -96,21 +100,21 @@ class WorkerPool:
                 return None
             if worker.usable:
                 return worker
-            log.warning("a verifier's process ended or wrote where it must not while nobody asked; starting a new one")
+            log.warning("%s: a process ended or wrote where it must not while nobody asked; starting anew", self._what)
             self._end(worker)
 
-    def _start(self) -> Worker:
-        worker = Worker(self._terms)
+    def _start(self) -> AnyWorker:
+        worker = self._start_one()
         self._all.add(worker)
         try:
             if self._closed:
-                raise WorkerError("the rewards are closed")
+                raise WorkerError(f"the {self._what}s are closed")
             worker.load()  # an error that the worker alone has is told by every request
         except WorkerError:
             self._end(worker)
             raise
         return worker
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: AnyWorker) -> None:
         worker.end()
         self._all.discard(worker)

@@ -1,0 +1,169 @@
+"""A process that runs foreign code, and the handle of it: one request at a time, nothing of it believed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dppo_megatron.common.process import end_with_parent, exit_reason
+
+from .channel import LARGEST_REPLY, TOKEN_BYTES, Channel, Rubbish
+
+_START_S = 300.0  # for the imports of foreign code, on a slow file system
+_EXIT_S = 10.0
+# The paths come first: with them the worker finds this package, and the user's, where this process does.
+_PROGRAM = """import json, sys
+sys.path[:] = json.loads(sys.argv[2])
+from importlib import import_module
+import_module(sys.argv[3]).main(int(sys.argv[1]))"""
+
+Answer = Callable[[bytes], list[Any]]
+"""The parts of the reply to a pickled request. It raises nothing."""
+
+
+class WorkerError(Exception):
+    """The worker gave no reply and is of no more use; the text says why."""
+
+
+class WorkerTimeout(WorkerError):
+    """It gave none in time."""
+
+
+class Worker:
+    """A process of its own session that runs foreign code. It answers one request at a time.
+
+    `load` comes first. Whatever raises `WorkerError` leaves a worker that is of no more use; `end` it in any case.
+    """
+
+    def __init__(self, module: str, hello: dict[str, Any], what: str, largest: int = LARGEST_REPLY):
+        """module: its `main(descriptor)` calls `serve`. hello: what that loads by. what: the foreign code, in messages.
+        largest: bytes of a reply."""
+        self._hello = hello
+        self._what = what
+        self._largest = largest
+        self._requests = 0
+        self._ended = False
+        token = secrets.token_bytes(TOKEN_BYTES)
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours, token)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path), module],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is not for it, and what it starts ends with it
+            )
+        except OSError as error:
+            ours.close()
+            raise WorkerError(f"no process for {what}s can be started: {error.strerror}") from None
+        finally:
+            theirs.close()
+        ours.sendall(token)  # 16 bytes never wait
+
+    def load(self) -> str | None:
+        """Waits until the foreign code is imported, and returns why it cannot be. Raises `WorkerError`."""
+        hello = pickle.dumps({**self._hello, "parent": os.getpid()})
+        match self._exchange(hello, _START_S, f"for the {self._what}s to be imported"):
+            case {"error": str() | None as error}:
+                return error
+        raise WorkerError("its process sent a reply that is none")
+
+    def ask(self, request: tuple[Any, ...], timeout_s: float, what: str) -> list[Any]:
+        """The parts of the reply, within `timeout_s`. `what` is waited for, in messages.
+
+        Raises, besides `WorkerError`, what pickling the request raises; the worker stays of use then.
+        """
+        match self._exchange(pickle.dumps(request), timeout_s, what):
+            case {"parts": list(parts)}:
+                return parts
+        raise WorkerError("its process sent a reply that is none")
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it has been asked for nothing yet, so that no other sample can have harmed it."""
+        return self._requests <= 1
+
+    @property
+    def usable(self) -> bool:
+        """Whether it waits in silence for the next request."""
+        return self._process.poll() is None and self._channel.quiet
+
+    def end(self) -> None:
+        """Kills it and what it started in its session, which may go on when it has ended. Harmless when repeated."""
+        if not self._ended:
+            self._ended = True
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_S)
+        self._channel.close()
+
+    def _exchange(self, request: bytes, timeout_s: float, what: str) -> dict[str, Any]:
+        number, self._requests = self._requests, self._requests + 1
+        begun = False
+        try:
+            self._channel.send(request, time.monotonic() + timeout_s)
+            # Code of an earlier sample may still run in the worker and keep the request from it.
+            begun = bool(self._channel.receive_reply(time.monotonic() + timeout_s, number, self._largest).get("begun"))
+            return self._channel.receive_reply(time.monotonic() + timeout_s, number, self._largest)
+        except TimeoutError:
+            if begun:
+                raise WorkerTimeout(f"waited {timeout_s:g} s {what}") from None
+            raise WorkerError(f"the {self._what}'s process took no request for {timeout_s:g} s") from None
+        except Rubbish as error:
+            raise WorkerError(f"the {self._what} wrote to the channel of the results: {error}") from None
+        except (EOFError, OSError):
+            raise WorkerError(f"the {self._what}'s process {self._how_it_ended()}") from None
+
+    def _how_it_ended(self) -> str:
+        try:
+            return f"ended ({exit_reason(self._process.wait(1))})"
+        except subprocess.TimeoutExpired:
+            return "closed the channel of the results"
+
+
+def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, Answer]]) -> None:
+    """The worker: loads what the hello names and answers requests until the other end closes the channel.
+
+    load: hello -> (why it cannot be loaded, what answers).
+    """
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # else asyncio.run would leave a handler of its own behind
+    end, own = socket.socket(fileno=descriptor), os.getpid()
+    channel = Channel(end, end.recv(TOKEN_BYTES, socket.MSG_WAITALL))
+    try:
+        hello = pickle.loads(_request(channel, 0))
+        if os.getppid() != hello["parent"]:  # it died before end_with_parent
+            return
+        problem, answer = load(hello)
+        reply: dict[str, Any] = {"error": problem}
+        for number in itertools.count():
+            if os.getpid() != own:  # foreign code forked, and this is the child
+                os._exit(0)
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it left behind would end the next sample
+            _reply(channel, number, reply)
+            request = _request(channel, number + 1)
+            reply = {"parts": answer(request)}
+    except (EOFError, OSError):  # the pool is gone, or foreign code closed the channel
+        os._exit(0)
+
+
+def _request(channel: Channel, number: int) -> bytes:
+    request = channel.receive()
+    _reply(channel, number, {"begun": True})
+    return request
+
+
+def _reply(channel: Channel, number: int, reply: dict[str, Any]) -> None:
+    channel.send(json.dumps({"number": number, **reply}).encode())

@@ -1,0 +1,50 @@
+"""What a step trains on where samples have several turns and branches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dppo_megatron.bank import BankReader, BankWriter
+from dppo_megatron.objectives import build_objective
+from dppo_megatron.trainer.batches import BankBatches
+from tests.support.tiny_task import task_config
+from tests.support.turns import with_turns
+from tests.trainer.test_bank_batches import LONGEST, SAMPLES
+from tests.trainer.test_bank_batches import _group as group_of
+
+
+def test_a_trajectory_counts_once_however_many_turns_and_branches_it_has(tmp_path):
+    group = with_turns(group_of(1, [(5, False, 1.0), (4, False, 0.0), (2, False, 0.0), (6, True, 0.0)]))
+    assert [r.trajectory for r in group.rollouts] == [0, 0, 1, 2, 3]
+    sampled = [len(r.versions) for r in group.rollouts]
+    with BankWriter(tmp_path / "bank", 1) as bank:
+        bank.append(group)
+    config = task_config(
+        tmp_path,
+        train={"updates_per_step": 1, "micro_batch_tokens": 1000},
+        rollout={"prompts_per_step": 1, "group_size": SAMPLES, "max_response_tokens": LONGEST},
+        objective={"aggregation": "seq_mean_token_mean"},
+    )
+    batch = BankBatches(config, BankReader(tmp_path / "bank"), build_objective("dppo_binary_tv"), 0, 1).read(0)
+    (micro,) = batch.updates[0].micro_batches
+    owners = [0, 0, 1, 2, 3]
+    of_trajectory = np.bincount(owners, weights=sampled)
+    starts = micro.cu_seqlens[:-1].long()
+    for i, (start, rollout) in enumerate(zip(starts.tolist(), group.rollouts, strict=True)):
+        own = slice(start + 1, start + 1 + len(rollout.token_ids))
+        spans = [[0, len(rollout.token_ids), 0]] if rollout.spans is None else rollout.spans.tolist()
+        policy = torch.tensor([origin == 0 for origin, tokens, _ in spans for _ in range(tokens)])
+        assert torch.equal(micro.mask[own], policy)
+        assert torch.equal(micro.target_ids[own][policy], torch.from_numpy(rollout.token_ids)[policy].long())
+        assert micro.rollout_logprob[own][policy].unique().tolist() == [-1.0]
+        assert micro.topk_ids[own][~policy].unique().tolist() in ([], [-1])
+        (advantage,), (weight,) = micro.advantage[own][policy].unique(), micro.loss_weight[own][policy].unique()
+        assert float(advantage) == pytest.approx(0.75 if owners[i] == 0 else -0.25)  # over four, not over five
+        assert float(weight) == pytest.approx(1 / (SAMPLES * of_trajectory[owners[i]]))
+    assert int(micro.mask.sum()) == sum(sampled)
+    assert batch.metrics["rollout/response_tokens_mean"] == sum(sampled) / SAMPLES
+    assert batch.metrics["rollout/branches_mean"] == 5 / 4
+    assert batch.metrics["rollout/truncated_share"] == 1 / 4
+    assert batch.metrics["rollout/staleness_mean"] == 0
