@@ -214,6 +214,25 @@ def report(
 
 
 @app.command()
+def doctor(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="run directory, of a run that goes on or ended")],
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Say what is wrong with a run: what, since which step, the evidence, what to do. Exit 1 when anything is."""
+    import dataclasses
+    import json
+
+    from .doctor import diagnose, text
+
+    found = diagnose(run_dir)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in found.findings.values()], indent=1))
+    else:
+        typer.echo(text(found))
+    raise typer.Exit(1 if found.findings else 0)
+
+
+@app.command()
 def slurm(
     config_file: ConfigFile,
     overrides: Overrides = None,

@@ -9,7 +9,9 @@ from functools import partial
 from typing import Generic
 
 from dppo_megatron.config import Config
+from dppo_megatron.doctor import Examination, Finding
 from dppo_megatron.engines.secret import make_secret
+from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import forget, forget_all
 from dppo_megatron.run_dir import RunDir
 
@@ -45,13 +47,15 @@ class RunDriver(Generic[PlanT, ProcessT]):
         self._config = config
         self._run = RunDir(config.run.dir)
         self._launcher = launcher
-        self._report = report  # a line about an engine, to whoever watches the run
+        self._report = report  # a line about an engine or a finding, to whoever watches the run
+        self._examination = Examination(self._run.root)
         self._servers: list[RestartedServer[PlanT, ProcessT]] = []  # run until ended
         self._orchestrator: list[ProcessT] = []  # none or one
         self.trainers: list[ProcessT] = []
 
     def start(self, plan: RunPlan[PlanT]) -> None:
         """Engines first: they take the longest to start."""
+        self._examine(rollouts=False)  # what an earlier attempt left was said by it
         forget_all(self._run)
         if plan.engines:
             make_secret(self._config)
@@ -64,6 +68,8 @@ class RunDriver(Generic[PlanT, ProcessT]):
 
     def check(self) -> Completed | Failed[ProcessT] | TrainerStopped | None:
         """How the run ended, or None while it goes on. Restarts engines where due; call it often, it does not block."""
+        for finding in self._examine(rollouts=True):
+            self._report(f"doctor: {finding}")
         for worker in self._workers:
             if worker.poll() not in (None, 0):
                 return Failed(worker)
@@ -87,6 +93,13 @@ class RunDriver(Generic[PlanT, ProcessT]):
         """Workers first: a rank may need the engines to reach the end of its step. May be called again."""
         self._launcher.end(self._workers, GRACE_S)
         self._launcher.end([server.process for server in self._servers], GRACE_S)
+        self._examination.close()
+
+    def _examine(self, *, rollouts: bool) -> list[Finding]:
+        try:
+            return self._examination.advance(rollouts=rollouts)
+        except (ExpectedError, OSError):  # the run does not depend on being examined
+            return []
 
     @property
     def _workers(self) -> list[ProcessT]:

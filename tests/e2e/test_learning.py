@@ -9,6 +9,7 @@ import pytest
 import yaml
 from make_task import write_sums
 
+from dppo_megatron.doctor import diagnose
 from tests.support.runs import records, run, write_config
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
@@ -59,6 +60,7 @@ def test_dppo_teaches_sums_to_a_policy_raised_on_careless_text(task, request: py
     )
     run("train", write_config(dppo, tmp_path / "dppo.yaml"))
 
+    assert diagnose(tmp_path / "dppo").findings == {}
     accuracy = {r["step"]: r["eval/accuracy"] for r in records(tmp_path / "dppo") if "eval/accuracy" in r}
     assert accuracy[0] < 0.5, accuracy
     assert accuracy[STEPS] > accuracy[0] + 0.25, accuracy

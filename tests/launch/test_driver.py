@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,3 +120,14 @@ def test_ranks_that_ended_before_the_last_step_were_stopped(driver, launcher, ru
     for rank in ("trainer-0", "trainer-1"):
         launcher.started[rank].code = 0
     assert driver.check() == TrainerStopped()
+
+
+def test_what_the_doctor_finds_is_reported_once(driver, run, reported):
+    run.root.mkdir(exist_ok=True)
+    masked = {"time": 1.0, "time/step_s": 1.0, "policy/masked_share": 0.9}
+    for step in (1, 2):
+        with run.metrics.open("a") as file:
+            file.write(json.dumps({"step": step} | masked) + "\n")
+        driver.check()
+    (line,) = reported
+    assert line.startswith("doctor: everything masked: 90% of the tokens")

@@ -1,0 +1,87 @@
+"""One training step as the signs see it: its metrics, the index lines of its groups, and some of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.bank import BankEntry
+from dppo_megatron.types import RolloutGroup
+
+from .vocabulary import Vocabulary
+
+RECENT = 10  # steps that "before" is judged by
+
+
+@dataclass(frozen=True)
+class Step:
+    """`read(entry, samples, parts)` -> group; `setting("a.b")` -> the run's, None where its config has none."""
+
+    number: int
+    metrics: Mapping[str, float | None]
+    entries: Sequence[BankEntry]
+    read: Callable[[BankEntry, Sequence[int], Sequence[str]], RolloutGroup]
+    setting: Callable[[str], Any]
+    vocabulary: Vocabulary | None  # None: model.path has no tokenizer.json
+
+    def value(self, name: str) -> float | None:
+        found = self.metrics.get(name)
+        return float(found) if isinstance(found, int | float) else None
+
+    @cached_property
+    def rewards(self) -> np.ndarray:
+        """[all samples that have one] fp32"""
+        parts = [entry.rewards[~entry.reward_failed] for entry in self.entries]
+        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    @cached_property
+    def newest_version(self) -> int | None:
+        return max((entry.max_version for entry in self.entries), default=None)
+
+
+@dataclass
+class Past:
+    """What the steps before left: their metrics, and of their groups no more than a few numbers."""
+
+    metrics: list[Mapping[str, float | None]] = field(default_factory=list)
+    reward_means: list[float] = field(default_factory=list)  # of steps that have rewards
+    lowest_reward: float = np.inf
+    highest_reward: float = -np.inf
+    newest_versions: list[int] = field(default_factory=list)
+
+    def add(self, step: Step) -> None:
+        self.metrics.append(step.metrics)
+        rewards, mean = step.rewards, step.value("rollout/reward_mean")
+        if not len(rewards) and mean is not None:
+            rewards = np.array([mean])
+        if len(rewards):
+            self.reward_means.append(float(rewards.mean()))
+            self.lowest_reward = min(self.lowest_reward, float(rewards.min()))
+            self.highest_reward = max(self.highest_reward, float(rewards.max()))
+        if step.newest_version is not None:
+            self.newest_versions.append(step.newest_version)
+
+    def values(self, name: str) -> list[float]:
+        """Of all steps that have one, in order."""
+        return [float(value) for row in self.metrics if isinstance(value := row.get(name), int | float)]
+
+    def recent(self, name: str) -> float | None:
+        """Median of the last steps."""
+        values = self.values(name)[-RECENT:]
+        return float(np.median(values)) if values else None
+
+    def at_start(self, name: str) -> float | None:
+        """Median of the first three steps."""
+        values = self.values(name)[:3]
+        return float(np.median(values)) if values else None
+
+    def improved(self, now: float) -> bool:
+        """Whether a mean reward is above the first steps' by a tenth of what rewards have spanned."""
+        if not self.reward_means:
+            return False
+        span = self.highest_reward - self.lowest_reward
+        return now > float(np.mean(self.reward_means[:3])) + 0.1 * span

@@ -1,0 +1,275 @@
+"""Runs of six steps, healthy but for what is planted in step 4: the doctor names it and finds nothing else before."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from dppo_megatron.bank import BankWriter
+from dppo_megatron.cli import app
+from dppo_megatron.doctor import Examination, diagnose
+from dppo_megatron.doctor.diagnosis import SIGNS
+from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+from tests.support.tokenizers import save_character_model
+
+STEPS, GROUPS, SAMPLES, PLANTED, VOCAB = 6, 2, 8, 4, 97
+Groups = list[RolloutGroup]
+Row = dict[str, float | None]
+
+HEALTHY_ROW: Row = {
+    "train/loss": 0.01,
+    "train/grad_norm": 0.5,
+    "train/entropy": 1.0,
+    "train/nonfinite_tokens": 0.0,
+    "train/skipped_updates": 0.0,
+    "policy/masked_share": 0.02,
+    "mismatch/kl": 1e-4,
+    "moe/routing_replay_disagreement": 0.01,
+    "rollout/reward_failed": 0.0,
+    "rollout/response_tokens_mean": 40.0,
+    "rollout/truncated_share": 0.05,
+    "rollout/groups_without_signal": 0.0,
+    "rollout/staleness_max": 0.0,
+    "time/step_s": 1.0,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_character_model(tmp_path_factory.mktemp("model"))
+
+
+def routes(tokens: int) -> np.ndarray:
+    """Of two layers, to the first two experts."""
+    return np.tile(np.arange(2, dtype=np.uint8), (tokens, 2, 1))
+
+
+@functools.cache
+def group(model: Path, position: int, step: int, *, length: int = 40, topk: int = 4, experts: bool = True):
+    from tokenizers import Tokenizer
+
+    rng = np.random.default_rng(position)
+    text = f"{position} + 1 ="
+    ids = np.array(Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids, np.int32)
+    rollouts = []
+    for _ in range(SAMPLES):
+        probs = rng.dirichlet(np.full(VOCAB, 0.05), size=length)
+        tokens = np.array([rng.choice(VOCAB, p=row) for row in probs], np.int32)
+        best = np.argsort(-probs, axis=1)[:, :topk].astype(np.int32)
+        with np.errstate(divide="ignore"):
+            logprobs = np.log(probs).clip(-80).astype(np.float32)
+        rollouts.append(
+            Rollout(
+                token_ids=tokens,
+                rollout_logprob=np.take_along_axis(logprobs, tokens[:, None], 1)[:, 0],
+                versions=np.full(length, step - 1, np.int32),
+                finish_reason="stop",
+                topk_ids=best,
+                rollout_topk_logprob=np.take_along_axis(logprobs, best, 1),
+                routed_experts=routes(len(ids) + length - 1) if experts else None,
+            )
+        )
+    rewards = (rng.random(SAMPLES) < 0.3 + 0.05 * step).astype(np.float32)
+    rewards[:2] = 0, 1
+    return RolloutGroup(
+        Prompt(position, position, ids, text, "2"), tuple(rollouts), rewards, np.zeros(SAMPLES, bool), 1.0
+    )
+
+
+def write_run(
+    root: Path, model: Path, change: Callable[[int, Row, Groups], Groups | None] = lambda step, row, groups: None
+) -> Path:
+    """`change(step, row, groups)` alters the row in place and may return other groups."""
+    run = root / "run"
+    run.mkdir()
+    config = {
+        "model": {"path": str(model)},
+        "objective": {"name": "dppo_binary_tv"},
+        "optimizer": {"lr": 1e-4},
+        "rollout": {"prompts_per_step": GROUPS, "temperature": 1.0, "max_staleness": 1, "routing_replay": True},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = []
+    with BankWriter(run / "bank", GROUPS) as writer:
+        for step in range(1, STEPS + 1):
+            groups = [group(model, GROUPS * (step - 1) + i, step) for i in range(GROUPS)]
+            row = HEALTHY_ROW | {"step": step, "time": 1000.0 + step}
+            groups = change(step, row, groups) or groups
+            row.setdefault("rollout/reward_mean", float(np.mean([g.rewards for g in groups])))
+            lines.append(json.dumps(row) + "\n")
+            for each in groups:
+                writer.append(each)
+    (run / "metrics.jsonl").write_text("".join(lines))
+    return run
+
+
+def from_planted(change):
+    return lambda step, row, groups: change(row, groups) if step >= PLANTED else None
+
+
+def metric(**values):
+    named = {name.replace("__", "/"): value for name, value in values.items()}
+    return from_planted(lambda row, groups: row.update(named))
+
+
+def each_rollout(change: Callable[[Rollout], Rollout]):
+    def changed(row: Row, groups: Groups) -> Groups:
+        return [replace(g, rollouts=tuple(map(change, g.rollouts))) for g in groups]
+
+    return from_planted(changed)
+
+
+def each_group(change: Callable[[RolloutGroup], RolloutGroup]):
+    return from_planted(lambda row, groups: [change(g) for g in groups])
+
+
+def colder(rollout: Rollout) -> Rollout:
+    """Log-probs as of temperature 0.5, of what was drawn at 1."""
+    scaled = 2 * rollout.rollout_topk_logprob
+    total = np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    return replace(
+        rollout, rollout_logprob=2 * rollout.rollout_logprob - total[:, 0], rollout_topk_logprob=scaled - total
+    )
+
+
+def with_prompt(text: Callable[[str], str], ids: Callable[[np.ndarray], np.ndarray]):
+    def changed(g: RolloutGroup) -> RolloutGroup:
+        prompt = replace(g.prompt, text=text(g.prompt.text), token_ids=ids(g.prompt.token_ids).astype(np.int32))
+        length = len(prompt.token_ids) + len(g.rollouts[0].token_ids) - 1
+        return replace(g, prompt=prompt, rollouts=tuple(replace(r, routed_experts=routes(length)) for r in g.rollouts))
+
+    return each_group(changed)
+
+
+def no_signal(row: Row, groups: Groups) -> Groups:
+    row["rollout/groups_without_signal"] = GROUPS
+    return [replace(g, rewards=np.full(SAMPLES, i, np.float32)) for i, g in enumerate(groups)]
+
+
+def drift(step: int, row: Row, groups: Groups) -> None:
+    row["mismatch/kl"] = 1e-4 * 4.0 ** (step - 2) if step > 2 else 1e-4
+
+
+def old_versions(step: int, row: Row, groups: Groups) -> Groups:
+    frozen = min(step - 1, 0)
+    return [
+        replace(g, rollouts=tuple(replace(r, versions=np.full_like(r.versions, frozen)) for r in g.rollouts))
+        for g in groups
+    ]
+
+
+SPECIAL = 1  # <eos> of the character model
+PLANTED_FAULTS = [
+    ("constant reward", each_group(lambda g: replace(g, rewards=np.ones(SAMPLES, np.float32)))),
+    ("no learning signal", from_planted(no_signal)),
+    ("no learning signal", metric(train__grad_norm=0.0)),
+    ("rewards fail", metric(rollout__reward_failed=3.0, reward__failed_timeout=3.0)),
+    ("cloned samples", each_group(lambda g: replace(g, rollouts=(g.rollouts[0],) * SAMPLES))),
+    ("log-probs of another temperature", each_rollout(colder)),
+    ("log-probs of another temperature", each_group(lambda g: replace(g, temperature=0.5))),
+    ("tokenizer of another model", with_prompt(str, lambda ids: (ids + 1) % VOCAB)),
+    ("wrong special tokens", with_prompt(str, lambda ids: np.concatenate(([SPECIAL, SPECIAL], ids)))),
+    ("wrong special tokens", with_prompt(lambda text: f"<|im_start|>user {text}", np.asarray)),
+    ("truncation", metric(rollout__truncated_share=0.9)),
+    ("length explosion", metric(rollout__response_tokens_mean=400.0)),
+    ("entropy collapse", metric(train__entropy=0.01, rollout__reward_mean=0.3)),
+    ("everything masked", metric(policy__masked_share=0.97)),
+    ("stale beyond the bound", metric(rollout__staleness_max=7.0)),
+    ("not finite", metric(train__loss=None)),
+    ("not finite", metric(train__nonfinite_tokens=12.0)),
+    ("routes missing", each_rollout(lambda r: replace(r, routed_experts=None))),
+    ("weights did not arrive", metric(mismatch__kl=0.4)),
+    ("weights did not arrive", old_versions),
+    ("mismatch grows", drift),
+]
+
+
+@pytest.mark.parametrize(("sign", "fault"), PLANTED_FAULTS, ids=[f"{n}-{i}" for i, (n, _) in enumerate(PLANTED_FAULTS)])
+def test_a_planted_fault_is_named_within_a_step(sign, fault, tmp_path, model):
+    findings = diagnose(write_run(tmp_path, model, fault)).findings
+    assert PLANTED <= findings[sign].since <= PLANTED + 1, findings
+    assert min(found.since for found in findings.values()) >= PLANTED
+
+
+def test_engine_and_trainer_that_differ_from_the_start(tmp_path, model):
+    run = write_run(tmp_path, model, lambda step, row, groups: row.update({"mismatch/kl": 0.3}))
+    assert diagnose(run).findings["engine and trainer differ from the start"].since == 1
+
+
+def solved(step: int, row: Row, groups: Groups) -> Groups:
+    """Ever more prompts are answered by all samples."""
+    row["train/entropy"] = 1.0 / 4**step
+    shares = [0.3, 0.6, 0.75, 0.9, 1.0, 1.0]
+    right = [np.arange(SAMPLES) < round(SAMPLES * shares[step - 1]) for _ in groups]
+    row["rollout/groups_without_signal"] = float(sum(r.all() for r in right))
+    return [replace(g, rewards=r.astype(np.float32)) for g, r in zip(groups, right, strict=True)]
+
+
+def longer(step: int, row: Row, groups: Groups) -> None:
+    row["rollout/response_tokens_mean"] = 40.0 * 1.3**step
+
+
+HEALTHY = {
+    "plain": lambda step, row, groups: None,
+    "solved": solved,
+    "longer answers": longer,
+    "bf16 engine": lambda step, row, groups: row.update({"mismatch/kl": 5e-4 * (1 + step % 3)}),
+    "without lists and failing now and then": lambda step, row, groups: [
+        replace(g, rollouts=tuple(replace(r, topk_ids=None, rollout_topk_logprob=None) for r in g.rollouts))
+        for g in groups
+    ],
+}
+
+
+@pytest.mark.parametrize("change", HEALTHY.values(), ids=HEALTHY)
+def test_a_healthy_run_has_no_finding(change, tmp_path, model):
+    examination = diagnose(write_run(tmp_path, model, change))
+    assert examination.findings == {}
+    assert examination.unread == ""
+
+
+def test_a_run_that_goes_on_is_told_once(tmp_path, model):
+    run = write_run(tmp_path, model, metric(policy__masked_share=0.97))
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:3]))
+    examination = Examination(run)
+    told = [[found.sign for found in examination.advance()]]
+    for line in lines[3:]:
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(line)
+        told.append([found.sign for found in examination.advance()])
+    assert told == [[], ["everything masked"], [], []]
+    assert examination.findings["everything masked"].steps == 3
+
+
+def test_without_its_bank_a_run_is_judged_by_its_metrics(tmp_path, model):
+    run = write_run(tmp_path, model, metric(policy__masked_share=0.97))
+    for file in (run / "bank").glob("*.bin"):
+        file.unlink()
+    examination = diagnose(run)
+    assert list(examination.findings) == ["everything masked"]
+    assert "is gone" in examination.unread
+
+
+def test_the_command(tmp_path, model):
+    run = write_run(tmp_path, model, metric(rollout__staleness_max=7.0))
+    result = CliRunner().invoke(app, ["doctor", str(run)])
+    assert result.exit_code == 1
+    assert "stale beyond the bound: steps 4 to 6 (3)" in result.output
+    assert "rollout.max_staleness is 1" in result.output
+    (found,) = json.loads(CliRunner().invoke(app, ["doctor", str(run), "--json"]).output)
+    assert found["since"] == 4
+
+
+def test_the_documentation_has_a_line_for_each_sign():
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    table = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][1:]
+    assert table == [sign.name for sign in SIGNS]
