@@ -96,15 +96,28 @@ def engine(
 @app.command(name="eval")
 def evaluate(
     config_file: ConfigFile,
-    model: Annotated[Path | None, typer.Option(help="model directory; default: the run's final model")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="model directory or checkpoint of a run; default: the run's final model")
+    ] = None,
+    urls: Annotated[
+        list[str] | None,
+        typer.Option("--url", metavar="URL", help="a running engine that no run uses; without --model as it is now"),
+    ] = None,
     overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the newest evaluation of this model")] = False,
 ) -> None:
-    """Print the greedy accuracy of a model on the config's held-out prompts, with an engine of its own."""
+    """Evaluate a model on the config's sets of held-out prompts, with engines of its own or running ones.
+
+    Prints a line a set; the answers are in RUN/eval/MODEL-N/answers.
+    """
     from .launch.evaluate import evaluate_model
+    from .orchestrator.evaluation import describe
 
     config = load_config(config_file, overrides or ())
-    model = model or RunDir(config.run.dir).final_model
-    typer.echo(f"{model}: greedy accuracy {evaluate_model(config, model, str(config_file)):.4f}")
+    if model is None and not urls:
+        model = RunDir(config.run.dir).final_model
+    for name, metrics in evaluate_model(config, model, str(config_file), urls=urls or (), resume=resume).items():
+        typer.echo(f"{model or ', '.join(urls or ())}: {describe(name, metrics)}")
 
 
 @app.command()

@@ -80,6 +80,11 @@ class RunDir:
         return self.root / "rollout_metrics.jsonl"
 
     @property
+    def answers(self) -> Path:
+        """Of evaluations, by set and policy version."""
+        return self.root / "answers"
+
+    @property
     def restarts(self) -> Path:
         return self.root / "restarts.jsonl"
 

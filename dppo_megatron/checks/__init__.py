@@ -37,6 +37,7 @@ from . import (
     data,
     devices,
     engine,
+    evaluation,
     interpreter,
     layout,
     model,
@@ -55,7 +56,7 @@ from .resume import problems as run_dir_problems
 
 __all__ = ["SETTINGS", "Place", "check_job", "check_run_dir", "load_config", "preflight", "settings_problems"]
 
-SETTINGS = (layout, sampling, engine, precision, training)
+SETTINGS = (layout, sampling, evaluation, engine, precision, training)
 
 Place = Literal["run", "node", "elsewhere"]
 

@@ -3,12 +3,14 @@ answer that the rewards can compare with."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dppo_megatron.config import Config
 
 if TYPE_CHECKING:
+    from dppo_megatron.config.reward import RewardConfig
     from dppo_megatron.data.prompts import PromptFile
     from dppo_megatron.hf import HFModelConfig
 
@@ -26,36 +28,40 @@ def problems(config: Config, hf: HFModelConfig | None, notes: list[str]) -> list
             out.append(str(error))
     (train, _), *more = config.data.train_files
     named = [("data.train", train), *((f"data.more.{number}.path", path) for number, (path, _) in enumerate(more))]
-    if config.data.eval is not None:
-        named.append(("data.eval", config.data.eval))
-    files: list[PromptFile] = []
-    for setting, path in named:
+    graded = [(setting, path, config.reward) for setting, path in named]
+    for name, chosen in config.eval_sets.items():
+        setting = f"eval.sets.{name}.path" if name in config.eval.sets else "data.eval"
+        graded.append((setting, chosen.path, chosen.reward or config.reward))
+    files: list[tuple[PromptFile, RewardConfig]] = []
+    for setting, path, reward in graded:
         if not path.exists() and "*" not in path.name:
             out.append(f"{setting} = {path}: no such file; it must hold one JSON object a line, or be a table")
         elif tokenizer is not None:
             try:
-                files.append(PromptFile(path, tokenizer, config.data))
+                file = PromptFile(path, tokenizer, config.data)
             except ValueError as error:
                 out.append(str(error))
             else:
-                notes.append(f"{setting}: {files[-1].describe()}")
+                files.append((file, reward))
+                notes.append(f"{setting}: {file.describe()}")
     return out + _answer_problems(config, files)
 
 
-def _answer_problems(config: Config, files: Sequence[PromptFile]) -> list[str]:
+def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardConfig]]) -> list[str]:
     """Rows that no response could be scored for."""
     from dppo_megatron.rewards import RewardError, RewardPool
 
     if not config.samples:
         return []
     out = []
-    try:
-        with RewardPool(config.reward) as rewards:
-            for file in files:
-                found = rewards.check_answers([(row.source, row.answer) for row in file.rows])
-                violations = [(row.number, why) for row, why in zip(file.rows, found, strict=True) if why]
-                if violations:
-                    out.append(str(file.error(violations)))
-    except RewardError:
-        return []  # `reward` says so
+    for reward, graded in itertools.groupby(files, lambda entry: entry[1]):
+        try:
+            with RewardPool(reward) as rewards:
+                for file, _ in graded:
+                    found = rewards.check_answers([(row.source, row.answer) for row in file.rows])
+                    violations = [(row.number, why) for row, why in zip(file.rows, found, strict=True) if why]
+                    if violations:
+                        out.append(str(file.error(violations)))
+        except RewardError:
+            continue  # `reward` says so
     return out

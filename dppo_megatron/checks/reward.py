@@ -11,10 +11,16 @@ def problems(config: Config) -> list[str]:
 
     if not config.samples:
         return []
-    if problem := import_problem(config.reward):
-        return [problem]
-    try:
-        build_rewards(config.reward)
-    except RewardError as error:
-        return [str(error)]
-    return []
+    named = {"": config.reward}
+    named |= {f"eval.sets.{name}: ": chosen.reward for name, chosen in config.eval.sets.items() if chosen.reward}
+    out = []
+    for prefix, reward in named.items():
+        problem = import_problem(reward)
+        if problem is None:
+            try:
+                build_rewards(reward)
+            except RewardError as error:
+                problem = str(error)
+        if problem is not None:
+            out.append(prefix + problem)
+    return out

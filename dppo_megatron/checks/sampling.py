@@ -12,7 +12,7 @@ def problems(config: Config) -> list[str]:
         out.append(f"rollout.dynamic_sampling = true: nothing is sampled ({why}); set it to false")
     if config.objective.supervised:
         return out
-    return out + _distribution(config) + _staleness(config) + _lengths(config)
+    return out + _distribution(config) + _staleness(config) + lengths(config)
 
 
 def _distribution(config: Config) -> list[str]:
@@ -63,12 +63,10 @@ def _staleness(config: Config) -> list[str]:
     return out
 
 
-def _lengths(config: Config) -> list[str]:
+def lengths(config: Config) -> list[str]:
+    """That every response fits the engine."""
     prompt, room = config.data.max_prompt_tokens, config.engine.max_model_len
-    responses = {"rollout.max_response_tokens": config.rollout.max_response_tokens}
-    if config.data.eval is not None and config.eval.max_response_tokens is not None:
-        responses["eval.max_response_tokens"] = config.eval.max_response_tokens
-    name, response = max(responses.items(), key=lambda item: item[1])
+    name, response = max(config.response_tokens.items(), key=lambda item: item[1])
     if not config.samples or prompt + response <= room:
         return []
     return [

@@ -63,6 +63,8 @@ def _absolute(value: Any) -> Any:
         return value.absolute()
     if isinstance(value, BaseModel):
         return value.model_copy(update={name: _absolute(part) for name, part in value if name != "python"})
+    if isinstance(value, dict):
+        return {name: _absolute(part) for name, part in value.items()}
     return tuple(map(_absolute, value)) if isinstance(value, tuple) else value
 
 

@@ -14,6 +14,7 @@ from dppo_megatron.common.dtypes import FloatName
 
 from .acceptance import AcceptanceConfig
 from .data import DataConfig
+from .evaluation import HELDOUT, EvalConfig, EvalSet
 from .objective import ObjectiveConfig
 from .reward import RewardConfig
 from .section import (
@@ -256,11 +257,6 @@ class CheckpointConfig(Section):
     )
 
 
-class EvalConfig(Section):
-    every: CountFromZero = Field(0, description="steps between greedy evaluations; 0 = only before and after")
-    max_response_tokens: Count | None = Field(None, description="default: rollout.max_response_tokens")
-
-
 class TrackingConfig(Section):
     tensorboard: bool = False
     wandb: Literal["off", "offline", "online"] = "off"
@@ -365,10 +361,34 @@ class Config(Section):
         return self.started_engines * self.engine.tensor_parallel
 
     @property
+    def eval_sets(self) -> dict[str, EvalSet]:
+        """Every set that is evaluated, by name, with its own or the default length and grader."""
+        heldout = {} if self.data.eval is None else {HELDOUT: EvalSet(path=self.data.eval)}
+        longest = self.eval.max_response_tokens or self.rollout.max_response_tokens
+        return {
+            name: one.model_copy(
+                update={
+                    "max_response_tokens": one.max_response_tokens or longest,
+                    "reward": one.reward or self.reward,
+                }
+            )
+            for name, one in (heldout | self.eval.sets).items()
+        }
+
+    @property
+    def response_tokens(self) -> dict[str, int]:
+        """By the setting: most tokens of a response that is trained on, or evaluated."""
+        lengths = {"rollout.max_response_tokens": self.rollout.max_response_tokens}
+        for name, one in self.eval_sets.items():
+            own = name in self.eval.sets and self.eval.sets[name].max_response_tokens
+            setting = f"eval.sets.{name}" if own else "eval" if self.eval.max_response_tokens else "rollout"
+            lengths[f"{setting}.max_response_tokens"] = one.max_response_tokens or 0
+        return lengths
+
+    @property
     def request_timeout_s(self) -> float:
         """Seconds that one request to an engine may take."""
-        longest = max(self.rollout.max_response_tokens, self.eval.max_response_tokens or 0)
-        return self.engine.request_timeout_s or 600.0 + 0.5 * longest
+        return self.engine.request_timeout_s or 600.0 + 0.5 * max(self.response_tokens.values())
 
     @property
     def data_parallel(self) -> int:

@@ -135,6 +135,10 @@ class PromptSource:
     def __len__(self) -> int:
         return sum(len(file.rows) for file in self.files)
 
+    def once(self) -> list[Prompt]:
+        """Every prompt of a single file, in the order of the first epoch."""
+        return [self.prompt(position) for position in range(len(self))]
+
     def prompt(self, position: int) -> Prompt:
         """The prompt at a place of the run's prompt order, from 0 and without end."""
         if position < 0:

@@ -40,7 +40,8 @@ def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | Non
     rollout, engine = config.rollout, config.engine
     cap = info.max_logprobs if info.max_logprobs >= 0 else info.vocab_size
     dtype = DTYPES[engine.dtype].long
-    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    setting, response = max(config.response_tokens.items(), key=lambda item: item[1])
+    longest = config.data.max_prompt_tokens + response
     problems = [
         (
             info.logprobs_mode != "processed_logprobs",
@@ -59,7 +60,7 @@ def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | Non
         (
             info.max_model_len < longest,
             f"sequences of at most {info.max_model_len} tokens, data.max_prompt_tokens = "
-            f"{config.data.max_prompt_tokens} + rollout.max_response_tokens = {rollout.max_response_tokens}: responses "
+            f"{config.data.max_prompt_tokens} + {setting} = {response}: responses "
             "would be truncated; raise --max-model-len or --context-length (engine.max_model_len)",
         ),
         (

@@ -1,19 +1,27 @@
-"""`dppo-megatron eval`: greedy accuracy of a model directory on the config's held-out prompts."""
+"""`dppo-megatron eval`: any model on the config's sets of held-out prompts, by engines of its own or running ones."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from dppo_megatron.checks import evaluation, sampling
 from dppo_megatron.checks.devices import gpu_problems, visible_devices
-from dppo_megatron.checks.resume import unusable_directory
+from dppo_megatron.checks.resume import changed_settings, unusable_directory
+from dppo_megatron.common.files import read_json, write_json
 from dppo_megatron.common.process import exit_reason
-from dppo_megatron.config import Config, ConfigError, save_resolved
+from dppo_megatron.config import Config, ConfigError, read_config, save_resolved
 from dppo_megatron.config.schema import ObjectiveConfig
+from dppo_megatron.convert.files import checkpoint_at, fingerprint_of, template_for
 from dppo_megatron.engines.kinds import build_engine
-from dppo_megatron.fleet.registry import engine_urls
+from dppo_megatron.engines.protocol import Engine, EngineIncompatible
+from dppo_megatron.fleet.registry import engine_urls, forget_all
 from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.orchestrator.main import evaluate_once
 from dppo_megatron.run_dir import RunDir
@@ -22,31 +30,52 @@ from .driver import GRACE_S
 from .local_processes import LocalLauncher, engine_plans
 
 LAST_LINES = 25
+MODEL = "model.json"  # what is evaluated
+
+Metrics = dict[str, dict[str, float]]  # by set
 
 
-def evaluate_model(config: Config, model: Path, source: str) -> float:
-    """Starts the engines on `model` in a new directory under `run.dir`, evaluates once, and ends them.
+def evaluate_model(
+    config: Config, model: Path | None, source: str, *, urls: Sequence[str] = (), resume: bool = False
+) -> Metrics:
+    """The metrics of every set, of `model`: a Hugging Face directory or a checkpoint of a run.
 
-    Raises `ConfigError` without `data.eval` or with too few GPUs, and `RuntimeError` with the engine's last lines
-    when it does not start.
+    Starts the engines in a new directory under `run.dir`, or with `resume` in the newest one of this model, evaluates
+    once, and ends them. With `urls` those engines are used, which must serve no run meanwhile: they load the model, or
+    where it is None give the answers of what they serve.
+
+    Raises `ConfigError` without sets, with too few GPUs or when what was interrupted was another evaluation, and
+    `RuntimeError` with the engine's last lines when it does not start.
     """
-    if config.data.eval is None:
-        raise ConfigError(source, ["data.eval: not set; name a JSONL file of held-out prompts"])
-    config = config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": model}),
-            "engine": config.engine.model_copy(update={"urls": ()}),  # a running engine serves another policy
-            # A run on given answers or given rollouts has no engines; its evaluation samples all the same.
-            "objective": ObjectiveConfig(),
-            "rollout": config.rollout.model_copy(update={"bank": None}),
-        }
-    )
-    if problems := unusable_directory(config) + gpu_problems(config, visible_devices(), trains=False):
+    if not config.eval_sets:
+        raise ConfigError(source, ["data.eval: not set, and eval.sets is empty; name a file of held-out prompts"])
+    run_dir = RunDir(config.run.dir)
+    # A run on given answers or given rollouts has no engines; its evaluation samples all the same.
+    config = _with(config, objective=ObjectiveConfig(), rollout={"bank": None}, engine={"urls": tuple(urls)})
+    if urls:
+        config = _with(config, engine={"count": 1, "secret_file": config.engine.secret_file or run_dir.secret})
+    problems = sampling.lengths(config) + evaluation.problems(config) + unusable_directory(config)
+    if problems := problems + gpu_problems(config, visible_devices(), trains=False):
         raise ConfigError(source, problems)
-    directory = _new_directory(config.run.dir / "eval", model.absolute().name)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
+    name = "running" if model is None else model.absolute().name
+    directory = _directory(config.run.dir / "eval", name, resume)
+    config = _with(config, run={"dir": directory})
+    if model is not None:
+        identity = _identity(model)
+        model = _as_hugging_face(model, directory)
+        config = _with(config, model={"path": model, "weights": None})
+    else:
+        identity = {"engines": list(urls)}
     run = RunDir(directory)
+    if run.config.exists():
+        problems = changed_settings(config, read_config(run.config))
+        if read_json(directory / MODEL) != identity:
+            problems.append(f"{directory}: the evaluation to resume is of other weights; start one without --resume")
+        if problems:
+            raise ConfigError(source, problems)
+        forget_all(run)
     save_resolved(config, run.config)
+    write_json(directory / MODEL, identity)
     launcher = LocalLauncher(run)
     servers = [launcher.start(plan) for plan in engine_plans(config, trains=False)]
 
@@ -56,24 +85,80 @@ def evaluate_model(config: Config, model: Path, source: str) -> float:
                 lines = "\n".join(last_lines(server.log, LAST_LINES))
                 raise RuntimeError(f"{server.name} ended while starting ({exit_reason(code)}):\n{lines}")
 
-    async def main() -> float:
-        engines = [build_engine(config, url) for url in engine_urls(config, run, check)]
-        try:
-            return await evaluate_once(config, engines)
-        finally:
-            for engine in engines:
-                await engine.close()
-
     try:
-        return asyncio.run(main())
+        return asyncio.run(
+            _evaluate(config, partial(engine_urls, config, run, check), model if urls else None, identity)
+        )
     finally:
         launcher.end(servers, GRACE_S)
         shutil.rmtree(run.quantized_start, ignore_errors=True)  # as large as the model, and of no more use
 
 
-def _new_directory(parent: Path, name: str) -> Path:
-    """NAME-1, NAME-2, ...: engines register in it, and those of another evaluation serve another model."""
+async def _evaluate(config: Config, urls: Callable[[], list[str]], load: Path | None, identity: Any) -> Metrics:
+    engines = [build_engine(config, url) for url in urls()]
+    try:
+        version = 0
+        if config.engine.urls:
+            version, identity = await _take(config, engines, load, identity)
+        return await evaluate_once(config, engines, identity, version)
+    finally:
+        for engine in engines:
+            await engine.close()
+
+
+async def _take(config: Config, engines: Sequence[Engine], load: Path | None, identity: Any) -> tuple[int, Any]:
+    """Running engines that suit the evaluation and serve one policy: its version, and what tells it from others."""
+    if load is not None:
+        await asyncio.gather(*(engine.load_weights(load.absolute(), 0) for engine in engines))
+    found = await asyncio.gather(*(engine.check_compatible(config) for engine in engines))
+    if len(versions := {info.version for info in found}) > 1:
+        raise EngineIncompatible(f"the engines serve several policies, versions {sorted(versions)}; name those of one")
+    # What an instance serves may have been loaded later than it started, but not be of another version.
+    served = [] if load else sorted((info.model, info.instance) for info in found)
+    return found[0].version, {"identity": identity, "served": served}
+
+
+def _with(config: Config, **sections: Any) -> Config:
+    """`config` with other sections, or with other settings in a section."""
+    changed = {
+        name: getattr(config, name).model_copy(update=value) if isinstance(value, dict) else value
+        for name, value in sections.items()
+    }
+    return config.model_copy(update=changed)
+
+
+def _identity(model: Path) -> dict[str, Any]:
+    """What changes when other weights are written to the same place."""
+    if (model / "config.json").is_file():
+        return fingerprint_of(model)
+    return fingerprint_of(checkpoint_at(model))
+
+
+def _as_hugging_face(model: Path, directory: Path) -> Path:
+    """`model` itself, or of a checkpoint its weights as a Hugging Face directory in `directory`.
+
+    Raises `ModelError` where there is neither.
+    """
+    if (model / "config.json").is_file():
+        return model
+    from dppo_megatron.convert.job import Worker
+    from dppo_megatron.convert.processes import convert
+    from dppo_megatron.convert.to_hf import ToHF
+
+    converted = directory / "weights"
+    if not converted.exists():
+        checkpoint = checkpoint_at(model)
+        convert(partial(ToHF, checkpoint, converted, template_for(checkpoint)), resume=True, worker=Worker())
+    return converted
+
+
+def _directory(parent: Path, name: str, resume: bool) -> Path:
+    """NAME-1, NAME-2, ...: engines register in it, and those of another evaluation serve another model. The newest one
+    with `resume`."""
     parent.mkdir(parents=True, exist_ok=True)
+    numbers = [int(m[1]) for path in parent.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", path.name))]
+    if resume and numbers:
+        return parent / f"{name}-{max(numbers)}"
     for number in itertools.count(1):
         try:
             (parent / f"{name}-{number}").mkdir(mode=0o700)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TextIO
 
 from .durations import duration
 from .logs import plain_text
-from .names import is_step_record
+from .names import accuracies, is_step_record
 from .tail import JsonlFollower
 from .views import LiveView, PlainView
 
@@ -139,7 +139,7 @@ class ProgressView:
         shown = ", ".join(f"{name.removeprefix('eval/')} {_number(value)}" for name, value in values.items())
         line = f"eval at step {step}: {shown}"
         first = min(self._evals)
-        if first < step:
+        if first < step and "eval/accuracy" in self._evals[first]:
             line += f" (accuracy at step {first}: {_number(self._evals[first].get('eval/accuracy'))})"
         return line
 
@@ -147,7 +147,9 @@ class ProgressView:
         left = self._seconds_left()
         values = list(_values(self._latest, aligned=False))
         if self._evals:
-            values.append(f"eval {_number(self._evals[max(self._evals)].get('eval/accuracy'))}")
+            last = self._evals[max(self._evals)]
+            name, label = next(iter(accuracies(last).items()), ("", ""))
+            values.append(f"eval {label.replace('accuracy', '')}".rstrip() + f" {_number(last.get(name))}")
         done = int(self._latest.get("step", 0))
         if not self._latest or done >= self._total:
             status = "done" if self._latest else "waiting for the first step"

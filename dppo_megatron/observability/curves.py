@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .history import History, Series
-from .names import STEP_PARTS
+from .names import STEP_PARTS, accuracies
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,14 +81,18 @@ def _draw_reward(axes: Axes, runs: Sequence[History]) -> None:
 
 
 def _draw_accuracy(axes: Axes, runs: Sequence[History]) -> None:
-    axes.set_title("held-out accuracy, greedy")
+    axes.set_title("held-out accuracy")
     axes.margins(y=0.12)
     _percent_axis(axes)
     for index, run in enumerate(runs):
-        series = run.series("eval/accuracy")
-        if series:
-            axes.plot(series.steps, series.values, "o-", color=_colour(index), lw=1.8, ms=4)
-        if series and len(runs) == 1:
+        names = accuracies({name for row in run.rows.values() for name in row})
+        for number, (name, label) in enumerate(names.items()):
+            series = run.series(name)
+            colour = _colour(number if len(runs) == 1 else index)
+            shown = label if len(names) > 1 and index == 0 else None
+            style = ("o-", "s--", "^:", "v-.")[number % 4]
+            axes.plot(series.steps, series.values, style, color=colour, lw=1.8, ms=4, label=shown)
+        if len(names) == 1 and len(runs) == 1:
             for at, offset, side in ((0, (8, -4), "left"), (-1, (0, 7), "right"))[: len(series.values)]:
                 point = (series.steps[at], series.values[at])
                 axes.annotate(f"{point[1]:.1%}", point, offset, textcoords="offset points", ha=side, color=_GREY)

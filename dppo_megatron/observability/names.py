@@ -3,12 +3,19 @@
 A record is one line of metrics.jsonl: `step`, `time` (Unix seconds) and any of these. An objective may report more of
 itself under names of its own, see `objectives`. Of several rewards each is recorded as `reward/NAME`, its mean;
 `reward/failed_REASON` counts the samples that have none, by reason.
+
+Of a set NAME of `eval.sets` with n answers to a prompt `eval/NAME/...` are recorded: `avg@n` (share of right answers),
+`avg@n_stderr` (clustered by prompt), `pass@k`, `maj@n`, `reward_mean`, `failed_share` (not graded, count as wrong),
+`response_tokens_mean`, `truncated_share`, `prompts`, `version_spread`, `seconds`; see docs/evaluation.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+
+_AVERAGE = re.compile(r"eval/[^/]+/avg@[0-9]+")
 
 
 class MetricInfo(NamedTuple):
@@ -118,6 +125,18 @@ METRICS = tuple(
 )
 STEP_PARTS = tuple(name for name, _, _ in _STEP_PARTS)
 PUBLISH_PARTS = tuple(name for name, _, _ in _PUBLISH_PARTS)
+
+
+def evaluated_sets(record: Mapping[str, Any]) -> set[str]:
+    """Names of the sets whose evaluation a record holds; `heldout` is that of data.eval."""
+    parts = [name.split("/") for name in record if name.startswith("eval/")]
+    return {part[1] if len(part) > 2 else "heldout" for part in parts}
+
+
+def accuracies(names: Iterable[str]) -> dict[str, str]:
+    """Of metric names those that are an accuracy on held-out prompts, each with a short label; the greedy one first."""
+    named = {name: f"{name.split('/')[1]} {name.split('/')[2]}" for name in sorted(names) if _AVERAGE.fullmatch(name)}
+    return {"eval/accuracy": "accuracy", **named} if "eval/accuracy" in names else named
 
 
 def is_step_record(record: Mapping[str, Any]) -> bool:

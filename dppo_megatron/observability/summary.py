@@ -6,7 +6,7 @@ from typing import Any
 
 from .durations import duration
 from .history import History
-from .names import PUBLISH_PARTS, STEP_PARTS
+from .names import PUBLISH_PARTS, STEP_PARTS, accuracies
 
 NONE = "-"
 
@@ -99,8 +99,20 @@ def _result(run: History) -> dict[str, str]:
         "accuracy best": f"{best[0]:.1%} (step {best[1]})" if best else NONE,
         "reward first": _number(reward.at_start(few), ".3f", f" (mean of {few})"),
         "reward last": _number(reward.at_end(few), ".3f", f" (mean of {few})"),
+        **_named_sets(run),
         "loss first, last": f"{_number(loss.at_start(few), '.2g')}, {_number(loss.at_end(few), '.2g')}",
     }
+
+
+def _named_sets(run: History) -> dict[str, str]:
+    rows = {}
+    for name, label in accuracies({name for row in run.rows.values() for name in row}).items():
+        series = run.series(name)
+        if name != "eval/accuracy" and series:
+            best = max(zip(series.values, series.steps, strict=True))
+            ends = [_at(series.values[:1], series.steps[:1]), _at(series.values[-1:], series.steps[-1:])]
+            rows[f"{label} first, last, best"] = ", ".join([*ends, _at(best[:1], best[1:])])
+    return rows
 
 
 def _health(run: History) -> dict[str, str]:

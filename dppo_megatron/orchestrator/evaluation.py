@@ -1,106 +1,241 @@
-"""Greedy evaluation on held-out prompts by the engines that serve the policy."""
+"""Evaluation on sets of held-out prompts, by the engines that serve the policy."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dppo_megatron.config import Config
+from dppo_megatron.config.evaluation import HELDOUT, EvalSet
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.fleet.sampling import Sampler
+from dppo_megatron.observability.names import evaluated_sets
 from dppo_megatron.observability.tail import read_records
 from dppo_megatron.types import Prompt
 
+from .answers import Answers
+from .eval_scores import average, ks, majority, pass_at
 from .metrics import append_record, show_progress
 
 log = logging.getLogger(__name__)
 
 
-class Evaluator:
-    """Scores every held-out prompt once, greedily, at the versions that are due: first, last, and every `eval.every`.
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A set with what it takes to answer and grade it."""
 
-    Results are appended to the rollout metrics. Their step is the oldest policy version that gave a token of any
-    answer; it is the version that was due unless newer ones were published before the first or before the last answer.
-    A version that already has a result is not evaluated again, so a resumed run does not repeat itself.
+    settings: EvalSet
+    prompts: Sequence[Prompt]
+    rewards: Any  # RewardPool
+
+
+class Evaluator:
+    """Answers and scores every set at the versions that are due: first, last, and every `eval.every`.
+
+    Results are appended to the rollout metrics, a record a set. Its step is the oldest policy version that gave a token
+    of any answer; it is the version that was due unless newer ones were published before the first or before the last
+    answer. A version that already has a result is not evaluated again, and answers of one that was interrupted count
+    when it goes on, where they are of the same policy. Seeds follow from the run's, the set, the prompt and the sample.
     """
 
-    def __init__(self, config: Config, *, prompts, tokenizer, rewards, stop_token_ids: Sequence[int], output: Path):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        sets: Mapping[str, Evaluated],
+        tokenizer,
+        stop_token_ids: Sequence[int],
+        output: Path,
+        answers: Path,
+    ):
+        """`output`: of records; `answers`: directory in which every set has its own."""
         self._config = config
-        self._prompts: list[Prompt] = [prompts.prompt(position) for position in range(len(prompts))]
+        self._sets = dict(sets)
         self._tokenizer = tokenizer
-        self._rewards = rewards
         self._stop_token_ids = tuple(stop_token_ids)
         self._output = output
-        self._begun = {record["step"] for record in read_records(output) if "eval/accuracy" in record}
+        self._answers = answers
+        self._begun = {(record["step"], name) for record in read_records(output) for name in evaluated_sets(record)}
         self._gate = asyncio.Semaphore(config.rollout.max_concurrent_groups)  # of all evaluations together
 
     def due(self, version: int) -> bool:
         every = self._config.eval.every
         at_ends = version in (0, self._config.train.steps)
-        return version not in self._begun and (at_ends or (every > 0 and version % every == 0))
+        return bool(self._missing(version)) and (at_ends or (every > 0 and version % every == 0))
 
-    def start(self, version: int, sampler: Sampler) -> asyncio.Task[float]:
-        """A task that returns the mean reward of the greedy answers; a failed verifier counts as 0. Raises as
-        `Sampler.sample`. From now on `version` is not due any more."""
-        self._begun.add(version)
+    def start(self, version: int, policy: Any, sampler: Sampler) -> asyncio.Task[dict[str, dict[str, float]]]:
+        """A task that returns the metrics of every set; a failed verifier counts as 0. Raises as `Sampler.sample`.
+
+        `policy`: JSON that tells it from another one of the same version. From now on `version` is not due any more.
+        """
+        missing = self._missing(version)
+        self._begun |= {(version, name) for name in missing}
         # Their tasks exist from here on, so their requests go before those of all groups that are begun later.
-        answers = asyncio.gather(*(self._answer(version, prompt, sampler) for prompt in self._prompts))
-        return asyncio.create_task(self._record(answers))
+        running = {name: self._start_set(name, version, policy, sampler) for name in missing}
+        return asyncio.create_task(_all(running))
 
-    async def _record(self, running: asyncio.Future[list[_Answer]]) -> float:
-        started = time.monotonic()
-        answers = await running
-        oldest, newest = min(a.oldest for a in answers), max(a.newest for a in answers)
-        accuracy = float(np.mean([a.reward for a in answers]))
-        append_record(
-            self._output,
-            {
-                "step": oldest,
-                "eval/accuracy": accuracy,
-                "eval/response_tokens_mean": float(np.mean([a.tokens for a in answers])),
-                "eval/prompts": len(answers),
-                "eval/version_spread": newest - oldest,
-                "time/eval_s": time.monotonic() - started,
-            },
-        )
-        self._begun.add(oldest)
-        versions = f"version {oldest}" if newest == oldest else f"versions {oldest} to {newest}"
-        log.info("policy %s: greedy accuracy %.4f on %d held-out prompts", versions, accuracy, len(answers))
-        return accuracy
+    def _missing(self, version: int) -> list[str]:
+        return [name for name in self._sets if (version, name) not in self._begun]
 
-    async def _answer(self, version: int, prompt: Prompt, sampler: Sampler) -> _Answer:
-        async with self._gate:
-            (rollout,) = await sampler.sample(
-                lambda attempt: self._request(version, prompt, attempt), f"held-out prompt {prompt.position}"
+    def _start_set(self, name: str, version: int, policy: Any, sampler: Sampler) -> asyncio.Task[dict[str, float]]:
+        one = self._sets[name]
+        chosen = one.settings.model_dump(mode="json")
+        of = {
+            "set": name,
+            "settings": chosen,
+            "seed": self._config.run.seed,
+            "stop_token_ids": self._stop_token_ids,
+            "prompts": zlib.crc32(b"".join(p.token_ids.tobytes() + p.answer.encode() + b"\0" for p in one.prompts)),
+            "policy": policy,
+        }
+        answers = Answers(self._answers / name, version, of)
+        if answers.records:
+            log.info("%s: %d of %d prompts were answered before", name, len(answers.records), len(one.prompts))
+        running = asyncio.gather(
+            *(
+                self._answer(name, version, prompt, sampler, answers)
+                for prompt in one.prompts
+                if prompt.position not in answers.records
             )
-        (text,) = self._tokenizer.batch_decode([rollout.token_ids], skip_special_tokens=True)
-        (reward,), (failed,) = await self._rewards.score(prompt, [text], recorded=False)
-        show_progress(self._output)
-        oldest, newest = int(rollout.versions.min()), int(rollout.versions.max())
-        return _Answer(float(reward) * (not failed), len(rollout.token_ids), oldest, newest)
-
-    def _request(self, version: int, prompt: Prompt, attempt: int) -> GenerateRequest:
-        return GenerateRequest(
-            request_id=f"eval-{version}-{prompt.position}-{attempt}",
-            token_ids=prompt.token_ids,
-            n=1,
-            seeds=(self._config.run.seed,),
-            temperature=0.0,
-            max_tokens=self._config.eval.max_response_tokens or self._config.rollout.max_response_tokens,
-            stop_token_ids=self._stop_token_ids,
-            topk=0,
         )
+        return asyncio.create_task(self._record(name, answers, running))
+
+    async def _record(self, name: str, answers: Answers, running: asyncio.Future[Any]) -> dict[str, float]:
+        started = time.monotonic()
+        try:
+            await running
+        finally:
+            running.cancel()  # where one failed, the others
+        seconds = time.monotonic() - started
+        records = [answers.records[position] for position in sorted(answers.records)]
+        oldest = min(sample["versions"][0] for record in records for sample in record["samples"])
+        metrics = scores(name, self._sets[name].settings, records, seconds)
+        answers.finish({"step": oldest, **metrics})
+        append_record(self._output, {"step": oldest, **metrics})
+        self._begun.add((oldest, name))
+        log.info("policy %d: %s", oldest, describe(name, metrics))
+        return metrics
+
+    async def _answer(self, name: str, version: int, prompt: Prompt, sampler: Sampler, answers: Answers) -> None:
+        one = self._sets[name]
+        async with self._gate:
+            rollouts = await sampler.sample(
+                self._requests(name, version, prompt), f"held-out prompt {prompt.position} of {name}"
+            )
+        texts = self._tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
+        rewards, failed = await one.rewards.score(prompt, texts, recorded=False)
+        finals = await one.rewards.final_answers(prompt, texts) if len(texts) > 1 else None
+        samples = [
+            {
+                "text": text,
+                "reward": float(reward) * (not lost),
+                "failed": bool(lost),
+                "tokens": len(rollout.token_ids),
+                "finish": rollout.finish_reason,
+                "versions": [int(rollout.versions.min()), int(rollout.versions.max())],
+            }
+            for text, reward, lost, rollout in zip(texts, rewards, failed, rollouts, strict=True)
+        ]
+        for sample, final in zip(samples, finals or (), strict=bool(finals)):
+            sample["final"] = final
+        answers.add(
+            {
+                "position": prompt.position,
+                "row": prompt.row,
+                "prompt": prompt.text,
+                "answer": prompt.answer,
+                "samples": samples,
+            }
+        )
+        show_progress(self._output)
+
+    def _requests(self, name: str, version: int, prompt: Prompt) -> Callable[[int], GenerateRequest]:
+        chosen, seed = self._sets[name].settings, self._config.run.seed
+
+        def request(attempt: int) -> GenerateRequest:
+            words = np.random.SeedSequence([seed, zlib.crc32(name.encode()), prompt.position, attempt])
+            seeds = [int(s) >> 1 for s in words.generate_state(chosen.n)]
+            prefix = f"eval-{version}" if name == HELDOUT else f"eval-{version}-{name}"
+            return GenerateRequest(
+                request_id=f"{prefix}-{prompt.position}-{attempt}",
+                token_ids=prompt.token_ids,
+                n=chosen.n,
+                seeds=tuple(seeds) if chosen.temperature else (seed,),
+                temperature=chosen.temperature,
+                max_tokens=chosen.max_response_tokens,
+                stop_token_ids=self._stop_token_ids,
+                topk=0,
+                top_p=chosen.top_p,
+            )
+
+        return request
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    reward: float  # 0 where the verifier failed
-    tokens: int
-    oldest: int  # policy version of any token
-    newest: int
+async def _all(running: Mapping[str, asyncio.Task[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    try:
+        return dict(zip(running, await asyncio.gather(*running.values()), strict=True))
+    finally:
+        for task in running.values():
+            task.cancel()
+
+
+def scores(name: str, chosen: EvalSet, records: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
+    """The metrics of a set, of the answers alone but for the seconds: see `observability.names`."""
+    samples = [record["samples"] for record in records]
+    flat = [sample for answers in samples for sample in answers]
+    rewards = np.array([[sample["reward"] for sample in answers] for answers in samples])
+    spread = max(s["versions"][1] for s in flat) - min(s["versions"][0] for s in flat)
+    length = float(np.mean([sample["tokens"] for sample in flat]))
+    if name == HELDOUT:
+        return {
+            "eval/accuracy": float(rewards.mean()),
+            "eval/response_tokens_mean": length,
+            "eval/prompts": len(records),
+            "eval/version_spread": spread,
+            "time/eval_s": seconds,
+        }
+    failed = np.array([[sample["failed"] for sample in answers] for answers in samples])
+    right = ~failed & (rewards >= chosen.pass_reward - 1e-6)  # rewards are sums in fp32
+    mean, error = average(right)
+    found: dict[str, float] = {f"avg@{chosen.n}": mean}
+    if error is not None:
+        found[f"avg@{chosen.n}_stderr"] = error
+    found |= {f"pass@{k}": pass_at(k, right) for k in ks(chosen.n)}
+    if "final" in flat[0]:
+        found[f"maj@{chosen.n}"] = majority(right, [[sample["final"] for sample in answers] for answers in samples])
+    found |= {
+        "reward_mean": float(rewards.mean()),
+        "failed_share": float(failed.mean()),
+        "response_tokens_mean": length,
+        "truncated_share": float(np.mean([sample["finish"] == "length" for sample in flat])),
+        "prompts": len(records),
+        "version_spread": spread,
+        "seconds": seconds,
+    }
+    return {f"eval/{name}/{metric}": value for metric, value in found.items()}
+
+
+def describe(name: str, metrics: Mapping[str, float]) -> str:
+    """The result of a set in a line."""
+    values = {metric.rpartition("/")[2]: value for metric, value in metrics.items()}
+    if name == HELDOUT:
+        return f"greedy accuracy {values['accuracy']:.4f} on {values['prompts']} held-out prompts"
+    parts = []
+    for metric, value in values.items():
+        if "@" in metric and not metric.endswith("_stderr"):
+            error = values.get(f"{metric}_stderr")
+            parts.append(f"{metric} {value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
+    if values["failed_share"]:
+        parts.append(f"{values['failed_share']:.1%} not graded")
+    return (
+        f"{name}: {', '.join(parts)}; {values['response_tokens_mean']:.0f} tokens, "
+        f"{values['truncated_share']:.1%} truncated, {values['prompts']} prompts"
+    )

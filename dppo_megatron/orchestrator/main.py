@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +23,7 @@ from dppo_megatron.rewards import RewardPool
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedFollower
 
-from .evaluation import Evaluator
+from .evaluation import Evaluated, Evaluator
 from .metrics import StepRecorder
 from .open_files import allow_open_files
 from .orchestrator import Orchestrator
@@ -49,11 +50,17 @@ def run_orchestrator(config: Config) -> None:
         log.info("stopped by a signal; the bank holds every finished group")
 
 
-async def evaluate_once(config: Config, engines: Sequence[Engine]) -> float:
-    """Greedy accuracy of what the engines serve now; the record goes to the run's rollout metrics."""
+async def evaluate_once(
+    config: Config, engines: Sequence[Engine], policy: object, version: int = 0
+) -> dict[str, dict[str, float]]:
+    """The metrics of every set by what the engines serve now as `version`; `policy` tells it from what others serve.
+
+    Records go to the run's rollout metrics.
+    """
     setting = _Setting(config)
-    with RewardPool(config.reward) as rewards:
-        return await setting.evaluator(rewards).start(0, Sampler(FixedEngines(engines)))
+    RunDir(config.run.dir).rollout_metrics.unlink(missing_ok=True)  # sets that are done are reported again
+    with contextlib.ExitStack() as pools:
+        return await setting.evaluator(pools).start(version, policy, Sampler(FixedEngines(engines)))
 
 
 async def _fill_bank(config: Config) -> None:
@@ -69,7 +76,8 @@ async def _fill_bank(config: Config) -> None:
         config, services=lambda: engine_services(config, run), published=published, build=build_engine, check=check
     )
     sampler = Sampler(pool)
-    with BankWriter(run.bank, groups) as bank, RewardPool(config.reward) as rewards:
+    with BankWriter(run.bank, groups) as bank, contextlib.ExitStack() as pools:
+        rewards = pools.enter_context(RewardPool(config.reward))
         async with pool:
             await Orchestrator(
                 config,
@@ -79,7 +87,7 @@ async def _fill_bank(config: Config) -> None:
                 rewards=rewards,
                 bank=bank,
                 published=published,
-                evaluator=None if config.data.eval is None else setting.evaluator(rewards),
+                evaluator=setting.evaluator(pools, rewards) if config.eval_sets else None,
                 recorder=StepRecorder(
                     run.rollout_metrics, groups, lambda: {**sampler.take_metrics(), **rewards.take_metrics()}
                 ),
@@ -109,12 +117,22 @@ class _Setting:
         end = end_token_ids(config.model.path, self.tokenizer)
         self.stop_token_ids = tuple(dict.fromkeys((*end, *config.rollout.stop_token_ids)))
 
-    def evaluator(self, rewards: RewardPool) -> Evaluator:
+    def evaluator(self, pools: contextlib.ExitStack, rewards: RewardPool | None = None) -> Evaluator:
+        """`rewards`: of the run, used by the sets without a grader of their own; the others' are closed by `pools`."""
+        config, run = self._config, RunDir(self._config.run.dir)
+        sets = {}
+        for name, chosen in config.eval_sets.items():
+            own = chosen.reward != config.reward or rewards is None
+            sets[name] = Evaluated(
+                chosen,
+                PromptSource(chosen.path, self.tokenizer, config.data, config.run.seed).once(),
+                pools.enter_context(RewardPool(chosen.reward)) if own else rewards,
+            )
         return Evaluator(
-            self._config,
-            prompts=PromptSource(self._config.data.eval, self.tokenizer, self._config.data, self._config.run.seed),
+            config,
+            sets=sets,
             tokenizer=self.tokenizer,
-            rewards=rewards,
             stop_token_ids=self.stop_token_ids,
-            output=RunDir(self._config.run.dir).rollout_metrics,
+            output=run.rollout_metrics,
+            answers=run.answers,
         )

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -22,7 +24,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.types import Prompt, RolloutGroup
-from dppo_megatron.weights.published import POLL_S, PublishedFollower
+from dppo_megatron.weights.published import POLL_S, PublishedFollower, PublishedPolicy
 
 from .dynamic_sampling import NO_SIGNAL, SignalFilter, describe_drop
 from .evaluation import Evaluator
@@ -254,8 +256,14 @@ class Orchestrator:
         policy = self._published.current
         if self._evaluator is None or policy is None or not self._evaluator.due(policy.version):
             return
-        evaluation = self._evaluator.start(policy.version, self._sampler)
+        evaluation = self._evaluator.start(policy.version, _identity(policy), self._sampler)
         if self._config.rollout.max_staleness == 0:  # before any group: the trainer cannot publish meanwhile
             await evaluation
         else:
             self._evaluations.add(evaluation)
+
+
+def _identity(policy: PublishedPolicy) -> dict[str, object]:
+    """What tells a policy from another one of the same version, as after a resume: what the trainer scored with it."""
+    scored = zlib.crc32(json.dumps(policy.probe_logprobs).encode()) if policy.probe_logprobs else policy.published_at
+    return {"version": policy.version, "scored": scored}

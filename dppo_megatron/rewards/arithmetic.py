@@ -28,4 +28,5 @@ def check_answer(answer: str) -> None:
 
 
 arithmetic.check_answer = check_answer
+arithmetic.final_answer = str.strip
 arithmetic.trusted = True  # one string comparison: see interface.Reward

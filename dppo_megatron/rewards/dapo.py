@@ -35,9 +35,12 @@ class Dapo:
         self._wrong = float(wrong)
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
+        found = self.final_answer(response_text)
+        return 1.0 if found is not None and found == normal_form(prompt.answer) else self._wrong
+
+    def final_answer(self, response_text: str) -> str | None:
         found = _ANSWER.findall(response_text[-_READ:])
-        right = bool(found) and normal_form(found[-1]) == normal_form(prompt.answer)
-        return 1.0 if right else self._wrong
+        return normal_form(found[-1]) if found else None
 
     def check_answer(self, answer: str) -> None:
         if not normal_form(answer):

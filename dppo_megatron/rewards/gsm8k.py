@@ -46,6 +46,7 @@ def gsm8k(prompt: Prompt, response_text: str) -> float:
 
 
 gsm8k.check_answer = lambda answer: _gold(answer)
+gsm8k.final_answer = lambda response_text: final_answer(response_text)
 
 
 def final_answer(text: str) -> str | None:

@@ -19,7 +19,8 @@ class Reward(Protocol):
     It runs in worker processes, so it should depend on its arguments alone. A callable with the attribute
     `trusted = True` promises to return within microseconds and runs in the calling process, without a
     timeout. With a method `check_answer(answer)` it refuses, by ValueError, answers that it cannot compare with; they
-    are reported by line before a run begins.
+    are reported by line before a run begins. A method `final_answer(response_text)` gives the answer in it as text, or
+    None: what responses vote for in an evaluation's maj@n.
     """
 
     def __call__(self, prompt: Prompt, response_text: str) -> Any: ...

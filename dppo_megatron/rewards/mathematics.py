@@ -48,6 +48,10 @@ class Math:
             raise Ungradable(str(error)) from error
         return float(equal(prompt.answer, found))
 
+    def final_answer(self, response_text: str) -> str | None:
+        found = last_answer(response_text, LONGEST)
+        return None if found is None else plain(found)
+
     def check_answer(self, answer: str) -> None:
         parsed = _parsed(plain(answer))
         if not parsed or (isinstance(parsed[0], str) and not _word(plain(answer))):

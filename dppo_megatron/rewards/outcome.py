@@ -16,6 +16,7 @@ from dppo_megatron.types import Prompt
 from .interface import NotApplicable, Reward, Ungradable
 
 LONGEST_DETAIL = 500  # characters of an error in the log
+LONGEST_ANSWER = 200  # characters of a final answer that is told apart from others
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -69,6 +70,15 @@ def problem_of(check: Callable[[str], None], answer: str) -> str | None:
     except BaseException as error:
         return describe(error)
     return None
+
+
+def final_answer(reward: Any, text: str) -> str | None:
+    """What a grader reads as the answer in a response, None where there is none or it raises."""
+    try:
+        found = reward.final_answer(text)
+        return None if found is None else str(found)[:LONGEST_ANSWER].encode(errors="backslashreplace").decode()
+    except BaseException:
+        return None
 
 
 async def _finish(awaitable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from dppo_megatron.errors import shown
 from dppo_megatron.types import Prompt
 
 from .interface import GroupReward
-from .outcome import Failure, Outcome, as_outcome, attempt, describe, problem_of
+from .outcome import Failure, Outcome, as_outcome, attempt, describe, final_answer, problem_of
 from .registry import build_rewards
 from .tally import Tally
 from .worker import RewardWorker
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from dppo_megatron.config.schema import RewardConfig
 
 _ANSWERS = 64  # read by a worker at once
+_TEXTS = 32  # whose final answers are in one reply of a worker
 _ANSWERS_S = 60.0  # for all of those at most; then each alone, within reward.timeout_s
 
 
@@ -65,6 +67,17 @@ class RewardPool:
             else:
                 rewards[i] = total
         return rewards, failed
+
+    async def final_answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None] | None:
+        """What the row's first term with `final_answer` reads in each text, or None where no term has it."""
+        for term in self._applying(prompt.source):
+            if not hasattr(self._rewards[term], "final_answer"):
+                continue
+            if self._trusted(term):
+                return [final_answer(self._rewards[term], text) for text in texts]
+            batches = [texts[i : i + _TEXTS] for i in range(0, len(texts), _TEXTS)]
+            return list(itertools.chain.from_iterable([await self._read_texts(term, batch) for batch in batches]))
+        return None
 
     def take_metrics(self) -> dict[str, float]:
         """Of the samples since the last call: the mean of every term of several, and how many failed and why."""
@@ -176,6 +189,11 @@ class RewardPool:
                 problems = [p.detail if isinstance(p, Failure) else p[0] for p in alone]
             out += zip(batch, problems, strict=True)
         return out
+
+    async def _read_texts(self, term: int, texts: Sequence[str]) -> list[str | None]:
+        asked = self._workers.submit(lambda worker: worker.final_answers(term, texts, self._config.timeout_s))
+        found = await asyncio.wrap_future(asked)
+        return [None] * len(texts) if isinstance(found, Failure) else found
 
     def _checked(self, term: int, batches: list[list[str]], timeout_s: float) -> list[list[str | None] | Failure]:
         asked = [self._workers.submit(lambda worker, b=batch: worker.check(term, b, timeout_s)) for batch in batches]

@@ -18,8 +18,12 @@ class Exact:
         self._ignore_case = ignore_case
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
-        given, wanted = response_text.strip(), prompt.answer.strip()
-        return float(given.casefold() == wanted.casefold() if self._ignore_case else given == wanted)
+        given, wanted = self.final_answer(response_text), prompt.answer.strip()
+        return float(given == (wanted.casefold() if self._ignore_case else wanted))
+
+    def final_answer(self, response_text: str) -> str:
+        given = response_text.strip()
+        return given.casefold() if self._ignore_case else given
 
 
 class Regex:
@@ -36,13 +40,17 @@ class Regex:
         self._ignore_case = ignore_case
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
+        given, wanted = self.final_answer(response_text), prompt.answer.strip()
+        return float(given == (wanted.casefold() if self._ignore_case else wanted))
+
+    def final_answer(self, response_text: str) -> str | None:
         last = None
         for match in self._pattern.finditer(response_text):
             last = match
         if last is None:
-            return 0.0
-        given, wanted = (last[1] or "" if self._pattern.groups else last[0]).strip(), prompt.answer.strip()
-        return float(given.casefold() == wanted.casefold() if self._ignore_case else given == wanted)
+            return None
+        given = (last[1] or "" if self._pattern.groups else last[0]).strip()
+        return given.casefold() if self._ignore_case else given
 
 
 class MultipleChoice:
@@ -60,8 +68,12 @@ class MultipleChoice:
         )
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
+        found = self.final_answer(response_text)
+        return float(found is not None and found == self._gold(prompt.answer))
+
+    def final_answer(self, response_text: str) -> str | None:
         found = last_answer(response_text, _LONGEST)
-        return float(found is not None and self._choice(found) == self._gold(prompt.answer))
+        return None if found is None else self._choice(found)
 
     def check_answer(self, answer: str) -> None:
         self._gold(answer)

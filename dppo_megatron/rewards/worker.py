@@ -9,7 +9,7 @@ from typing import Any
 
 from dppo_megatron.types import Prompt
 
-from .outcome import LONGEST_DETAIL, Failure, Outcome, attempt, describe, problem_of
+from .outcome import LONGEST_DETAIL, Failure, Outcome, attempt, describe, final_answer, problem_of
 from .process import Answer, Worker, WorkerError, serve
 from .registry import RewardError, load_reward
 
@@ -32,6 +32,11 @@ class RewardWorker(Worker):
         """Why a term cannot compare with each of the answers, None where it can. Raises `WorkerError`."""
         parts = self.ask(("check", term, tuple(answers)), timeout_s, "for answers to be read")
         return [problem and str(problem) for problem in parts]
+
+    def final_answers(self, term: int, texts: Sequence[str], timeout_s: float) -> list[str | None]:
+        """What a term reads as the answer in each text, None where it finds none. Raises `WorkerError`."""
+        parts = self.ask(("final", term, tuple(texts)), timeout_s, "for the answers in responses")
+        return [None if part is None else str(part) for part in parts]
 
 
 def main(descriptor: int) -> None:
@@ -57,6 +62,9 @@ def _answer(rewards: Sequence[Any], problem: str | None, request: bytes) -> list
     if kind == "check":
         term, answers = arguments
         return [problem or problem_of(rewards[term].check_answer, answer) for answer in answers]
+    if kind == "final":
+        term, texts = arguments
+        return [None if problem else final_answer(rewards[term], text) for text in texts]
     prompt, text, terms = arguments
     if problem is not None:
         return [_encode(Failure("raised", problem[:LONGEST_DETAIL])) for _ in terms]

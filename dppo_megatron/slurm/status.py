@@ -16,7 +16,7 @@ from dppo_megatron.engines.protocol import EngineError
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import Service, engine_services
 from dppo_megatron.observability.logs import last_lines
-from dppo_megatron.observability.names import is_step_record
+from dppo_megatron.observability.names import accuracies, is_step_record
 from dppo_megatron.observability.tail import read_records
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
@@ -77,7 +77,8 @@ def read_status(directory: Path) -> Status:
     config = _config(run)
     records = read_records(run.metrics)
     trained = [record for record in records if is_step_record(record)]
-    evaluated = [record for record in records if "eval/accuracy" in record]
+    accuracy = next(iter(accuracies({name for record in records for name in record})), "")
+    evaluated = [record[accuracy] for record in records if accuracy in record]
     last = trained[-1] if trained else {}
     published = PublishedPolicy.read(run.published)
     attempts = AttemptLog(run)
@@ -88,7 +89,7 @@ def read_status(directory: Path) -> Status:
         step=last.get("step", 0),
         steps=config.train.steps if config else None,
         metrics={name: value for name, value in last.items() if name not in ("step", "time")},
-        accuracy=evaluated[-1]["eval/accuracy"] if evaluated else None,
+        accuracy=evaluated[-1] if evaluated else None,
         updated_s=time.time() - records[-1]["time"] if records else None,
         checkpoint=run.checkpoint_step,
         policy_version=published.version if published else None,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from dppo_megatron.config import Config
 from dppo_megatron.observability.masked_tokens import MaskedTokenLog
+from dppo_megatron.observability.names import evaluated_sets
 from dppo_megatron.observability.tail import JsonlFollower, read_records
 from dppo_megatron.observability.trackers import build_trackers
 from dppo_megatron.orchestrator.metrics import last_progress
@@ -16,7 +17,6 @@ from dppo_megatron.run_dir import RunDir
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
-EVALUATION = "eval/accuracy"
 
 
 class RankZeroRecorder:
@@ -33,7 +33,11 @@ class RankZeroRecorder:
         self._masked = MaskedTokenLog(config.run.dir, decode, resume_step) if rank == 0 else None
         self._follower = JsonlFollower(RunDir(config.run.dir).rollout_metrics)
         self._first_step = resume_step or 0
-        self._evaluated = {r["step"] for r in read_records(RunDir(config.run.dir).metrics) if EVALUATION in r}
+        self._evaluated = {
+            (record["step"], name)
+            for record in read_records(RunDir(config.run.dir).metrics)
+            for name in evaluated_sets(record)
+        }
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self._trackers is None:
@@ -48,10 +52,11 @@ class RankZeroRecorder:
 
     def wait_for_last_evaluation(self) -> None:
         """Waits until the orchestrator evaluated the last policy, if it evaluates at all."""
-        if self._trackers is None or self._config.data.eval is None or not self._config.samples:
+        if self._trackers is None or not self._config.samples:
             return
+        wanted = {(self._config.train.steps, name) for name in self._config.eval_sets}
         last, since = "", time.monotonic()
-        while self._config.train.steps not in self._evaluated:
+        while not wanted <= self._evaluated:
             if (now := last_progress(self._follower.path)) != last:
                 last, since = now, time.monotonic()
             if time.monotonic() - since > self._config.run.stall_timeout_s:
@@ -66,11 +71,11 @@ class RankZeroRecorder:
     def _forward(self) -> None:
         for record in self._follower.poll().records:
             step = record.pop("step")
-            new = step not in self._evaluated if EVALUATION in record else step > self._first_step
+            evaluated = {(step, name) for name in evaluated_sets(record)}
+            new = not evaluated <= self._evaluated if evaluated else step > self._first_step
             if new:  # an earlier attempt logged the others
                 self._trackers.log(step, record)
-            if EVALUATION in record:
-                self._evaluated.add(step)
+            self._evaluated |= evaluated
 
     def __enter__(self) -> RankZeroRecorder:
         return self

@@ -61,6 +61,17 @@ def test_a_run_trains_publishes_evaluates_and_reports(uninterrupted):
 
 
 @pytest.mark.slow
+def test_a_checkpoint_is_evaluated_by_a_running_engine_as_the_final_model_is(task, engine, uninterrupted, tmp_path):
+    config = write_config(config_tree(task, uninterrupted, urls=(engine.url,)), tmp_path / "c.yaml")
+    shown = []
+    for model in (uninterrupted / "model", uninterrupted / "checkpoints" / f"step-{STEPS:06d}"):
+        (line,) = run("eval", config, "--model", model, "--url", engine.url).stdout.splitlines()[-1:]
+        shown.append(line.removeprefix(f"{model}: "))
+    last = [r["eval/accuracy"] for r in records(uninterrupted) if r.get("step") == STEPS and "eval/accuracy" in r]
+    assert shown == [f"greedy accuracy {last[0]:.4f} on 16 held-out prompts"] * 2
+
+
+@pytest.mark.slow
 def test_the_secret_is_in_no_file_of_a_run_or_of_its_engine(task, engine, uninterrupted):
     secret = (task / "secret").read_bytes()
     files = [path for directory in (uninterrupted, engine.directory) for path in directory.rglob("*") if path.is_file()]

@@ -35,8 +35,8 @@ def queried(monkeypatch) -> list[str]:
         async def close(self):
             pass
 
-    async def evaluate_once(config, engines):
-        return 0.5
+    async def evaluate_once(config, engines, policy, version):
+        return {"heldout": {"eval/accuracy": 0.5}}
 
     monkeypatch.setattr(local_processes, "Child", Child)
     monkeypatch.setattr(evaluate, "build_engine", lambda config, url: urls.append(url) or Engine())
@@ -46,10 +46,17 @@ def queried(monkeypatch) -> list[str]:
     return urls
 
 
+def model(directory):
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
 def test_models_of_one_name_have_engines_of_their_own(config, queried, tmp_path):
     """An evaluation that still runs has registered its engines, which serve another model."""
     for run in ("a", "b"):
-        assert evaluate.evaluate_model(config, tmp_path / run / "model", "config.yaml") == 0.5
+        found = evaluate.evaluate_model(config, model(tmp_path / run / "model"), "config.yaml")
+        assert found == {"heldout": {"eval/accuracy": 0.5}}
     assert queried == ["http://model-1/4", "http://model-1/6", "http://model-2/4", "http://model-2/6"]
 
 
@@ -57,12 +64,12 @@ def test_models_of_one_name_have_engines_of_their_own(config, queried, tmp_path)
 def test_runs_without_engines_of_their_own_are_evaluated(config, queried, tmp_path, change):
     config = Config.model_validate(config.model_dump() | change)
     assert not config.samples
-    evaluate.evaluate_model(config, tmp_path / "model", "config.yaml")
+    evaluate.evaluate_model(config, model(tmp_path / "model"), "config.yaml")
     assert queried == ["http://model-1/4", "http://model-1/6"]
 
 
 def test_engines_that_do_not_fit_the_gpus_are_refused(config, queried, tmp_path):
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"count": 3})})
     with pytest.raises(ConfigError, match=r"engine.count = 3: .* need 3 GPUs, 2 are visible"):
-        evaluate.evaluate_model(config, tmp_path / "model", "config.yaml")
+        evaluate.evaluate_model(config, model(tmp_path / "model"), "config.yaml")
     assert queried == []

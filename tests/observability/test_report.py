@@ -39,6 +39,19 @@ def test_summary_says_what_was_trained_and_what_it_reached(make_run):
     assert {key: rows[key] for key in expected} == expected
 
 
+def test_named_sets_have_a_row_and_a_curve_each(make_run, console):
+    run = make_run("run")
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, value in ((0, 0.1), (10, 0.3), (20, 0.2)):
+            record = {"eval/aime/avg@8": value, "eval/aime/avg@8_stderr": 0.05, "eval/aime/pass@8": 0.5}
+            file.write(json.dumps({"step": step, "time": 1002.0, **record}) + "\n")
+    rows = summary_rows(load_history(run, "run"))
+    assert rows["accuracy after"] == "75.0% (step 20)"
+    assert rows["aime avg@8 first, last, best"] == "10.0% (step 0), 20.0% (step 20), 30.0% (step 10)"
+    write_report(run, console=console)
+    assert is_png(run / "report" / "curves.png")
+
+
 def test_method_is_described_as_the_objective_resolves_it(make_run):
     pytest.importorskip("dppo_megatron.objectives")
     rows = summary_rows(load_history(make_run("a", "minirl"), "a"))

@@ -183,3 +183,19 @@ def _runs(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("math", ["\\frac12", "12", None]),
+        ("dapo", [None, "12", None]),
+        ("gsm8k", ["\\frac12", None, None]),
+        ("arithmetic", ["so \\boxed{\\frac12}", "Answer: $12$", "no idea"]),
+        ("tests.rewards.strange_rewards:strange", None),
+    ],
+)
+def test_final_answers_are_what_graders_compare(prompt, name, expected):
+    texts = ["so \\boxed{\\frac12}", "Answer: $12$", "no idea"]
+    with make_pool(name) as pool:
+        assert asyncio.run(pool.final_answers(prompt("1"), texts)) == expected

@@ -19,7 +19,7 @@ from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
 from dppo_megatron.fleet.pool import FixedEngines
 from dppo_megatron.fleet.registry import forget_all
 from dppo_megatron.fleet.sampling import Sampler
-from dppo_megatron.orchestrator.evaluation import Evaluator
+from dppo_megatron.orchestrator.evaluation import Evaluated, Evaluator
 from dppo_megatron.orchestrator.metrics import StepRecorder
 from dppo_megatron.orchestrator.orchestrator import Orchestrator
 from dppo_megatron.run_dir import RunDir
@@ -30,11 +30,12 @@ from tests.support.configs import make_config
 STOP = 99
 
 
-def sampling_config(run_dir: Path, *, steps: int = 3, **rollout: Any) -> Config:
+def sampling_config(run_dir: Path, *, steps: int = 3, sets: Any = (), **rollout: Any) -> Config:
     config = make_config(
         run={"dir": str(run_dir), "seed": 5, "stall_timeout_s": 5},
+        data={"eval": "unused.jsonl"},
         train={"steps": steps},
-        eval={"every": 2},
+        eval={"every": 2, "sets": dict(sets)},
         rollout={"prompts_per_step": 4, "group_size": 3, "max_response_tokens": 8, **rollout},
     )
     assert not settings_problems(config)
@@ -70,6 +71,9 @@ class Rewards:
         rewards = np.array([1.0 if equal else i for i in range(len(texts))], np.float32)
         failed = np.full(len(texts), self._broken(prompt.position))
         return rewards * ~failed, failed
+
+    async def final_answers(self, prompt: Prompt, texts: list[str]) -> list[str]:
+        return [text.split()[0] for text in texts]
 
 
 @dataclass
@@ -147,7 +151,17 @@ class World:
                 prompts=Prompts(),
                 bank=bank,
                 published=PublishedFollower(run.published, config.run.stall_timeout_s),
-                evaluator=Evaluator(config, prompts=Prompts(2), output=run.rollout_metrics, **parts),
+                evaluator=Evaluator(
+                    config,
+                    sets={
+                        name: Evaluated(one, [Prompts().prompt(i) for i in range(2)], rewards)
+                        for name, one in config.eval_sets.items()
+                    },
+                    tokenizer=parts["tokenizer"],
+                    stop_token_ids=(STOP,),
+                    output=run.rollout_metrics,
+                    answers=run.answers,
+                ),
                 recorder=StepRecorder(run.rollout_metrics, config.rollout.prompts_per_step, sampler.take_metrics),
                 **parts,
             )

@@ -1,0 +1,54 @@
+"""What the answers to a set of prompts add up to: avg@n with its standard error, pass@k, maj@n."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def average(right: np.ndarray) -> tuple[float, float | None]:
+    """Share of right answers among `right` [P, n] bool, and its standard error; None of a single prompt.
+
+    Answers to one prompt are a cluster: they are alike, and only prompts are drawn independently. Of equal clusters the
+    clustered standard error is that of the mean of the P shares (Miller 2024, arXiv 2411.00640, section 2.2).
+    """
+    shares = right.mean(axis=1)
+    error = float(shares.std(ddof=1)) / math.sqrt(len(shares)) if len(shares) > 1 else None
+    return float(shares.mean()), error
+
+
+def pass_at(k: int, right: np.ndarray) -> float:
+    """Probability that of k answers to a prompt one is right, from n >= k in `right` [P, n] bool.
+
+    The unbiased estimator 1 - C(n - c, k) / C(n, k) of c right answers (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    """
+    n = right.shape[1]
+    counts = right.sum(axis=1).tolist()
+    return float(np.mean([1.0 - math.comb(n - c, k) / math.comb(n, k) for c in counts]))
+
+
+def ks(n: int) -> list[int]:
+    """The k of pass@k that are reported for n answers: powers of two, and n; pass@1 is avg@n."""
+    return sorted({2**i for i in range(1, n.bit_length()) if 2**i <= n} | ({n} if n > 1 else set()))
+
+
+def majority(right: np.ndarray, answers: Sequence[Sequence[str | None]]) -> float:
+    """Share of prompts whose most frequent answer is right; of several most frequent ones each counts its part.
+
+    Without an answer (None) a response does not vote; a prompt without any vote counts as wrong.
+    """
+    return float(np.mean([_majority(row, given) for row, given in zip(right, answers, strict=True)]))
+
+
+def _majority(right: np.ndarray, answers: Sequence[str | None]) -> float:
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == most]
+    # Equal answers have equal rewards, but for a verifier that failed on one of them.
+    shares = [np.mean([r for r, given in zip(right, answers, strict=True) if given == winner]) for winner in winners]
+    return float(np.mean(shares))
