@@ -1,8 +1,9 @@
 # make quickstart     train a small policy end to end on this machine's CPU, real parts, about ten minutes
 # make test           what to run before a commit: real Megatron-core ranks, a real vLLM server, a run that learns
-# make test-all       every test there is: test-cpu, test-engines and test-slurm
+# make test-all       every test there is: test-cpu, test-megatron-next, test-engines and test-slurm
 # make test-cpu       all that this environment suffices for: test, the slow ones and test-parallel
 # make test-parallel  every parallel layout trains as one process does; kill -9 and resume in several of them
+# make test-megatron-next  one layout of each kind, and resuming, with the newest Megatron-core; two minutes
 # make test-engines   the engine contract, weight transports and faults, on real vLLM and SGLang servers
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
 # make attack         tests/attack with another seed and more cases: ATTACK_SEED=N ATTACK_CASES=N make attack
@@ -23,7 +24,7 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart test test-all test-cpu test-engines test-gpu test-parallel test-slurm attack lint docs-check format install sglang clean
+.PHONY: quickstart test test-all test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm attack lint docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -36,11 +37,24 @@ test: install
 test-cpu: install
 	$(PYTEST) tests -m "not engines and not faults and not slurm"
 
-test-all: test-cpu test-engines test-slurm
+test-all: test-cpu test-megatron-next test-engines test-slurm
 
 test-parallel: install
 	$(PYTEST) tests/parallel -m ""
 	$(PYTEST) tests --ignore tests/parallel -m parallel
+
+# What pip installs from Python 3.12 on, put before the pinned one by path: it runs on 3.11 too. It imports Triton.
+NEXT_MEGATRON := 0.19.2
+NEXT := $(CURDIR)/$(VENV)/megatron-next
+WITH_NEXT := PYTHONPATH=$(NEXT):$(CURDIR)/$(VENV)/triton-interpreter
+$(NEXT)/.$(NEXT_MEGATRON): $(STAMP)
+	rm -rf $(NEXT)
+	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python --target $(NEXT) megatron-core==$(NEXT_MEGATRON)
+	touch $@
+
+test-megatron-next: install $(NEXT)/.$(NEXT_MEGATRON)
+	$(WITH_NEXT) $(BIN)/python -W ignore -c 'import megatron.core as m; assert m.__version__ == "$(NEXT_MEGATRON)", m.__file__'
+	$(WITH_NEXT) $(PYTEST) tests/parallel tests/actor -m megatron_next
 
 # The lab's slurmd starts jobs as root does. Where neither root nor sudo is to be had, the tests say so and are skipped.
 APT := apt-get install -y -qq --no-install-recommends slurm-wlm slurm-client slurmctld slurmd munge

@@ -1,7 +1,7 @@
 """What differs between Megatron-core releases, and which implementations this installation has.
 
-Written for 0.16 (Python 3.11) to 0.19. Everything the rest of the package takes from Megatron under a
-changing name or signature is taken here.
+Written for 0.16 (Python 3.11) to 0.19, which imports Triton on CPUs too. Everything the rest of the package takes from
+Megatron under a changing name or signature is taken here.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from dppo_megatron.actor.checkpoint.optimizer_state import materialise_state
 from tests.actor.scenarios import checkpoint as scenarios
 from tests.support.actor_cases import DEEPSEEK, YARN, actor_config
 
+pytestmark = pytest.mark.megatron_next
+
 
 @pytest.mark.parametrize("world", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.slow)])
 def test_resume_is_bit_identical(request, world):

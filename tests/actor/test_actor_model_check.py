@@ -111,12 +111,13 @@ def test_processes_that_do_not_fit_the_layout(tmp_path, monkeypatch):
         init_layout(actor_config(tmp_path, parallel={"world_size": 3, "tensor": 2}))
 
 
+@pytest.mark.megatron_next
 def test_a_whole_linear_layer_where_megatron_leaves_its_name_out(monkeypatch):
     """As releases from 0.17 on do without TransformerEngine: latent attention is then built of nothing."""
+    from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention
 
     from dppo_megatron.actor import megatron_version
 
-    named = multi_latent_attention.Linear
     monkeypatch.setattr(multi_latent_attention, "Linear", None)
-    assert megatron_version.replicated_linear() is named is multi_latent_attention.Linear
+    assert megatron_version.replicated_linear() is Linear is multi_latent_attention.Linear

@@ -99,6 +99,23 @@ FAST = (
     "qwen3_moe+replay:vpp_recompute",
     "deepseek:cp2",
 )
+NEXT = (  # run with the newest Megatron-core as well: every family, every kind of layout
+    "qwen3:tp2_sp",
+    "qwen3:pp2_uneven",
+    "qwen3:vpp_overlap",
+    "qwen3:cp2",
+    "qwen3:dp2_overlap_fused",
+    "qwen3_moe:tp2_whole_experts",
+    "qwen3_moe:experts_cut_alone",
+    "qwen3_moe:ep2_allgather",
+    "qwen3_moe:ep2_cp2",
+    "qwen3_moe:pp2_dp2_overlap",
+    "qwen3_moe+replay:vpp_recompute",
+    "deepseek:tp2_sp",
+    "deepseek:pp2",
+    "deepseek:cp2",
+    "deepseek:ep2_tp2",
+)
 
 
 def sections(bank: Path, variant: str) -> dict[str, dict]:

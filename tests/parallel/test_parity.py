@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.cases import CASES, FAST
+from tests.parallel.cases import CASES, FAST, NEXT
 
 EXACT = ("tokens", "loss_tokens", "masked_tokens", "skipped", "late_buckets")
 CLOSE = ("loss", "masked", "grad_norm", "entropy", "disagreement")
 
 
 def marked(case: str):
-    return case if case in FAST else pytest.param(case, marks=pytest.mark.parallel)
+    marks = [] if case in FAST else [pytest.mark.parallel]
+    return pytest.param(case, marks=[*marks, pytest.mark.megatron_next] if case in NEXT else marks)
 
 
 @pytest.mark.parametrize("case", [marked(case) for world in (2, 4) for case in CASES[world]])

@@ -45,7 +45,8 @@ def check_files(path: Path) -> None:
         read_metadata(path)
     except ModelError as error:
         raise CheckpointError("; ".join(f"{path}/{problem}" for problem in error.problems)) from None
-    load_data(path / COMMON)
+    if (path / COMMON).exists():  # Megatron-core 0.19 keeps what is in it among the shards
+        load_data(path / COMMON)
 
 
 def load_data(path: Path) -> Any:

@@ -43,6 +43,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -
         # Megatron copies every entry of the inner state, but a torch optimizer's `step` is not among the
         # tensors it saved: that one comes with the groups, before the rest.
         tensors = state.pop("param_state", {})
+        _set_rates(part, state)
         part.load_state_dict(state)
         inner = part.optimizer
         steps = {p: inner.state[p].pop("step") for p in inner.state if "step" in inner.state[p]}
@@ -54,6 +55,13 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -
         if isinstance(part, DistributedOptimizer):
             continue
         _add_missing_steps(inner)
+
+
+def _set_rates(part: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Those of `part` in what was loaded: Megatron-core 0.19 tells groups by them, and a run may change them."""
+    own = part.optimizer.param_groups[0]  # the same in all
+    for group in state.get("optimizer", state)["param_groups"]:
+        group.update({name: own[name] for name in ("max_lr", "min_lr") if name in own})
 
 
 def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> list[dict[str, Any]]:

@@ -56,13 +56,15 @@ def checkpoint_files(rank: Rank) -> Any:
     crafted = {}
     for name in (".metadata", "common.pt", "rng/pipeline-0-tensor-0.pt"):
         file = directory / "step-000004" / name
-        good = file.read_bytes()
+        good = file.read_bytes() if file.exists() else None  # Megatron-core 0.19 has no common.pt, but reads one
         if name == ".metadata":
             file.write_bytes(pickle.dumps(RunsCode(rank.directory / "ran")))
         else:
             torch.save(RunsCode(rank.directory / "ran"), file)
         crafted[name] = refused(rank, directory)
-        file.write_bytes(good)
+        file.unlink()
+        if good is not None:
+            file.write_bytes(good)
     crafted["ran"] = (rank.directory / "ran").exists()
     for file in (directory / "step-000004").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:1000])
