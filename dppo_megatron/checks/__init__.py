@@ -9,6 +9,7 @@ rule needs it: the node that drives a Slurm job may have none.
 | types, names, the objective's axes (`config.schema`) | the config | every command, when it reads its config |
 | between settings (`SETTINGS` below) | the config | every command, when it reads its config |
 | `objective`, `model`, `serving`, `data`, `reward`, `interpreter` | files, torch | `train`, `validate`, `slurm` |
+| `environment` | files | the same |
 | `secret` | a file | the same |
 | `devices`, `ports` | this machine | those, where this machine runs all of it; `eval` checks `devices` |
 | `slurm` | the config; in the job its nodes | `slurm` and the job it submits |
@@ -37,6 +38,7 @@ from . import (
     data,
     devices,
     engine,
+    environment,
     evaluation,
     interpreter,
     layout,
@@ -96,6 +98,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         partial(serving.problems, config, hf),
         partial(data.problems, config, hf, notes),
         partial(reward.problems, config),
+        partial(environment.problems, config),
     ]
     if place == "run":
         rules += [partial(devices.problems, config), partial(ports.problems, config)]

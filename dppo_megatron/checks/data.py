@@ -48,10 +48,10 @@ def problems(config: Config, hf: HFModelConfig | None, notes: list[str]) -> list
 
 
 def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardConfig]]) -> list[str]:
-    """Rows that no response could be scored for."""
+    """Rows that no response could be scored for. An environment may score by itself, whatever `reward` is."""
     from dppo_megatron.rewards import RewardError, RewardPool
 
-    if not config.samples:
+    if not config.samples or config.environment.name is not None:
         return []
     out = []
     for reward, graded in itertools.groupby(files, lambda entry: entry[1]):

@@ -28,6 +28,8 @@ RESUMABLE_CHANGES = (
     "rollout.max_prompts_per_group",
     "reward.timeout_s",
     "reward.workers",
+    "environment.timeout_s",
+    "environment.workers",
 )
 
 

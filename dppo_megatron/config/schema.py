@@ -14,6 +14,7 @@ from dppo_megatron.common.dtypes import FloatName
 
 from .acceptance import AcceptanceConfig
 from .data import DataConfig
+from .environment import EnvironmentConfig
 from .evaluation import HELDOUT, EvalConfig, EvalSet
 from .objective import ObjectiveConfig
 from .reward import RewardConfig
@@ -324,6 +325,7 @@ class Config(Section):
     acceptance: AcceptanceConfig = AcceptanceConfig()
     data: DataConfig
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()

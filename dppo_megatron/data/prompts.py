@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,11 +42,17 @@ class PromptFile:
     unusable template.
     """
 
-    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, data_config: DataConfig):
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: PreTrainedTokenizerBase,
+        data_config: DataConfig,
+        tools: Sequence[dict[str, Any]] = (),
+    ):
         self.path = Path(path)
         self.total = 0  # rows in the file, those that were dropped included
         self._config = data_config
-        self.rows = self._load(tokenizer)
+        self.rows = self._load(tokenizer, renderer(tokenizer, data_config, tools))
         self.truncated = sum(len(row.token_ids) > data_config.max_prompt_tokens for row in self.rows)
         if data_config.overlong == "truncate":
             self.rows = [self._cut(row, tokenizer) for row in self.rows]
@@ -63,10 +69,9 @@ class PromptFile:
             return f"{of}; {dropped} dropped, of more than data.max_prompt_tokens = {limit} tokens"
         return f"{of}; {self.truncated} truncated to {limit} tokens" if self.truncated else of
 
-    def _load(self, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    def _load(self, tokenizer: PreTrainedTokenizerBase, render: Callable[[Any], str]) -> list[Row]:
         violations: list[tuple[int, str]] = []
         rows: list[Row] = []
-        render = renderer(tokenizer, self._config)
         longest = _CHARACTERS_PER_TOKEN * self._config.max_prompt_tokens
         limit = self._config.max_prompt_tokens
         for number, columns in read_rows(self.path):
@@ -123,10 +128,11 @@ class PromptSource:
         data_config: DataConfig,
         seed: int,
         more: tuple[tuple[Path, float], ...] = (),
+        tools: Sequence[dict[str, Any]] = (),
     ):
-        """`more`: further files, each with its weight beside the first one's 1."""
+        """`more`: further files, each with its weight beside the first one's 1. tools: as chat templates take them."""
         paths = [Path(path), *(file for file, _ in more)]
-        self.files = [PromptFile(file, tokenizer, data_config) for file in paths]
+        self.files = [PromptFile(file, tokenizer, data_config, tools) for file in paths]
         self._first_rows = np.cumsum([0, *(file.total for file in self.files)])
         self._mixture = Mixture([1.0, *(weight for _, weight in more)])
         seeds = [(seed,), *((seed, number) for number in range(1, len(paths)))]
@@ -149,10 +155,12 @@ class PromptSource:
         return Prompt(position, number, row.token_ids, row.text, row.answer, row.columns, row.source)
 
 
-def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
-    """The training prompts of a run."""
+def training_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()
+) -> PromptSource:
+    """The training prompts of a run. tools: as chat templates take them."""
     (path, _), *more = config.data.train_files
-    return PromptSource(path, tokenizer, config.data, config.run.seed, tuple(more))
+    return PromptSource(path, tokenizer, config.data, config.run.seed, tuple(more), tools)
 
 
 def parse_row(number: int, columns: dict[str, Any], config: DataConfig, render: Callable[[Any], str]) -> Row:
@@ -180,8 +188,13 @@ def _answer(value: Any) -> str:
     return str(value)
 
 
-def renderer(tokenizer: PreTrainedTokenizerBase | None, config: DataConfig) -> Callable[[Any], str]:
-    """The function from the prompt column's value to the text the model reads; it raises `ValueError`."""
+def renderer(
+    tokenizer: PreTrainedTokenizerBase | None, config: DataConfig, tools: Sequence[dict[str, Any]] = ()
+) -> Callable[[Any], str]:
+    """The function from the prompt column's value to the text the model reads; it raises `ValueError`.
+
+    tools: as chat templates take them.
+    """
     template = config.prompt_template
     if "{prompt}" not in template:
         raise ValueError(f"data.prompt_template = {template!r}: must contain {{prompt}}")
@@ -189,30 +202,40 @@ def renderer(tokenizer: PreTrainedTokenizerBase | None, config: DataConfig) -> C
         raise ValueError(
             "data.chat_template = true: the tokenizer has no chat template; set it to false or use an instruct model"
         )
+    if config.chat_template:
+        return lambda value: render_chat(tokenizer, prompt_messages(value, config), tools)
+    return lambda value: _fill(value, config)
 
-    def fill(value: Any) -> str:
-        if _is_messages(value):
-            if len(value) != 1 or value[0]["role"] != "user":
-                raise ValueError(
-                    f"{len(value)} messages; set data.chat_template = true, or leave one of the user alone"
-                )
-            value = value[0]["content"]
-        if not isinstance(value, str):
-            raise ValueError(f"the prompt is {type(value).__name__}, expected text")
-        if not value.strip():
-            raise ValueError("the prompt is empty")
-        # Not str.format: braces are common in mathematics.
-        return template.replace("{prompt}", value)
 
-    def chat(value: Any) -> str:
-        messages = value if _is_messages(value) else [{"role": "user", "content": fill(value)}]
-        try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        # Templates raise their own errors, e.g. for roles they do not know.
-        except Exception as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
+def prompt_messages(value: Any, config: DataConfig) -> list[dict[str, Any]]:
+    """The prompt column's value as a chat begins with it. Raises `ValueError`."""
+    return list(value) if _is_messages(value) else [{"role": "user", "content": _fill(value, config)}]
 
-    return chat if config.chat_template else fill
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+) -> str:
+    """A chat as the model reads it, up to where it answers. Raises `ValueError`."""
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+        )
+    # Templates raise their own errors, e.g. for roles they do not know.
+    except Exception as error:
+        raise ValueError(f"the chat template refuses it: {error}") from error
+
+
+def _fill(value: Any, config: DataConfig) -> str:
+    if _is_messages(value):
+        if len(value) != 1 or value[0]["role"] != "user":
+            raise ValueError(f"{len(value)} messages; set data.chat_template = true, or leave one of the user alone")
+        value = value[0]["content"]
+    if not isinstance(value, str):
+        raise ValueError(f"the prompt is {type(value).__name__}, expected text")
+    if not value.strip():
+        raise ValueError("the prompt is empty")
+    # Not str.format: braces are common in mathematics.
+    return config.prompt_template.replace("{prompt}", value)
 
 
 def _is_messages(value: Any) -> bool:

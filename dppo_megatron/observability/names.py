@@ -2,7 +2,8 @@
 
 A record is one line of metrics.jsonl: `step`, `time` (Unix seconds) and any of these. An objective may report more of
 itself under names of its own, see `objectives`. Of several rewards each is recorded as `reward/NAME`, its mean;
-`reward/failed_REASON` counts the samples that have none, by reason.
+`reward/failed_REASON` counts the samples that have none, by reason, `environment/failed_REASON` the trajectories whose
+environment raised, hung or died.
 
 Of a set NAME of `eval.sets` with n answers to a prompt `eval/NAME/...` are recorded: `avg@n` (share of right answers),
 `avg@n_stderr` (clustered by prompt), `pass@k`, `maj@n`, `reward_mean`, `failed_share` (not graded, count as wrong),
@@ -76,6 +77,10 @@ _ROLLOUT = (
     ("rollout/dropped_groups", "count", "groups without signal that dynamic sampling replaced"),
     ("rollout/generated_tokens_per_s", "tokens/s", "response tokens of all engines while generating"),
 )
+_ENVIRONMENT = (
+    ("environment/turns_mean", "count", "turns of the policy in a trajectory, mean"),
+    ("environment/rewritten_histories", "count", "times a chat template changed earlier turns, so that a branch began"),
+)
 _ENGINE = (
     ("engine/serving", "count", "engines that served when the step's last group was done"),
     ("engine/deaths", "count", "times an engine was declared dead since the last record"),
@@ -121,7 +126,18 @@ _EVAL = (
 
 METRICS = tuple(
     MetricInfo(*row)
-    for row in (*_TRAIN, *_POLICY, *_ACCEPTANCE, *_MISMATCH, *_PUBLISH, *_ROLLOUT, *_ENGINE, *_TIME, *_EVAL)
+    for row in (
+        *_TRAIN,
+        *_POLICY,
+        *_ACCEPTANCE,
+        *_MISMATCH,
+        *_PUBLISH,
+        *_ROLLOUT,
+        *_ENVIRONMENT,
+        *_ENGINE,
+        *_TIME,
+        *_EVAL,
+    )
 )
 STEP_PARTS = tuple(name for name, _, _ in _STEP_PARTS)
 PUBLISH_PARTS = tuple(name for name, _, _ in _PUBLISH_PARTS)

@@ -16,6 +16,7 @@ import numpy as np
 from dppo_megatron.config import Config
 from dppo_megatron.config.evaluation import HELDOUT, EvalSet
 from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.observability.names import evaluated_sets
 from dppo_megatron.observability.tail import read_records
@@ -35,6 +36,7 @@ class Evaluated:
     settings: EvalSet
     prompts: Sequence[Prompt]
     rewards: Any  # RewardPool
+    episodes: Episodes | None = None  # where the policy answers in turns
 
 
 class Evaluator:
@@ -93,6 +95,7 @@ class Evaluator:
             "settings": chosen,
             "seed": self._config.run.seed,
             "stop_token_ids": self._stop_token_ids,
+            "environment": self._config.environment.model_dump(mode="json") if one.episodes is not None else None,
             "prompts": zlib.crc32(b"".join(p.token_ids.tobytes() + p.answer.encode() + b"\0" for p in one.prompts)),
             "policy": policy,
         }
@@ -127,9 +130,23 @@ class Evaluator:
     async def _answer(self, name: str, version: int, prompt: Prompt, sampler: Sampler, answers: Answers) -> None:
         one = self._sets[name]
         async with self._gate:
-            rollouts = await sampler.sample(
-                self._requests(name, version, prompt), f"held-out prompt {prompt.position} of {name}"
-            )
+            samples = await (self._sampled if one.episodes is None else self._played)(name, version, prompt, sampler)
+        answers.add(
+            {
+                "position": prompt.position,
+                "row": prompt.row,
+                "prompt": prompt.text,
+                "answer": prompt.answer,
+                "samples": samples,
+            }
+        )
+        show_progress(self._output)
+
+    async def _sampled(self, name: str, version: int, prompt: Prompt, sampler: Sampler) -> list[dict[str, Any]]:
+        one = self._sets[name]
+        rollouts = await sampler.sample(
+            self._requests(name, version, prompt), f"held-out prompt {prompt.position} of {name}"
+        )
         texts = self._tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
         rewards, failed = await one.rewards.score(prompt, texts, recorded=False)
         finals = await one.rewards.final_answers(prompt, texts) if len(texts) > 1 else None
@@ -146,16 +163,26 @@ class Evaluator:
         ]
         for sample, final in zip(samples, finals or (), strict=bool(finals)):
             sample["final"] = final
-        answers.add(
-            {
-                "position": prompt.position,
-                "row": prompt.row,
-                "prompt": prompt.text,
-                "answer": prompt.answer,
-                "samples": samples,
-            }
-        )
-        show_progress(self._output)
+        return samples
+
+    async def _played(self, name: str, version: int, prompt: Prompt, _: Sampler) -> list[dict[str, Any]]:
+        """The samples where the policy answers in turns: the text is that of the last branch, prompt included."""
+        one, request = self._sets[name], self._requests(name, version, prompt)(0)
+        assert one.episodes is not None
+        samples = []
+        for played in await one.episodes.play_request(prompt, request, one.rewards):
+            versions = [int(v) for rollout in played.sampled for v in rollout.versions] or [version]
+            samples.append(
+                {
+                    "text": "".join(piece.text for branch in played.branches[-1:] for piece in branch),
+                    "reward": played.reward or 0.0,
+                    "failed": played.reward is None,
+                    "tokens": sum(len(rollout.token_ids) for rollout in played.sampled),
+                    "finish": played.finish_reason,
+                    "versions": [min(versions), max(versions)],
+                }
+            )
+        return samples
 
     def _requests(self, name: str, version: int, prompt: Prompt) -> Callable[[int], GenerateRequest]:
         chosen, seed = self._sets[name].settings, self._config.run.seed

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from dppo_megatron.bank import BankWriter
 from dppo_megatron.config import Config
@@ -14,6 +15,8 @@ from dppo_megatron.data.prompts import PromptSource, training_prompts
 from dppo_megatron.data.tokenizer import end_token_ids, load_tokenizer
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineTimeout, EngineUnavailable
+from dppo_megatron.environments.episodes import Episodes
+from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.fleet.pool import EnginePool, FixedEngines
 from dppo_megatron.fleet.registry import engine_services, engine_urls
 from dppo_megatron.fleet.sampling import Sampler
@@ -59,8 +62,10 @@ async def evaluate_once(
     """
     setting = _Setting(config)
     RunDir(config.run.dir).rollout_metrics.unlink(missing_ok=True)  # sets that are done are reported again
+    sampler = Sampler(FixedEngines(engines))
     with contextlib.ExitStack() as pools:
-        return await setting.evaluator(pools).start(version, policy, Sampler(FixedEngines(engines)))
+        episodes = await setting.episodes(pools, sampler)
+        return await setting.evaluator(pools, episodes).start(version, policy, sampler)
 
 
 async def _fill_bank(config: Config) -> None:
@@ -78,20 +83,25 @@ async def _fill_bank(config: Config) -> None:
     sampler = Sampler(pool)
     with BankWriter(run.bank, groups) as bank, contextlib.ExitStack() as pools:
         rewards = pools.enter_context(RewardPool(config.reward))
+        episodes = await setting.episodes(pools, sampler)
+        played = dict if episodes is None else episodes.take_metrics
         async with pool:
             await Orchestrator(
                 config,
                 sampler=sampler,
-                prompts=training_prompts(config, setting.tokenizer),
+                prompts=training_prompts(config, setting.tokenizer, setting.tools),
                 tokenizer=setting.tokenizer,
                 rewards=rewards,
                 bank=bank,
                 published=published,
-                evaluator=setting.evaluator(pools, rewards) if config.eval_sets else None,
+                evaluator=setting.evaluator(pools, episodes, rewards) if config.eval_sets else None,
                 recorder=StepRecorder(
-                    run.rollout_metrics, groups, lambda: {**sampler.take_metrics(), **rewards.take_metrics()}
+                    run.rollout_metrics,
+                    groups,
+                    lambda: {**sampler.take_metrics(), **rewards.take_metrics(), **played()},
                 ),
                 stop_token_ids=setting.stop_token_ids,
+                episodes=episodes,
             ).run()
 
 
@@ -112,12 +122,35 @@ class _Setting:
 
     def __init__(self, config: Config):
         self._config = config
-        self.vocab_size = read_hf_config(config.model.path).vocab_size
+        self._hf = read_hf_config(config.model.path)
+        self.vocab_size = self._hf.vocab_size
         self.tokenizer = load_tokenizer(config.model.path, self.vocab_size)
         end = end_token_ids(config.model.path, self.tokenizer)
         self.stop_token_ids = tuple(dict.fromkeys((*end, *config.rollout.stop_token_ids)))
 
-    def evaluator(self, pools: contextlib.ExitStack, rewards: RewardPool | None = None) -> Evaluator:
+        self.tools: list[dict[str, Any]] = []  # of the environment, once there are `episodes`
+
+    async def episodes(self, pools: contextlib.ExitStack, sampler: Sampler) -> Episodes | None:
+        """What plays `environment` of the config, until `pools` closes; None without one."""
+        config = self._config
+        if config.environment.name is None:
+            return None
+        environments = pools.enter_context(EnvironmentPool(config.environment))
+        self.tools = await environments.tools()
+        experts = self._hf.moe if config.rollout.routing_replay else None
+        return Episodes(
+            config,
+            sample=sampler.sample,
+            environments=environments,
+            tokenizer=self.tokenizer,
+            tools=self.tools,
+            stop_token_ids=self.stop_token_ids,
+            routing=None if experts is None else (sum(experts.layers), experts.top_k),
+        )
+
+    def evaluator(
+        self, pools: contextlib.ExitStack, episodes: Episodes | None, rewards: RewardPool | None = None
+    ) -> Evaluator:
         """`rewards`: of the run, used by the sets without a grader of their own; the others' are closed by `pools`."""
         config, run = self._config, RunDir(self._config.run.dir)
         sets = {}
@@ -125,8 +158,9 @@ class _Setting:
             own = chosen.reward != config.reward or rewards is None
             sets[name] = Evaluated(
                 chosen,
-                PromptSource(chosen.path, self.tokenizer, config.data, config.run.seed).once(),
+                PromptSource(chosen.path, self.tokenizer, config.data, config.run.seed, tools=self.tools).once(),
                 pools.enter_context(RewardPool(chosen.reward)) if own else rewards,
+                episodes,
             )
         return Evaluator(
             config,

@@ -77,5 +77,5 @@ class StepRecorder:
         self._dropped = self._given_up = 0
 
     def _count_tokens(self, step: int, group: RolloutGroup) -> None:
-        tokens = sum(len(r.token_ids) for r in group.rollouts)
+        tokens = sum(len(r.versions) for r in group.rollouts)
         self._response_tokens[step] = self._response_tokens.get(step, 0) + tokens

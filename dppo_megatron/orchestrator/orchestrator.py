@@ -22,6 +22,7 @@ import numpy as np
 from dppo_megatron.bank import BankTimeout, BankWriter
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.types import Prompt, RolloutGroup
 from dppo_megatron.weights.published import POLL_S, PublishedFollower, PublishedPolicy
@@ -73,8 +74,11 @@ class Orchestrator:
         evaluator: Evaluator | None,
         recorder: StepRecorder,
         stop_token_ids: Sequence[int],
+        episodes: Episodes | None = None,
     ):
+        """episodes: where the policy answers in turns."""
         self._config = config
+        self._episodes = episodes
         self._sampler = sampler
         self._prompts = prompts
         self._tokenizer = tokenizer
@@ -210,6 +214,8 @@ class Orchestrator:
         return keeps
 
     async def _produce(self, prompt: Prompt) -> RolloutGroup:
+        if self._episodes is not None:
+            return await self._episodes.play(prompt, self._rewards)
         rollouts = await self._sample(prompt)
         texts = self._tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
         rewards, failed = await self._rewards.score(prompt, texts)

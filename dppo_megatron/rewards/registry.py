@@ -57,18 +57,12 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
         near = difflib.get_close_matches(name, BUILTIN, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(BUILTIN)}."
         raise RewardError(f"reward.name = {name}: unknown; {hint} For your own, write package.module:function")
-    module_name, _, attribute = BUILTIN.get(name, name).partition(":")
-    working_directory.put_on_path()
-    where = "It must be on the Python path or in the working directory"
-    module = _foreign(name, f"cannot import {module_name}", lambda: importlib.import_module(module_name), where)
-    reward = _foreign(name, f"cannot look up {attribute!r}", lambda: getattr(module, attribute, _ABSENT), where)
-    if reward is _ABSENT:
-        near = difflib.get_close_matches(attribute, dir(module), n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(near)}?" if near else "check the spelling"
-        raise RewardError(f"reward.name = {name}: module {module_name} has no {attribute!r}; {hint}")
+    path = BUILTIN.get(name, name)
+    reward = load_attribute("reward.name", path, RewardError, shown_as=name)
     if isinstance(reward, type):
         made = functools.partial(reward, **(settings or {}))
-        reward = _foreign(name, f"{attribute}() failed", made, "reward.settings are its arguments")
+        what = f"reward.name = {name}: {path.partition(':')[2]}() failed"
+        reward = _foreign(what, made, "reward.settings are its arguments", RewardError)
     elif settings:
         reward = functools.partial(reward, **settings)
     if isinstance(reward, GroupReward):
@@ -78,11 +72,31 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
     return adapt(reward)
 
 
-def _foreign(name: str, what: str, call: Callable[[], Any], remedy: str) -> Any:
+def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as: str | None = None) -> Any:
+    """What `package.module:attribute` names. Modules are found on the Python path and in the working directory.
+
+    Raises `error`, which begins with `setting` and the nearest names that exist.
+    """
+    module_name, _, attribute = path.partition(":")
+    named = f"{setting} = {shown_as or path}"
+    working_directory.put_on_path()
+    where = "It must be on the Python path or in the working directory"
+    what = f"{named}: cannot import {module_name}"
+    module = _foreign(what, lambda: importlib.import_module(module_name), where, error)
+    what = f"{named}: cannot look up {attribute!r}"
+    found = _foreign(what, lambda: getattr(module, attribute, _ABSENT), where, error)
+    if found is _ABSENT:
+        near = difflib.get_close_matches(attribute, dir(module), n=3, cutoff=0.5)
+        hint = f"did you mean {', '.join(near)}?" if near else "check the spelling"
+        raise error(f"{named}: module {module_name} has no {attribute!r}; {hint}")
+    return found
+
+
+def _foreign(what: str, call: Callable[[], Any], remedy: str, raised: type[ExpectedError]) -> Any:
     """Result of the user's code, which can raise anything: sys.exit too must not end a command without a word."""
     try:
         return call()
     except BaseException as error:
-        # As the cause only what a traceback may print; it is for whoever wrote the reward.
+        # As the cause only what a traceback may print; it is for whoever wrote the code.
         cause = error if isinstance(error, Exception) else None
-        raise RewardError(f"reward.name = {name}: {what}: {describe(error)}. {remedy}") from cause
+        raise raised(f"{what}: {describe(error)}. {remedy}") from cause

@@ -51,6 +51,21 @@ class WorkerPool(Generic[AnyWorker]):
         """What `ask` returns of a worker of its own, or why there is nothing."""
         return self._threads.submit(self._ask, ask)
 
+    def in_thread(self, call: Callable[[], Result]) -> Future[Result]:
+        """Waits for one worker in a thread, of which there are as many as workers."""
+        return self._threads.submit(call)
+
+    def lease(self) -> AnyWorker:
+        """A worker that is the caller's until `give_back`. Raises `WorkerError`."""
+        return self._idle_worker() or self.start()
+
+    def give_back(self, worker: AnyWorker, *, usable: bool) -> None:
+        """usable: whether it waits for the next request; else it is ended."""
+        if usable:
+            self._idle.append(worker)
+        else:
+            self._end(worker)
+
     def close(self) -> None:
         """Ends the workers at once, busy ones included. Harmless when repeated."""
         self._closed = True
@@ -62,14 +77,14 @@ class WorkerPool(Generic[AnyWorker]):
     def _ask(self, ask: Callable[[AnyWorker], Result]) -> Result | Failure:
         """What ends a worker is charged with it only where nothing before it can have harmed the worker."""
         try:
-            worker = self._idle_worker() or self._start()
+            worker = self.lease()
             if not worker.fresh:
                 try:
                     return self._keep(worker, ask)
                 except WorkerTimeout:
                     raise
                 except WorkerError:
-                    worker = self._start()
+                    worker = self.start()
             return self._keep(worker, ask)
         except WorkerTimeout as error:
             return Failure("timeout", str(error))
@@ -103,7 +118,8 @@ class WorkerPool(Generic[AnyWorker]):
             log.warning("%s: a process ended or wrote where it must not while nobody asked; starting anew", self._what)
             self._end(worker)
 
-    def _start(self) -> AnyWorker:
+    def start(self) -> AnyWorker:
+        """A new worker, the caller's as that of `lease`. Raises `WorkerError`."""
         worker = self._start_one()
         self._all.add(worker)
         try:

@@ -1,0 +1,266 @@
+"""Groups of trajectories: the policy and the environment take turns, token by token as the engine sampled them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dppo_megatron.config import Config
+from dppo_megatron.data.prompts import prompt_messages, render_chat
+from dppo_megatron.data.rows import column
+from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.engines.samples import absent_experts
+from dppo_megatron.rewards import RewardPool
+from dppo_megatron.types import ENVIRONMENT, Prompt, Rollout, RolloutGroup
+
+from .dialogue import Dialogue, Piece, Render, as_rollout, common_beginning, opening_tokens
+from .interface import EnvironmentFailed
+from .pool import EnvironmentPool, Session
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+Sample = Callable[[Callable[[int], GenerateRequest], str], Awaitable[tuple[Rollout, ...]]]
+"""As `fleet.sampling.Sampler.sample`."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One trajectory of a group.
+
+    first: the request of its first turn, as if that were all; its id names the trajectory among those that are played,
+    max_tokens is the limit of all tokens after the prompt. recorded: in the metrics.
+    """
+
+    prompt: Prompt
+    first: GenerateRequest
+    rewards: RewardPool
+    recorded: bool
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """reward: None where it failed. turn_rewards: empty where no turn has one."""
+
+    branches: list[list[Piece]]
+    finish_reason: str
+    reward: float | None
+    turn_rewards: list[float]
+
+    @property
+    def sampled(self) -> list[Rollout]:
+        """The turns of the policy."""
+        pieces = (piece for branch in self.branches for piece in branch)
+        return [piece.sampled for piece in pieces if piece.sampled is not None]
+
+
+class Episodes:
+    """Plays the environment of the config. Raises what sampling raises; what an environment does costs a trajectory."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        sample: Sample,
+        environments: EnvironmentPool,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[dict[str, Any]],
+        stop_token_ids: Sequence[int],
+        routing: tuple[int, int] | None,
+    ):
+        """routing: (layers with experts, experts of a token) of the model, where the config wants routes."""
+        self._config = config
+        self._sample = sample
+        self._environments = environments
+        self._tokenizer = tokenizer
+        self._render: Render | None = None
+        if config.data.chat_template:
+            self._render = lambda messages: render_chat(tokenizer, messages, tools)
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._routing = routing
+        self._counts: Counter[str] = Counter()
+        self._told = False
+
+    async def play(self, prompt: Prompt, rewards: RewardPool) -> RolloutGroup:
+        """The group of a training prompt. rewards: where the environment gives none."""
+        rollout = self._config.rollout
+        seeds = np.random.SeedSequence([self._config.run.seed, prompt.position]).generate_state(rollout.group_size)
+        request = GenerateRequest(
+            request_id=f"group-{prompt.position}",
+            token_ids=prompt.token_ids,
+            n=rollout.group_size,
+            seeds=tuple(seeds),
+            temperature=rollout.temperature,
+            max_tokens=rollout.max_response_tokens,
+            stop_token_ids=self._stop_token_ids,
+            topk=rollout.topk_logprobs,
+            routed_experts=rollout.routing_replay,
+        )
+        return self._group(prompt, await self._play_all(prompt, request, rewards, recorded=True))
+
+    async def play_request(self, prompt: Prompt, request: GenerateRequest, rewards: RewardPool) -> list[Trajectory]:
+        """`request.n` trajectories that are not trained on, as `request` says of their first turn."""
+        return await self._play_all(prompt, request, rewards, recorded=False)
+
+    async def _play_all(
+        self, prompt: Prompt, request: GenerateRequest, rewards: RewardPool, recorded: bool
+    ) -> list[Trajectory]:
+        seats = [
+            Seat(
+                prompt, replace(request, request_id=f"{request.request_id}.{i}", n=1, seeds=(seed,)), rewards, recorded
+            )
+            for i, seed in enumerate(request.seeds)
+        ]
+        return await asyncio.gather(*map(self._trajectory, seats))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the trajectories since the last call."""
+        played = max(self._counts["trajectories"], 1)
+        metrics = {"environment/turns_mean": self._counts["turns"] / played}
+        metrics["environment/rewritten_histories"] = float(self._counts["rewritten"])
+        self._counts.clear()
+        return metrics | self._environments.take_metrics()
+
+    async def _trajectory(self, seat: Seat) -> Trajectory:
+        """What a failed environment leaves: the turns before it, without a reward."""
+        dialogue: Dialogue | None = None
+        finish, turn_rewards = "abort", list[float | None]()
+        reward = None
+        async with self._environments.session() as session:
+            try:
+                dialogue = await self._begin(seat, session)
+                finish = await self._play(seat, session, dialogue, turn_rewards)
+                reward = await session.finish()
+                if reward is None:
+                    reward = await self._reward_of_text(seat, dialogue)
+            except EnvironmentFailed as failure:
+                self._environments.count(seat.prompt, failure)
+        branches = [] if dialogue is None else dialogue.finished()
+        if seat.recorded:
+            self._counts.update(trajectories=1, turns=0 if dialogue is None else dialogue.turns)
+        given = [value or 0.0 for value in turn_rewards] if any(v is not None for v in turn_rewards) else []
+        return Trajectory(branches, finish, reward, given)
+
+    async def _begin(self, seat: Seat, session: Session) -> Dialogue:
+        prompt, data = seat.prompt, self._config.data
+        seed = int(np.random.SeedSequence([self._config.run.seed, prompt.position]).generate_state(1)[0])
+        opening = await session.reset(prompt, seed)
+        messages: list[dict[str, Any]] = []
+        text, ids = prompt.text + (opening or ""), prompt.token_ids
+        if self._render is not None:
+            messages = prompt_messages(column(prompt.columns, data.prompt_column, "data.prompt_column"), data)
+            if opening:
+                last = messages[-1]
+                messages = [*messages[:-1], {**last, "content": last["content"] + opening}]
+                text = self._render(messages)
+        if opening:
+            encoded = self._tokenizer.encode(text, add_special_tokens=self._render is None)
+            if len(encoded) > data.max_prompt_tokens:
+                raise EnvironmentFailed(
+                    "raised",
+                    f"what reset says makes a prompt of {len(encoded)} tokens, data.max_prompt_tokens is "
+                    f"{data.max_prompt_tokens}",
+                )
+            ids = np.array(encoded, np.int32)
+        return Dialogue.begin(self._tokenizer, self._render, messages, Piece(ENVIRONMENT, 0, text, ids))
+
+    async def _play(self, seat: Seat, session: Session, dialogue: Dialogue, turn_rewards: list[float | None]) -> str:
+        """Takes turns until it is over; returns the finish reason."""
+        limits = self._config.environment
+        for turn in range(limits.max_turns):
+            behind = dialogue.token_ids
+            prompt_tokens = len(opening_tokens(dialogue.branches[0]))
+            left = seat.first.max_tokens - (len(behind) - prompt_tokens)
+            if left < 1:
+                return "length"
+            request = partial(self._request, seat, turn, behind, min(left, limits.max_turn_tokens or left))
+            (sampled,) = await self._sample(request, f"prompt {seat.prompt.position}, turn {turn}")
+            dialogue.add_turn(sampled)
+            turn_rewards.append(None)
+            if sampled.finish_reason == "length":
+                return "length"
+            step = await session.step(self._tokenizer.decode(sampled.token_ids, skip_special_tokens=True))
+            turn_rewards[-1] = step.reward
+            if step.done:
+                return "stop"
+            if dialogue.answer(step.messages):
+                self._say_rewritten()
+        return "length"
+
+    def _request(self, seat: Seat, turn: int, behind: np.ndarray, tokens: int, attempt: int) -> GenerateRequest:
+        seed = np.random.SeedSequence([*seat.first.seeds, turn, attempt]).generate_state(1, np.uint64)[0]
+        return replace(
+            seat.first,
+            request_id=f"{seat.first.request_id}.{turn}-{attempt}",
+            token_ids=behind,
+            seeds=(int(seed) >> 1,),
+            max_tokens=tokens,
+        )
+
+    def _say_rewritten(self) -> None:
+        self._counts["rewritten"] += 1
+        if not self._told:
+            self._told = True
+            log.warning(
+                "the chat template writes earlier turns otherwise than they were sampled (thinking removed, white "
+                "space): from there on a trajectory is a branch of its own, which is trained on beside the ones "
+                "before. environment/rewritten_histories counts them"
+            )
+
+    async def _reward_of_text(self, seat: Seat, dialogue: Dialogue) -> float | None:
+        """What `reward:` gives the last turn; None where the verifier failed."""
+        last = dialogue.finished()[-1][-1].token_ids
+        text = self._tokenizer.decode(last, skip_special_tokens=True)
+        (reward,), (failed,) = await seat.rewards.score(seat.prompt, [text], recorded=seat.recorded)
+        return None if failed else float(reward)
+
+    def _group(self, prompt: Prompt, played: Sequence[Trajectory]) -> RolloutGroup:
+        """What all branches begin with is the group's prompt; without tokens of a policy it is the prompt's own."""
+        branches = [branch for trajectory in played for branch in trajectory.branches]
+        token_ids = common_beginning([opening_tokens(branch) for branch in branches] or [prompt.token_ids])
+        if not len(token_ids):
+            raise ValueError(f"prompt {prompt.position}: its trajectories begin with different tokens")
+        rollouts: list[Rollout] = []
+        owners: list[Trajectory] = []
+        for number, trajectory in enumerate(played):
+            rows = [as_rollout(branch, len(token_ids), "stop", number) for branch in trajectory.branches]
+            rows = rows or [self._nothing(len(token_ids), number)]
+            rows[-1] = replace(rows[-1], finish_reason=trajectory.finish_reason)
+            rollouts += rows
+            owners += [trajectory] * len(rows)
+        turn_rewards = None
+        if any(trajectory.turn_rewards for trajectory in played):
+            turn_rewards = tuple(np.array(trajectory.turn_rewards, np.float32) for trajectory in played)
+        return RolloutGroup(
+            replace(prompt, token_ids=token_ids),
+            tuple(rollouts),
+            np.array([owner.reward or 0.0 for owner in owners], np.float32),
+            np.array([owner.reward is None for owner in owners]),
+            self._config.rollout.temperature,
+            turn_rewards,
+        )
+
+    def _nothing(self, prompt_tokens: int, trajectory: int) -> Rollout:
+        """A trajectory whose environment failed before its first turn."""
+        none, lists = np.zeros(0, np.int32), None
+        if k := self._config.rollout.topk_logprobs:
+            lists = np.zeros((0, k), np.int32)
+        return Rollout(
+            token_ids=none,
+            rollout_logprob=none.astype(np.float32),
+            versions=none,
+            finish_reason="abort",
+            topk_ids=lists,
+            rollout_topk_logprob=None if lists is None else lists.astype(np.float32),
+            routed_experts=None if self._routing is None else absent_experts(prompt_tokens, *self._routing),
+            trajectory=trajectory,
+        )

@@ -1,0 +1,54 @@
+"""What an environment is."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.types import Prompt
+
+Message = dict[str, str]  # role and content, as chat templates read them
+
+
+class Environment(Protocol):
+    """The world of one trajectory: an instance is made for each, from `environment.settings`, in a worker process.
+
+    Of these methods a class needs `tools` or `step`; any may be async. What one raises, and what takes longer than
+    `environment.timeout_s`, fails this trajectory alone.
+    """
+
+    def reset(self, prompt: Prompt, seed: int) -> str | None:
+        """Begins; the text, if any, is added to the prompt. Trajectories of a group have the same seed."""
+
+    tools: Sequence[Callable[..., Any]]
+    """Plain functions with annotations and a docstring. A turn that calls some is answered by what they return, one
+    that calls none is the last. What a call raises is an answer, too."""
+
+    def step(self, text: str) -> tuple[str, float | None, bool] | Awaitable[tuple[str, float | None, bool]]:
+        """In place of `tools`: (what the environment says to the turn `text`, its reward if it has one, whether the
+        trajectory is over)."""
+
+    def reward(self) -> float:
+        """Of the trajectory, once it is over. Without this method it is the sum over turns; without rewards of turns,
+        what `reward:` of the config gives the last turn."""
+
+
+class Step(NamedTuple):
+    """What became of one turn."""
+
+    messages: list[Message]
+    reward: float | None
+    done: bool
+
+
+class EnvironmentFailed(Exception):
+    """The environment gave no answer: the trajectory has no reward. `reason`: raised | timeout | died | not_finite."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(detail)
+        self.reason = reason
+
+
+class EnvironmentNameError(ExpectedError, ValueError):
+    """`environment.name` does not lead to an environment; the message says why."""

@@ -1,0 +1,150 @@
+"""Environments of running trajectories, each in a worker of its own that is replaced when the environment ruins it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from dppo_megatron.config.environment import EnvironmentConfig
+from dppo_megatron.rewards.outcome import describe
+from dppo_megatron.rewards.process import WorkerError, WorkerTimeout
+from dppo_megatron.rewards.workers import WorkerPool
+from dppo_megatron.types import Prompt
+
+from .interface import EnvironmentFailed, EnvironmentNameError, Step
+from .worker import EnvironmentWorker
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class EnvironmentPool:
+    """`environment.workers` trajectories at a time. What fails is counted and costs its trajectory, never the run.
+
+    Close it, or use it as a context manager.
+    """
+
+    def __init__(self, config: EnvironmentConfig):
+        self._pool = WorkerPool(partial(EnvironmentWorker, config), config.workers, "environment")
+        self._free = asyncio.Semaphore(config.workers)
+        self._failures: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[Session]:
+        """An environment for one trajectory."""
+        async with self._free:
+            session = Session(self._pool)
+            try:
+                yield session
+            finally:
+                session.close()
+
+    async def tools(self) -> list[dict[str, Any]]:
+        """The tools as chat templates take them. Raises `EnvironmentNameError` where no environment can be made."""
+        async with self.session() as session:
+            try:
+                return await session.tools()
+            except EnvironmentFailed as failure:
+                raise EnvironmentNameError(f"environment.name: none can be made: {failure}") from None
+
+    def count(self, prompt: Prompt, failure: EnvironmentFailed) -> None:
+        """One trajectory failed."""
+        self._failures[failure.reason] += 1
+        log.warning("environment of prompt row %d failed (%s): %s", prompt.row, failure.reason, failure)
+
+    def take_metrics(self) -> dict[str, float]:
+        """`environment/failed_REASON`, trajectories since the last call."""
+        metrics = {f"environment/failed_{reason}": float(count) for reason, count in self._failures.items()}
+        self._failures.clear()
+        return metrics
+
+    def close(self) -> None:
+        """Ends the workers at once. Harmless when repeated."""
+        self._pool.close()
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Session:
+    """The environment of one trajectory. Every method raises `EnvironmentFailed`."""
+
+    def __init__(self, pool: WorkerPool[EnvironmentWorker]):
+        self._pool = pool
+        self._worker: EnvironmentWorker | None = None
+        self._asked = False  # and not answered yet
+
+    async def tools(self) -> list[dict[str, Any]]:
+        return await self._begin(lambda worker: worker.tools())
+
+    async def reset(self, prompt: Prompt, seed: int) -> str | None:
+        return await self._begin(lambda worker: worker.reset(prompt, seed))
+
+    async def step(self, text: str) -> Step:
+        return await self._ask(lambda worker: worker.step(text))
+
+    async def finish(self) -> float | None:
+        return await self._ask(lambda worker: worker.finish())
+
+    def close(self) -> None:
+        """Gives the worker back; one that was still asked something is ended."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._pool.give_back(worker, usable=not self._asked)
+
+    async def _begin(self, ask: Callable[[EnvironmentWorker], Result]) -> Result:
+        """A worker that other trajectories used may be what fails: then it is asked of a new one."""
+        self._worker = await self._taken(self._pool.lease)
+        if not self._worker.fresh:
+            try:
+                return await self._ask(ask)
+            except EnvironmentFailed as failure:
+                if failure.reason != "died":
+                    raise
+                self.close()
+                self._worker = await self._taken(self._pool.start)
+        return await self._ask(ask)
+
+    async def _taken(self, take: Callable[[], EnvironmentWorker]) -> EnvironmentWorker:
+        taking = self._pool.in_thread(take)
+        try:
+            return await self._answered(taking)
+        except asyncio.CancelledError:  # the thread goes on, and nobody would give its worker back
+            taking.add_done_callback(self._back)
+            raise
+
+    def _back(self, taking: Future[EnvironmentWorker]) -> None:
+        if not taking.cancelled() and taking.exception() is None:
+            self._pool.give_back(taking.result(), usable=True)
+
+    async def _ask(self, ask: Callable[[EnvironmentWorker], Result]) -> Result:
+        worker = self._worker
+        assert worker is not None
+        self._asked = True
+        result = await self._answered(self._pool.in_thread(lambda: ask(worker)))
+        self._asked = False
+        return result
+
+    async def _answered(self, asked: Future[Result]) -> Result:
+        try:
+            return await asyncio.wrap_future(asked)
+        except EnvironmentFailed:
+            self._asked = False  # it answered, that it failed
+            raise
+        except WorkerTimeout as error:
+            raise EnvironmentFailed("timeout", str(error)) from None
+        except WorkerError as error:
+            raise EnvironmentFailed("died", str(error)) from None
+        # What cannot be sent to a worker, such as columns that do not pickle; their code is foreign too.
+        except Exception as error:
+            raise EnvironmentFailed("raised", describe(error)) from None

@@ -1,0 +1,74 @@
+"""Tools as plain functions: described for a chat template, called as a policy's text asks for it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs
+
+_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+class ToolCall(NamedTuple):
+    """problem: why it cannot be called, "" where it can."""
+
+    name: str
+    arguments: dict[str, Any]
+    problem: str = ""
+
+
+def tool_calls(text: str) -> list[ToolCall]:
+    """The calls in a turn: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen), or the whole turn
+    as `{"name": ..., "parameters": {...}}` (Llama)."""
+    if found := _HERMES.findall(text):
+        return [_parse(part) for part in found]
+    whole = text.strip().removeprefix("<|python_tag|>")
+    call = _parse(whole) if whole.startswith("{") else None
+    return [] if call is None or call.problem else [call]
+
+
+def _parse(text: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", {}, f"not JSON: {error}")
+    match call:
+        case {"name": str(name), "arguments": dict(arguments)} | {"name": str(name), "parameters": dict(arguments)}:
+            return ToolCall(name, arguments)
+    return ToolCall("", {}, "expected an object with name and arguments")
+
+
+class Tools:
+    """Functions by name. Raises `TypeError` for one whose arguments cannot be described."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]]):
+        self._functions = {function.__name__: TypeAdapter(function) for function in functions}
+        self.schemas = [
+            {
+                "type": "function",
+                "function": {
+                    "name": function.__name__,
+                    "description": inspect.getdoc(function) or "",
+                    "parameters": self._functions[function.__name__].json_schema(),
+                },
+            }
+            for function in functions
+        ]
+
+    def call(self, call: ToolCall) -> Any:
+        """What the function returns. Raises what it raises, and `ValueError` with what is wrong with the call."""
+        if call.problem:
+            raise ValueError(call.problem)
+        function = self._functions.get(call.name)
+        if function is None:
+            raise ValueError(f"no tool {call.name!r}; there are {', '.join(self._functions)}")
+        try:
+            return function.validate_python(ArgsKwargs((), call.arguments))
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ValueError("; ".join(problems)) from None

@@ -1,0 +1,163 @@
+"""A process that holds the environment of one trajectory at a time, and the pool's handle of it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from dppo_megatron.config.environment import EnvironmentConfig
+from dppo_megatron.rewards.outcome import LONGEST_DETAIL, Failure, as_outcome, describe
+from dppo_megatron.rewards.process import Answer, Worker, WorkerError, serve
+from dppo_megatron.rewards.registry import load_attribute
+from dppo_megatron.types import Prompt
+
+from .interface import EnvironmentFailed, EnvironmentNameError, Step
+from .tools import Tools, tool_calls
+
+LARGEST_ANSWER = 4 * 1024 * 1024  # bytes of what an environment says to a turn
+
+
+class EnvironmentWorker(Worker):
+    """Every method raises `EnvironmentFailed` for what the environment did, and `WorkerError`."""
+
+    def __init__(self, config: EnvironmentConfig):
+        hello = {"name": config.name, "settings": config.settings}
+        super().__init__(__name__, hello, "environment", LARGEST_ANSWER)
+        self._timeout_s = config.timeout_s
+
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools as chat templates take them."""
+        match self._call("tools", what="for an environment to be made"):
+            case list(schemas):
+                return schemas
+        raise WorkerError("its process sent a reply that is none")
+
+    def reset(self, prompt: Prompt, seed: int) -> str | None:
+        match self._call("reset", prompt, seed, what="for reset"):
+            case str() | None as opening:
+                return opening
+        raise WorkerError("its process sent a reply that is none")
+
+    def step(self, text: str) -> Step:
+        match self._call("step", text, what="for the answer to a turn"):
+            case [list(messages), float() | None as reward, bool(done)] if all(map(_is_message, messages)):
+                return Step(messages, reward, done)
+        raise WorkerError("its process sent a reply that is none")
+
+    def finish(self) -> float | None:
+        """The reward of the trajectory, None where the environment gives none."""
+        match self._call("finish", what="for the reward"):
+            case float() | None as reward:
+                return reward
+        raise WorkerError("its process sent a reply that is none")
+
+    def _call(self, kind: str, *arguments: Any, what: str) -> Any:
+        match self.ask((kind, *arguments), self._timeout_s, what):
+            case ["done", answer]:
+                return answer
+            case ["failed", str(reason), str(detail)]:
+                raise EnvironmentFailed(reason, detail[:LONGEST_DETAIL])
+        raise WorkerError("its process sent a reply that is none")
+
+
+def environment_problem(config: EnvironmentConfig) -> str | None:
+    """Why no environment can be made in a process of its own; None when all is well, or there is none."""
+    if config.name is None:
+        return None
+    worker = EnvironmentWorker(config)
+    try:
+        if problem := worker.load():
+            return problem
+        worker.tools()
+    except (WorkerError, EnvironmentFailed) as error:
+        return f"environment.name = {config.name}: no environment can be made: {error}"
+    finally:
+        worker.end()
+    return None
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(v, str) for v in message.values()) and "content" in message
+
+
+def main(descriptor: int) -> None:
+    """The worker's process."""
+    serve(descriptor, _load)
+
+
+def _load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
+    try:
+        make = load_attribute("environment.name", hello["name"], EnvironmentNameError)
+    except EnvironmentNameError as error:
+        problem = str(error)
+
+        def no_environment(**_: Any) -> Any:
+            raise EnvironmentNameError(problem)
+
+        return problem, _Host(no_environment).answer
+    return None, _Host(partial(make, **hello["settings"])).answer
+
+
+class _Host:
+    """The environment in its process, and the event loop that its coroutines share."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+        self._environment: Any = None
+        self._runner = asyncio.Runner()
+
+    def answer(self, request: bytes) -> list[Any]:
+        """Foreign code: whatever it raises concerns one trajectory alone."""
+        try:
+            kind, *arguments = pickle.loads(request)
+            outcome = getattr(self, f"_{kind}")(*arguments)
+        except BaseException as error:
+            return ["failed", "raised", describe(error)]
+        return ["failed", *outcome] if isinstance(outcome, Failure) else ["done", outcome]
+
+    def _tools(self) -> list[dict[str, Any]]:
+        return Tools(getattr(self._make(), "tools", ())).schemas
+
+    def _reset(self, prompt: Prompt, seed: int) -> str | None:
+        self._environment = self._make()
+        self._stepped = Tools(getattr(self._environment, "tools", ()))
+        self._rewards: list[float] = []
+        opening = self._wait(self._environment.reset(prompt, seed)) if hasattr(self._environment, "reset") else None
+        return None if opening is None else str(opening)
+
+    def _step(self, text: str) -> list[Any] | Failure:
+        if not hasattr(self._environment, "step"):
+            calls = tool_calls(text)
+            return [[{"role": "tool", "content": self._called(call)} for call in calls], None, not calls]
+        said, reward, done = self._wait(self._environment.step(text))
+        if reward is not None:
+            reward = as_outcome(reward)
+            if isinstance(reward, Failure):
+                return reward
+            self._rewards.append(reward)
+        return [[{"role": "user", "content": str(said)}] if said else [], reward, bool(done)]
+
+    def _called(self, call: Any) -> str:
+        try:
+            return str(self._wait(self._stepped.call(call)))
+        except Exception as error:
+            return f"error: {describe(error)}"
+
+    def _finish(self) -> float | Failure | None:
+        environment, self._environment = self._environment, None
+        if hasattr(environment, "reward"):
+            return as_outcome(self._wait(environment.reward()))
+        return as_outcome(sum(self._rewards)) if self._rewards else None
+
+    def _wait(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+
+        async def finish() -> Any:
+            return await value
+
+        return self._runner.run(finish())

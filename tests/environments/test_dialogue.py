@@ -1,0 +1,178 @@
+"""What was sampled stays as it is, and stands in exactly one policy span, whatever a chat template makes of history."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from dppo_megatron.bank.checks import check_group
+from dppo_megatron.data.prompts import render_chat
+from dppo_megatron.environments.dialogue import Dialogue, Piece, as_rollout, common_beginning, opening_tokens
+from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Prompt, Rollout, RolloutGroup
+from tests.support.tokenizers import save_character_model
+
+EOS = 1
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WITHOUT_THOUGHTS = TEMPLATE.replace("{{ m.content }}", "{{ m.content.split('!')[-1] }}")
+TRIMMED = TEMPLATE.replace("{{ m.content }}", "{{ m.content | trim }}")
+# The last message alone keeps its thoughts; of those before it they are removed when another one comes.
+REASONER = TEMPLATE.replace(
+    "{{ m.content }}", "{{ m.content if loop.index >= messages | length - 1 else m.content.split('!')[-1] }}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(save_character_model(tmp_path_factory.mktemp("tokenizer") / "m"))
+
+
+def begin(tokenizer, template: str | None) -> Dialogue:
+    messages = [{"role": "user", "content": "Hi"}]
+    render = None
+    if template is not None:
+        tokenizer.chat_template = template
+
+        def render(of):
+            return render_chat(tokenizer, of)
+
+    text = "Hi" if render is None else render(messages)
+    ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    return Dialogue.begin(tokenizer, render, messages, Piece(ENVIRONMENT, 0, text, ids))
+
+
+def sampled(tokenizer, text: str, version: int, behind: int) -> Rollout:
+    ids = np.array([*tokenizer.encode(text, add_special_tokens=False), EOS], np.int32)
+    size = len(ids)
+    lists = np.tile(np.arange(2, dtype=np.int32), (size, 1))
+    rows = np.full((behind + size - 1, 1, 2), version, np.uint8)
+    rows[..., 1] += 100
+    return Rollout(
+        ids, np.full(size, -float(version), np.float32), np.full(size, version, np.int32), "stop", lists,
+        -lists.astype(np.float32), rows,
+    )  # fmt: skip
+
+
+def play(tokenizer, dialogue: Dialogue, turns: list[tuple[str, str]]) -> list[Rollout]:
+    given = []
+    for number, (turn, said) in enumerate(turns):
+        given.append(sampled(tokenizer, turn, number, len(dialogue.token_ids)))
+        dialogue.add_turn(given[-1])
+        if number + 1 < len(turns):
+            dialogue.answer([{"role": "user", "content": said}])
+    return given
+
+
+def rows_of(dialogue: Dialogue) -> tuple[int, list[Rollout]]:
+    branches = dialogue.finished()
+    prompt = len(common_beginning([opening_tokens(branch) for branch in branches]))
+    return prompt, [as_rollout(branch, prompt, "stop", 0) for branch in branches]
+
+
+def policy_tokens(row: Rollout) -> np.ndarray:
+    return row.token_ids[np.repeat(row.spans[:, 0] == POLICY, row.spans[:, 1])]
+
+
+def assert_trained_once(tokenizer, dialogue: Dialogue, given: list[Rollout]) -> list[Rollout]:
+    """Every sampled token in one policy span, with what the engine said of it, behind what it was sampled behind."""
+    prompt, rows = rows_of(dialogue)
+    own = np.concatenate([policy_tokens(row) for row in rows])
+    np.testing.assert_array_equal(own, np.concatenate([r.token_ids for r in given]))
+    for name in ("rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob"):
+        found = np.concatenate([getattr(row, name) for row in rows])
+        np.testing.assert_array_equal(found, np.concatenate([getattr(r, name) for r in given]))
+    first = dialogue.branches[0][0].token_ids[:prompt]
+    check_group(
+        RolloutGroup(
+            Prompt(0, 0, first, "", ""), tuple(rows), np.zeros(len(rows), np.float32), np.zeros(len(rows), bool), 1.0
+        )
+    )
+    return rows
+
+
+TURNS = [("a !b", "one"), (" c!d ", "two"), ("e", "")]
+
+
+def test_without_a_template_tokens_are_put_behind_tokens(tokenizer):
+    dialogue = begin(tokenizer, None)
+    given = play(tokenizer, dialogue, TURNS)
+    (row,) = assert_trained_once(tokenizer, dialogue, given)
+    assert row.spans.tolist() == [[0, 5, 0], [1, 3, 0], [0, 6, 1], [1, 3, 1], [0, 2, 2]]
+    assert tokenizer.decode(row.token_ids) == "a !b<eos>one c!d <eos>twoe<eos>"
+
+
+def test_a_template_that_keeps_history_never_branches(tokenizer):
+    dialogue = begin(tokenizer, TEMPLATE)
+    given = play(tokenizer, dialogue, TURNS)
+    (row,) = assert_trained_once(tokenizer, dialogue, given)
+    whole = "a !b<eos><user>one<assistant> c!d <eos><user>two<assistant>e<eos>"
+    assert tokenizer.decode(row.token_ids) == whole
+    assert row.routed_experts[:, 0, 0].tolist() == [0] * 23 + [1] * 26 + [2] * 22
+
+
+@pytest.mark.parametrize("template", [WITHOUT_THOUGHTS, TRIMMED, REASONER])
+def test_a_template_that_rewrites_history_branches(tokenizer, template):
+    dialogue = begin(tokenizer, template)
+    given = play(tokenizer, dialogue, TURNS)
+    rows = assert_trained_once(tokenizer, dialogue, given)
+    assert len(rows) > 1
+    prompt = dialogue.branches[0][0].token_ids
+    assert tokenizer.decode(prompt) == "<user>Hi<assistant>"
+    # What each turn was sampled behind is what the template made of the messages then.
+    last = np.concatenate([prompt, rows[-1].token_ids])
+    assert tokenizer.decode(last) == dialogue.render([*dialogue.messages]) + "e<eos>"
+    for row in rows[1:]:
+        assert (row.spans[:, 0] != POLICY).any()
+    assert all((row.spans[:, 0] == INHERITED).any() for row in rows[1:] if template == TRIMMED)
+
+
+def test_a_template_that_rewrites_the_prompt_shortens_what_is_common(tokenizer):
+    changing = "{{ messages | length }}" + TEMPLATE
+    dialogue = begin(tokenizer, "same " + changing)
+    given = play(tokenizer, dialogue, TURNS)
+    rows = assert_trained_once(tokenizer, dialogue, given)
+    assert rows_of(dialogue)[0] == len("same ")
+    assert [len(row.spans) for row in rows] == [2, 2, 2]  # the environment's, then the turn
+
+
+def test_trajectories_that_begin_otherwise_share_what_is_common():
+    arrays = [np.array(a, np.int32) for a in ([1, 2, 3, 4], [1, 2, 5], [1, 2, 3])]
+    assert common_beginning(arrays).tolist() == [1, 2]
+    assert common_beginning(arrays[:1]).tolist() == [1, 2, 3, 4]
+    assert common_beginning([arrays[0], arrays[0][1:]]).tolist() == []
+
+
+def test_a_dialogue_that_ends_with_what_was_said_ends_with_the_policys_last_token(tokenizer):
+    dialogue = begin(tokenizer, TRIMMED)
+    given = play(tokenizer, dialogue, [(" a ", "x")])
+    dialogue.answer([{"role": "user", "content": "never answered"}])
+    assert len(dialogue.branches) == 2
+    (row,) = assert_trained_once(tokenizer, dialogue, given)
+    assert row.spans.tolist() == [[0, 4, 0]]
+
+
+@given(
+    st.lists(st.tuples(st.text("ab !", max_size=4), st.text("ab !", max_size=4)), min_size=1, max_size=5),
+    st.sampled_from([None, TEMPLATE, WITHOUT_THOUGHTS, TRIMMED, REASONER]),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_sampled_token_is_trained_once(tokenizer, turns, template):
+    dialogue = begin(tokenizer, template)
+    assert_trained_once(tokenizer, dialogue, play(tokenizer, dialogue, turns))
+
+
+def test_parts_that_are_absent_stay_absent(tokenizer):
+    dialogue = begin(tokenizer, None)
+    bare = dataclasses.replace(
+        sampled(tokenizer, "a", 0, 2), topk_ids=None, rollout_topk_logprob=None, routed_experts=None
+    )
+    dialogue.add_turn(bare)
+    _, (row,) = rows_of(dialogue)
+    assert (row.topk_ids, row.kept_ids, row.routed_experts) == (None, None, None)

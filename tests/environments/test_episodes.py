@@ -1,0 +1,235 @@
+"""Groups of trajectories with real environment processes and a scripted policy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from dppo_megatron.bank.checks import check_group
+from dppo_megatron.config.environment import EnvironmentConfig
+from dppo_megatron.environments import EnvironmentFailed
+from dppo_megatron.environments.episodes import Episodes
+from dppo_megatron.environments.pool import EnvironmentPool
+from dppo_megatron.environments.worker import environment_problem
+from dppo_megatron.rewards import RewardPool
+from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+from tests.support.configs import make_config
+from tests.support.tokenizers import save_character_model
+
+WORLDS = "tests.environments.worlds"
+EOS = 1
+TOOLS = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(save_character_model(tmp_path_factory.mktemp("tokenizer") / "m"))
+
+
+def play(
+    tokenizer, world: str, turns, *, answers=("7",), samples: int = 2, chat: bool = False, text="Hi", **environment
+):
+    """The groups of prompts with `answers`; in turn t every trajectory says turns[t], cut to the request's limit."""
+    rollout = {"group_size": samples, "max_response_tokens": environment.pop("longest", 200), "topk_logprobs": 2}
+    config = make_config(
+        rollout=rollout,
+        data={"train": "unused", "chat_template": chat},
+        environment={"name": f"{WORLDS}:{world}", "workers": 4, **environment},
+        reward={"name": "tests.support.rewards:even_digits"},
+    )
+    tokenizer.chat_template = TOOLS if chat else None
+    requests = []
+
+    async def sample(make, what):
+        request = make(0)
+        requests.append(request)
+        turn = int(request.request_id.split(".")[2].split("-")[0])
+        ids = [*tokenizer.encode(turns[min(turn, len(turns) - 1)], add_special_tokens=False), EOS]
+        cut = ids[: request.max_tokens]
+        lists = np.tile(np.array([2, 3], np.int32), (len(cut), 1))
+        return (
+            Rollout(
+                np.array(cut, np.int32), -np.ones(len(cut), np.float32), np.zeros(len(cut), np.int32),
+                "stop" if cut[-1] == EOS else "length", lists, -lists.astype(np.float32),
+            ),
+        )  # fmt: skip
+
+    async def run() -> tuple[list[RolloutGroup], dict]:
+        with EnvironmentPool(config.environment) as environments, RewardPool(config.reward) as rewards:
+            tools = await environments.tools()
+            episodes = Episodes(
+                config, sample=sample, environments=environments, tokenizer=tokenizer, tools=tools,
+                stop_token_ids=(EOS,), routing=None,
+            )  # fmt: skip
+            groups = []
+            for position, answer in enumerate(answers):
+                columns = {"prompt": text}
+                begin = tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], tools=tools, tokenize=False, add_generation_prompt=True
+                ) if chat else text  # fmt: skip
+                ids = np.array(tokenizer.encode(begin, add_special_tokens=False), np.int32)
+                groups.append(await episodes.play(Prompt(position, position, ids, begin, answer, columns), rewards))
+            return groups, episodes.take_metrics()
+
+    groups, metrics = asyncio.run(run())
+    for group in groups:
+        check_group(group)
+    return groups, metrics, requests
+
+
+def text_of(tokenizer, group, sample: int = 0) -> str:
+    return tokenizer.decode(group.rollouts[sample].token_ids)
+
+
+def test_turns_alternate_and_their_rewards_add_up(tokenizer):
+    (group,), metrics, requests = play(tokenizer, "Echo", ["ab", "c"], settings={"turns": 2})
+    assert text_of(tokenizer, group) == "ab<eos>[ab]c<eos>"
+    assert group.rollouts[0].spans.tolist() == [[0, 3, 0], [1, 4, 0], [0, 2, 1]]
+    assert [r.trajectory for r in group.rollouts] == [0, 1]
+    assert [r.finish_reason for r in group.rollouts] == ["stop", "stop"]
+    assert [rewards.tolist() for rewards in group.turn_rewards] == [[1.0, 2.0]] * 2
+    assert group.rewards.tolist() == [3.0, 3.0]
+    assert metrics == {"environment/turns_mean": 2.0, "environment/rewritten_histories": 0.0}
+    # Each request's prompt is all tokens so far.
+    second = [r for r in requests if r.request_id.split(".")[2].startswith("1")]
+    assert [tokenizer.decode(r.token_ids) for r in second] == ["Hiab<eos>[ab]"] * 2
+    assert len({seed for r in requests for seed in r.seeds}) == len(requests) == 4
+
+
+@pytest.mark.slow
+def test_limits_truncate(tokenizer):
+    (group,), _, _ = play(tokenizer, "Echo", ["ab"], settings={"turns": 9}, max_turns=2)
+    assert text_of(tokenizer, group) == "ab<eos>[ab]ab<eos>"
+    assert group.rollouts[0].finish_reason == "length"
+    assert group.rewards[0] == 3.0
+    (group,), _, _ = play(tokenizer, "Echo", ["abcdef"], settings={"turns": 9}, max_turn_tokens=4)
+    assert text_of(tokenizer, group) == "abcd"
+    assert group.rollouts[0].finish_reason == "length"
+    for longest, expected in ((8, "ab<eos>[ab]a"), (7, "ab<eos>"), (5, "ab<eos>")):
+        (group,), _, requests = play(tokenizer, "Echo", ["ab"], settings={"turns": 9}, longest=longest)
+        assert text_of(tokenizer, group) == expected
+        assert all(len(r.token_ids) + r.max_tokens == 2 + longest for r in requests)
+
+
+@pytest.mark.slow
+def test_reset_adds_to_the_prompt_and_the_reward_comes_last(tokenizer):
+    groups, _, _ = play(tokenizer, "Opened", ["ab"], answers=("7", "8"), chat=True)
+    for group, answer in zip(groups, "78", strict=True):
+        assert tokenizer.decode(group.prompt.token_ids) == f"<user>Hi({answer})<assistant>"
+        assert text_of(tokenizer, group) == "ab<eos><user>[ab]<assistant>ab<eos>"
+        assert group.turn_rewards is None
+        assert group.rewards.tolist() == [0.5, 0.5]
+
+
+def test_tools_are_described_called_and_answered(tokenizer):
+    call = '<tool_call>{"name": "look_up", "arguments": {"key": "b", "times": 2}}</tool_call>'
+    (group,), _, _ = play(
+        tokenizer,
+        "Table",
+        [call, '{"name": "double", "parameters": {"x": 4}}', '<tool_call>{"name": "look_up"}</tool_call>', "done 42"],
+        chat=True,
+        longest=600,
+    )
+    assert tokenizer.decode(group.prompt.token_ids) == "[look_up][double]<user>Hi<assistant>"
+    text = text_of(tokenizer, group)
+    assert "<eos><tool>4<assistant>{" in text
+    assert "<eos><tool>8<assistant><tool_call>" in text
+    assert "<tool>error: ValueError: expected an object with name and arguments<assistant>done 42<eos>" in text
+    assert group.rewards.tolist() == [0.5, 0.5]  # by `reward:`, of "done 42"
+    assert not group.reward_failed.any()
+
+
+HOW = ["raise reset", "die reset", "raise step", "die step", "raise reward", "die reward", "nan"]
+
+
+def test_what_an_environment_does_costs_its_trajectory_alone(tokenizer):
+    groups, metrics, _ = play(tokenizer, "Hostile", ["ab"], answers=(*HOW, "well"), max_turns=2)
+    for how, group in zip((*HOW, "well"), groups, strict=True):
+        assert group.reward_failed.tolist() == [how != "well"] * 2, how
+        sampled = 0 if how.endswith("reset") else 3 if how.endswith("step") else 6
+        assert [len(r.versions) for r in group.rollouts] == [sampled] * 2, how
+    assert groups[-1].rewards.tolist() == [1.0, 1.0]
+    failed = {name: count for name, count in metrics.items() if "failed" in name}
+    assert failed == {
+        "environment/failed_raised": 6.0, "environment/failed_died": 6.0, "environment/failed_not_finite": 2.0,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_one_that_hangs_is_ended_in_time(tokenizer):
+    started = time.monotonic()
+    groups, metrics, _ = play(
+        tokenizer, "Hostile", ["ab"], answers=("hang step", "well"), max_turns=2, timeout_s=2.0, workers=2
+    )
+    assert time.monotonic() - started < 40
+    assert [group.reward_failed.tolist() for group in groups] == [[True, True], [False, False]]
+    assert metrics["environment/failed_timeout"] == 2.0
+
+
+@pytest.mark.slow
+def test_a_cancelled_trajectory_gives_its_place_back():
+    config = EnvironmentConfig(name=f"{WORLDS}:Hostile", workers=1)
+
+    async def hold(pool: EnvironmentPool, how: str) -> None:
+        async with pool.session() as session:
+            await session.reset(Prompt(0, 0, np.zeros(1, np.int32), "", how), 0)
+            await session.step("a")
+
+    async def run() -> None:
+        with EnvironmentPool(config) as pool:
+            hanging = asyncio.create_task(hold(pool, "hang step"))
+            await asyncio.sleep(2.0)
+            waiting = asyncio.create_task(hold(pool, "well"))
+            hanging.cancel()
+            await asyncio.wait_for(waiting, 30)
+            # A worker that dies between two trajectories is nobody's fault.
+            async with pool.session() as session:
+                await session.tools()
+                pid = session._worker._process.pid
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.wait_for(hold(pool, "well"), 30)
+            with pytest.raises(EnvironmentFailed, match="no such thing"):
+                await hold(pool, "raise step")
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (f"{WORLDS}:Ecco", "environment.name = .*did you mean Echo"),
+        (f"{WORLDS}:Broken", "ValueError: cannot be made"),
+        ("tests.environments.nowhere:X", "cannot import tests.environments.nowhere"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_refused_before_a_run(name, says):
+    problem = environment_problem(EnvironmentConfig(name=name))
+    assert re.search(says, problem)
+
+
+@pytest.mark.slow
+def test_one_that_can_be_made_has_no_problem():
+    assert environment_problem(EnvironmentConfig()) is None
+    assert environment_problem(EnvironmentConfig(name=f"{WORLDS}:Table")) is None
+
+
+@pytest.mark.slow
+def test_the_one_in_the_documentation_can_be_made(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    (tmp_path / "my_table.py").write_text(page.split("```python\n")[1].split("```")[0])
+    (tmp_path / "prices.json").write_text('{"tea": 3.5}')
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {"file": str(tmp_path / "prices.json")}
+    assert environment_problem(EnvironmentConfig(name="my_table:Table", settings=settings)) is None

@@ -1,0 +1,87 @@
+"""Environments of the tests: what they do follows from the prompt's answer and from what the policy says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+
+class Echo:
+    """Says back what was said, `turns` times; the reward of turn t is t."""
+
+    def __init__(self, turns: int = 2):
+        self.left = turns
+        self.turn = 0
+
+    def reset(self, prompt, seed):
+        self.seed = seed
+
+    def step(self, text):
+        self.turn += 1
+        self.left -= 1
+        return f"[{text}]", float(self.turn), self.left == 0
+
+
+class Opened(Echo):
+    """Adds to the prompt; the reward is given at the end, asynchronously."""
+
+    async def reset(self, prompt, seed):
+        await asyncio.sleep(0)
+        return f"({prompt.answer})"
+
+    async def step(self, text):
+        said, _, done = super().step(text)
+        return said, None, done
+
+    async def reward(self):
+        return 0.5
+
+
+class Table:
+    """Tools: plain functions."""
+
+    def __init__(self):
+        self.tools = [self.look_up, double]
+
+    def reset(self, prompt, seed):
+        self.rows = {"a": 1, "b": 2}
+
+    def look_up(self, key: str, times: int = 1) -> int:
+        """The number in row `key`."""
+        return self.rows[key] * times
+
+
+async def double(x: int) -> int:
+    """Twice x."""
+    return 2 * x
+
+
+class Hostile:
+    """Does to itself what the prompt's answer says, at a turn that says the same."""
+
+    def reset(self, prompt, seed):
+        self.how = prompt.answer
+        self._do("reset")
+
+    def step(self, text):
+        self._do("step")
+        return "go on", None, False
+
+    def reward(self):
+        self._do("reward")
+        return float("nan") if self.how == "nan" else 1.0
+
+    def _do(self, where):
+        match self.how.split():
+            case ["raise", at] if at == where:
+                raise LookupError("no such thing")
+            case ["hang", at] if at == where:
+                time.sleep(60)
+            case ["die", at] if at == where:
+                os._exit(3)
+
+
+class Broken:
+    def __init__(self):
+        raise ValueError("cannot be made")
