@@ -1,10 +1,11 @@
 # make quickstart     train a small policy end to end on this machine's CPU, real parts, about ten minutes
 # make test           what to run before a commit: real Megatron-core ranks, a real vLLM server, a run that learns
-# make test-all       every test there is: test-cpu, test-megatron-next, test-engines and test-slurm
+# make test-all       every test there is: test-cpu, test-megatron-next, test-engines, test-integrations and test-slurm
 # make test-cpu       all that this environment suffices for: test, the slow ones and test-parallel
 # make test-parallel  every parallel layout trains as one process does; kill -9 and resume in several of them
 # make test-megatron-next  one layout of each kind, and resuming, with the newest Megatron-core; two minutes
 # make test-engines   the engine contract, weight transports and faults, on real vLLM and SGLang servers
+# make test-integrations  our losses inside TRL, verl and SkyRL, in .venv-integrations (1.7 GB, made when needed)
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
 # make attack         tests/attack with another seed and more cases: ATTACK_SEED=N ATTACK_CASES=N make attack
 # make test-gpu       on a machine with a GPU, eight minutes: kernels, training, offload, a colocated engine; writes a file
@@ -13,7 +14,7 @@
 # make format         ruff, which mends what it can
 # make install        the pinned CPU environment in .venv (the others do it when needed)
 # make sglang         SGLang's own pinned CPU environment in .venv-sglang, 3.3 GB (for engine.kind: sglang)
-# make clean          removes both environments and what packaging left; runs stay
+# make clean          removes the environments and what packaging left; runs stay
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -21,10 +22,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+INTEGRATIONS_VENV := .venv-integrations
+INTEGRATIONS_STAMP := $(INTEGRATIONS_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart test test-all test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm attack lint docs-check format install sglang clean
+.PHONY: quickstart test test-all test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations attack lint docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -35,9 +38,9 @@ test: install
 	$(PYTEST) tests
 
 test-cpu: install
-	$(PYTEST) tests -m "not engines and not faults and not slurm"
+	$(PYTEST) tests -m "not engines and not faults and not slurm and not integrations"
 
-test-all: test-cpu test-megatron-next test-engines test-slurm
+test-all: test-cpu test-megatron-next test-engines test-integrations test-slurm
 
 test-parallel: install
 	$(PYTEST) tests/parallel -m ""
@@ -68,6 +71,9 @@ test-slurm: install
 test-engines: install sglang
 	$(PYTEST) tests -m engines
 	$(PYTEST) tests/faults -m faults
+
+test-integrations: $(INTEGRATIONS_STAMP)
+	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_VENV)/bin/python -m pytest --durations=10 --durations-min=1 tests/integrations -m ""
 
 attack: install
 	$(PYTEST) tests/attack -m ""
@@ -112,5 +118,13 @@ $(SGLANG_STAMP): requirements/sglang-cpu.lock
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements/sglang-cpu.lock
 	touch $(SGLANG_STAMP)
 
+$(INTEGRATIONS_STAMP): requirements/integrations.lock
+	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --constraint requirements/integrations.lock torch==2.13.0
+	@# SkyRL says Python 3.12; its losses run on 3.11, see tests/integrations/test_skyrl.py.
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --no-deps --ignore-requires-python \
+	  --requirement requirements/integrations.lock
+	touch $(INTEGRATIONS_STAMP)
+
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(INTEGRATIONS_VENV) build dist *.egg-info

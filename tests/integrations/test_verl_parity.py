@@ -1,4 +1,4 @@
-"""Our presets against the losses that verl registers, where verl can be imported (it is not a dependency).
+"""Our presets against the losses that verl registers.
 
 The known differences are tested as differences, not hidden by a tolerance; docs/objectives.md lists them.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from verl.trainer.ppo import core_algos
+from verl.workers.config import ActorConfig
 
 from dppo_megatron.objectives import build_objective, reduce_metrics, sequence_weights
 
-core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError)
+pytestmark = pytest.mark.integrations
 
 LENGTHS = torch.tensor([5, 9, 1, 7])
 MASK = torch.arange(9) < LENGTHS[:, None]
@@ -18,8 +20,6 @@ IDS = torch.arange(4)[:, None].expand(4, 9)
 
 
 def config(**fields):
-    from verl.workers.config import ActorConfig
-
     return ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=1, **fields)
 
 

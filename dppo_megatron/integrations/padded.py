@@ -1,0 +1,81 @@
+"""An objective on the padded rows of other trainers, and which objectives their losses can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dppo_megatron.objectives import (
+    PRESETS,
+    Objective,
+    ObjectiveError,
+    ObjectiveOutput,
+    build_objective,
+    reduce_metrics,
+)
+
+
+def resolve(objective: str | Objective, settings: dict[str, Any]) -> Objective:
+    """A preset by name or a user's own by "package.module:attribute", with its settings, or a ready objective."""
+    if isinstance(objective, str):
+        return build_objective(objective, **settings)
+    if settings:
+        raise ObjectiveError(f"objective {objective.name} is ready made and takes no settings: {', '.join(settings)}")
+    return objective
+
+
+def unfit(objective: Objective, *, topk: bool = False, old: bool = False, terms: bool = False) -> list[str]:
+    """Why a trainer's loss cannot be this objective. What the trainer hands over or has room for:
+
+    topk: the engine's lists. old: a recomputed old policy beside the rollout policy. terms: a reference policy and
+    entropies.
+    """
+
+    def needs(what: str) -> bool:
+        return getattr(objective, f"needs_{what}", False)
+
+    reasons = {
+        "learns from given answers, not from samples": objective.settings.supervised,
+        "reads the engine's list of likely tokens, which is not handed over": needs("topk") and not topk,
+        "tells the old from the rollout policy, and one of them is handed over": needs("old") and not old,
+        "takes a number of the whole batch, which comes in micro-batches": needs("statistic"),
+        "has a KL to a reference policy of its own": needs("reference") and not terms,
+        "has an entropy bonus of its own": needs("entropy") and not terms,
+    }
+    return [why for why, holds in reasons.items() if holds]
+
+
+def refuse_unfit(objective: Objective, trainer: str, reasons: list[str]) -> None:
+    if reasons:
+        raise ObjectiveError(f"objective {objective.name} cannot be a loss of {trainer}: it {'; it '.join(reasons)}")
+
+
+def presets_for(reasons: Any) -> list[str]:
+    """Names of the presets that `reasons(objective)` has nothing against."""
+    return [name for name in PRESETS if not reasons(build_objective(name))]
+
+
+def on_rows(objective: Objective, *, mask: Tensor, **tensors: Any) -> ObjectiveOutput:
+    """The objective on rows [B, T], each one response; its outputs are [B T], in the order of the rows.
+
+    tensors: as the objective's call takes them, [B, T] or [B, 1]; None = not given. `topk` is [B T, K] already.
+    """
+    rows, length = mask.shape
+    given: dict[str, Any] = {
+        name: value if name == "topk" else value.expand(rows, length).reshape(-1)
+        for name, value in tensors.items()
+        if value is not None
+    }
+    ids = torch.arange(rows, device=mask.device)[:, None].expand(rows, length)
+    return objective(mask=mask.reshape(-1) != 0, sequence_ids=ids.reshape(-1), **given)
+
+
+def averaged(out: ObjectiveOutput) -> dict[str, float]:
+    """Metrics that may be averaged over micro-batches and ranks: means, the same names in every call.
+
+    One without any token is 0, as in the trainers' own losses. Synchronises with the device.
+    """
+    means = {name: m for name, m in out.metrics.items() if m.kind in ("mean", "effective_size")}
+    return dict.fromkeys(means, 0.0) | reduce_metrics(means)

@@ -1,0 +1,88 @@
+"""Our objectives as policy losses of SkyRL 0.4. docs/integrations.md.
+
+Import this in the entry point, before SkyRL checks its config; it registers every preset that SkyRL can hand its
+inputs to, as `dppo_megatron.NAME`, for `trainer.algorithm.policy_loss_type`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import off_policy_correction_enabled
+from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+from torch import Tensor
+
+from dppo_megatron.objectives import Objective, ObjectiveError
+
+from .padded import averaged, on_rows, presets_for, refuse_unfit, resolve, unfit
+
+
+def reasons_against(objective: Objective) -> list[str]:
+    """SkyRL sums the tokens and hands over advantages that are already divided by its denominators."""
+    s = objective.settings
+    scaled = {
+        "has a gradient where A = 0, which SkyRL would not divide by the batch's tokens": getattr(
+            objective, "moves_without_advantage", False
+        ),
+        "depends on the size of A, which SkyRL has divided by the batch's tokens": s.control == "gate"
+        and s.gate == "gaussian",
+    }
+    return unfit(objective, old=True) + [why for why, holds in scaled.items() if holds]
+
+
+class PolicyLoss:
+    """A policy loss as SkyRL calls it. mu is `rollout_logprobs`, the old policy `old_log_probs`.
+
+    Thresholds are the objective's own: `eps_clip_low` and its kin have no effect. Raises ObjectiveError for an
+    objective that needs what SkyRL does not hand over.
+    """
+
+    def __init__(self, objective: Objective):
+        refuse_unfit(objective, "SkyRL", reasons_against(objective))
+        self.objective = objective
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor | None,
+        advantages: Tensor,
+        config: Any,
+        loss_mask: Tensor | None = None,
+        rollout_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """All [B, T]. Returns the sum of the token losses (the advantages carry the denominators), and metrics.
+
+        Raises ObjectiveError without the rollout policy's log-probs, for `off_policy_correction`, and for log-probs of
+        16 bits.
+        """
+        if rollout_logprobs is None:
+            raise ObjectiveError(
+                f"objective {self.objective.name} needs the rollout policy's log-probs: set "
+                "generator.sampling_params.logprobs to 1"
+            )
+        if off_policy_correction_enabled(config.off_policy_correction):
+            raise ObjectiveError(
+                "trainer.algorithm.off_policy_correction has no effect on an objective of dppo_megatron: remove it; "
+                "its axes mismatch, rejection and outlier_low / outlier_high are the same corrections"
+            )
+        out = on_rows(
+            self.objective,
+            mask=log_probs.new_ones(log_probs.shape) if loss_mask is None else loss_mask,
+            logprob=log_probs,
+            rollout_logprob=rollout_logprobs,
+            old_logprob=old_log_probs,
+            advantage=advantages,
+        )
+        return out.loss.sum(), averaged(out)
+
+
+def register(name: str, objective: str | Objective, **settings: Any) -> None:
+    """Make `objective`, a preset with any axis overridden or one of your own, SkyRL's `policy_loss_type: name`.
+
+    Raises ObjectiveError as `PolicyLoss` does, and SkyRL's ValueError for a name that is taken.
+    """
+    PolicyLossRegistry.register(name, PolicyLoss(resolve(objective, settings)))
+
+
+for _name in presets_for(reasons_against):
+    register(f"dppo_megatron.{_name}", _name)

@@ -1,0 +1,243 @@
+"""TRL 1.16's GRPOTrainer with one of our objectives as its loss. docs/integrations.md."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+from dppo_megatron.objectives import (
+    Objective,
+    ObjectiveError,
+    ObjectiveOutput,
+    TopKLogprobs,
+    flatten_metrics,
+    reduce_metrics,
+    unflatten_metrics,
+)
+from dppo_megatron.vocab_parallel import token_statistics
+
+from .padded import on_rows, refuse_unfit, resolve, unfit
+
+# Settings of GRPOConfig that say what the loss is: the objective says it instead.
+_OF_THE_LOSS = (
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "importance_sampling_level",
+    "top_entropy_quantile",
+    "entropy_coef",
+    "use_adaptive_entropy",
+    "off_policy_mask_threshold",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
+# Settings with which TRL would sample from another distribution than the one that it scores.
+_OF_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
+# What a model sees beside text: the lists are asked for of text alone.
+_BESIDE_TEXT = ("pixel_values", "token_type_ids", "mm_token_type_ids")
+
+
+class ObjectiveTrainer(GRPOTrainer):
+    """GRPOTrainer with `objective`, a preset with its axes in `settings` or an objective of your own, as its loss.
+
+    mu is the log-prob that vLLM or a `rollout_func` returned, else that of the weights that sampled. `loss_type` says
+    how token losses are added up, and nothing else: `dapo`, `bnpo`, `grpo`, `dr_grpo` or `luspo`, or another name that
+    adds up as one of these. `topk`: ids per token in the lists of methods that read them, which come from the
+    sampling weights' own logits, one more forward pass per generated batch; not with vLLM, of which TRL keeps the
+    sampled token alone. The reference policy of `reference_kl` is TRL's: set `beta` to `reference_kl_coefficient`.
+
+    Metrics are logged as `objective/NAME`, each the mean over the micro-batches that TRL logs together.
+
+    Raises ObjectiveError for an objective or a setting of GRPOConfig that could have no effect or a wrong one.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        objective: str | Objective,
+        settings: dict[str, Any] | None = None,
+        topk: int = 20,
+        **kwargs: Any,
+    ):
+        self.objective = resolve(objective, settings or {})
+        self.topk = topk
+        super().__init__(*args, **kwargs)
+        own_sampler = not self.use_vllm and self.rollout_func is None
+        refuse_unfit(self.objective, "TRL", unfit(self.objective, topk=own_sampler, old=True, terms=True))
+        _refuse_settings(self.objective, self.args, aux_loss=self.aux_loss_enabled)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        if self.objective.needs_topk:
+            if any(name in output for name in _BESIDE_TEXT):
+                raise ObjectiveError(
+                    f"objective {self.objective.name} reads lists of likely tokens, which this trainer makes for text "
+                    "alone, not for images: take a method without lists, such as dppo_binary_tv"
+                )
+            output |= self._lists(output)
+        return output
+
+    @torch.no_grad()
+    def _lists(self, output: dict[str, Any]) -> dict[str, Tensor]:
+        """The sampling weights' most likely ids and ln mu of them, [B, C, K]: they have not changed since."""
+        ids, logprobs = [], []
+        size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+        for rows in torch.arange(len(output["completion_ids"])).split(size):
+            part = {name: output[name][rows] for name in _TOKENS}
+            ln_mu = (self._logits(self.model, part).float() / self.temperature).log_softmax(-1)
+            logprob, listed = ln_mu.topk(min(self.topk, ln_mu.shape[-1]))
+            ids.append(listed)
+            logprobs.append(logprob)
+        return {"topk_ids": torch.cat(ids), "topk_logps": torch.cat(logprobs)}
+
+    def _logits(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """[B, C, V] of the completion's tokens, before the temperature."""
+        length = inputs["completion_ids"].shape[1]
+        with self.accelerator.autocast():
+            logits = model(
+                input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+                logits_to_keep=length + 1,
+                use_cache=False,
+            ).logits
+        return logits[:, -length - 1 : -1]
+
+    def _policy(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, TopKLogprobs | None]:
+        """(log-prob [B, C], entropy [B, C], lists [B C, K]) of the policy in training."""
+        if not self.objective.needs_topk:
+            beside = {name: inputs.get(name) for name in _FORWARD}
+            logprob, entropy, _ = self._get_per_token_logps_and_entropies(
+                model,
+                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+                inputs["completion_ids"].shape[1],
+                compute_entropy=True,
+                **beside,
+            )
+            return logprob, entropy, None
+        targets = inputs["completion_ids"]
+        logits = self._logits(model, inputs)
+        ids = inputs["topk_ids"].flatten(0, 1)
+        statistics = token_statistics(
+            logits.flatten(0, 1),
+            targets.flatten(),
+            topk_ids=ids,
+            temperature=self.temperature,
+            entropy="differentiable" if self.objective.needs_entropy else "metric",
+        )
+        ln_mu = inputs["topk_logps"].flatten(0, 1)
+        lists = TopKLogprobs(
+            ids=ids,
+            rollout_logprob=ln_mu,
+            logprob=statistics.topk_logprob,
+            other_logprob=statistics.other_logprob,
+            target_ids=targets.flatten(),
+            vocab_size=logits.shape[-1],
+            old_logprob=ln_mu,  # the weights that sampled
+        )
+        return statistics.logprob.view_as(targets), statistics.entropy.view_as(targets), lists
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        logprob, entropy, lists = self._policy(model, inputs)
+        old = inputs.get("old_per_token_logps")
+        old = logprob.detach() if old is None else old  # TRL leaves it out where the weights have not changed
+        mu = inputs.get("sampling_per_token_logps")
+        distinct = self.objective.needs_old or mu is not None
+        mu = old if mu is None else mu
+        advantages = inputs["advantages"]
+        out = on_rows(
+            self.objective,
+            mask=(mask != 0) & ~mu.isnan(),  # vLLM can fail to score a token
+            logprob=logprob,
+            rollout_logprob=mu,
+            old_logprob=old if distinct else None,
+            reference_logprob=inputs.get("ref_per_token_logps"),
+            advantage=advantages if advantages.dim() == 2 else advantages[:, None],
+            entropy=entropy,
+            topk=lists,
+        )
+        self._record(out)
+        return (out.loss.view_as(logprob) * self._weights(mask, inputs)).sum()
+
+    def _weights(self, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """[B, 1] or [1, 1]: what a token's loss counts in this micro-batch, as TRL's loss of that type adds up."""
+        training = self.model.training
+        accumulated = self.current_gradient_accumulation_steps if training else 1
+        rows = mask.shape[0]
+        whole = mask.new_ones((1, 1), dtype=torch.float32)
+        if self.loss_type in ("dapo", "cispo", "vespo"):  # the tokens of an update, on all ranks
+            tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+            share = accumulated / self.args.steps_per_generation if training else 1
+            return whole / (tokens * share)
+        if self.loss_type in ("grpo", "sapo"):
+            return 1 / (mask.sum(dim=1, keepdim=True).clamp(min=1) * rows * accumulated)
+        if self.loss_type == "bnpo":
+            return whole / (mask.sum().clamp(min=1) * accumulated)
+        horizon = self.max_completion_length if self.loss_type == "dr_grpo" else 1  # luspo: sums of rows
+        return whole / (rows * horizon * accumulated)
+
+    def _record(self, out: ObjectiveOutput) -> None:
+        """Collectives: a sum and a gather."""
+        sums, maxima = flatten_metrics(out.metrics)
+        sums = self.accelerator.reduce(sums, reduction="sum")
+        maxima = self.accelerator.gather(maxima[None]).amax(dim=0)
+        mode = "train" if self.model.training else "eval"
+        for name, value in reduce_metrics(unflatten_metrics(out.metrics, sums, maxima)).items():
+            self._metrics[mode][f"objective/{name}"].append(value)
+
+
+_TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+_FORWARD = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+
+def _refuse_settings(objective: Objective, args: GRPOConfig, *, aux_loss: bool) -> None:
+    default = {field.name: field.default for field in fields(GRPOConfig)}
+    problems = [
+        f"{name} = {getattr(args, name)}: the loss is objective {objective.name}, on which it has no effect; remove it "
+        "and set an axis of the objective in `settings`"
+        for name in _OF_THE_LOSS
+        if getattr(args, name) != default[name] and not (name == "epsilon_high" and args.epsilon_high == args.epsilon)
+    ]
+    kwargs = args.generation_kwargs if isinstance(args.generation_kwargs, dict) else {}
+    sampled = {name: kwargs.get(name, getattr(args, name)) for name in _OF_SAMPLING}
+    harmless = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
+    problems += [
+        f"{name} = {value}: tokens would be sampled from another distribution than the one that is scored, and every "
+        "ratio would be off; remove it"
+        for name, value in sampled.items()
+        if value not in harmless[name]
+    ]
+    if kwargs.get("temperature", args.temperature) != args.temperature:
+        problems.append(
+            f"generation_kwargs.temperature = {kwargs['temperature']}: scored at temperature {args.temperature}"
+        )
+    wanted = objective.settings.reference_kl_coefficient if objective.needs_reference else 0.0
+    if args.beta != wanted:
+        problems.append(
+            f"beta = {args.beta}: the KL to the reference policy is the objective's, whose reference_kl_coefficient is "
+            f"{wanted}; set beta to that too, by which TRL keeps a reference policy"
+        )
+    if aux_loss:
+        problems.append("router_aux_loss_coef: the loss of the router is not part of the objective; set it to 0")
+    if problems:
+        raise ObjectiveError("; ".join(problems))

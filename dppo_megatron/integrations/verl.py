@@ -1,0 +1,127 @@
+"""Our objectives as policy losses of verl 0.9, and our log-probs in its Megatron engine. docs/integrations.md.
+
+Importing this registers every preset that verl can hand its inputs to, as `dppo_megatron.NAME`:
+
+    VERL_USE_EXTERNAL_MODULES=dppo_megatron.integrations.verl  # in the environment of every process
+    actor_rollout_ref.actor.policy_loss.loss_mode=dppo_megatron.dppo_binary_tv
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
+
+from dppo_megatron.objectives import Objective
+from dppo_megatron.vocab_parallel import token_statistics
+
+from .padded import averaged, on_rows, presets_for, refuse_unfit, resolve, unfit
+
+
+class PolicyLoss:
+    """A policy loss as verl calls it.
+
+    mu, and the anchor, is `old_log_prob`: with `algorithm.rollout_correction.bypass_mode` and verl's V1 trainer that
+    is the rollout policy, without it the one that verl recomputed. Thresholds are the objective's own: `clip_ratio`
+    and its kin have no effect. Raises ObjectiveError for an objective that needs what verl does not hand over.
+    """
+
+    def __init__(self, objective: Objective):
+        refuse_unfit(objective, "verl", unfit(objective))
+        self.objective = objective
+
+    def __call__(
+        self,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """All [B, T], log-probs fp32. Returns the loss, aggregated by verl as configured, and metrics `actor/...`."""
+        out = on_rows(
+            self.objective,
+            mask=response_mask,
+            logprob=log_prob,
+            rollout_logprob=old_log_prob,
+            advantage=advantages,
+        )
+        losses = out.loss.view_as(log_prob)
+        if rollout_is_weights is not None:
+            losses = losses * rollout_is_weights
+        loss = agg_loss(
+            loss_mat=losses,
+            loss_mask=response_mask,
+            loss_agg_mode=loss_agg_mode,
+            **({} if config is None else config.global_batch_info),
+        )
+        return loss, {f"actor/{name}": value for name, value in averaged(out).items()}
+
+
+def register(name: str, objective: str | Objective, **settings: Any) -> None:
+    """Make `objective`, a preset with any axis overridden or one of your own, verl's loss mode `name`.
+
+    Call it in a module of yours that VERL_USE_EXTERNAL_MODULES names. Raises ObjectiveError as `PolicyLoss` does, and
+    ValueError for a name that is taken.
+    """
+    if name in POLICY_LOSS_REGISTRY:
+        raise ValueError(f"verl has a policy loss {name!r} already: choose another name")
+    register_policy_loss(name)(PolicyLoss(resolve(objective, settings)))
+
+
+def use_token_statistics() -> None:
+    """Let verl's Megatron engine take log-probs and entropy from `vocab_parallel`: one collective, logits not cloned.
+
+    Replaces the method of its language-model engine that computes them; whatever else that engine computes from logits
+    (distillation, sums of squared probabilities) stays verl's. Raises ImportError where verl's Megatron engine cannot
+    be imported. Call it once in every trainer process, e.g. in the module that VERL_USE_EXTERNAL_MODULES names.
+    """
+    from megatron.core import parallel_state
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as Engine
+
+    theirs = Engine._lm_head_logits_processor
+
+    def ours(
+        self: Any,
+        logits: Tensor,  # [1, tokens, V_local], consumed
+        label: Tensor,  # [1, tokens]
+        temperature: Tensor,  # [1, tokens]; verl's paddings have 0
+        *,
+        calculate_sum_pi_squared: bool,
+        calculate_entropy: bool,
+        distillation_use_topk: bool,
+        distillation_only: bool,
+        **more: Any,
+    ) -> dict[str, Tensor]:
+        if calculate_sum_pi_squared or distillation_use_topk or distillation_only:
+            return theirs(
+                self,
+                logits,
+                label,
+                temperature,
+                calculate_sum_pi_squared=calculate_sum_pi_squared,
+                calculate_entropy=calculate_entropy,
+                distillation_use_topk=distillation_use_topk,
+                distillation_only=distillation_only,
+                **more,
+            )
+        statistics = token_statistics(
+            logits.flatten(0, 1),
+            label.flatten(),
+            temperature=temperature.clamp(min=1e-8).expand_as(label).flatten(),
+            group=parallel_state.get_tensor_model_parallel_group(),
+            entropy="differentiable" if calculate_entropy else "none",
+        )
+        found = {"log_probs": statistics.logprob.view_as(label)}
+        if calculate_entropy:
+            found["entropy"] = statistics.entropy.view_as(label)
+        return found
+
+    Engine._lm_head_logits_processor = ours
+
+
+for _name in presets_for(unfit):
+    register(f"dppo_megatron.{_name}", _name)

@@ -1,0 +1,213 @@
+"""GRPOTrainer with our losses: what it computes, and that it trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from dppo_megatron.integrations.trl import ObjectiveTrainer
+from dppo_megatron.objectives import ObjectiveError
+
+pytestmark = pytest.mark.integrations
+
+VOCABULARY = ("<pad>", "<eos>", *"0123456789+=")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    characters = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<pad>"))
+    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", pad_token="<pad>")
+
+
+def policy(directory: str) -> Qwen3ForCausalLM:
+    """A random one that knows where it lies: TRL loads the reference policy from there."""
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(VOCABULARY),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+            initializer_range=0.3,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+    )
+    model.save_pretrained(directory)
+    return Qwen3ForCausalLM.from_pretrained(directory)
+
+
+def odd(completions, **_):
+    return [float(sum(map(ord, text)) % 2) for text in completions]
+
+
+def trainer(tmp_path, cls=ObjectiveTrainer, /, *, own=None, **settings):
+    arguments = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        **settings,
+    }
+    prompts = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in (1, 33, 5, 70) for b in range(4)]})
+    return cls(
+        policy(f"{tmp_path}/policy"),
+        odd,
+        args=GRPOConfig(**arguments),
+        train_dataset=prompts,
+        processing_class=tokenizer(),
+        **(own or {}),
+    )
+
+
+def inputs(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([5, 1, 3, 4])
+    return {
+        "prompt_ids": torch.randint(2, len(VOCABULARY), (4, 3), generator=generator),
+        "prompt_mask": torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1], [0, 0, 1]]),
+        "completion_ids": torch.randint(2, len(VOCABULARY), (4, 5), generator=generator),
+        "completion_mask": (torch.arange(5) < lengths[:, None]).int(),
+        "advantages": torch.tensor([1.0, -0.5, 0.0, -2.0]),
+        "num_items_in_batch": torch.tensor(40),
+        "old_per_token_logps": -2.6 + torch.randn(4, 5, generator=generator),
+    }
+
+
+def loss_and_gradient(at: GRPOTrainer, given: dict[str, torch.Tensor]):
+    at.current_gradient_accumulation_steps = at.args.gradient_accumulation_steps
+    loss = at._compute_loss(at.model, given)
+    return loss.detach(), torch.autograd.grad(loss, list(at.model.parameters()), allow_unused=True)
+
+
+@pytest.mark.parametrize(
+    ("preset", "axes", "settings"),
+    [
+        *(("grpo", {}, {"loss_type": kind}) for kind in ("dapo", "bnpo", "grpo", "dr_grpo")),
+        ("grpo_clip_higher", {}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+        ("cispo", {}, {"loss_type": "cispo", "epsilon_high": 5.0}),
+        ("sapo", {}, {"loss_type": "sapo"}),
+        ("vespo", {}, {"loss_type": "vespo"}),
+        ("ppo", {}, {"loss_type": "luspo"}),
+        ("opsm", {}, {"loss_type": "grpo", "off_policy_mask_threshold": 0.5}),
+        (
+            "grpo",
+            {"reference_kl": "k3", "reference_kl_coefficient": 0.1, "reference_kl_gradient": "estimator"},
+            {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
+        ),
+    ],
+)
+def test_a_preset_that_trl_has_too_has_its_gradient(tmp_path, preset, axes, settings):
+    only_theirs = ("epsilon_high", "off_policy_mask_threshold", "use_bias_correction_kl")
+    ours = trainer(
+        tmp_path,
+        own={"objective": preset, "settings": axes},
+        **{name: value for name, value in settings.items() if name not in only_theirs},
+    )
+    theirs = trainer(tmp_path, GRPOTrainer, **settings)
+    given = inputs()
+    if "beta" in settings:
+        given["ref_per_token_logps"] = given["old_per_token_logps"] + 0.3
+    our_loss, our_gradient = loss_and_gradient(ours, given)
+    their_loss, their_gradient = loss_and_gradient(theirs, given)
+    for mine, their in zip(our_gradient, their_gradient, strict=True):
+        torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-6)
+    assert any(gradient.abs().max() > 1e-4 for gradient in our_gradient)
+    if preset not in ("sapo", "vespo"):  # of a gate TRL logs its integral
+        torch.testing.assert_close(our_loss, their_loss, rtol=1e-5, atol=1e-7)
+
+
+def test_the_lists_are_those_of_the_weights_that_sampled(tmp_path):
+    at = trainer(tmp_path, own={"objective": "score_centering", "topk": 6})
+    given = inputs()
+    given |= at._lists(given)
+    assert given["topk_ids"].shape == given["topk_logps"].shape == (4, 5, 6)
+    logprob, entropy, lists = at._policy(at.model, given)
+    # The same weights: pi is mu, and TRL's own log-probs and entropies are these.
+    torch.testing.assert_close(lists.logprob, lists.rollout_logprob, rtol=1e-5, atol=1e-6)
+    fused, fused_entropy, _ = at._get_per_token_logps_and_entropies(
+        at.model,
+        torch.cat([given["prompt_ids"], given["completion_ids"]], dim=1),
+        torch.cat([given["prompt_mask"], given["completion_mask"]], dim=1),
+        5,
+        compute_entropy=True,
+    )
+    kept = given["completion_mask"].bool()
+    torch.testing.assert_close(logprob[kept], fused[kept], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropy[kept], fused_entropy[kept], rtol=1e-5, atol=1e-6)
+    # On policy the correction of score centering is zero: the plain policy gradient is left.
+    del given["old_per_token_logps"]
+    _, centred = loss_and_gradient(at, given)
+    plain = trainer(tmp_path, own={"objective": "pg_is"})
+    _, expected = loss_and_gradient(plain, given)
+    for mine, their in zip(centred, expected, strict=True):
+        torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["dppo_binary_tv", "dppo_topk_tv", "score_centering_tis"])
+def test_it_trains_and_logs_what_the_objective_reports(tmp_path, objective):
+    at = trainer(tmp_path, own={"objective": objective, "topk": 4}, steps_per_generation=8)
+    before = [parameter.clone() for parameter in at.model.parameters()]
+    at.train()
+    assert any((old != new).any() for old, new in zip(before, at.model.parameters(), strict=True))
+    logged = [entry for entry in at.state.log_history if "objective/tokens" in entry]
+    assert len(logged) == 4
+    assert logged[0]["objective/mismatch/k3"] == pytest.approx(0, abs=1e-6)  # the first update is on policy
+    assert logged[1]["objective/mismatch/k3"] > 1e-6  # later ones of a generated batch are not
+    if objective != "dppo_binary_tv":
+        assert logged[0]["objective/topk/topk_tv_mean" if "topk" in objective else "objective/centering/size"] < 1e-5
+
+
+def test_the_tokens_that_vllm_could_not_score_carry_no_loss(tmp_path):
+    at = trainer(tmp_path, own={"objective": "dppo_binary_tv"})
+    given = inputs()
+    given["sampling_per_token_logps"] = given["old_per_token_logps"].clone()
+    given["sampling_per_token_logps"][0, 2] = torch.nan
+    loss, gradient = loss_and_gradient(at, given)
+    given["completion_mask"] = given["completion_mask"].clone()
+    given["completion_mask"][0, 2] = 0
+    given["sampling_per_token_logps"][0, 2] = 0.0
+    # The attention mask differs too, so only the loss's own tokens are compared: it is finite.
+    assert loss.isfinite()
+    assert all(part.isfinite().all() for part in gradient)
+
+
+@pytest.mark.parametrize(
+    ("objective", "settings", "why"),
+    [
+        ("dppo_binary_tv", {"epsilon": 0.3}, r"epsilon = 0.3: the loss is objective dppo_binary_tv"),
+        ("dppo_binary_tv", {"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold = 0.5"),
+        ("dppo_binary_tv", {"top_p": 0.9}, "top_p = 0.9: tokens would be sampled from another distribution"),
+        ("dppo_binary_tv", {"generation_kwargs": {"top_k": 5}}, "top_k = 5"),
+        ("dppo_binary_tv", {"generation_kwargs": {"temperature": 0.5}}, "generation_kwargs.temperature = 0.5"),
+        ("dppo_binary_tv", {"beta": 0.1}, "beta = 0.1: the KL to the reference policy is the objective's"),
+        ("m2po", {}, "m2po cannot be a loss of TRL: it takes a number of the whole batch"),
+    ],
+)
+def test_what_would_have_no_effect_or_a_wrong_one_is_refused(tmp_path, objective, settings, why):
+    with pytest.raises(ObjectiveError, match=why):
+        trainer(tmp_path, own={"objective": objective}, **settings)
+
+
+def test_lists_are_not_to_be_had_from_another_sampler(tmp_path):
+    own = {"objective": "score_centering", "rollout_func": lambda prompts, trainer: {}}
+    with pytest.raises(ObjectiveError, match="score_centering cannot be a loss of TRL: it reads the engine's list"):
+        trainer(tmp_path, own=own)
