@@ -41,6 +41,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     Ctrl-C or SIGTERM ends all of them and leaves a run that --resume continues.
     """
     from .checks import check_run_dir, preflight
+    from .launch.local_processes import local_plan
     from .launch.local_run import LocalRun
     from .observability.report import write_report
 
@@ -51,7 +52,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
         typer.echo(note)
     run.make()
     save_resolved(config, run.config)
-    code = LocalRun(config, resume=resume).run()
+    code = LocalRun(config, local_plan(config, resume=resume)).run()
     if code == 0:
         typer.echo(f"report: {write_report(run.root)}")
     raise typer.Exit(code)
@@ -74,11 +75,44 @@ def trainer(
 
 
 @app.command()
-def orchestrator(config_file: ConfigFile, overrides: Overrides = None) -> None:
+def sample(
+    config_file: ConfigFile,
+    n: Annotated[int | None, typer.Option("--n", min=2, help="answers to each; default: rollout.group_size")] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="of the prompt order, from its start; default: every row of data.train")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="run directory to make; default: RUN/samples")] = None,
+    overrides: Overrides = None,
+    resume: Resume = False,
+) -> None:
+    """Fill a bank with answers of model.path to the training prompts, by the config's engines and without a trainer.
+
+    `data filter` then keeps prompts by their pass rate, and `rollout.bank` trains on the answers.
+    """
+    from .launch.sample import fill_bank
+    from .orchestrator.pass_rates import measure
+
+    config = read_config(config_file, overrides or ())
+    n = n or config.rollout.group_size
+    code = fill_bank(config, str(config_file), n=n, prompts=prompts, out=out, resume=resume)
+    if code == 0:
+        bank = RunDir(out or config.run.dir / "samples").bank
+        typer.echo(f"{bank}: {measure(bank)}")
+    raise typer.Exit(code)
+
+
+@app.command()
+def orchestrator(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="answer so many with model.path and end, without a trainer")
+    ] = None,
+) -> None:
     """Sample, score and store rollouts for a trainer that follows the same run directory."""
     from .orchestrator.main import run_orchestrator
 
-    run_orchestrator(load_config(config_file, overrides or ()))
+    run_orchestrator(load_config(config_file, overrides or ()), prompts)
 
 
 @app.command()
@@ -201,6 +235,23 @@ def prepare_data(
     if not (first.isdigit() and last.isdigit()):
         raise typer.BadParameter("levels are FROM:TO, e.g. 3:5")
     typer.echo(prepare(recipe, source, out, levels=(int(first), int(last))))
+
+
+@data_app.command("filter")
+def filter_data(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="JSONL to write; must not exist")],
+    bank: Annotated[Path, typer.Option(help="bank that `sample` or a run filled")],
+    pass_rate: Annotated[str, typer.Option(metavar="FROM:TO", help="kept, both included, e.g. 0.2:0.8")],
+    pass_reward: Annotated[float, typer.Option(help="an answer is right with at least this reward")] = 1.0,
+) -> None:
+    """Keep the prompts whose share of right answers in a bank lies in a range, and say what became of the others."""
+    from .orchestrator.pass_rates import keep
+
+    try:
+        lowest, highest = (float(bound) for bound in pass_rate.split(":"))
+    except ValueError:
+        raise typer.BadParameter("a pass rate is FROM:TO, e.g. 0.2:0.8") from None
+    typer.echo(keep(bank, out, lowest, highest, pass_reward))
 
 
 @app.command()

@@ -12,7 +12,8 @@ from dppo_megatron.observability.logs import append_line, last_lines
 from dppo_megatron.run_dir import RunDir
 
 from .driver import Completed, Failed, RunDriver, TrainerStopped
-from .local_processes import LocalLauncher, local_plan
+from .launcher import RunPlan
+from .local_processes import LocalLauncher, ProcessPlan
 
 POLL_S = 0.05
 LAST_LINES = 25
@@ -22,11 +23,12 @@ class LocalRun:
     """A process that fails, but for an engine that can be restarted, ends the run: the others are ended, its last
     lines are shown, and what the bank and the checkpoints hold stays for `--resume`."""
 
-    def __init__(self, config: Config, *, resume: bool):
+    def __init__(self, config: Config, plan: RunPlan[ProcessPlan], *, resume_command: str | None = None):
+        """`resume_command`: what the user is told to continue with; default: `train --resume`."""
         self._config = config
         self._run = RunDir(config.run.dir)
-        self._resume = resume
-        self._resume_command = f"`dppo-megatron train {self._run.config} --resume`"
+        self._plan = plan
+        self._resume_command = resume_command or f"`dppo-megatron train {self._run.config} --resume`"
         self._stop_signal: int | None = None
 
     def run(self) -> int:
@@ -35,7 +37,7 @@ class LocalRun:
         self._view = ProgressView(self._config.train.steps)
         driver = RunDriver(self._config, LocalLauncher(self._run), self._report)
         try:
-            driver.start(local_plan(self._config, resume=self._resume))
+            driver.start(self._plan)
             self._view.note(f"run directory {self._run.root}, logs in {self._run.logs}")
             return self._watch(driver)
         finally:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from dppo_megatron.data.prompts import PromptSource, training_prompts
 from dppo_megatron.data.tokenizer import end_token_ids, load_tokenizer
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineTimeout, EngineUnavailable
+from dppo_megatron.engines.serving import start_model
 from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.fleet.pool import EnginePool, FixedEngines
@@ -24,7 +26,7 @@ from dppo_megatron.hf import read_hf_config
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.rewards import RewardPool
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.weights.published import PublishedFollower
+from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
 
 from .evaluation import Evaluated, Evaluator
 from .metrics import StepRecorder
@@ -34,8 +36,11 @@ from .orchestrator import Orchestrator
 log = logging.getLogger(__name__)
 
 
-def run_orchestrator(config: Config) -> None:
-    """Waits for the engines, checks that they can serve this config, and samples until the bank is full."""
+def run_orchestrator(config: Config, prompts: int | None = None) -> None:
+    """Waits for the engines, checks that they can serve this config, and samples until the bank is full.
+
+    `prompts`: how many groups the start model is to sample, without a trainer; None = what the trainer trains on.
+    """
     run = RunDir(config.run.dir)
     setup_logging("orchestrator", run.root)
     allow_open_files(config)
@@ -45,7 +50,7 @@ def run_orchestrator(config: Config) -> None:
         task = asyncio.current_task()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        await _fill_bank(config)
+        await _fill_bank(config, prompts)
 
     try:
         asyncio.run(main())
@@ -68,8 +73,11 @@ async def evaluate_once(
         return await setting.evaluator(pools, episodes).start(version, policy, sampler)
 
 
-async def _fill_bank(config: Config) -> None:
+async def _fill_bank(config: Config, prompts: int | None) -> None:
     run, setting = RunDir(config.run.dir), _Setting(config)
+    if prompts is not None:  # nobody else publishes; every engine loads it, whatever it started with
+        run.weights.mkdir(exist_ok=True)
+        PublishedPolicy(0, str(start_model(config).absolute()), time.time()).write(run.published)
     groups = config.rollout.prompts_per_step
     published = PublishedFollower(run.published, config.run.stall_timeout_s)
 
@@ -96,12 +104,14 @@ async def _fill_bank(config: Config) -> None:
                 published=published,
                 evaluator=setting.evaluator(pools, episodes, rewards) if config.eval_sets else None,
                 recorder=StepRecorder(
-                    run.rollout_metrics,
+                    run.rollout_metrics if prompts is None else run.metrics,
                     groups,
                     lambda: {**sampler.take_metrics(), **rewards.take_metrics(), **played()},
+                    alone=prompts is not None,
                 ),
                 stop_token_ids=setting.stop_token_ids,
                 episodes=episodes,
+                prompts_in_all=prompts,
             ).run()
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dppo_megatron.types import RolloutGroup
 
 
@@ -32,9 +34,19 @@ def last_progress(path: Path) -> str:
 class StepRecorder:
     """Collects what generation cost per training step and writes one record when the step's last group is in."""
 
-    def __init__(self, path: Path, groups_per_step: int, take_metrics: Callable[[], Mapping[str, float]]):
-        """`take_metrics`: those of the `Sampler` and of the rewards."""
+    def __init__(
+        self,
+        path: Path,
+        groups_per_step: int,
+        take_metrics: Callable[[], Mapping[str, float]],
+        *,
+        alone: bool = False,
+    ):
+        """`take_metrics`: those of the `Sampler` and of the rewards. `alone`: no trainer makes these the records of the
+        run's steps, so they are."""
         self._path = path
+        self._alone = alone
+        self._rewards: dict[int, list[float]] = {}
         self._groups_per_step = groups_per_step
         self._take_metrics = take_metrics
         self._started: dict[int, float] = {}
@@ -58,11 +70,14 @@ class StepRecorder:
         """Counts one group of the step; steps that an earlier orchestrator began are not timed."""
         self._finished[step] = self._finished.get(step, 0) + 1
         self._count_tokens(step, group)
+        self._rewards.setdefault(step, []).extend(group.rewards[~group.reward_failed].tolist())
         if self._finished[step] < self._groups_per_step or step not in self._started:
             return
         seconds = time.monotonic() - self._started.pop(step)
         tokens = self._response_tokens.pop(step)
         del self._finished[step]
+        rewards = self._rewards.pop(step)
+        own = {"time": time.time(), "time/step_s": seconds, "rollout/reward_mean": float(np.mean(rewards or [0.0]))}
         append_record(
             self._path,
             {
@@ -72,6 +87,7 @@ class StepRecorder:
                 "rollout/dropped_groups": self._dropped,
                 "rollout/too_stale_groups": self._given_up,
                 **self._take_metrics(),
+                **(own if self._alone else {}),
             },
         )
         self._dropped = self._given_up = 0

@@ -75,10 +75,13 @@ class Orchestrator:
         recorder: StepRecorder,
         stop_token_ids: Sequence[int],
         episodes: Episodes | None = None,
+        prompts_in_all: int | None = None,
     ):
-        """episodes: where the policy answers in turns."""
+        """episodes: where the policy answers in turns. prompts_in_all: groups to fill the bank with, all by the policy
+        there is; None = what a trainer needs."""
         self._config = config
         self._episodes = episodes
+        self._prompts_in_all = prompts_in_all
         self._sampler = sampler
         self._prompts = prompts
         self._tokenizer = tokenizer
@@ -97,7 +100,7 @@ class Orchestrator:
         """Raises `PolicyTimeout` when the trainer stops publishing, `EngineError` when an engine fails, `NoSignal` when
         dynamic sampling finds too few groups to train on, `BankError` when the disk refuses a group."""
         rollout = self._config.rollout
-        wanted = self._config.train.steps * rollout.prompts_per_step
+        wanted = self._prompts_in_all or self._config.train.steps * rollout.prompts_per_step
         positions = self._open_positions()
         running: dict[asyncio.Task, Running] = {}
         finished: list[tuple[int, RolloutGroup]] = []  # with their last steps; they wait for slower ones
@@ -128,7 +131,7 @@ class Orchestrator:
                     if self._keep(group):
                         finished.append((last_step, group))
                 self._store(finished, running)
-            await self._wait_for(self._config.train.steps)
+            await self._wait_for(0 if self._prompts_in_all else self._config.train.steps)
             await asyncio.gather(*self._evaluations)
         finally:
             tasks = (*running, *self._evaluations)

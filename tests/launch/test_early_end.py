@@ -77,7 +77,7 @@ def test_a_run_on_one_machine_that_is_not_done_says_so(config, monkeypatch, save
 
     monkeypatch.setattr(local_processes, "dppo_command", command)
     monkeypatch.setattr(local_processes, "engine_names", lambda config: [])
-    assert LocalRun(config, resume=False).run() == code
+    assert LocalRun(config, local_processes.local_plan(config, resume=False)).run() == code
     assert run.log("train").exists() == bool(code)
     if code:
         assert "asked to stop, not by this command, at step 4 of 9; resume with" in run.log("train").read_text()

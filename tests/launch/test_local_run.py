@@ -27,7 +27,8 @@ def command(role, *arguments):
     return [sys.executable, "-c", Path(sys.argv[2]).read_text(), role, sys.argv[2], *arguments]
 
 local_processes.dppo_command = command
-sys.exit(LocalRun(load_config(Path(sys.argv[1])), resume=False).run())
+config = load_config(Path(sys.argv[1]))
+sys.exit(LocalRun(config, local_processes.local_plan(config, resume=False)).run())
 """
 STUB = """
 import json, os, pathlib, signal, sys, time

@@ -124,6 +124,7 @@ class World:
     broken: Callable[[int], bool] = lambda position: False
     training_s: float = 0.0  # from a step's last group to the next policy
     last_version: int | None = None  # the trainer dies after publishing it
+    prompts_in_all: int | None = None  # no trainer: one policy answers so many
 
     @property
     def run(self) -> RunDir:
@@ -162,7 +163,13 @@ class World:
                     output=run.rollout_metrics,
                     answers=run.answers,
                 ),
-                recorder=StepRecorder(run.rollout_metrics, config.rollout.prompts_per_step, sampler.take_metrics),
+                recorder=StepRecorder(
+                    run.rollout_metrics,
+                    config.rollout.prompts_per_step,
+                    sampler.take_metrics,
+                    alone=self.prompts_in_all is not None,
+                ),
+                prompts_in_all=self.prompts_in_all,
                 **parts,
             )
             attempt = asyncio.create_task(orchestrator.run())
@@ -179,6 +186,7 @@ class World:
     async def _train(self, bank: BankWriter) -> None:
         """Publishes version v as soon as the bank holds the batches of the v steps before it."""
         last = self.config.train.steps if self.last_version is None else self.last_version
+        last = last if self.prompts_in_all is None else 0
         for version in range(last + 1):
             while bank.num_train_groups < version * self.config.rollout.prompts_per_step:
                 await asyncio.sleep(0.001)

@@ -1,0 +1,78 @@
+"""`dppo-megatron sample`: fills a bank with answers of the start model to the training prompts, without a trainer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from dppo_megatron.checks import check_run_dir, data, reward, settings_problems
+from dppo_megatron.checks.devices import gpu_problems, visible_devices
+from dppo_megatron.checks.resume import unusable_directory
+from dppo_megatron.config import Config, ConfigError, save_resolved
+from dppo_megatron.config.evaluation import EvalConfig
+from dppo_megatron.config.schema import ObjectiveConfig, ParallelConfig
+from dppo_megatron.data.prompts import training_prompts
+from dppo_megatron.data.tokenizer import load_tokenizer
+from dppo_megatron.run_dir import RunDir
+
+from .launcher import RunPlan
+from .local_processes import ProcessPlan, engine_plans
+from .local_run import LocalRun
+
+ANY_AGE = 10**9  # of a policy: there is no other
+
+
+def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: Path | None, resume: bool) -> int:
+    """Samples `n` answers to each of the first `prompts` prompts of the order, by default to every row of data.train,
+    and returns the exit code of the run, whose directory is `out` or `run.dir`/samples.
+
+    Engines, retries, rewards and the bank are those of a training run, and so is a resume. Raises `ConfigError`.
+    """
+    config = sampling_only(config, n, out or config.run.dir / "samples")
+    notes: list[str] = []
+    problems = settings_problems(config) + unusable_directory(config)
+    problems += gpu_problems(config, visible_devices(), trains=False)
+    problems += reward.problems(config) + data.problems(config, None, notes)
+    if config.model.weights is not None:
+        problems.append(
+            f"model.weights = {config.model.weights}: engines start from model.path; set that to a Hugging Face "
+            "directory of these weights (dppo-megatron convert) and remove model.weights"
+        )
+    if config.data.more and prompts is None:
+        problems.append("data.more: files that are mixed without end have no last row; give --prompts")
+    if problems:
+        raise ConfigError(source, problems)
+    available = len(training_prompts(config, load_tokenizer(config.model.path)))
+    prompts = prompts or available
+    steps = math.ceil(prompts / config.rollout.prompts_per_step)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+    check_run_dir(config, source, resume=resume)
+    run = RunDir(config.run.dir)
+    run.make()
+    save_resolved(config, run.config)
+    plan = RunPlan(
+        engines=engine_plans(config, trains=False),
+        orchestrator=ProcessPlan("orchestrator", ("orchestrator", str(run.config), "--prompts", str(prompts))),
+        trainers=[],
+    )
+    return LocalRun(config, plan, resume_command="the same command and --resume").run()
+
+
+def sampling_only(config: Config, n: int, directory: Path) -> Config:
+    """`config` with what concerns training and evaluation as it is by default: one policy, never replaced."""
+    rollout = {
+        **{"group_size": n, "bank": None, "dynamic_sampling": False},
+        **{"max_staleness": ANY_AGE, "beyond_bound": "wait", "on_update": "keep"},
+    }
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"dir": directory}),
+            "parallel": ParallelConfig(),
+            "objective": ObjectiveConfig(),
+            "train": config.train.model_copy(update={"updates_per_step": 1}),
+            "data": config.data.model_copy(update={"eval": None}),
+            "eval": EvalConfig(),
+            "rollout": config.rollout.model_copy(update=rollout),
+            "engine": config.engine.model_copy(update={"placement": "disaggregated"}),
+        }
+    )

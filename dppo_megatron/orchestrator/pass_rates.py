@@ -1,0 +1,117 @@
+"""How many answers to each prompt of a bank are right, and prompts that are kept by it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.bank import BankReader
+from dppo_megatron.common.files import write_atomic
+from dppo_megatron.config import Config, read_config
+from dppo_megatron.data.files import read_rows
+from dppo_megatron.data.prompts import parse_row, renderer
+from dppo_megatron.data.tokenizer import load_tokenizer
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.types import Prompt
+
+
+class PassRateError(ExpectedError, ValueError):
+    """A bank that no pass rate can be measured from, or whose prompts are not those of the file."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """Answers to one row of the prompt file."""
+
+    prompt: Prompt
+    right: int = 0
+    graded: int = 0
+
+
+def measure(bank: Path, pass_reward: float = 1.0) -> str:
+    """A line about a bank: prompts, answers, and how many of them are right."""
+    found = _pass_rates(bank, pass_reward).values()
+    graded, right = sum(m.graded for m in found), sum(m.right for m in found)
+    always, never = sum(m.graded == m.right > 0 for m in found), sum(m.graded > 0 == m.right for m in found)
+    share = f"{right / graded:.1%} right" if graded else "none right"
+    return f"{len(found)} prompts, {graded} graded answers, {share}; {always} prompts always solved, {never} never"
+
+
+def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: float = 1.0) -> str:
+    """Writes the rows of data.train with a share of right answers in [lowest, highest], and returns what became of all.
+
+    Rows keep their columns and get `pass_rate` and `pass_answers` (how many were graded).
+
+    The config of the run that filled the bank stands beside it. Raises `PassRateError`, also where a row is not what
+    was sampled.
+    """
+    if not 0 <= lowest <= highest <= 1:
+        raise PassRateError(f"--pass-rate {lowest:g}:{highest:g}: must be FROM:TO with 0 <= FROM <= TO <= 1")
+    if out.exists():
+        raise PassRateError(f"{out}: exists; name another file, or remove it")
+    config_path = bank.absolute().parent / "config.yaml"
+    if not config_path.exists():
+        raise PassRateError(f"{config_path}: missing; a bank lies in the directory of the run that filled it")
+    config = read_config(config_path)
+    if config.data.more:
+        raise PassRateError("data.more: rows of several files cannot be told apart by their number; sample one file")
+    found = _pass_rates(bank, pass_reward)
+    render = renderer(load_tokenizer(config.model.path) if config.data.chat_template else None, config.data)
+    lines, counts = [], Counter[str]()
+    for number, columns in read_rows(config.data.train):
+        measured = found.pop(number - 1, None)
+        if measured is None:
+            counts["not sampled"] += 1
+            continue
+        _check_row(number, columns, measured.prompt, config, render)
+        rate = measured.right / measured.graded if measured.graded else None
+        if rate is None:
+            counts["without a graded answer"] += 1
+        elif rate < lowest:
+            counts[f"with a pass rate below {lowest:g}"] += 1
+        elif rate > highest:
+            counts[f"with a pass rate above {highest:g}"] += 1
+        else:
+            row = {**columns, "pass_rate": rate, "pass_answers": measured.graded}
+            lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    if found:
+        raise PassRateError(f"{config.data.train}: has no row {min(found) + 1}, which the bank has; restore the file")
+    report = [f"{out}: {len(lines)} of {len(lines) + counts.total()} prompts"]
+    report += [f"  left out: {count} {why}" for why, count in counts.most_common()]
+    if not lines:
+        raise PassRateError("\n".join([f"{bank}: no prompt is left", *report[1:]]))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, "".join(lines))
+    return "\n".join(report)
+
+
+def _pass_rates(bank: Path, pass_reward: float) -> dict[int, Measured]:
+    """By row of the prompt file, from 0; of a prompt that was sampled several times all answers count."""
+    reader = BankReader(bank)
+    found: dict[int, Measured] = {}
+    for entry in reader.entries(0, reader.refresh()):
+        if entry.row not in found:
+            found[entry.row] = Measured(reader.read(entry, [], ()).prompt)
+        graded = ~entry.reward_failed
+        found[entry.row].graded += int(graded.sum())
+        found[entry.row].right += int((graded & (entry.rewards >= np.float32(pass_reward - 1e-6))).sum())
+    if not found:
+        raise PassRateError(f"{bank}: holds no group; name a bank that `sample` or a run filled")
+    return found
+
+
+def _check_row(
+    number: int, columns: dict[str, Any] | ValueError, prompt: Prompt, config: Config, render: Callable[[Any], str]
+) -> None:
+    path = config.data.train
+    if isinstance(columns, ValueError):
+        raise PassRateError(f"{path}: line {number}: {columns}")
+    row = parse_row(number, columns, config.data, render)
+    if (row.text, row.answer) != (prompt.text, prompt.answer):
+        raise PassRateError(f"{path}: row {number} is not the prompt that was sampled; restore the file")
