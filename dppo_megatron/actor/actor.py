@@ -88,6 +88,7 @@ class Actor:
             on_host = offload.OptimizerOnHost(self.optimizer, self.model_chunks, layout.device)
             self.optimizer_on_device = on_host.on_device
         self.skipped_in_a_row = 0
+        self.lr_scale = 1.0  # of the schedule's learning rate in updates to come; a checkpoint keeps it
         self._writing: BackgroundWrite | None = None
         self.routing = RoutingReplay(self.hf, self.model_chunks) if config.rollout.routing_replay else None
         self.packer = Packer.of(self.hf, config, layout, self.routing.held_layers if self.routing else None)
@@ -118,7 +119,7 @@ class Actor:
     @property
     def lr(self) -> float:
         """The learning rate of the next update."""
-        return learning_rate(self.optimizer)
+        return learning_rate(self.optimizer) * self.lr_scale
 
     def load_hf(self, directory: str | Path) -> None:
         """Replace the weights by those of an HF directory or a Megatron checkpoint; optimizer and schedule stay.
@@ -164,7 +165,11 @@ class Actor:
         computed = time.perf_counter()
         with self.optimizer_on_device():
             update = optimizer_step(
-                self.optimizer, self.schedule, clip=self.config.optimizer.grad_clip, refuse=total.nonfinite > 0
+                self.optimizer,
+                self.schedule,
+                clip=self.config.optimizer.grad_clip,
+                lr_scale=self.lr_scale,
+                refuse=total.nonfinite > 0,
             )
         if not update.skipped:
             self._gather.after_update(trains_next=another_follows)

@@ -96,13 +96,19 @@ def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPar
 
 
 def optimizer_step(
-    optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, clip: float, refuse: bool = False
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+    *,
+    clip: float,
+    lr_scale: float = 1.0,
+    refuse: bool = False,
 ) -> StepResult:
     """Clip to the global norm, step, advance the schedule. All three are left out where the norm is not finite.
 
-    `refuse` leaves them out too. Collective over all ranks, which take the same decision.
+    `lr_scale` multiplies the schedule's rate for this step. `refuse` leaves all three out too. Collective over all
+    ranks, which take the same decision.
     """
-    lr = learning_rate(optimizer)
+    lr = learning_rate(optimizer) * lr_scale
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     if refuse or found_inf or not math.isfinite(grad_norm):
@@ -112,11 +118,13 @@ def optimizer_step(
         for part in optimizer.chained_optimizers:
             if parameters := part.get_parameters():
                 clip_grad_by_total_norm_fp32(parameters, clip, grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] *= lr_scale
     optimizer.step_with_ready_grads()
-    schedule.step(1)
+    schedule.step(1)  # which sets the rate of every group anew
     return StepResult(grad_norm, lr, skipped=False)
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:
-    """The rate the next update applies."""
+    """The schedule's rate for the next update."""
     return float(optimizer.param_groups[0]["lr"])

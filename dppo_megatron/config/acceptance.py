@@ -25,4 +25,9 @@ class AcceptanceConfig(Section):
     halvings: CountFromZero = Field(
         5, description="beyond the bound: how often the step is halved before it is taken back; 0 = taken back at once"
     )
+    learning_rate: Literal["follow", "keep"] = Field(
+        "follow",
+        description="after a step that is not kept whole: follow = the updates of later steps are scaled by the part "
+        "that was kept, and grow back with every step that stays within half the bound; keep = they stay as large",
+    )
     moments: Literal["keep", "reset"] = Field("keep", description="Adam's moments after a step that is not kept whole")

@@ -49,6 +49,7 @@ _ACCEPTANCE = (
     ("acceptance/divergence_whole", "method's", "divergence after the step's updates, before anything was taken back"),
     ("acceptance/bound", "method's", "acceptance.bound"),
     ("acceptance/fraction", "share", "of the step that was kept; 1 = all of it, 0 = taken back"),
+    ("acceptance/lr_scale", "share", "of the schedule's learning rate that the step's updates had"),
     ("acceptance/rejected", "count", "places on the step's line that were beyond the bound"),
 )
 _MISMATCH = (

@@ -28,6 +28,8 @@ from .batches import StepBatch
 
 log = logging.getLogger(__name__)
 
+_GROWTH = 2**0.5  # of the learning rate's scale, after a step that stayed well within the bound
+
 
 class Line(Protocol):
     """Places between the weights that a step started from and those that it led to; see `actor.StepLine`."""
@@ -65,10 +67,27 @@ def accept(settings: AcceptanceConfig, line: Line, measure: Callable[[], float])
     return Accepted(fraction, divergence, whole, rejected)
 
 
+def lr_scale_after(settings: AcceptanceConfig, scale: float, accepted: Accepted) -> float:
+    """Of the learning rate in the next step's updates, given that of this step's; the radius of the trust region.
+
+    A step of which a part was kept should have been that much smaller. One that was taken back, from a start within
+    the bound, should have been smaller than the smallest part that was tried; where the start itself is beyond the
+    bound, the size of the step is not to blame.
+    """
+    if settings.learning_rate == "keep":
+        return scale
+    if accepted.fraction == 1:
+        return min(1.0, scale * _GROWTH) if accepted.whole <= settings.bound / 2 else scale
+    if accepted.fraction > 0:
+        return scale * accepted.fraction
+    return scale * 0.5 ** (settings.halvings + 1) if accepted.divergence <= settings.bound else scale
+
+
 class Acceptance:
     """`acceptance` of the config for one actor. `begin` before a step's first update, `settle` after its last.
 
-    Both are collective. No decision hangs on an earlier step, so a resumed run decides as an undisturbed one.
+    Both are collective. Of earlier steps a decision hangs on the actor's `lr_scale` alone, which checkpoints keep, so
+    a resumed run decides as an undisturbed one.
     """
 
     def __init__(self, config: Config, actor: Actor, objective: Objective):
@@ -98,21 +117,26 @@ class Acceptance:
         started = time.perf_counter() - self._begin_s
         part = self._part(batch, step)
         accepted = accept(self._settings, line, lambda: self._measure(part))
+        lr_scale = self._actor.lr_scale
+        self._actor.lr_scale = lr_scale_after(self._settings, lr_scale, accepted)
         if accepted.rejected:
             log.info(
-                "step %d: %s divergence %.3g is beyond acceptance.bound = %g; %s of the step is kept, at %.3g",
+                "step %d: %s divergence %.3g is beyond acceptance.bound = %g; %s of the step is kept, at %.3g; "
+                "the learning rate is scaled by %.3g from here on",
                 step,
                 self._settings.statistic,
                 accepted.whole,
                 self._settings.bound,
                 f"{accepted.fraction:g}" if accepted.fraction else "nothing",
                 accepted.divergence,
+                self._actor.lr_scale,
             )
         return {
             "acceptance/divergence": accepted.divergence,
             "acceptance/divergence_whole": accepted.whole,
             "acceptance/bound": self._settings.bound,
             "acceptance/fraction": accepted.fraction,
+            "acceptance/lr_scale": lr_scale,
             "acceptance/rejected": float(accepted.rejected),
             "time/acceptance_s": time.perf_counter() - started,
         }

@@ -10,11 +10,12 @@ import torch
 
 from dppo_megatron.config.acceptance import AcceptanceConfig
 from dppo_megatron.objectives.divergence import binary_kl, binary_tv
-from dppo_megatron.trainer.acceptance import accept
+from dppo_megatron.trainer.acceptance import Accepted, accept, lr_scale_after
 from tests.support.tiny_task import STEPS, make_task
 from tests.trainer.scenarios import train_cases
 
 BOUND = 0.02
+LR = 1e-2  # of the tiny task
 LAYOUTS = {
     "one": {"parallel": {"world_size": 1}},
     "tensor": {"parallel": {"world_size": 2, "tensor": 2}},
@@ -96,6 +97,29 @@ def test_a_step_that_is_nowhere_within_the_bound_is_taken_back(halvings, tried):
     assert toy.resets == 1
 
 
+@pytest.mark.parametrize(
+    ("accepted", "scale"),
+    [
+        (Accepted(1.0, 0.04, 0.04, 0), 0.25),  # within the bound, but near it
+        (Accepted(1.0, 0.02, 0.02, 0), 0.25 * 2**0.5),
+        (Accepted(0.125, 0.04, 0.3, 3), 0.25 / 8),
+        (Accepted(0.0, 0.01, 0.9, 6), 0.25 / 64),
+        (Accepted(0.0, 0.06, 0.9, 6), 0.25),  # beyond the bound before any update
+        (Accepted(0.0, math.inf, math.inf, 6), 0.25),
+    ],
+)
+def test_the_learning_rate_follows_what_was_kept(accepted, scale):
+    assert lr_scale_after(AcceptanceConfig(bound=0.05), 0.25, accepted) == scale
+    assert lr_scale_after(AcceptanceConfig(bound=0.05, learning_rate="keep"), 0.25, accepted) == 0.25
+
+
+def test_the_learning_rate_grows_back_to_what_the_schedule_says_and_no_further():
+    scale, well_within = 1 / 64, Accepted(1.0, 0.0, 0.0, 0)
+    for _ in range(13):
+        scale = lr_scale_after(AcceptanceConfig(bound=0.05), scale, well_within)
+    assert scale == 1
+
+
 @pytest.fixture(scope="module")
 def trained(ranks, tmp_path_factory):
     """f(layout) -> {case: what each rank saw}."""
@@ -135,6 +159,10 @@ def test_beyond_it_a_part_of_the_step_is_kept(trained, layout, case):
     assert first["acceptance/divergence_whole"] > BOUND >= first["acceptance/divergence"]
     assert 0 < first["acceptance/fraction"] < 1
     assert first["acceptance/rejected"] == -math.log2(first["acceptance/fraction"])
+    second = seen[0]["records"][1]
+    assert first["acceptance/lr_scale"] == 1
+    assert second["acceptance/lr_scale"] == first["acceptance/fraction"]
+    assert all(r["train/lr"] == pytest.approx(LR * r["acceptance/lr_scale"]) for r in seen[0]["records"])
     assert all(r["acceptance/divergence"] <= BOUND or r["acceptance/fraction"] == 0 for r in seen[0]["records"])
 
 

@@ -48,6 +48,7 @@ class Checkpointed(Protocol):
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     skipped_in_a_row: int
+    lr_scale: float
 
 
 def save(actor: Checkpointed, directory: Path, step: int, state: dict[str, Any], keep: int) -> BackgroundWrite | None:
@@ -68,6 +69,7 @@ def save(actor: Checkpointed, directory: Path, step: int, state: dict[str, Any],
         "state": state,
         "updates": actor.schedule.num_steps,
         "skipped_in_a_row": actor.skipped_in_a_row,
+        "lr_scale": actor.lr_scale,
         "layout": _sizes(layout),
         "run": _identity(actor) | _rates(actor),
     }
@@ -129,6 +131,7 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
     actor.schedule.num_steps = run["updates"]
     actor.schedule.step(0)
     actor.skipped_in_a_row = run["skipped_in_a_row"]
+    actor.lr_scale = run.get("lr_scale", 1.0)  # earlier versions had none
     rng = path / RNG / _rng_name(actor.layout)
     if run["layout"] == _sizes(actor.layout) and rng.exists():
         set_generators(load_data(rng))
