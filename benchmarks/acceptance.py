@@ -2,14 +2,14 @@
 
     python benchmarks/acceptance.py --directory runs/acceptance [--lr 5e-4 1e-3 2e-3] [--seeds 1 2 3] [--bound 0.02]
 
-Engine in bf16, trainer in fp32 on one rank, 16 updates a step, DPPO by binary TV. A pair of runs for every learning rate
-and seed differs in acceptance.bound alone; each seed has a task, a start policy and rollouts of its own. All runs share
-one inference server, which takes each run's start policy as its first version. A finished run is a line of
+Engine in bf16, trainer in fp32 on one rank, 16 updates a step, DPPO by binary TV. A pair of runs for every learning
+rate and seed differs in acceptance.bound alone; each seed has a task, a start policy and rollouts of its own. All runs
+share one inference server, which takes each run's start policy as its first version. A finished run is a line of
 DIRECTORY/rows.jsonl and is not run again: stop the benchmark where you like and start it anew.
 
 `masked` is over all updates. `kept` and `rejected`: the mean part of a step that was kept, and steps not kept whole.
-`scale`: of the learning rate, in the last step. `measuring`: time/acceptance_s over time/step_s, the median of the steps
-that were kept whole, and `of training` over forward and backward passes and optimizer alone.
+`scale`: of the learning rate, in the last step. `measuring`: time/acceptance_s over time/step_s, the median of the
+steps that were kept whole, and `of training` over forward and backward passes and optimizer alone.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="passed to every run")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends, too
     root = arguments.directory.absolute()
     root.mkdir(parents=True, exist_ok=True)
     os.chmod(root, 0o700)  # the server's secret lies here
