@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .offload import host_pieces
+
 if TYPE_CHECKING:
     from .actor import Actor
 
@@ -27,7 +29,7 @@ class StepLine:
 
     def mark_start(self) -> None:
         """No collectives."""
-        self._start = self._copy_parameters(self._start)
+        self._start = self._copy(self._start)
         self._end_is_known = False
 
     @torch.no_grad()
@@ -38,10 +40,10 @@ class StepLine:
         """
         actor = self._actor
         if not self._end_is_known:
-            self._end, self._end_is_known = self._copy_parameters(self._end), True
+            self._end, self._end_is_known = self._copy(self._end), True
         with actor.optimizer_on_device():
-            for parameter, start, end in zip(self._main_parameters(), self._start, self._end, strict=True):
-                parameter.copy_(torch.lerp(start, end, fraction) if fraction else start)
+            for piece, start, end in zip(self._pieces(), self._start, self._end, strict=True):
+                piece.copy_(torch.lerp(start, end, fraction) if fraction else start)
             for part in actor.optimizer.chained_optimizers:
                 if hasattr(part, "_copy_main_params_to_model_params") and not part.is_stub_optimizer:
                     part._copy_main_params_to_model_params()
@@ -63,21 +65,26 @@ class StepLine:
                         group["step"] = group["step"] * 0
 
     @torch.no_grad()
-    def _copy_parameters(self, copies: list[Tensor]) -> list[Tensor]:
+    def _copy(self, copies: list[Tensor]) -> list[Tensor]:
         """Into `copies`, which are made where there are none: pinned memory is slow to allocate."""
         with self._actor.optimizer_on_device():
-            parameters = list(self._main_parameters())
+            pieces = list(self._pieces())
             pinned = self._actor.layout.device.type == "cuda"
-            copies = copies or [torch.empty_like(p, device="cpu", pin_memory=pinned) for p in parameters]
-            for copy, parameter in zip(copies, parameters, strict=True):
-                copy.copy_(parameter)
+            copies = copies or [torch.empty_like(p, device="cpu", pin_memory=pinned) for p in pieces]
+            for copy, piece in zip(copies, pieces, strict=True):
+                copy.copy_(piece)
         return copies
 
-    def _main_parameters(self) -> Iterator[Tensor]:
-        """fp32, of this rank's share of the optimizer: what an update really moves."""
+    def _pieces(self) -> Iterator[Tensor]:
+        """What an update really moves: the fp32 parameters of this rank's share of the optimizer, flat and in pieces.
+
+        A copy of a whole parameter would take up to twice its size, see `host_pieces`.
+        """
         for part in self._parts():
             for group in part.optimizer.param_groups:
-                yield from group["params"]
+                for parameter in group["params"]:
+                    sizes = [size // parameter.element_size() for size in host_pieces(parameter.nbytes)]
+                    yield from parameter.detach().view(-1).split(sizes)
 
     def _parts(self) -> list:
         return [part for part in self._actor.optimizer.chained_optimizers if part.optimizer is not None]

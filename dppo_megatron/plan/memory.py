@@ -29,10 +29,14 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A rank's memory: what is always there, and what each phase of a step adds while it runs."""
+    """A rank's memory: what is always there, and what each phase of a step adds while it runs.
+
+    host: what it keeps, pinned, in the memory of its node; empty on a CPU, whose memory that is.
+    """
 
     static: tuple[Item, ...]
     phases: dict[str, tuple[Item, ...]]
+    host: tuple[Item, ...]
 
     @property
     def static_bytes(self) -> int:
@@ -81,7 +85,7 @@ def estimate(
         "saving a checkpoint": _saving(model, config, hardware),
         "loading a checkpoint": _loading(model, config, hardware),
     }
-    return Memory(_static(model, hf, config, load, work), phases)
+    return Memory(_static(model, hf, config, load, work), phases, _on_host(model, config) if hardware.cuda else ())
 
 
 def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, work: Work) -> tuple[Item, ...]:
@@ -92,6 +96,8 @@ def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, wor
     ]
     if not _optimizer_if_offloaded(model, config, work.cuda):
         items += _optimizer(model, config)
+    if not work.cuda:
+        items += _step_line(model, config)
     if config.model.fp8 != "none":
         items.append(Item("FP8 weights", 2 * model.parameters, "one copy and its transpose, 1 byte each"))
     if _needs_reference(config):
@@ -117,6 +123,18 @@ def _optimizer(model: RankModel, config: Config) -> list[Item]:
     if config.model.dtype != "fp32":
         items.append(Item("main parameters", states * FP32, f"{model.parameters:,} x 4 bytes{over}"))
     return [*items, Item("Adam moments", states * 2 * FP32, f"{model.parameters:,} x 8 bytes{over}")]
+
+
+def _on_host(model: RankModel, config: Config) -> tuple[Item, ...]:
+    return (*_optimizer_if_offloaded(model, config, cuda=True), *_step_line(model, config))
+
+
+def _step_line(model: RankModel, config: Config) -> list[Item]:
+    """What `acceptance` goes back along; see `actor.StepLine`."""
+    if config.acceptance.bound is None:
+        return []
+    size = 2 * FP32 * _shard(model, config.parallel.distributed_optimizer)
+    return [Item("start and end of a step", size, "fp32 parameters, for acceptance.bound; the end once it goes back")]
 
 
 def _per_token(model: RankModel, hf: HFModelConfig, config: Config, work: Work) -> int:

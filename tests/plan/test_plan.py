@@ -203,6 +203,23 @@ def test_colocated_engines_need_no_devices_of_their_own(builder):
         make_plan(config("qwen3_8b", *shared, "engine.count=16"), Cluster(1, 8, hardware("h100-80")), builder)
 
 
+def test_what_lies_on_the_host_is_planned(builder):
+    bounded = config("qwen3_8b", "acceptance.bound=0.02", "optimizer.offload=true")
+    plan = make_plan(bounded, Cluster(2, 8, hardware("h100-80")), builder)
+    sizes = {item.name: item.bytes for item in plan.memory.host}
+    assert sizes["start and end of a step"] == sizes["Adam moments"] == 2 * sizes["main parameters"] > 0
+    assert f"pinned, {8 * sizes['Adam moments'] / 2**30:.1f} GiB on a node" in report(plan, [])
+    assert make_plan(config("qwen3_8b"), Cluster(2, 8, hardware("h100-80")), builder).memory.host == ()
+
+
+def test_on_a_cpu_the_host_is_the_device(builder):
+    def static(*sets: str) -> int:
+        return make_plan(config("qwen3_8b", *sets), Cluster(2, 8, hardware("cpu-16")), builder).memory.static_bytes
+
+    model = builder.build(config("qwen3_8b"), None)[0]
+    assert static("acceptance.bound=0.02") - static() == 8 * -(-model.parameters // model.dense_replicas)
+
+
 def test_advice_of_several_settings_can_be_pasted():
     """Doubling the tensor-parallel size needs sequence parallelism: both are options of their own."""
     change = Advice({"parallel.tensor": 4, "parallel.sequence": True}, 1, True, "nothing")
