@@ -35,10 +35,11 @@ def sigmoid_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor,
 def gaussian_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor, Tensor]:
     """MASPO (arXiv 2602.17550):  L = A w r,  w = exp(-(r - 1)^2 / (2 sigma^2)) where the token diverges, else 1.
 
-    It diverges as in PPO: A > 0 and r > 1, or A < 0 and r < 1. sigma = clip(width / mu^power, width, width_max) times
-    1 + beta A where A > 0 and 1 / (1 - beta A) where A < 0, the factor within [0.1, 10].
+    It diverges as in PPO: A > 0 and r > 1, or A < 0 and r < 1. sigma = clip(width / p^power, width, width_max), p(a) of
+    the policy that r is taken to, times 1 + beta A where A > 0 and 1 / (1 - beta A) where A < 0, the factor within
+    [0.1, 10].
     """
-    width = (s.gate_width * torch.exp(-s.gate_mass_power * at.anchor)).clamp(s.gate_width, s.gate_width_max)
+    width = (s.gate_width * torch.exp(-s.gate_mass_power * at.base)).clamp(s.gate_width, s.gate_width_max)
     risk = torch.where(
         at.advantage > 0, 1 + s.gate_positive * at.advantage, 1 / (1 - s.gate_negative * at.advantage.clamp(max=0))
     )

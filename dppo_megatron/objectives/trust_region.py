@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 class Position:
     """All [T], without gradient.
 
-    advantage: A. anchor, policy: ln of anchor(a) and pi(a). ratio: of the token, or at the level of the axis.
-    divergence: D, as the settings choose it. beyond: D is above its threshold. diverging: the update moves the
-    token further away from the anchor, and the region holds for it.
+    advantage: A. anchor, policy: ln of anchor(a) and pi(a). base: ln p(a) of the policy that the importance ratio is
+    taken to, which need not be the anchor. ratio: of the token, or at the level of the axis. divergence: D, as the
+    settings choose it. beyond: D is above its threshold. diverging: the update moves the token further away from the
+    anchor, and the region holds for it.
     """
 
     advantage: Float[Tensor, " T"]
     anchor: Float[Tensor, " T"]
+    base: Float[Tensor, " T"]
     policy: Float[Tensor, " T"]
     ratio: Float[Tensor, " T"]
     divergence: Float[Tensor, " T"]
@@ -46,9 +48,11 @@ def locate(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Pos
     """Apply the axes of the region. Without an anchor, which only a control without a region permits, D = 0."""
     anchor = logprob_of(s.anchor, tokens)
     policy = tokens.detached_logprob
+    base = logprob_of(s.importance, tokens)
+    base = policy if base is None else base
     if anchor is None:
         zeros = tokens.zeros
-        return Position(tokens.advantage, policy, policy, zeros + 1, zeros, zeros.bool(), zeros.bool())
+        return Position(tokens.advantage, policy, base, policy, zeros + 1, zeros, zeros.bool(), zeros.bool())
     ratio = ratio_to(anchor, s, tokens)
     divergence = _divergence(s, tokens, anchor, ratio, buckets)
     diverging = _diverging(s, tokens.advantage, ratio, buckets) & tokens.mask
@@ -57,6 +61,7 @@ def locate(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Pos
     return Position(
         advantage=tokens.advantage,
         anchor=anchor,
+        base=base,
         policy=policy,
         ratio=ratio,
         divergence=divergence,

@@ -65,6 +65,7 @@ MUTATIONS = [
         ("gaussian_gate", "1 + s.gate_positive", "1 - s.gate_positive", "maspo"),
         ("gaussian_gate", "2 * sigma**2", "sigma**2", "maspo"),
         ("gaussian_gate", "clamp(s.gate_width, s.gate_width_max)", "clamp(min=s.gate_width)", "maspo_narrow"),
+        ("gaussian_gate", "at.base", "at.anchor", "maspo_old"),
         ("inverse_gate", "r > 1 + s.epsilon_high, r < 1", "r > 1 + s.epsilon_high, r > 1", "aspo"),
         ("inverse_gate", "1 / bounded, bounded", "bounded, bounded", "aspo"),
         ("inverse_gate", ".clamp(max=s.dual_clip)", "", "aspo"),

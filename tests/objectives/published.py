@@ -129,8 +129,9 @@ def sapo(w: World, t: Tensor) -> Tensor:
     return -a * torch.sigmoid(tau * (r - 1)) * 4 / tau
 
 
-def maspo(w: World, t: Tensor, widest: float = 10.0) -> Tensor:
-    a, r, p = w.advantage[t], w.ratio[t], w.ln_mu[t].exp()
+def maspo(w: World, t: Tensor, widest: float = 10.0, base: Tensor | None = None) -> Tensor:
+    base = w.ln_mu if base is None else base
+    a, r, p = w.advantage[t], (w.ln_pi[t] - base[t]).exp(), base[t].exp()
     width = (1.0 / p**0.3).clamp(1.0, widest)
     up = torch.exp(-((r.detach() - 1) ** 2) / 2 / (width * (1 + 0.03 * a).clamp(0.1, 10)) ** 2)
     down = torch.exp(-((r.detach() - 1) ** 2) / 2 / (width * (1 / (1 - 0.03 * a)).clamp(0.1, 10)) ** 2)

@@ -95,6 +95,7 @@ ALONE: dict[str, tuple[str, dict[str, Any], Loss]] = {
         lambda w, t: cppo(w, t, 0.03, 0.5, 0.06),
     ),
     "maspo_narrow": ("maspo", {"gate_width_max": 1.3}, lambda w, t: maspo(w, t, 1.3)),
+    "maspo_old": ("maspo", {"importance": "old"}, lambda w, t: maspo(w, t, base=w.ln_old)),
     "negative_tight": ("dppo_negative_only", {"delta": 0.05}, lambda w, t: dppo_negative_only(w, t, 0.05)),
     "delta_low": ("dppo_binary_tv", {"delta_low": 0.03}, delta_low),
     "exempt_low": ("dppo_binary_tv", {"delta": 0.1, "exempt_below": 0.3, "exempt_side": "low"}, relaxed("low", None)),
