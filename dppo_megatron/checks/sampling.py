@@ -10,6 +10,12 @@ def problems(config: Config) -> list[str]:
     if config.rollout.dynamic_sampling and not config.samples:
         why = "objective.name is nll" if config.objective.supervised else "rollout.bank is given"
         out.append(f"rollout.dynamic_sampling = true: nothing is sampled ({why}); set it to false")
+    if config.rollout.dynamic_sampling and config.objective.advantage == "batch_mean":
+        out.append(
+            "rollout.dynamic_sampling = true: objective.advantage = batch_mean takes the mean reward of all that was "
+            "sampled, and learns from groups of equal rewards, which would be dropped; set it to false, or choose an "
+            "advantage of groups"
+        )
     if config.objective.supervised:
         return out
     return out + _distribution(config) + _staleness(config) + lengths(config)

@@ -302,6 +302,15 @@ def test_dynamic_sampling_needs_a_run_that_samples(tmp_path):
     assert violation.startswith("rollout.dynamic_sampling = true: nothing is sampled (rollout.bank is given)")
 
 
+def test_a_baseline_of_the_batch_needs_the_groups_that_dynamic_sampling_drops(tmp_path):
+    config = sampling_config(tmp_path)
+    rollout = config.rollout.model_copy(update={"dynamic_sampling": True})
+    objective = config.objective.model_copy(update={"advantage": "batch_mean"})
+    (violation,) = settings_problems(config.model_copy(update={"rollout": rollout, "objective": objective}))
+    assert violation.startswith("rollout.dynamic_sampling = true: objective.advantage = batch_mean")
+    assert settings_problems(config.model_copy(update={"objective": objective})) == []
+
+
 def test_slow_groups_are_not_overtaken_beyond_the_bound(world):
     """Groups of step 1 that take long, while those of step 2 are begun and done: nothing may end up too stale."""
     w = world(steps=4, max_staleness=1)
