@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dppo_megatron.objectives import build_objective
 from dppo_megatron.trainer.batch_statistic import with_batch_statistic
 from tests.objectives.cases import random_case
+from tests.support.ranks import rendezvous
 
 TOKENS = 60
 
@@ -30,7 +32,7 @@ def step(whole, parts):
     return SimpleNamespace(updates=[SimpleNamespace(micro_batches=micro[:2]), SimpleNamespace(micro_batches=micro[2:])])
 
 
-LAYOUT = SimpleNamespace(device=torch.device("cpu"), data_group=SimpleNamespace(size=lambda: 1))
+LAYOUT = SimpleNamespace(device=torch.device("cpu"), data_group=SimpleNamespace(size=lambda: 1), world_size=1)
 
 
 @pytest.mark.parametrize("name", ["m2po", "ess_adaptive"])
@@ -43,6 +45,26 @@ def test_micro_batches_do_not_matter(name):
     torch.testing.assert_close(loss, expected.loss, rtol=1e-12, atol=1e-12)
     alone = torch.cat([objective(**some(whole, part)).loss for part in parts])
     assert not torch.allclose(alone, expected.loss)
+
+
+def decide(rank, directory):
+    """On ranks that hold the same tokens: the share that is kept of them, where rounding differs from rank to rank."""
+    rendezvous(directory)
+    dist.init_process_group("gloo")
+    try:
+        whole = call()
+        whole["old_logprob"] = whole["old_logprob"] * (1 + 0.1 * rank)  # more than rounding: to be seen at once
+        objective, parts = build_objective("ess_adaptive"), torch.arange(TOKENS).split(17)
+        layout = SimpleNamespace(**vars(LAYOUT) | {"world_size": 2})
+        return float(with_batch_statistic(objective, step(whole, parts), layout).statistic)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_the_same_tokens_take_the_same_number(ranks, tmp_path):
+    first, second = ranks(2).run(decide, directory=tmp_path)
+    assert first == second
 
 
 def test_most_objectives_ask_for_none_and_a_step_may_be_empty():
