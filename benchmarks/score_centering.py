@@ -1,0 +1,90 @@
+"""What score centering over the engine's top K costs: updates of one actor with it and without it, in turn.
+
+    OMP_NUM_THREADS=1 python benchmarks/score_centering.py [--topk 128] [--repeats 9]
+
+Without it the method is the same but for centering, on batches that carry no lists. One process with one thread, fp32
+logits that are stored, a small dense model with a vocabulary of 32,768. An update is forward and backward passes and
+the optimizer, in seconds of the processor, which other work on the machine hardly changes; with its sampling a step is
+longer, and the share smaller. Exits with 1 above the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+import torch
+from gpu_parts import QWEN3_06B, Day, Size
+from on_quickstart import machine
+
+from dppo_megatron.objectives import build_objective
+from dppo_megatron.types import TokenBatch
+
+LIMIT = 0.05
+VOCABULARY = 32768
+MODEL = {
+    **QWEN3_06B,
+    "vocab_size": VOCABULARY,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+
+
+class Small(Day):
+    size = Size(MODEL, sequences=16, prompt=16, response=48, micro_batch_tokens=1024)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topk", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    seconds: dict[str, list[float]] = {"without": [], "centred": []}
+    with tempfile.TemporaryDirectory() as name:
+        day = Small("cpu", Path(name))
+        methods = {
+            "without": (build_objective("score_centering", centering="none"), day.batches()),
+            "centred": (build_objective("score_centering"), list(map(listed, day.batches(topk=arguments.topk)))),
+        }
+        settings = {"rollout": {"topk_logprobs": arguments.topk}, "engine": {"max_logprobs": arguments.topk}}
+        with day.actor(model={"dtype": "fp32"}, **settings) as actor:
+            for number in range(arguments.repeats + 1):
+                for method, (objective, batches) in methods.items():
+                    started = time.process_time()
+                    actor.train_update(batches, objective)
+                    if number:  # the first makes the optimizer's state
+                        seconds[method].append(time.process_time() - started)
+    packages = ", ".join(f"{package} {version(package)}" for package in ("torch", "megatron-core"))
+    print(f"{machine()}; {packages}; one thread of a CPU, no GPU")
+    print(
+        f"{day.size.micro_batch_tokens} tokens, 3/4 of them responses; {MODEL['num_hidden_layers']} layers of "
+        f"{MODEL['hidden_size']}, vocabulary {VOCABULARY:,}, K = {arguments.topk}; {arguments.repeats} updates of each"
+    )
+    for method, each in seconds.items():
+        print(f"{method}: median {median(each):.3f} s, best {min(each):.3f} s")
+    share = median(b / a - 1 for a, b in zip(*seconds.values(), strict=True))
+    best = min(seconds["centred"]) / min(seconds["without"]) - 1
+    print(f"centering costs {share:.1%} of an update (median of pairs; {best:.1%} by the best); limit {LIMIT:.0%}")
+    return int(share > LIMIT)
+
+
+def listed(batch: TokenBatch) -> TokenBatch:
+    """With lists in which no id stands twice, as an engine's."""
+    count, width = batch.topk_ids.shape
+    ids = (torch.arange(count)[:, None] * 97 + torch.arange(width) * 131) % VOCABULARY
+    return replace(batch, topk_ids=torch.where(batch.topk_ids >= 0, ids.to(batch.topk_ids.dtype), batch.topk_ids))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
