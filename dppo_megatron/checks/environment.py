@@ -12,5 +12,13 @@ def problems(config: Config) -> list[str]:
 
     if config.environment.name is None and config.environment != EnvironmentConfig():
         return ["environment.name = null: without it the section has no effect; set it, or remove the other settings"]
-    problem = environment_problem(config.environment) if config.samples else None
-    return [problem] if problem else []
+    if config.environment.name is None or not config.samples:
+        return []
+    out = []
+    if config.data.chat_template and config.data.overlong == "truncate":
+        out.append(
+            "data.overlong = truncate: an environment goes on from the whole prompt, which a chat template writes anew "
+            "for every turn; use refuse or drop"
+        )
+    problem = environment_problem(config.environment, chat=config.data.chat_template)
+    return [*out, problem] if problem else out

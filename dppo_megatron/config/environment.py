@@ -17,4 +17,4 @@ class EnvironmentConfig(Section):
         None, description="of one turn of the policy; default: what rollout.max_response_tokens leaves"
     )
     timeout_s: Seconds = Field(60.0, description="a call of the environment that takes longer fails its trajectory")
-    workers: Processes = Field(8, description="trajectories at a time, each in a process of its own")
+    workers: Processes = Field(32, description="trajectories at a time, each in a process of its own")

@@ -21,7 +21,7 @@ from dppo_megatron.rewards import RewardPool
 from dppo_megatron.types import ENVIRONMENT, Prompt, Rollout, RolloutGroup
 
 from .dialogue import Dialogue, Piece, Render, as_rollout, common_beginning, opening_tokens
-from .interface import EnvironmentFailed
+from .interface import EnvironmentFailed, EnvironmentNameError
 from .pool import EnvironmentPool, Session
 
 if TYPE_CHECKING:
@@ -85,6 +85,9 @@ class Episodes:
         self._render: Render | None = None
         if config.data.chat_template:
             self._render = lambda messages: render_chat(tokenizer, messages, tools)
+            asked = [{"role": "user", "content": "?"}]
+            if tools and self._render(asked) == render_chat(tokenizer, asked):
+                log.warning("the chat template shows no tools: the policy is not told of those of the environment")
         self._stop_token_ids = tuple(stop_token_ids)
         self._routing = routing
         self._counts: Counter[str] = Counter()
@@ -114,13 +117,14 @@ class Episodes:
     async def _play_all(
         self, prompt: Prompt, request: GenerateRequest, rewards: RewardPool, recorded: bool
     ) -> list[Trajectory]:
-        seats = [
-            Seat(
-                prompt, replace(request, request_id=f"{request.request_id}.{i}", n=1, seeds=(seed,)), rewards, recorded
-            )
-            for i, seed in enumerate(request.seeds)
-        ]
-        return await asyncio.gather(*map(self._trajectory, seats))
+        name = request.request_id
+        firsts = [replace(request, request_id=f"{name}.{i}", n=1, seeds=(s,)) for i, s in enumerate(request.seeds)]
+        playing = [asyncio.create_task(self._trajectory(Seat(prompt, f, rewards, recorded))) for f in firsts]
+        try:
+            return await asyncio.gather(*playing)
+        finally:
+            for task in playing:  # where one failed, the others
+                task.cancel()
 
     def take_metrics(self) -> dict[str, float]:
         """Of the trajectories since the last call."""
@@ -228,7 +232,13 @@ class Episodes:
         branches = [branch for trajectory in played for branch in trajectory.branches]
         token_ids = common_beginning([opening_tokens(branch) for branch in branches] or [prompt.token_ids])
         if not len(token_ids):
-            raise ValueError(f"prompt {prompt.position}: its trajectories begin with different tokens")
+            raise EnvironmentNameError(
+                f"environment.name = {self._config.environment.name}: trajectories of prompt {prompt.position} begin "
+                "with different tokens, so the group has no prompt; what `reset` says and how the chat template begins "
+                "may not change"
+            )
+        if not np.array_equal(token_ids, prompt.token_ids):
+            prompt = replace(prompt, token_ids=token_ids, text=self._tokenizer.decode(token_ids))
         rollouts: list[Rollout] = []
         owners: list[Trajectory] = []
         for number, trajectory in enumerate(played):
@@ -241,7 +251,7 @@ class Episodes:
         if any(trajectory.turn_rewards for trajectory in played):
             turn_rewards = tuple(np.array(trajectory.turn_rewards, np.float32) for trajectory in played)
         return RolloutGroup(
-            replace(prompt, token_ids=token_ids),
+            prompt,
             tuple(rollouts),
             np.array([owner.reward or 0.0 for owner in owners], np.float32),
             np.array([owner.reward is None for owner in owners]),

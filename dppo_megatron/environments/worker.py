@@ -64,15 +64,20 @@ class EnvironmentWorker(Worker):
         raise WorkerError("its process sent a reply that is none")
 
 
-def environment_problem(config: EnvironmentConfig) -> str | None:
-    """Why no environment can be made in a process of its own; None when all is well, or there is none."""
+def environment_problem(config: EnvironmentConfig, *, chat: bool) -> str | None:
+    """Why no environment can be made in a process of its own, or its tools (without a chat template) not be shown; None
+    when all is well, or there is none."""
     if config.name is None:
         return None
     worker = EnvironmentWorker(config)
     try:
         if problem := worker.load():
             return problem
-        worker.tools()
+        if worker.tools() and not chat:
+            return (
+                f"environment.name = {config.name}: has tools, which only a chat template shows to the policy; set "
+                "data.chat_template = true, or give it `step` instead"
+            )
     except (WorkerError, EnvironmentFailed) as error:
         return f"environment.name = {config.name}: no environment can be made: {error}"
     finally:

@@ -95,10 +95,11 @@ class Evaluator:
             "settings": chosen,
             "seed": self._config.run.seed,
             "stop_token_ids": self._stop_token_ids,
-            "environment": self._config.environment.model_dump(mode="json") if one.episodes is not None else None,
             "prompts": zlib.crc32(b"".join(p.token_ids.tobytes() + p.answer.encode() + b"\0" for p in one.prompts)),
             "policy": policy,
         }
+        if one.episodes is not None:
+            of["environment"] = self._config.environment.model_dump(mode="json")
         answers = Answers(self._answers / name, version, of)
         if answers.records:
             log.info("%s: %d of %d prompts were answered before", name, len(answers.records), len(one.prompts))

@@ -13,6 +13,8 @@ def allow_open_files(config: Config) -> None:
     rollout = config.rollout
     # When an update interrupts all samples, each is continued by a request of its own; evaluations run beside them.
     needed = rollout.max_concurrent_groups * (rollout.group_size + 1) + OTHER_FILES
+    if config.environment.name is not None:
+        needed += config.environment.workers
     limit = raise_limit(needed)
     if needed > limit:
         raise ConfigError(

@@ -126,7 +126,7 @@ def test_limits_truncate(tokenizer):
 def test_reset_adds_to_the_prompt_and_the_reward_comes_last(tokenizer):
     groups, _, _ = play(tokenizer, "Opened", ["ab"], answers=("7", "8"), chat=True)
     for group, answer in zip(groups, "78", strict=True):
-        assert tokenizer.decode(group.prompt.token_ids) == f"<user>Hi({answer})<assistant>"
+        assert tokenizer.decode(group.prompt.token_ids) == f"<user>Hi({answer})<assistant>" == group.prompt.text
         assert text_of(tokenizer, group) == "ab<eos><user>[ab]<assistant>ab<eos>"
         assert group.turn_rewards is None
         assert group.rewards.tolist() == [0.5, 0.5]
@@ -215,14 +215,15 @@ def test_a_cancelled_trajectory_gives_its_place_back():
     ],
 )
 def test_an_environment_that_cannot_be_made_is_refused_before_a_run(name, says):
-    problem = environment_problem(EnvironmentConfig(name=name))
+    problem = environment_problem(EnvironmentConfig(name=name), chat=True)
     assert re.search(says, problem)
 
 
 @pytest.mark.slow
 def test_one_that_can_be_made_has_no_problem():
-    assert environment_problem(EnvironmentConfig()) is None
-    assert environment_problem(EnvironmentConfig(name=f"{WORLDS}:Table")) is None
+    assert environment_problem(EnvironmentConfig(), chat=False) is None
+    assert environment_problem(EnvironmentConfig(name=f"{WORLDS}:Table"), chat=True) is None
+    assert "data.chat_template = true" in environment_problem(EnvironmentConfig(name=f"{WORLDS}:Table"), chat=False)
 
 
 @pytest.mark.slow
@@ -232,4 +233,4 @@ def test_the_one_in_the_documentation_can_be_made(tmp_path, monkeypatch):
     (tmp_path / "prices.json").write_text('{"tea": 3.5}')
     monkeypatch.syspath_prepend(tmp_path)
     settings = {"file": str(tmp_path / "prices.json")}
-    assert environment_problem(EnvironmentConfig(name="my_table:Table", settings=settings)) is None
+    assert environment_problem(EnvironmentConfig(name="my_table:Table", settings=settings), chat=True) is None

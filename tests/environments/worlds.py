@@ -38,6 +38,14 @@ class Opened(Echo):
         return 0.5
 
 
+class Unscored(Echo):
+    """Leaves the reward to `reward:` of the config."""
+
+    def step(self, text):
+        said, _, done = super().step(text)
+        return said, None, done
+
+
 class Table:
     """Tools: plain functions."""
 
