@@ -70,10 +70,12 @@ def _room(weight: nn.Parameter) -> States:
 
 
 def _savers(part: DistributedOptimizer) -> dict[nn.Parameter, int]:
-    """Each parameter, in an order that all ranks share, and its saver: the rank that has least so far."""
+    """Each parameter, in an order that all ranks share, and its saver: the rank that has least so far, of the largest
+    first, so that all have nearly as much."""
+    weights = [weight for buffer in part.buffers for weight in buffer.param_index_map]
     sizes = [0] * part.data_parallel_group.size()
-    savers = {}
-    for weight in (weight for buffer in part.buffers for weight in buffer.param_index_map):
+    savers = dict.fromkeys(weights, 0)
+    for weight in sorted(weights, key=torch.numel, reverse=True):
         savers[weight] = sizes.index(min(sizes))
         sizes[savers[weight]] += weight.numel()
     return savers
