@@ -86,7 +86,9 @@ def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | Non
 def held_weights(url: str, workers: Any) -> Fingerprint:
     """Of an engine, from what its workers report. Raises `EngineError` where they hold unequal copies."""
     try:
-        whole, unequal = of_workers({g: (int(own), int(copy)) for g, (own, copy) in w.items()} for w in workers)
+        whole, unequal = of_workers(
+            {group: share and (int(share[0]), int(share[1])) for group, share in worker.items()} for worker in workers
+        )
     except (TypeError, ValueError, AttributeError) as error:
         raise EngineError(f"engine {url}: fingerprints of its weights: garbled reply: {error}") from None
     if unequal:

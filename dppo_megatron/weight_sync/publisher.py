@@ -24,7 +24,7 @@ from dppo_megatron.engines.protocol import (
 from dppo_megatron.fleet.engine_checks import ScoreDifference
 from dppo_megatron.fleet.live_engines import Confirmation
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.weights.fingerprint import differing, merged
+from dppo_megatron.weights.fingerprint import differing, merged, untold
 from dppo_megatron.weights.published import PublishedPolicy
 
 from .colocated import ActorMemory, put_to_sleep
@@ -97,6 +97,7 @@ class Publisher:
         self._memory = ActorMemory(actor) if config.engine.placement == "colocated" else None
         self._last: PublishedPolicy | None = None
         self._behind: set[tuple[str, str]] = set()  # URL and instance of engines that were noticed to lag
+        self._told_little: set[str] = set()  # URLs of engines whose fingerprints do not cover all weights
 
     def publish(self, version: int) -> Published:
         """Sends the weights to every engine that answers, compares log-probs, and then writes the published policy.
@@ -193,6 +194,7 @@ class Publisher:
                 if wrong := differing(sent, reply.held):
                     agreed.pop(reply.url, None)
                     failures[reply.url] = _other_weights(wrong)
+                self._report_untold(reply)
             if not agreed:
                 reasons = "\n".join(f"  {url}: {reason}" for url, reason in failures.items())
                 raise WeightSyncError(f"policy version {version}: no engine agrees with the trainer:\n{reasons}")
@@ -238,6 +240,12 @@ class Publisher:
             f"{self._config.model.dtype}); do not train on its rollouts{quantised}"
         )
 
+    def _report_untold(self, reply: Confirmation) -> None:
+        if (groups := untold(reply.held)) and reply.url not in self._told_little:
+            self._told_little.add(reply.url)
+            what = "its loader makes other weights of these, so fingerprints do not cover them (docs/engines.md)"
+            log.warning("engine %s cannot tell what it holds of %s: %s", reply.url, _some(groups), what)
+
     def _record(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> None:
         directory = self._transport.directory(version)
         if self._last is None or self._last.version != version:
@@ -261,11 +269,14 @@ class Publisher:
 
 
 def _other_weights(groups: Sequence[str]) -> str:
-    shown = ", ".join(groups[:SHOWN]) + (f" and {len(groups) - SHOWN} more" if len(groups) > SHOWN else "")
     return (
-        f"holds other weights than the trainer sent: {shown}. Its version says otherwise; do not train on its rollouts "
-        "(weight_sync.fingerprint; docs/failures.md says what it covers)"
+        f"holds other weights than the trainer sent: {_some(groups)}. Its version says otherwise; do not train on its "
+        "rollouts (weight_sync.fingerprint; docs/failures.md says what it covers)"
     )
+
+
+def _some(groups: Sequence[str]) -> str:
+    return ", ".join(groups[:SHOWN]) + (f" and {len(groups) - SHOWN} more" if len(groups) > SHOWN else "")
 
 
 class _Retries:

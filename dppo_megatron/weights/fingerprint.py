@@ -25,10 +25,12 @@ _MIX = (0x9E3779B97F4A7C15 - MODULUS, 0xBF58476D1CE4E5B9 - MODULUS)  # odd, as s
 _EXPERTS = {"RoutedExperts", "FusedMoE"}
 _SHARDED = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
 _DERIVED = {"MLAAttention"}  # vLLM's: all its parameters are made of those of kv_b_proj, W_UV and W_UK_T
+_DERIVED_NAMES = {"w_kc", "w_vc"}  # SGLang's, of the same; parameters where a CPU with AMX packs them
 
-Fingerprint = dict[str, int]
-Shares = dict[str, tuple[int, int]]
-"""Of one worker, by group: what adds up over the workers, and what each of them holds whole."""
+Fingerprint = dict[str, int | None]
+"""None: an engine cannot tell, for it changed what it loaded and keeps nothing else."""
+Shares = dict[str, tuple[int, int] | None]
+"""Of one worker, by group: what adds up over the workers, and what each of them holds whole. None as above."""
 
 
 def group_of(name: str) -> str:
@@ -61,15 +63,15 @@ def bit_sum(tensor: torch.Tensor) -> int:
     return bit_sums(tensor.reshape(1, -1))[0] if tensor.numel() else 0
 
 
-def add(fingerprint: Fingerprint, name: str, tensor: torch.Tensor) -> None:
+def add(fingerprint: dict[str, int], name: str, tensor: torch.Tensor) -> None:
     """Counts a tensor in, under its name in Hugging Face."""
     group = group_of(name)
     fingerprint[group] = (fingerprint.get(group, 0) + bit_sum(tensor)) % MODULUS
 
 
-def merged(parts: Iterable[Mapping[str, int]]) -> Fingerprint:
+def merged(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Of weights that lie in several places, each once."""
-    whole: Fingerprint = {}
+    whole: dict[str, int] = {}
     for part in parts:
         for group, value in part.items():
             whole[group] = (whole.get(group, 0) + value) % MODULUS
@@ -78,23 +80,39 @@ def merged(parts: Iterable[Mapping[str, int]]) -> Fingerprint:
 
 def of_workers(workers: Iterable[Shares]) -> tuple[Fingerprint, list[str]]:
     """Of an engine, and the groups of which its workers hold unequal copies."""
-    workers = list(workers)
-    whole = merged({group: own for group, (own, _) in worker.items()} for worker in workers)
+    by_group: dict[str, list[tuple[int, int] | None]] = {}
+    for worker in workers:
+        for group, share in worker.items():
+            by_group.setdefault(group, []).append(share)
+    whole: Fingerprint = {}
     unequal = []
-    for group in whole:
-        copies = {worker[group][1] for worker in workers if group in worker}
-        whole[group] = (whole[group] + min(copies)) % MODULUS
+    for group, shares in by_group.items():
+        told = [share for share in shares if share is not None]
+        if len(told) < len(shares):
+            whole[group] = None
+            continue
+        copies = {copy for _, copy in told}
+        whole[group] = (sum(own for own, _ in told) + min(copies)) % MODULUS
         if len(copies) > 1:
             unequal.append(group)
     return whole, unequal
 
 
-def differing(expected: Mapping[str, int], held: Mapping[str, int]) -> list[str]:
+def differing(expected: Mapping[str, int], held: Mapping[str, int | None]) -> list[str]:
     """Groups of which an engine holds other bits, in order. A head of its own that is tied holds the embedding's."""
     if "lm_head" in held and "lm_head" not in expected:
         expected = {**expected, "lm_head": expected.get("embed_tokens", 0)}
-    wrong = [group for group in expected.keys() | held.keys() if expected.get(group) != held.get(group)]
-    return sorted(wrong, key=lambda group: [int(part) if part.isdecimal() else part for part in group.split()])
+    told = (expected.keys() | held.keys()) - set(untold(held))
+    return in_order(group for group in told if expected.get(group) != held.get(group))
+
+
+def untold(held: Mapping[str, int | None]) -> list[str]:
+    """Groups of which an engine cannot tell what it loaded, in order."""
+    return in_order(group for group, value in held.items() if value is None)
+
+
+def in_order(groups: Iterable[str]) -> list[str]:
+    return sorted(groups, key=lambda group: [int(part) if part.isdecimal() else part for part in group.split()])
 
 
 def module_shares(name: str, module: Any, seen: set[int]) -> Shares:
@@ -104,29 +122,41 @@ def module_shares(name: str, module: Any, seen: set[int]) -> Shares:
     """
     shares: Shares = {}
     classes = {cls.__name__ for cls in type(module).__mro__}
+    changed = _changed_in_place(module)
     for parameter_name, parameter in module.named_parameters(recurse=False):
-        if id(parameter) in seen or not parameter.numel() or not _is_sent(classes, parameter):
+        if id(parameter) in seen or not parameter.numel() or not _is_sent(classes, parameter_name, parameter):
             continue
         seen.add(id(parameter))
         for group, value, whole in _parts(f"{name}.{parameter_name}", module, classes, parameter):
-            own, copy = shares.get(group, (0, 0))
-            shares[group] = (own, (copy + value) % MODULUS) if whole else ((own + value) % MODULUS, copy)
+            part = (0, value) if whole else (value, 0)
+            add_shares(shares, {group: None if changed else part})
     return shares
 
 
 def add_shares(shares: Shares, more: Shares) -> None:
-    for group, (own, copy) in more.items():
+    for group, share in more.items():
         before = shares.get(group, (0, 0))
-        shares[group] = ((before[0] + own) % MODULUS, (before[1] + copy) % MODULUS)
+        if share is None or before is None:
+            shares[group] = None
+        else:
+            shares[group] = ((before[0] + share[0]) % MODULUS, (before[1] + share[1]) % MODULUS)
 
 
-def _is_sent(classes: set[str], parameter: torch.Tensor) -> bool:
+def _changed_in_place(module: Any) -> bool:
+    """Whether an engine replaced what was loaded by something else: SGLang scales FP8 weights anew for DeepGEMM on
+    Blackwell, by powers of two; vLLM cuts FP8 experts in blocks that several workers hold a part of."""
+    if any(getattr(parameter, "format_ue8m0", False) for parameter in module.parameters(recurse=False)):
+        return True
+    return bool(getattr(getattr(module, "moe_config", None), "tp_shard_with_padding", False))
+
+
+def _is_sent(classes: set[str], name: str, parameter: torch.Tensor) -> bool:
     """Whether it is one of the trainer's weights, and not another's that this module refers to.
 
     SGLang marks the scales of its cache, which it sets itself. Vectors of experts are the router's
     `e_score_correction_bias`, which counts there.
     """
-    if classes & _DERIVED or getattr(parameter, "_skip_weight_check", False):
+    if classes & _DERIVED or name in _DERIVED_NAMES or getattr(parameter, "_skip_weight_check", False):
         return False
     return not classes & _EXPERTS or parameter.ndim > 1
 
@@ -134,9 +164,14 @@ def _is_sent(classes: set[str], parameter: torch.Tensor) -> bool:
 def _parts(name: str, module: Any, classes: set[str], parameter: torch.Tensor) -> Iterator[tuple[str, int, bool]]:
     """(group, sum, whether every worker holds it whole) of one parameter."""
     if classes & _EXPERTS:
-        layer = group_of(name)
-        for expert, value in zip(_experts(module, len(parameter)), bit_sums(parameter), strict=True):
-            yield layer if expert is None else f"{layer} expert {expert}", value, False
+        layer, first = group_of(name), getattr(module, "moe_ep_rank", 0) == 0
+        padding = [bit_sums(part) for part in _padding(module, name, parameter)]
+        for expert, value, *more in zip(_experts(module, len(parameter)), bit_sums(parameter), *padding, strict=True):
+            value = (value - sum(more)) % MODULUS
+            if expert is not None:
+                yield f"{layer} expert {expert}", value, False
+            elif first:  # shared ones are on every worker that holds other experts, of which one counts
+                yield layer, value, False
         return
     rank, size = _place(module)
     whole = not classes & _SHARDED or size == 1 or ("RowParallelLinear" in classes and parameter.ndim < 2)
@@ -150,6 +185,19 @@ def _parts(name: str, module: Any, classes: set[str], parameter: torch.Tensor) -
             yield group_of(name), bit_sum(parameter[queries:]), False
         return
     yield group_of(name), bit_sum(parameter), whole
+
+
+def _padding(module: Any, name: str, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Parts of vLLM's experts that are there for a kernel's sake: a load writes nothing to them."""
+    config = getattr(module, "moe_config", None)
+    size = getattr(config, "intermediate_size_per_partition_unpadded", None)
+    if size is None or parameter.ndim != 3:
+        return
+    if name.endswith(".w2_weight"):
+        yield parameter[:, :, size:]
+    elif name.endswith(".w13_weight"):
+        for projection in parameter.chunk(2 if config.is_act_and_mul else 1, dim=1):
+            yield projection[:, size:]
 
 
 def _place(module: Any) -> tuple[int, int]:

@@ -87,6 +87,13 @@ def generate(engine):
     return engine.generate(REQUEST)
 
 
+def test_a_mixture_with_layers_that_sglang_would_leave_unset_is_refused(tmp_path):
+    model = make_model(tmp_path / "a", seed=1, experts=4, dense_layers=[1])
+    info = against(engine_config(model, kind="sglang"), description(model), SglangEngine.info)
+    (problem,) = info.problems
+    assert "mlp_only_layers" in problem
+
+
 def test_a_good_reply_passes(config, model):
     replies = description(model) | {"/generate": [say([sample(0), sample(1)])]}
     rollouts = against(config, replies, generate)

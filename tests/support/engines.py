@@ -10,7 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,10 +37,10 @@ READY = {"vllm": "health", "sglang": "server_info"}  # answers once the server c
 Result = TypeVar("Result")
 
 
-def make_model(directory: Path, seed: int, *, experts: int = 0) -> Path:
+def make_model(directory: Path, seed: int, *, experts: int = 0, dense_layers: Sequence[int] = ()) -> Path:
     """A random Qwen3 (4 layers, hidden 64, 64 characters) whose distributions are neither flat nor peaked.
 
-    With `experts` a Qwen3-MoE of so many experts, of which each token takes 2.
+    With `experts` a Qwen3-MoE of so many experts, of which each token takes 2, in all layers but `dense_layers`.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -48,6 +48,7 @@ def make_model(directory: Path, seed: int, *, experts: int = 0) -> Path:
 
     torch.manual_seed(seed)
     mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    mixture["mlp_only_layers"] = list(dense_layers)
     config = (Qwen3MoeConfig if experts else Qwen3Config)(
         **(mixture if experts else {}),
         vocab_size=VOCAB,

@@ -17,6 +17,7 @@ from dppo_megatron.weights.fingerprint import (
     group_of,
     module_shares,
     of_workers,
+    untold,
 )
 
 
@@ -154,5 +155,64 @@ def test_experts_have_the_numbers_of_the_model(weight):
     module.w13_weight = torch.nn.Parameter(weight.view(4, 24, 40).clone())
     module.__dict__.update(SimpleNamespace(moe_ep_rank=2, num_fused_shared_experts=1).__dict__)
     shares = module_shares("model.layers.5.mlp.experts", module, set())
-    assert set(shares) == {"layer 5 expert 6", "layer 5 expert 7", "layer 5 expert 8", "layer 5"}
-    assert shares["layer 5"][0] == bit_sum(weight.view(4, 24, 40)[3])
+    numbers = {f"layer 5 expert {6 + place}": (bit_sum(weight.view(4, 24, 40)[place]), 0) for place in range(3)}
+    assert shares == numbers, "the shared one counts on the first worker"
+
+
+def test_shared_experts_that_every_worker_has_count_once(weight):
+    FusedMoE = type("FusedMoE", (torch.nn.Module,), {})
+    routed, shared = weight.view(4, 24, 40)[:2], weight.view(4, 24, 40)[3:]
+    workers = []
+    for rank in range(2):
+        module = FusedMoE()
+        module.w13_weight = torch.nn.Parameter(torch.cat([routed[rank : rank + 1], shared]))
+        module.moe_ep_rank, module.num_fused_shared_experts = rank, 1
+        workers.append(module_shares("model.layers.5.mlp.experts", module, set()))
+    expected = {f"layer 5 expert {rank}": bit_sum(routed[rank]) for rank in range(2)} | {"layer 5": bit_sum(shared)}
+    assert of_workers(workers) == (expected, [])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_what_pads_experts_does_not_count(weight, gated):
+    """vLLM allocates more columns than there are and zeroes them once it has processed the layer, not before."""
+    gate, up, down = weight.view(3, 2, 16, 40)[..., :20]
+    module = type("RoutedExperts", (torch.nn.Module,), {})()
+    padded = [torch.full((2, 24, 20), torch.nan) for _ in range(3)]
+    for room, tensor in zip(padded, (gate, up, down), strict=True):
+        room[:, :16] = tensor
+    module.w13_weight = torch.nn.Parameter(torch.cat(padded[:2], dim=1) if gated else padded[0])
+    module.w2_weight = torch.nn.Parameter(padded[2].transpose(1, 2))
+    module.moe_config = SimpleNamespace(intermediate_size_per_partition_unpadded=16, is_act_and_mul=gated)
+    expected: dict[str, int] = {}
+    for expert in range(2):
+        for tensor in (gate, up, down) if gated else (gate, down):
+            add(expected, f"model.layers.3.mlp.experts.{expert}.proj.weight", tensor[expert])
+    assert of_workers([module_shares("model.layers.3.mlp.experts", module, set())]) == (expected, [])
+
+
+def test_weights_that_an_engine_made_anew_are_left_out_and_said_to_be(weight):
+    """SGLang on Blackwell scales FP8 weights by powers of two, for DeepGEMM; of CPUs with AMX it packs what it makes of
+    kv_b_proj; vLLM pads FP8 experts by what their neighbours hold."""
+    linear = type("ColumnParallelLinear", (torch.nn.Module,), {})()
+    linear.weight, linear.weight_scale_inv = torch.nn.Parameter(weight), torch.nn.Parameter(weight[0])
+    linear.weight_scale_inv.format_ue8m0 = True
+    norm, attention = torch.nn.Module(), torch.nn.Module()
+    norm.weight, attention.w_kc = torch.nn.Parameter(weight[1]), torch.nn.Parameter(weight)
+    experts = type("RoutedExperts", (torch.nn.Module,), {})()
+    experts.w13_weight = torch.nn.Parameter(weight.view(4, 24, 40))
+    experts.moe_config = SimpleNamespace(tp_shard_with_padding=True)
+    shares: dict[str, tuple[int, int] | None] = {}
+    for name, module in {
+        "model.layers.0.norm": norm,
+        "model.layers.0.proj": linear,
+        "model.layers.1.norm": norm,
+        "model.layers.1.attn": attention,
+        "model.layers.2.mlp.experts": experts,
+    }.items():
+        add_shares(shares, module_shares(name, module, set()))
+    held, unequal = of_workers([shares, shares])
+    assert unequal == []
+    assert untold(held) == ["layer 0", *(f"layer 2 expert {number}" for number in range(4))]
+    assert held["layer 1"] == bit_sum(weight[1])
+    assert differing({"layer 0": 1, "layer 1": bit_sum(weight[1])}, held) == []
+    assert differing({"layer 0": 1, "layer 1": 2}, held) == ["layer 1"]

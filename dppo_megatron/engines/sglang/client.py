@@ -32,7 +32,7 @@ from dppo_megatron.types import Rollout
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.fingerprint import Fingerprint
 
-from .plugin.dppo_sglang_plugin import HELD_WEIGHTS
+from .plugin.dppo_sglang_plugin import HELD_WEIGHTS, UNTOLD
 from .weights import UPDATING, SglangWeights
 from .wire import child_ids, decode_group, decode_score, encode_group, encode_score, parse_version
 
@@ -132,7 +132,10 @@ class SglangEngine:
         try:
             body = {"action": HELD_WEIGHTS, "selector": "target"}
             reply = await self._calls.json(what, "/weights_checker", self._update_timeout_s, body=body)
-            workers = [{g: value.split() for g, value in rank["checksums"].items()} for rank in reply["ranks"]]
+            workers = [
+                {group: None if value == UNTOLD else value.split() for group, value in rank["checksums"].items()}
+                for rank in reply["ranks"]
+            ]
         except EngineRefused as error:
             if "Unsupported action" in str(error):
                 raise EngineIncompatible(f"{error}: {NO_PLUGIN}") from None
@@ -299,6 +302,11 @@ def _unfit_settings(server: dict[str, Any], model: HFModelConfig, seeded: bool) 
         problems.append(
             "SGLang leaves the head of a Qwen3-MoE with tied embeddings unset; store lm_head.weight and set "
             "tie_word_embeddings to false in the model's config.json"
+        )
+    if model.family == "qwen3_moe" and not all(map(model.is_moe_layer, range(model.num_layers))):
+        problems.append(
+            "SGLang gives every layer of a Qwen3-MoE experts, and leaves those unset that the model has none of "
+            "(mlp_only_layers, decoder_sparse_step); use engine.kind = vllm"
         )
     if seeded and not server["enable_deterministic_inference"]:
         problems.append(

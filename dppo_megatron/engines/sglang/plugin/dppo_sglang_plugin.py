@@ -9,6 +9,7 @@ import importlib.util
 from pathlib import Path
 
 HELD_WEIGHTS = "dppo_held_weights"
+UNTOLD = "untold"  # instead of the two numbers of a group
 NCCL = "dppo_nccl"
 FINGERPRINT = Path(__file__).parents[3] / "weights" / "fingerprint.py"
 
@@ -22,7 +23,7 @@ def register():
 def handle(original, checker, action, *arguments, role, **options):
     if action == HELD_WEIGHTS:
         shares = held_weights(checker._get_model())
-        reported = {group: f"{own} {copy}" for group, (own, copy) in shares.items()}
+        reported = {group: UNTOLD if share is None else "{} {}".format(*share) for group, share in shares.items()}
     elif action == NCCL:
         reported = {NCCL: nccl_version()}
     else:
