@@ -22,8 +22,8 @@ def build_publisher(
     """Collective; `engines` and `check_tokens` (see `weight_check_tokens`) are None on the other ranks."""
     engine = config.engine
     stored = StoredAs(DTYPES[engine.dtype].torch, None if engine.quantization == "none" else engine.quantization)
-    # The others wait for rank 0 while it waits for an engine to come back or to end its update.
-    timeout_s = config.engine.unavailable_timeout_s + 4 * config.weight_sync.timeout_s
+    # The others wait for rank 0 while it waits for an engine to come back, to end its update, or to score in its turn.
+    timeout_s = config.engine.unavailable_timeout_s + 4 * config.weight_sync.timeout_s + config.request_timeout_s
     ranks = Ranks(timeout_s)
     if config.weight_sync.transport == "broadcast":
         transport = Broadcast(config, actor, engines, ranks, stored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import threading
 import time
 import zlib
@@ -237,3 +238,28 @@ def test_in_a_large_world_no_rank_has_a_descriptor_for_each_of_the_others(tmp_pa
         added[most] = [after - before for before, after in counts]
     assert added[4][0] > 4  # kept by torch: one for each rank on rank 0
     assert max(added[3]) <= 2  # a connection, and rank 0's pipe to the keeper
+
+
+@pytest.mark.slow
+def test_a_store_that_nobody_can_keep_is_reported_at_once(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 512, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(world_store.WorldStoreError, match=f"MASTER_PORT = {port}: .* did not start .*status 1"):
+            world_store.world_store(timedelta(seconds=60))
+
+
+@pytest.mark.slow
+def test_a_keeper_that_dies_is_reported(monkeypatch, caplog):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    keeper = world_store._start_keeper(port, 60)
+    keeper.kill()
+    deadline = time.monotonic() + 10
+    while "the ranks' store ended with status -9" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

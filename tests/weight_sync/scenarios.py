@@ -24,8 +24,8 @@ from tests.weight_sync.trainer_ranks import TIMEOUT_S, trainer
 
 LONG_TIMEOUT_S = 30.0
 FREEZES: dict[str, list[str | int]] = {
-    "broadcast": ["join", "receive", 3, "loaded", "check"],
-    "shared_storage": ["receive", "loaded", "check"],
+    "broadcast": ["join", "receive", 3, "loaded", "check", "held"],
+    "shared_storage": ["receive", "loaded", "check", "held"],
 }
 FP8 = {"dtype": "bf16", "quantization": "fp8_block"}
 
@@ -275,6 +275,21 @@ def fails_once(models: Path, run: Path) -> dict:
         return {"version": published.version, "differences": [t.difference("b")] if t.engines else []}
 
 
+def scores_late(models: Path, run: Path) -> dict:
+    """The engine scores after longer than its updates may take, and within `engine.request_timeout_s`."""
+    settings = {"transport": "shared_storage", "bucket_bytes": None, "timeout_s": 0.3}
+    with trainer(models, run, "qwen3", tp=2, engine={"unavailable_timeout_s": 0.3}, **settings) as t:
+        for engine in t.engines:
+            score = engine.score
+
+            async def late(tokens: np.ndarray, score=score) -> np.ndarray:
+                await asyncio.sleep(2.5)
+                return await score(tokens)
+
+            engine.score = late
+        return {"unconfirmed": t.publisher.publish(0).unconfirmed}
+
+
 def fails(models: Path, run: Path, corrupt: Callable[[FakeEngine], None], **settings: Any) -> dict:
     """What a publish to one engine with a fault raises, on every rank, and when."""
     with trainer(models, run, "qwen3", **{"pp": 2, **settings}) as t:
@@ -336,6 +351,7 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     "dies_at_bucket": partial(one_of_two_dies, place=3),
     "dies_unnoticed": one_of_two_dies_unnoticed,
     "fails_once": fails_once,
+    "scores_late": scores_late,
     "disagrees": one_of_two_disagrees,
     **{f"keeps_{transport}": partial(one_of_two_keeps_a_layer, transport=transport) for transport in FREEZES},
     "one_token": one_token_differs,

@@ -96,6 +96,12 @@ def test_the_time_of_an_attempt_is_not_time_without_an_engine(result_of):
     assert result["differences"] == [0.0]
 
 
+@pytest.mark.slow
+def test_ranks_wait_as_long_as_an_engine_may_take_to_score(result_of):
+    """Behind long requests in its queue; how long follows from the longest response."""
+    assert result_of("scores_late")["unconfirmed"] == 0
+
+
 def test_a_trainer_that_starts_again_takes_over_what_earlier_lives_left(tmp_path):
     run = RunDir(tmp_path)
     for version in (3, 11, 12):

@@ -27,9 +27,10 @@ Result = TypeVar("Result")
 class FakeEngine:
     """Keeps what it receives in `weights`. `dies_at` names what kills it: "join", "receive", or a bucket's number.
 
-    `down` engines do not answer. `freezes_at` likewise, or "loaded", "check" (of its log-probs): one that freezes keeps
-    its connections too, and nothing comes from it but, when `front_lives`, what the process in front of the frozen one
-    answers; its client gives up after `timeout_s`. Who asked one that dies hears of it once `death_shows` is set.
+    `down` engines do not answer. `freezes_at` likewise, or "loaded", "check" (of its log-probs), "held" (of its
+    fingerprints): one that freezes keeps its connections too, and nothing comes from it but, when `front_lives`, what
+    the process in front of the frozen one answers; its client gives up after `timeout_s`. Who asked one that dies hears
+    of it once `death_shows` is set.
     """
 
     def __init__(self, url: str):
@@ -163,6 +164,7 @@ class FakeEngine:
 
     async def held_weights(self) -> Fingerprint:
         held: Fingerprint = {}
+        await self._client(asyncio.to_thread(self._freeze_at, "held"))
         for name, tensor in self.weights.items():
             add(held, name, self.corrupt(name, tensor))
         return held
