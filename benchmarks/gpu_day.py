@@ -229,7 +229,8 @@ def main() -> int:
             if reason is None and left < LEAST_S:
                 reason = f"{arguments.budget_s:.0f} s are over"
             if reason is None:
-                outcomes.append(run(part, device, work, min(part.limit_s, left)))
+                limit_s = part.limit_s * (2 if device == "cpu" else 1)  # which others may keep busy
+                outcomes.append(run(part, device, work, min(limit_s, left)))
                 print(f"\n{outcomes[-1].output}")
             else:
                 outcomes.append(Outcome(part, f"skipped: {reason}", 0.0, ""))

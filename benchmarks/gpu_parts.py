@@ -225,16 +225,29 @@ def actor(day: Day) -> None:
 
 
 def offload(day: Day) -> None:
+    """Where two runs that keep everything on the device agree bit for bit, the one that does not must too. Else, for
+    kernels of the backward pass add in any order, it may differ from them as they differ from each other."""
     from dppo_megatron.objectives import build_objective
 
-    weights = {}
-    for away in (False, True):
+    weights = []
+    for away in (False, False, True):
         with day.actor(optimizer={"offload": away}) as built:
             print(f"optimizer.offload {away}")
             timed_updates(day, built, day.on_policy(built), build_objective("dppo_binary_tv"), 2)
-            weights[away] = [p.detach().cpu().clone() for chunk in built.model_chunks for p in chunk.parameters()]
-    require(all(map(torch.equal, weights[False], weights[True])), "weights differ with optimizer.offload")
-    print("weights are the same, bit for bit")
+            weights.append([p.detach().cpu().clone() for chunk in built.model_chunks for p in chunk.parameters()])
+    kept, again, moved = weights
+    total, noise = sum(p.numel() for p in kept), differing(kept, again)
+    changed = min(differing(kept, moved), differing(again, moved))
+    if noise == 0:
+        require(changed == 0, f"{changed} of {total} weights differ with optimizer.offload, and none without")
+        print("weights are the same, bit for bit")
+    else:
+        print(f"of {total} weights {noise} differ between two runs without optimizer.offload, {changed} with it")
+        require(changed <= 2 * noise, "optimizer.offload changes more weights than another run does")
+
+
+def differing(some: list[torch.Tensor], others: list[torch.Tensor]) -> int:
+    return sum(int((a != b).sum()) for a, b in zip(some, others, strict=True))
 
 
 def grpo(day: Day) -> None:
