@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from dppo_megatron.common.files import read_regular
 from dppo_megatron.errors import ExpectedError
 
 
@@ -53,9 +54,9 @@ class RunDir:
 
     @property
     def checkpoint_step(self) -> int | None:
-        """Steps done in the newest whole checkpoint, without reading it; None before the first."""
+        """Steps done in the newest whole checkpoint, without reading it; None before the first, or when unreadable."""
         try:
-            return int((self.checkpoints / "latest").read_text().rpartition("-")[2])
+            return int(read_regular(self.checkpoints / "latest", 100).rpartition(b"-")[2])
         except (FileNotFoundError, ValueError):
             return None
 

@@ -11,11 +11,23 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from dppo_megatron.errors import ExpectedError, shown
 
 FLUSH_BYTES = 128 << 20
 
+_REMEDY = "restore it, or remove it where the run does not go on"
 _MOST_BYTES = 64 << 20  # of a file that names every tensor of a model with hundreds of thousands of them
+
+
+T = TypeVar("T")
+
+
+class DamagedFile(ExpectedError, ValueError):
+    """A file of a run does not hold what the run writes there."""
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -39,12 +51,35 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
     write_atomic(path, json.dumps(value, indent=indent))
 
 
-def read_json(path: Path) -> Any | None:
-    """The parsed file, or None when it does not exist."""
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file that `write_json` wrote, None when it does not exist. Raises `DamagedFile`."""
     try:
-        return json.loads(path.read_text())
+        return read_foreign_json(path)
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise DamagedFile(f"{path}: {error}; {_REMEDY}") from None
+
+
+def read_as(kind: type[T], path: Path) -> T | None:
+    """The dataclass whose fields `write_json` wrote, None when there is no file. Raises `DamagedFile`."""
+    try:
+        content = read_regular(path, _MOST_BYTES)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise DamagedFile(f"{path}: {error}; {_REMEDY}") from None
+    return parse_as(kind, content, path)
+
+
+def parse_as(kind: type[T], content: bytes, source: object) -> T:
+    """The dataclass whose fields stand in JSON. Raises `DamagedFile` that names the source and the field."""
+    try:
+        return TypeAdapter(kind).validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "the whole"
+        raise DamagedFile(f"{source}: {field} is {shown(first['input'])}: {first['msg']}; {_REMEDY}") from None
 
 
 def read_foreign_json(path: Path) -> dict[str, Any]:
@@ -53,15 +88,7 @@ def read_foreign_json(path: Path) -> dict[str, Any]:
     Raises FileNotFoundError, and `ValueError` that says what else is wrong with it.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
-        value = json.loads(content.decode())
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
+        value = json.loads(read_regular(path, _MOST_BYTES).decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -71,6 +98,25 @@ def read_foreign_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"the top level must be an object, found {type(value).__name__}")
     return value
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """A file of at most `most` bytes. Raises FileNotFoundError, and `ValueError` that says what else is wrong with it.
+
+    A pipe in its place would be waited for, and a device read for ever.
+    """
+    try:
+        if os.path.lexists(path) and not path.is_file():
+            raise ValueError("not a file")
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    if len(content) > most:
+        raise ValueError(f"more than {most >> 20} MiB")
+    return content
 
 
 def sync(path: Path) -> None:

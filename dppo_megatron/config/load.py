@@ -31,7 +31,7 @@ def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     Raises `ConfigError` naming every violation of types and names.
     """
     source = str(path)
-    tree, violations = _read_file(Path(path))
+    tree, violations = read_tree(Path(path))
     violations += _apply_overrides(tree, overrides)
     return validated(tree, source, violations)
 
@@ -68,8 +68,11 @@ def _absolute(value: Any) -> Any:
     return tuple(map(_absolute, value)) if isinstance(value, tuple) else value
 
 
-def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Raises `ConfigError` where there is no tree to look at."""
+def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The settings as they stand in a file, and a violation for each key that it repeats.
+
+    Raises `ConfigError` where there is no tree to look at.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from dppo_megatron.config import read_tree
 from dppo_megatron.hf import ModelError
 from dppo_megatron.hf.torch_dist_reader import is_torch_dist, model_directory
 
@@ -24,7 +23,7 @@ def checkpoint_at(path: Path) -> Path:
     """
     for directory in (path, path / "checkpoints"):
         latest = directory / "latest"
-        found = directory / latest.read_text().strip() if latest.is_file() else directory
+        found = directory / latest.read_text(errors="replace").strip() if latest.is_file() else directory
         if is_torch_dist(found):
             return found
     raise ModelError(str(path), ["not a Megatron torch_dist checkpoint, nor a run that has one"])
@@ -33,15 +32,16 @@ def checkpoint_at(path: Path) -> Path:
 def template_for(checkpoint: Path) -> Path:
     """The HF directory whose config.json and tokenizer belong to a checkpoint: inside it, or its run's model.path.
 
-    Raises `ModelError` where neither is there.
+    Raises `ModelError` where neither is there, `ConfigError` where the run's config cannot be read.
     """
     if (inside := model_directory(checkpoint)) != checkpoint:
         return inside
     run = checkpoint.parent.parent / "config.yaml"
     if run.is_file():
-        path = Path(yaml.safe_load(run.read_text())["model"]["path"])
-        if (path / "config.json").is_file():
-            return path
+        model = read_tree(run)[0].get("model")
+        path = model.get("path") if isinstance(model, dict) else None
+        if isinstance(path, str) and (Path(path) / "config.json").is_file():
+            return Path(path)
     raise ModelError(
         str(checkpoint), ["its model is not known here; pass the Hugging Face directory it came from as --template"]
     )

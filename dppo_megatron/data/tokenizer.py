@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _MOST_TOKENS = 1 << 31
+_MOST_LAYERS = 10_000
 
 
 class TokenizerError(ExpectedError, ValueError):
@@ -37,6 +38,7 @@ def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreT
             f"model.path = {directory}: holds no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's "
             "tokenizer files there"
         )
+    _refuse_endless(directory / "config.json")
     from transformers import AutoTokenizer
 
     try:
@@ -58,6 +60,15 @@ def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreT
         )
     end_token_ids(directory, tokenizer)
     return tokenizer
+
+
+def _refuse_endless(path: Path) -> None:
+    """transformers reads the model's sizes too, and makes a list of a name for each layer: of 10^9, for minutes."""
+    config = read_json(path)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        layers = part.get("num_hidden_layers")
+        if isinstance(layers, int) and layers > _MOST_LAYERS:
+            raise TokenizerError(f"{path}: num_hidden_layers = {shown(layers)}: no model has so many; correct it")
 
 
 def end_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

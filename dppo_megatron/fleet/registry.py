@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from random import SystemRandom
 
-from dppo_megatron.common.files import read_json, write_json
+from dppo_megatron.common.files import read_as, write_json
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
@@ -38,8 +38,8 @@ def register(run: RunDir, name: str, url: str, pid: int) -> None:
 def forget(run: RunDir, name: str, pid: int | None = None) -> None:
     """Withdraws a service that ended; with `pid` only when it is still that process that is registered."""
     path = run.services / f"{name}.json"
-    registered = read_json(path)
-    if registered is not None and pid in (None, registered["pid"]):
+    registered = read_as(Service, path)
+    if registered is not None and pid in (None, registered.pid):
         path.unlink(missing_ok=True)
 
 
@@ -60,23 +60,24 @@ def engine_urls(config: Config, run: RunDir, check: Callable[[], None] = lambda:
         return list(config.engine.urls)
     names = engine_names(config)
     deadline = time.monotonic() + config.engine.start_timeout_s
-    while missing := [n for n in names if not (run.services / f"{n}.json").exists()]:
+    while len(services := engine_services(config, run)) < len(names):
         if time.monotonic() > deadline:
+            missing = [name for name in names if name not in services]
             raise ServiceTimeout(
                 f"waited {config.engine.start_timeout_s:.0f} s (engine.start_timeout_s) for {', '.join(missing)} to "
                 f"register in {run.services}; see {run.log(missing[0])}"
             )
         check()
         time.sleep(POLL_S)
-    return [read_json(run.services / f"{name}.json")["url"] for name in names]
+    return [services[name].url for name in names]
 
 
 def engine_services(config: Config, run: RunDir) -> dict[str, Service]:
     """The engines of `engine.urls`, or those that are registered at this moment, by name."""
     if config.engine.urls:
         return {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(config.engine.urls)}
-    registered = {name: read_json(run.services / f"{name}.json") for name in engine_names(config)}
-    return {name: Service(**value) for name, value in registered.items() if value is not None}
+    registered = {name: read_as(Service, run.services / f"{name}.json") for name in engine_names(config)}
+    return {name: service for name, service in registered.items() if service is not None}
 
 
 def engine_names(config: Config) -> Sequence[str]:

@@ -9,7 +9,6 @@ needed: a conversion takes the memory of one weight and no process group.
 from __future__ import annotations
 
 import itertools
-import json
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from dppo_megatron.common.files import read_foreign_json, read_json
+from dppo_megatron.errors import shown
 
 from .checkpoint_keys import StoredAt, possible_locations
 from .errors import ModelError
@@ -38,8 +40,8 @@ _RUN, _RUN_FIELD = "run.json", "model.path config.json "  # what a training run 
 def is_torch_dist(directory: str | Path) -> bool:
     """Whether `directory` is a Megatron checkpoint in the torch_dist format."""
     try:
-        return json.loads((Path(directory) / MARKER).read_text()).get("sharded_backend") == "torch_dist"
-    except (OSError, ValueError, AttributeError):
+        return read_foreign_json(Path(directory) / MARKER).get("sharded_backend") == "torch_dist"
+    except (OSError, ValueError):
         return False
 
 
@@ -213,7 +215,9 @@ def recorded_differences(directory: Path, config: HFModelConfig) -> list[str]:
     if (directory / MODEL).is_dir():
         found = read_hf_config(directory / MODEL).identity()
     elif (directory / _RUN).is_file():
-        saved = json.loads((directory / _RUN).read_text()).get("run", {})
+        saved = (read_json(directory / _RUN) or {}).get("run", {})
+        if not isinstance(saved, dict):
+            raise ModelError(str(directory), [f"{_RUN}: run is {shown(saved)}, not the settings of a run"])
         found = {name.removeprefix(_RUN_FIELD): value for name, value in saved.items()}
     return [
         f"{name} = {found[name]!r} in the checkpoint, {wanted[name]!r} in {config.source}"

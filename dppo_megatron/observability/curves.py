@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dppo_megatron.errors import bounded
+
 from .history import History, Series
 from .names import STEP_PARTS, accuracies
 
@@ -69,8 +71,9 @@ def draw_curves(runs: Sequence[History], path: Path) -> None:
 
 
 def _title(run: History) -> str:
-    method = run.setting("objective.name")
-    return f"{run.label}  ({method})" if method else run.label
+    method = run.setting("objective.name", str)
+    title = f"{run.label}  ({method})" if method else run.label
+    return bounded(title, 120).replace("$", r"\$")  # not mathematics
 
 
 def _draw_reward(axes: Axes, runs: Sequence[History]) -> None:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
+from dppo_megatron.config import ConfigError, read_tree
 from dppo_megatron.errors import ExpectedError
 
 from .masked_tokens import MASKED_TOKENS_FILE
 from .names import is_step_record
-from .tail import read_records
+from .tail import read_metrics, read_records
 from .trackers import METRICS_FILE
 
 CONFIG_FILE = "config.yaml"
@@ -73,31 +72,35 @@ class History:
     def steps(self) -> list[int]:
         return sorted(step for step, row in self.rows.items() if is_step_record(row))
 
-    def setting(self, dotted: str) -> Any:
-        """A setting of the resolved config, None where it has none."""
+    def setting(self, dotted: str, *kinds: type) -> Any:
+        """A setting of the resolved config, None where it has none, or none of `kinds` where any are given."""
         node: Any = self.config
         for key in dotted.split("."):
             node = node.get(key) if isinstance(node, dict) else None
-        return node
+        return node if not kinds or type(node) in kinds else None
 
 
 def load_history(run_dir: Path, label: str) -> History:
     """Raises ReportError when the run has recorded nothing."""
-    records = read_records(run_dir / METRICS_FILE)
     rows: dict[int, dict[str, float | None]] = {}
     times = []
-    for record in records:
-        if isinstance(record.get("step"), int):
-            values = {name: value for name, value in record.items() if name not in ("step", "time")}
-            rows.setdefault(record["step"], {}).update(values)
-            if isinstance(record.get("time"), int | float):
-                times.append(float(record["time"]))
+    for record in read_metrics(run_dir / METRICS_FILE):
+        values = {name: value for name, value in record.items() if name not in ("step", "time")}
+        rows.setdefault(record["step"], {}).update(values)
+        if "time" in record:
+            times.append(float(record["time"]))
     if not rows:
         raise ReportError(f"{run_dir / METRICS_FILE} holds no metrics: name the directory of a run that trained")
-    config_path = run_dir / CONFIG_FILE
-    config = yaml.safe_load(config_path.read_text()) if config_path.exists() else None
     masked = tuple(read_records(run_dir / MASKED_TOKENS_FILE))
-    return History(label, config if isinstance(config, dict) else {}, rows, tuple(times), masked)
+    return History(label, _settings(run_dir / CONFIG_FILE), rows, tuple(times), masked)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Empty where there is no config, or none that can be read: the curves do not depend on it."""
+    try:
+        return read_tree(path)[0] if path.is_file() else {}
+    except ConfigError:
+        return {}
 
 
 def labels(run_dirs: Sequence[Path]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
 _BLOCK = 64 * 1024
+_MOST_READ = 64 * _BLOCK
 _TALKATIVE = ("httpx", "httpcore", "megatron")  # a line per request, a page per optimizer
 
 
@@ -69,12 +70,14 @@ def append_line(path: str | Path, text: str) -> None:
 def last_lines(path: str | Path, n: int = 20) -> list[str]:
     """The last `n` lines that hold text, without control codes; empty when there is no such file.
 
-    Reads only the end of the file. Of a line redrawn with carriage returns (a progress bar) the last state
-    counts.
+    Reads only the end of the file, and of a line without end its last 4 MiB. Of a line redrawn with carriage returns
+    (a progress bar) the last state counts.
     """
     try:
+        if n <= 0 or not Path(path).is_file():  # a pipe would be waited for
+            return []
         with Path(path).open("rb") as file:
-            return _end_of(file, n)[-n:] if n > 0 else []
+            return _end_of(file, n)[-n:]
     except OSError:
         return []
 
@@ -83,8 +86,8 @@ def _end_of(file: BinaryIO, n: int) -> list[str]:
     position = file.seek(0, os.SEEK_END)
     data = b""
     lines: list[str] = []
-    while position > 0 and len(lines) <= n:  # one more than n: the first may be cut
-        size = min(_BLOCK, position)
+    while position > 0 and len(lines) <= n and len(data) < _MOST_READ:  # one more than n: the first may be cut
+        size = min(max(_BLOCK, len(data)), position)
         position -= size
         file.seek(position)
         data = file.read(size) + data

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from .tail import records_as
 from .trackers import JsonlFile
 
 MASKED_TOKENS_FILE = "masked_tokens.jsonl"
@@ -40,16 +44,32 @@ class MaskedTokenLog:
         self._file.close()
 
 
+Count = Annotated[int, Field(ge=1, le=10**15)]
+
+
+@dataclass
+class _Token:
+    id: int
+    text: str
+    count: Count
+
+
+@dataclass
+class _Step:
+    masked: Count
+    tokens: list[_Token]
+
+
 def masked_rows(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Rank -> token, count and share in the run, from the ten of each step (the rest of a step is not kept)."""
     counts: Counter[int] = Counter()
     texts: dict[int, str] = {}
     masked = 0
-    for record in records:
-        masked += record.get("masked", 0)
-        for token in record.get("tokens", ()):
-            counts[token["id"]] += token["count"]
-            texts[token["id"]] = token["text"]
+    for step in records_as(_Step, records):
+        masked += step.masked
+        for token in step.tokens:
+            counts[token.id] += token.count
+            texts[token.id] = token.text
     most = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST]
     return {
         str(rank): f"{texts[token]!r} {count:,} ({count / masked:.1%})" for rank, (token, count) in enumerate(most, 1)

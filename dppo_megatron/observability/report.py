@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich import box
@@ -10,12 +11,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dppo_megatron.errors import bounded
+
 from .curves import draw_curves
 from .history import History, ReportError, labels, load_history
 from .masked_tokens import masked_rows
 from .summary import NONE, summary_rows, time_rows
 
 Rows = dict[str, list[str]]  # quantity -> its value in each run
+
+_LONGEST_CELL = 400  # bytes
 
 _NOTES = """\
 Masked share counts tokens with advantage A other than 0. Mismatch compares the engine's log-probs of the sampled
@@ -40,12 +45,13 @@ def write_report(
     histories = [load_history(path, label) for path, label in zip(run_dirs, labels(run_dirs), strict=True)]
     default = run_dirs[0] / "report" if len(run_dirs) == 1 else run_dirs[0].parent / "report"
     directory = default if out is None else Path(out)
-    directory.mkdir(parents=True, exist_ok=True)
-    draw_curves(histories, directory / "curves.png")
+    with _writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        draw_curves(histories, directory / "curves.png")
 
     summary, times = _side_by_side(histories, summary_rows), _side_by_side(histories, time_rows)
     masked = _side_by_side(histories, lambda history: masked_rows(history.masked))
-    names = [history.label for history in histories]
+    names = [bounded(history.label, _LONGEST_CELL) for history in histories]
     console = console or Console()
     console.print(_table("run", names, summary))
     if times:
@@ -59,13 +65,22 @@ def write_report(
         sections += ["## Most masked tokens", _markdown("", names, masked)]
     sections += ["## Curves", "![curves](curves.png)", _NOTES]
     path = directory / "report.md"
-    path.write_text("\n\n".join(sections))
+    with _writing(directory):
+        path.write_text("\n\n".join(sections), encoding="utf-8")
     return path
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ReportError(f"{directory}: cannot be written: {error.strerror}; give another as --out") from None
 
 
 def _side_by_side(histories: Sequence[History], rows_of: Callable[[History], dict[str, str]]) -> Rows:
     """Rows of all runs together; what no run has is left out."""
-    columns = [rows_of(history) for history in histories]
+    columns = [{key: bounded(v, _LONGEST_CELL) for key, v in rows_of(history).items()} for history in histories]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     rows = {key: [column.get(key, NONE) for column in columns] for key in keys}
     return {key: values for key, values in rows.items() if any(value.strip(f"{NONE}, ") for value in values)}
@@ -75,7 +90,7 @@ def _table(title: str, names: Sequence[str], rows: Rows) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(title, style="dim", no_wrap=True)
     for name in names:
-        table.add_column(name, overflow="fold")
+        table.add_column(escape(name), overflow="fold")
     for key, values in rows.items():
         table.add_row(key, *map(escape, values))  # a token may look like markup
     return table

@@ -42,22 +42,25 @@ def time_rows(run: History) -> dict[str, str]:
 
 def _method(run: History) -> dict[str, str]:
     anchor, region = _anchor_and_region(run)
-    p = run.setting("parallel") or {}
+
+    def size(name: str) -> int:
+        return max(1, run.setting(f"parallel.{name}", int) or 1)
+
     sizes = {"TP": "tensor", "PP": "pipeline", "VPP": "virtual_pipeline", "CP": "context", "EP": "expert"}
-    split = [f"{short} {p[key]}" for short, key in sizes.items() if (p.get(key) or 1) > 1]
-    ranks = p.get("world_size")
-    model_ranks = (p.get("tensor") or 1) * (p.get("pipeline") or 1) * (p.get("context") or 1)
+    split = [f"{short} {size(key)}" for short, key in sizes.items() if size(key) > 1]
+    ranks = run.setting("parallel.world_size", int)
+    model_ranks = size("tensor") * size("pipeline") * size("context")
     if ranks and ranks > model_ranks:
         split.append(f"DP {ranks // model_ranks}")
     layout = f"{ranks} rank{'s' if ranks != 1 else ''}" + (f": {', '.join(split)}" if split else "")
-    sampled = [run.setting("rollout.prompts_per_step"), run.setting("rollout.group_size")]
-    if run.setting("objective.name") == "nll":
+    sampled = [run.setting("rollout.prompts_per_step", int), run.setting("rollout.group_size", int)]
+    if run.setting("objective.name", str) == "nll":
         sampled = sampled[:1]  # examples
     return {
-        "method": _text(run.setting("objective.name")),
+        "method": _text(run.setting("objective.name", str)),
         "anchor": anchor,
         "trust region": region,
-        "learning rate": _number(run.setting("optimizer.lr"), "g"),
+        "learning rate": _number(run.setting("optimizer.lr", int, float), "g"),
         "prompts x samples": " x ".join(map(_text, sampled)) if all(sampled) else NONE,
         "layout": layout if ranks else NONE,
     }
@@ -65,7 +68,7 @@ def _method(run: History) -> dict[str, str]:
 
 def _anchor_and_region(run: History) -> tuple[str, str]:
     """As the objective resolves them; from the settings alone when it is not one of this installation's."""
-    name, given = run.setting("objective.name"), run.setting("objective.settings") or {}
+    name, given = run.setting("objective.name", str), run.setting("objective.settings", dict) or {}
     try:
         from dppo_megatron.objectives import build_objective
 
@@ -90,7 +93,7 @@ def _result(run: History) -> dict[str, str]:
     loss = run.series("train/loss")
     few = max(1, min(10, len(run.steps) // 4))
     best = max(zip(accuracy.values, accuracy.steps, strict=True), default=None)
-    planned = run.setting("train.steps")
+    planned = run.setting("train.steps", int)
     last = max(run.steps, default=0)
     return {
         "steps": f"{last} of {planned}" if planned and planned != last else str(last),

@@ -19,7 +19,7 @@ from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.observability.names import evaluated_sets
-from dppo_megatron.observability.tail import read_records
+from dppo_megatron.observability.tail import read_metrics
 from dppo_megatron.types import Prompt
 
 from .answers import Answers
@@ -65,7 +65,7 @@ class Evaluator:
         self._stop_token_ids = tuple(stop_token_ids)
         self._output = output
         self._answers = answers
-        self._begun = {(record["step"], name) for record in read_records(output) for name in evaluated_sets(record)}
+        self._begun = {(record["step"], name) for record in read_metrics(output) for name in evaluated_sets(record)}
         self._gate = asyncio.Semaphore(config.rollout.max_concurrent_groups)  # of all evaluations together
 
     def due(self, version: int) -> bool:

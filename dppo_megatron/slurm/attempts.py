@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from dppo_megatron.observability.tail import read_records
+from pydantic import StringConstraints
+
+from dppo_megatron.observability.tail import read_records, records_as
 from dppo_megatron.run_dir import RunDir
 
 TIME_LIMIT = "time limit"
@@ -19,7 +21,7 @@ Event = Literal["submitted", "started", "requeued", "failed", "stopped", "comple
 @dataclass(frozen=True, slots=True)
 class AttemptEvent:
     time: float  # unix seconds
-    job: str
+    job: Annotated[str, StringConstraints(pattern=r"^\d+$")]
     restart: int  # Slurm's count of this job's restarts
     event: Event
     cause: str  # why it began or ended
@@ -40,7 +42,7 @@ class AttemptLog:
             file.write(json.dumps(asdict(entry)) + "\n")
 
     def events(self) -> list[AttemptEvent]:
-        return [AttemptEvent(**{**r, "nodes": tuple(r["nodes"])}) for r in read_records(self._run.restarts)]
+        return records_as(AttemptEvent, read_records(self._run.restarts))
 
     def why_restarted(self) -> str:
         """The cause that the previous attempt recorded, or `LOST` where it could not record one."""

@@ -59,7 +59,12 @@ def jobs(job_ids: list[str]) -> list[QueuedJob]:
         if "Invalid job id" in str(error):  # squeue's answer where it knows none of them any more
             return []
         raise
-    return [QueuedJob(*(part.strip() for part in line.split("|"))) for line in lines]
+    return list(map(_queued, lines))
+
+
+def _queued(line: str) -> QueuedJob:
+    job, _, others = line.partition("|")
+    return QueuedJob(job.strip(), *(part.strip() for part in others.rsplit("|", 4)))  # a name may hold any character
 
 
 def requeue(job_id: str) -> None:

@@ -13,11 +13,11 @@ from dppo_megatron.checks import load_config
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import EngineError
-from dppo_megatron.errors import ExpectedError
+from dppo_megatron.errors import ExpectedError, bounded
 from dppo_megatron.fleet.registry import Service, engine_services
 from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.observability.names import accuracies, is_step_record
-from dppo_megatron.observability.tail import read_records
+from dppo_megatron.observability.tail import read_metrics
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
 
@@ -27,6 +27,7 @@ from .log_errors import last_error
 
 HEALTH_TIMEOUT_S = 3.0
 SEARCHED_LINES = 400
+LONGEST_LINE = 500  # bytes
 
 
 class NotARun(ExpectedError, ValueError):
@@ -72,10 +73,10 @@ class Status:
 def read_status(directory: Path) -> Status:
     """Reads files and queries each engine and squeue once; changes nothing. Raises `NotARun`."""
     run = RunDir(directory)
-    if not run.config.exists():
+    if not run.config.is_file():
         raise NotARun(f"{directory}: no {run.config.name} in it; name the run.dir of a run that was started")
     config = _config(run)
-    records = read_records(run.metrics)
+    records = read_metrics(run.metrics)
     trained = [record for record in records if is_step_record(record)]
     accuracy = next(iter(accuracies({name for record in records for name in record})), "")
     evaluated = [record[accuracy] for record in records if accuracy in record]
@@ -90,7 +91,7 @@ def read_status(directory: Path) -> Status:
         steps=config.train.steps if config else None,
         metrics={name: value for name, value in last.items() if name not in ("step", "time")},
         accuracy=evaluated[-1] if evaluated else None,
-        updated_s=time.time() - records[-1]["time"] if records else None,
+        updated_s=next((time.time() - r["time"] for r in reversed(records) if "time" in r), None),
         checkpoint=run.checkpoint_step,
         policy_version=published.version if published else None,
         engines=asyncio.run(_engines(config, run)) if config else [],
@@ -144,5 +145,5 @@ def _errors(run: RunDir) -> list[LastError]:
     found = []
     for log in run.logs.glob("*.[lo][ou][gt]"):
         if (line := last_error(last_lines(log, SEARCHED_LINES))) is not None:
-            found.append(LastError(log.name, line, time.time() - log.stat().st_mtime))
+            found.append(LastError(log.name, bounded(line, LONGEST_LINE), time.time() - log.stat().st_mtime))
     return sorted(found, key=lambda error: error.age_s)

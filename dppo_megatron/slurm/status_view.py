@@ -56,7 +56,7 @@ def _head(status: Status) -> Table:
 
 
 def _table(title: str, columns: list[str] | None, rows: list[tuple[str, ...]]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=columns is not None)
+    table = Table(title=Text(title), title_justify="left", show_header=columns is not None)
     for column in columns or ("", ""):
         table.add_column(column, overflow="fold")
     for row in rows:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dppo_megatron.config import Config
 from dppo_megatron.observability.masked_tokens import MaskedTokenLog
 from dppo_megatron.observability.names import evaluated_sets
-from dppo_megatron.observability.tail import JsonlFollower, read_records
+from dppo_megatron.observability.tail import JsonlFollower, read_metrics
 from dppo_megatron.observability.trackers import build_trackers
 from dppo_megatron.orchestrator.metrics import last_progress
 from dppo_megatron.run_dir import RunDir
@@ -35,7 +35,7 @@ class RankZeroRecorder:
         self._first_step = resume_step or 0
         self._evaluated = {
             (record["step"], name)
-            for record in read_records(RunDir(config.run.dir).metrics)
+            for record in read_metrics(RunDir(config.run.dir).metrics)
             for name in evaluated_sets(record)
         }
 

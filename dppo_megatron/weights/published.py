@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from dppo_megatron.common.files import read_json, write_json
+from dppo_megatron.common.files import parse_as, read_as, write_json
 from dppo_megatron.errors import ExpectedError
 
 POLL_S = 0.01
@@ -30,8 +29,8 @@ class PublishedPolicy:
 
     @classmethod
     def read(cls, path: Path) -> PublishedPolicy | None:
-        value = read_json(path)
-        return cls(**value) if value is not None else None
+        """None where nothing was published. Raises `DamagedFile`."""
+        return read_as(cls, path)
 
 
 class PolicyTimeout(ExpectedError, TimeoutError):
@@ -55,7 +54,7 @@ class PublishedFollower:
                 stat = os.fstat(file.fileno())
                 fingerprint = (stat.st_mtime_ns, stat.st_ino)
                 if fingerprint != self._fingerprint:
-                    self._current = PublishedPolicy(**json.load(file))
+                    self._current = parse_as(PublishedPolicy, file.read(), self._path)
                     self._fingerprint = fingerprint
         except OSError as error:
             # Not there yet, or replaced while it was opened: the next look finds it.

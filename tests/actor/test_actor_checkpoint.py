@@ -56,8 +56,10 @@ def test_an_unwritable_checkpoint_names_rank_and_reason(one_rank):
 def test_an_unreadable_checkpoint_is_named(one_rank):
     error = one_rank(scenarios.checkpoint_files)["unreadable"]
     assert "damaged cannot be read" in error
-    assert "JSONDecodeError" in error
+    assert "not valid JSON" in error
     assert "remove the newest checkpoint to resume from the one before it" in error
+    record = one_rank(scenarios.checkpoint_files)["damaged_record"]
+    assert "step-000001: run.json is damaged: state is []; remove the newest checkpoint" in record
     truncated = one_rank(scenarios.checkpoint_files)["truncated"]
     assert "step-000004 cannot be read" in truncated
     assert "remove the newest checkpoint" in truncated

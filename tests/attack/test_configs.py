@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import random
 import shutil
-import sys
-import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from dppo_megatron import cli
 from tests.attack import cases, generator
+from tests.attack.commands import report, run
+from tests.attack.hostile_values import HOSTILE, change_text, change_tree
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
-LONGEST_MESSAGE = 4096  # bytes
 PLAN = ["plan", "--nodes", "1", "--gpus-per-node", "2", "--gpu", "cpu-16"]
-LONGEST_CPU_S, LONGEST_WALL_S = 5.0, 30.0  # the latter for a machine that does something else, too
 
 
 @pytest.fixture(scope="module")
@@ -54,67 +49,6 @@ def sound(root: Path, model: Path) -> dict[str, Any]:
     }
 
 
-def run(*arguments: str) -> str:
-    """What is wrong with the answer of `dppo-megatron ARGUMENTS`; empty for one that is as it should be."""
-    out, err = io.StringIO(), io.StringIO()
-    before, sys.argv = sys.argv, ["dppo-megatron", *arguments]
-    started, cpu = time.monotonic(), time.process_time()
-    code: Any = "returned"
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            cli.main()
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        return traceback.format_exc()[-3000:]
-    finally:
-        sys.argv = before
-    wall, cpu = time.monotonic() - started, time.process_time() - cpu
-    message = err.getvalue()
-    size = len(message.encode())
-    if wall > LONGEST_WALL_S or cpu > LONGEST_CPU_S:
-        return f"took {wall:.1f} s, {cpu:.1f} s of them computing: {message[:500]}"
-    if size > LONGEST_MESSAGE or "Traceback" in message + out.getvalue():
-        return f"a message of {size} bytes: {message[:1000]}"
-    if code in (0, "returned"):
-        return ""
-    return "" if code in (1, 2) and message.strip() else f"exit code {code} with {message[:500]!r}"
-
-
-HOSTILE: list[Any] = [
-    None, True, False, 0, 1, -1, 2, 3, 10**6, 10**9, 10**21, -(10**21), 16**60, 0.0, -0.0, 0.5, 1e-300, 1e300, -1.5,
-    float("inf"), float("-inf"), float("nan"), "", " ", "x", "1", "-1", "1e3", "1:30", "true", "null", "~", ".", "/",
-    "/dev/null/x", "/proc/self/mem", "/dev/zero", "a\nb", "a\x00b", "\ud800", "\u202e\u200b", "é" * 300, "x" * 100_000,
-    "../" * 2000, "%s%n{}{0}", "$(ls)", "json:loads", "json:", ":", "a:b:c", "absent:x", "tests:", "..:..", "..",
-    "http://a:99999", "http://[::1", [], [[]], [None], [True], [1, "a"], ["x"] * 1000, {}, {"a": 1}, {1: 2}, {"": {}},
-    [[[[[[[[]]]]]]]], {"a": {"b": {"c": {"d": {}}}}}, "2026-13-45", "2026-01-01", "0x10", "010",
-]  # fmt: skip
-
-
-def change_tree(tree: Any, at: random.Random) -> None:
-    """One value, name or section somewhere in the tree."""
-    parent = key = None
-    node = tree
-    while isinstance(node, (dict, list)) and node and (parent is None or at.random() < 0.8):
-        parent, key = node, at.choice(list(node)) if isinstance(node, dict) else at.randrange(len(node))
-        node = parent[key]
-    if parent is None:
-        return  # nothing to change
-    kind = at.randrange(8)
-    if kind <= 2:
-        parent[key] = at.choice(HOSTILE)
-    elif kind <= 5:
-        parent[key] = at.choice([value for value in HOSTILE if type(value) is type(node)] or HOSTILE)
-    elif kind == 6 and isinstance(parent, dict):
-        letters = list(str(key) or "x")
-        letters[at.randrange(len(letters))] = at.choice("xyz_.- \x07é")
-        parent["".join(letters)] = parent.pop(key)
-    elif at.random() < 0.5 and isinstance(parent, dict):
-        parent.pop(key)
-    elif isinstance(tree, dict):
-        add_setting(tree, at)
-
-
 def add_setting(tree: dict, at: random.Random) -> None:
     """A hostile value for a setting that exists."""
     from dppo_megatron.config import Config
@@ -126,47 +60,6 @@ def add_setting(tree: dict, at: random.Random) -> None:
     usual = Config.model_fields[section].annotation.model_fields[setting].default
     alike = [value for value in HOSTILE if type(value) is type(usual)]
     tree[section][setting] = at.choice(alike if alike and at.random() < 0.7 else HOSTILE)
-
-
-def change_text(content: bytes, at: random.Random) -> bytes:
-    """Bytes flipped, cut, repeated or put in; the whole in another encoding."""
-    where = at.randrange(len(content) + 1)
-    kind = at.randrange(9)
-    if kind == 0:
-        return content[:where]
-    if kind == 1:
-        return content[:where] + bytes([at.randrange(256)]) + content[where + 1 :]
-    if kind == 2:
-        put = [
-            b"\x00",
-            b"\x1b[2J",
-            b"\t",
-            b"*",
-            b"&a ",
-            b"!!int ",
-            b"<<: ",
-            b"? ",
-            b"\xff",
-            b"\xed\xa0\x80",
-            b"---\n",
-            b"'",
-            b"|",
-        ]
-        return content[:where] + at.choice(put) + content[where:]
-    if kind == 3:
-        lines = content.splitlines(keepends=True)
-        return b"".join([*lines, at.choice(lines)]) if lines else content
-    if kind == 4:
-        return content.decode(errors="replace").encode(at.choice(["utf-16", "utf-32", "utf-8-sig", "utf-16-le"]))
-    if kind == 5:
-        depth = at.choice([40, 2000, 50_000])
-        return content + b"\ndeep: " + b"[" * depth
-    if kind == 6:
-        levels = b"".join(b"b%d: &b%d [%s]\n" % (n, n, b", ".join([b"*b%d" % (n - 1)] * 9)) for n in range(1, 12))
-        return content + b"\nb0: &b0 [x, x]\n" + levels
-    if kind == 7:
-        return content[where:] + content[:where]
-    return content + b"\nlong: " + b"y" * at.choice([10_000, 250_000, 3_000_000])
 
 
 def overrides(at: random.Random) -> list[str]:
@@ -197,7 +90,7 @@ def config_case(number: int, root: Path) -> list[str]:
     at = generator("config", number)
     tree = yaml.safe_load((at.choice(EXAMPLES) if at.random() < 0.3 else root / "config.yaml").read_text())
     for _ in range(at.choice([0, 1, 1, 1, 2, 3])):
-        change_tree(tree, at)
+        change_tree(tree, at, add_setting)
     content = yaml.safe_dump(tree, sort_keys=False).encode()
     for _ in range(at.choice([0, 0, 0, 1, 2])):
         content = change_text(content, at)
@@ -256,9 +149,3 @@ def test_every_damaged_model_directory_is_accepted_or_one_clear_error(workplace)
         if wrong := run(*at.choice([["validate"]] * 9 + [PLAN]), str(workplace / "case.yaml")):
             failures[number] = wrong
     report(failures)
-
-
-def report(failures: dict[int, str]) -> None:
-    assert not failures, f"{len(failures)} cases, the first ones:\n" + "\n".join(
-        f"--- {number}: {wrong}" for number, wrong in list(failures.items())[:8]
-    )

@@ -57,3 +57,13 @@ def test_without_an_end_token_nothing_would_stop(tmp_path):
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(TokenizerError, match="no end-of-sequence token"):
         load_tokenizer(directory)
+
+
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_a_model_of_a_thousand_million_layers_is_refused_before_transformers_lists_them(tmp_path, part):
+    directory = save_character_model(tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    sizes = {"num_hidden_layers": 10**9}
+    (directory / "config.json").write_text(json.dumps(config | (sizes if part is None else {part: sizes})))
+    with pytest.raises(TokenizerError, match=r"config.json: num_hidden_layers = 1000000000: no model has so many"):
+        load_tokenizer(directory)

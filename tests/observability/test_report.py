@@ -130,3 +130,14 @@ def test_labels_are_as_short_as_tells_them_apart(tmp_path):
     assert labels([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     assert labels([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
     assert labels([tmp_path / "a", tmp_path / "a"]) == ["a (1)", "a (2)"]
+
+
+def test_names_and_settings_are_text_and_a_report_that_cannot_be_written_says_so(make_run, console, tmp_path):
+    run = make_run("[bold] a$b$")
+    (run / "config.yaml").write_text("parallel: [1]\nobjective: {name: 7, settings: x}\noptimizer: {lr: fast}\n")
+    report = write_report(run, console=console).read_text()
+    assert report.startswith("# [bold] a$b$")
+    assert "[bold] a$b$" in console.file.getvalue()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ReportError, match=r"file: cannot be written: File exists; give another as --out"):
+        write_report(run, tmp_path / "file", console=console)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 import pytest
 from rich.console import Console
 
-from dppo_megatron.common.files import write_json
+from dppo_megatron.common.files import DamagedFile, write_json
 from dppo_megatron.config import save_resolved
 from dppo_megatron.fleet.registry import Service, free_port, register
 from dppo_megatron.run_dir import RunDir
@@ -50,7 +50,7 @@ def run(tmp_path) -> RunDir:
 
 
 def test_a_run_in_its_second_life(run, squeue):
-    squeue("7|sums|PENDING|Resources||1:00:00")
+    squeue("7|sums | of | pipes|PENDING|Resources||1:00:00")
     attempts = AttemptLog(run)
     attempts.record("started", "submitted", job="7", restart=0)
     attempts.record("requeued", TIME_LIMIT, job="7", restart=0)
@@ -71,7 +71,9 @@ def test_a_run_in_its_second_life(run, squeue):
     assert (status.step, status.checkpoint, status.policy_version, status.restarts) == (3, 2, 3, 1)
     assert (status.metrics["rollout/reward_mean"], status.accuracy) == (0.5, 0.25)
     assert 19 < status.updated_s < 60
-    assert [(j.id, j.state, j.reason) for j in status.jobs] == [("7", "PENDING", "Resources")]
+    assert [(j.id, j.state, j.reason, j.name) for j in status.jobs] == [
+        ("7", "PENDING", "Resources", "sums | of | pipes")
+    ]
     assert status.last_event == "started (time limit)"
     assert [(e.log, e.line) for e in status.errors] == [("trainer-0.log", "x ERROR y: rank 1 is gone")]
     (engine,) = status.engines
@@ -161,3 +163,28 @@ def test_a_second_job_of_a_run_is_refused(run, squeue, state):
     refuse_second_job(run, own="7")
     squeue("7|sums|COMPLETING|None|node1|1:00:00")
     refuse_second_job(run)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "why"),
+    [
+        ("services/engine-0.json", "[]", r"the whole is \[\]"),
+        ("services/engine-0.json", '{"name": "engine-0", "url": 7, "pid": 1, "host": ""}', r"url is 7: .*string"),
+        ("weights/published.json", '{"version": "3", "path": null}', r"version is '3': .*integer"),
+        ("weights/published.json", "\x00", "not|JSON"),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_is_wrong_in_it(run, squeue, file, content, why):
+    squeue("")
+    (run.root / file).parent.mkdir(exist_ok=True)
+    (run.root / file).write_text(content)
+    with pytest.raises(DamagedFile, match=rf"{file}: .*{why}.*; restore it, or remove it"):
+        read_status(run.root)
+
+
+def test_what_is_no_event_of_an_attempt_is_passed_over(run, squeue):
+    squeue("")
+    AttemptLog(run).record("started", "submitted", job="7", restart=0)
+    sound = run.restarts.read_text()
+    run.restarts.write_text(sound.replace('"7"', '"7 --help"') + sound.replace("time", "tim") + "[]\n" + sound)
+    assert len(AttemptLog(run).events()) == 1

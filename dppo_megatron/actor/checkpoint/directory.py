@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.common.files import read_json, replace_directory, write_atomic, write_json
+from dppo_megatron.common.files import read_foreign_json, replace_directory, write_atomic, write_json
 
 from .errors import CheckpointError
 
@@ -46,9 +46,9 @@ def newest(directory: Path) -> tuple[Path, dict[str, Any]] | None:
     named = directory / _LATEST
     try:
         candidates = sorted(_whole(directory), reverse=True)
-        if named.exists() and (directory / named.read_text().strip()) in candidates:
+        if named.is_file() and (directory / named.read_text().strip()) in candidates:
             candidates = [directory / named.read_text().strip()]
-        return (candidates[0], read_json(candidates[0] / _RUN)) if candidates else None
+        return (candidates[0], read_foreign_json(candidates[0] / _RUN)) if candidates else None
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"checkpoints in {directory} cannot be read: {type(error).__name__}: {error}; {REMEDY}"

@@ -24,6 +24,7 @@ from dppo_megatron.actor.model import PolicyModel
 from dppo_megatron.common.files import sync
 from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config import Config
+from dppo_megatron.errors import shown
 from dppo_megatron.hf import HFModelConfig
 
 from .directory import REMEDY, RNG, complete, final_path, newest, partial_path
@@ -36,6 +37,7 @@ from .writer import BackgroundWrite, DiskFiles, HostFiles
 log = logging.getLogger(__name__)
 
 _FORMAT = 1
+_RECORDED = {"step": int, "state": dict, "updates": int, "skipped_in_a_row": int, "layout": dict, "run": dict}
 
 
 class Checkpointed(Protocol):
@@ -115,6 +117,7 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
     if found is None:
         return None
     path, run = found
+    _refuse_damaged(path, run)
     _refuse_other_run(path, run, actor)
     materialise_state(actor.optimizer)
     Ranks().from_rank_zero(lambda: check_files(path), f"what is in {path}")
@@ -189,9 +192,15 @@ def _set_rates(actor: Checkpointed, path: Path, saved: dict[str, Any]) -> None:
         group["max_lr"], group["min_lr"] = _rates(actor).values()
 
 
-def _refuse_other_run(path: Path, run: dict[str, Any], actor: Checkpointed) -> None:
+def _refuse_damaged(path: Path, run: dict[str, Any]) -> None:
     if run.get("format") != _FORMAT:
-        raise CheckpointError(f"{path}: format {run.get('format')}, this version reads {_FORMAT}")
+        raise CheckpointError(f"{path}: format {shown(run.get('format'))}, this version reads {_FORMAT}")
+    for name, kind in _RECORDED.items():
+        if type(run.get(name)) is not kind:
+            raise CheckpointError(f"{path}: run.json is damaged: {name} is {shown(run.get(name))}; {REMEDY}")
+
+
+def _refuse_other_run(path: Path, run: dict[str, Any], actor: Checkpointed) -> None:
     saved, now = run["run"], _identity(actor)
     # Checkpoints of earlier versions recorded less of the model.
     differing = [f"{name} = {now[name]!r}: the checkpoint was saved with {saved[name]!r}" for name in now

@@ -51,6 +51,8 @@ def checkpoint_files(rank: Rank) -> Any:
     (damaged / "step-000001").mkdir(parents=True)
     (damaged / "step-000001" / "run.json").write_text("{")
     unreadable = refused(rank, damaged)
+    (damaged / "step-000001" / "run.json").write_text('{"format": 1, "step": 1, "state": [], "updates": 1}')
+    damaged_record = refused(rank, damaged)
     error = refused(rank, directory, "wider", optimizer={"beta1": 0.5}, settings={"dtype": "bf16"})
     left = sorted(p.name for p in directory.iterdir())
     crafted = {}
@@ -78,6 +80,7 @@ def checkpoint_files(rank: Rank) -> Any:
         "left": left,
         "error": error,
         "unreadable": unreadable,
+        "damaged_record": damaged_record,
         "seconds": seconds,
         "lowered": lowered,
         "truncated": truncated,

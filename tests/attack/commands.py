@@ -1,0 +1,48 @@
+"""Commands run in this process, and what may be wrong with how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import time
+import traceback
+from typing import Any
+
+from dppo_megatron import cli
+
+LONGEST_MESSAGE = 4096  # bytes
+LONGEST_CPU_S, LONGEST_WALL_S = 5.0, 30.0  # the latter for a machine that does something else, too
+
+
+def run(*arguments: str) -> str:
+    """What is wrong with the answer of `dppo-megatron ARGUMENTS`; empty for one that is as it should be."""
+    out, err = io.StringIO(), io.StringIO()
+    before, sys.argv = sys.argv, ["dppo-megatron", *arguments]
+    started, cpu = time.monotonic(), time.process_time()
+    code: Any = "returned"
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            cli.main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        return traceback.format_exc()[-3000:]
+    finally:
+        sys.argv = before
+    wall, cpu = time.monotonic() - started, time.process_time() - cpu
+    message = err.getvalue()
+    size = len(message.encode())
+    if wall > LONGEST_WALL_S or cpu > LONGEST_CPU_S:
+        return f"took {wall:.1f} s, {cpu:.1f} s of them computing: {message[:500]}"
+    if size > LONGEST_MESSAGE or "Traceback" in message + out.getvalue():
+        return f"a message of {size} bytes: {message[:1000]}"
+    if code in (0, "returned"):
+        return ""
+    return "" if code in (1, 2) and message.strip() else f"exit code {code} with {message[:500]!r}"
+
+
+def report(failures: dict[int, str]) -> None:
+    assert not failures, f"{len(failures)} cases, the first ones:\n" + "\n".join(
+        f"--- {number}: {wrong}" for number, wrong in list(failures.items())[:8]
+    )
