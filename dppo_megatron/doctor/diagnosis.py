@@ -114,9 +114,10 @@ class _Source:
 
     def __init__(self, run: RunDir):
         self._setting = setting = load_history(run.root, run.root.name).setting
-        self._groups = 0 if setting("objective.name") == "nll" else setting("rollout.prompts_per_step") or 0
-        self._reader = BankReader(setting("rollout.bank") or run.bank)
-        self._vocabulary = Vocabulary.load(Path(setting("model.path") or ""))
+        supervised = setting("objective.name", str) == "nll"
+        self._groups = 0 if supervised else max(0, setting("rollout.prompts_per_step", int) or 0)
+        self._reader = BankReader(setting("rollout.bank", str) or run.bank)
+        self._vocabulary = Vocabulary.load(Path(setting("model.path", str) or ""))
         self.problem = ""
 
     def step(self, number: int, row: dict[str, Any], rollouts: bool) -> Step:

@@ -54,7 +54,7 @@ def cloned_samples(step: Step, past: Past) -> Evidence:
 @sign("log-probs of another temperature", "the engine must return log-probs after temperature: check engine.extra_args")
 def other_temperature(step: Step, past: Past) -> Evidence:
     """Of the engine's lists: the token that they call likeliest must be drawn as often as they say."""
-    wanted = step.setting("rollout.temperature")
+    wanted = step.setting("rollout.temperature", int, float)
     for entry in step.entries:
         if wanted is not None and not math.isclose(entry.temperature, wanted, rel_tol=1e-6):
             return (

@@ -22,8 +22,8 @@ def non_finite(step: Step, past: Past) -> Evidence:
 
 @sign("stale beyond the bound", "rollout.beyond_bound: drop or wait; fewer rollout.max_concurrent_groups")
 def stale_beyond_bound(step: Step, past: Past) -> Evidence:
-    bound, found = step.setting("rollout.max_staleness"), step.value("rollout/staleness_max")
-    if bound is None or found is None or found <= bound or step.setting("rollout.bank"):
+    bound, found = step.setting("rollout.max_staleness", int), step.value("rollout/staleness_max")
+    if bound is None or found is None or found <= bound or step.setting("rollout.bank", str):
         return None
     return f"a token is {found:.0f} versions old, rollout.max_staleness is {bound}"
 
@@ -71,7 +71,7 @@ def length_exploded(step: Step, past: Past) -> Evidence:
 
 @sign("no learning signal", "`data filter --pass-rate`, a larger rollout.group_size, or rollout.dynamic_sampling")
 def no_learning_signal(step: Step, past: Past) -> Evidence:
-    groups = len(step.entries) or step.setting("rollout.prompts_per_step")
+    groups = len(step.entries) or step.setting("rollout.prompts_per_step", int)
     without, norm = step.value("rollout/groups_without_signal"), step.value("train/grad_norm")
     if norm == 0 and step.setting("optimizer.lr"):
         return "the gradient is 0"
@@ -96,9 +96,10 @@ def differs_from_the_start(step: Step, past: Past) -> Evidence:
 def weights_did_not_arrive(step: Step, past: Past) -> Evidence:
     """All at once: a policy that drifts away does not do so within one step."""
     unconfirmed = step.value("engine/unconfirmed")
-    version, lag = step.newest_version, step.setting("rollout.max_staleness") or 0
+    version, lag = step.newest_version, step.setting("rollout.max_staleness", int) or 0
     still = past.newest_versions[-(lag + 2) :]
-    if not step.setting("rollout.bank") and version is not None and len(still) == lag + 2 and min(still) == version:
+    follows = not step.setting("rollout.bank", str) and version is not None
+    if follows and len(still) == lag + 2 and min(still) == version:
         return f"the engines have sampled with version {version} since {lag + 2} steps"
     now, before = step.value("mismatch/kl"), past.values("mismatch/kl")[-1:]
     if now is None or not before or now < 0.01 or now < 20 * before[0]:

@@ -19,13 +19,13 @@ RECENT = 10  # steps that "before" is judged by
 
 @dataclass(frozen=True)
 class Step:
-    """`read(entry, samples, parts)` -> group; `setting("a.b")` -> the run's, None where its config has none."""
+    """`read(entry, samples, parts)` -> group; `setting("a.b", *kinds)` -> the run's, None where its config has none."""
 
     number: int
     metrics: Mapping[str, float | None]
     entries: Sequence[BankEntry]
     read: Callable[[BankEntry, Sequence[int], Sequence[str]], RolloutGroup]
-    setting: Callable[[str], Any]
+    setting: Callable[..., Any]
     vocabulary: Vocabulary | None  # None: model.path has no tokenizer.json
 
     def value(self, name: str) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -41,7 +42,9 @@ class JsonlFollower:
     def poll(self) -> Batch:
         try:
             status = os.stat(self.path)
-        except FileNotFoundError:
+        except OSError:
+            return Batch([], False)
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
             return Batch([], False)
         restarted = self._file is not None and self._was_rewritten(status)
         if restarted:

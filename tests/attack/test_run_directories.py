@@ -131,6 +131,7 @@ def small(path: Path) -> bool:
 
 COMMANDS = {
     "status": ["status", "case"],
+    "doctor": ["doctor", "case"],
     "status as JSON": ["status", "case", "--json"],
     "report": ["report", "case"],
     "report of two": ["report", "case", "RUN", "--out", "out"],
