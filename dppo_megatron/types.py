@@ -96,6 +96,9 @@ class TokenBatch:
     temperature: torch.Tensor | None = None  # [T] fp32; None = 1
     topk_ids: torch.Tensor | None = None  # [T, K] int32, -1 = absent
     rollout_topk_logprob: torch.Tensor | None = None  # [T, K] fp32
+    # Sampling masks: what top-p, top-k and min-p left to draw each target from, end to end; None = everything.
+    kept_ids: torch.Tensor | None = None  # [sum of kept_counts] int32
+    kept_counts: torch.Tensor | None = None  # [T] int32, 0 where mask is False
     # Computed by the trainer before the step's first update, where the objective needs it.
     old_logprob: torch.Tensor | None = None  # [T] fp32, by the weights the step starts from
     old_topk_logprob: torch.Tensor | None = None  # [T, K] fp32, of topk_ids by the same weights

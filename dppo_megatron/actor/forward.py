@@ -116,7 +116,7 @@ def apply_objective(
             logprob=topk_logprob,
             other_logprob=other_logprob,
             target_ids=rows.target_ids,
-            vocab_size=vocab_size,
+            vocab_size=vocab_size if rows.kept_counts is None else rows.kept_counts,
             old_logprob=rows.old_topk_logprob,
             old_other_logprob=rows.old_other_logprob,
         )
@@ -183,7 +183,7 @@ def head_statistics(
     """Statistics [n] of the last stage's output rows, the same on every tensor-parallel rank."""
     policy: PolicyModel = unwrap_model(model)
     layout = step.layout
-    statistics = token_statistics
+    statistics = partial(token_statistics, inplace=True)
     if policy.fused_head:
         statistics = partial(linear_token_statistics, weight=policy.head_weight)
     return statistics(
@@ -194,6 +194,8 @@ def head_statistics(
         temperature=1.0 if rows.temperature is None else rows.temperature,
         group=layout.tensor_group if layout.tensor_size > 1 else None,
         entropy=entropy,
+        kept_ids=rows.kept_ids,
+        kept_counts=rows.kept_counts,
         check=step.checks,
     )
 

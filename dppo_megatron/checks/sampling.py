@@ -24,15 +24,18 @@ def problems(config: Config) -> list[str]:
 def _distribution(config: Config) -> list[str]:
     r, e = config.rollout, config.engine
     out = []
-    if r.top_p != 1.0:
+    if r.top_p == 0:
+        out.append("rollout.top_p = 0.0: no token is left to draw from; set it above 0, to 1 for all tokens")
+    if r.truncated and r.top_k <= 0:
+        name, value = ("top_p", r.top_p) if r.top_p < 1 else ("min_p", r.min_p)
         out.append(
-            f"rollout.top_p = {r.top_p}: truncated sampling removes tokens the policy still has, so every ratio "
-            "would be biased; set rollout.top_p to 1"
+            f"rollout.{name} = {value}: on a flat distribution it leaves most of the vocabulary, of every "
+            "position to be kept; bound it by rollout.top_k, say 1000 (vLLM demands it too)"
         )
-    if r.top_k not in (-1, 0):
+    if r.min_p > 0 and e.kind == "sglang" and e.seeded:
         out.append(
-            f"rollout.top_k = {r.top_k}: truncated sampling removes tokens the policy still has, so every ratio "
-            "would be biased; set rollout.top_k to -1 (rollout.topk_logprobs is the number of top-K log-probs)"
+            f"rollout.min_p = {r.min_p}: SGLang draws with seeds or with min_p, and ends where it is asked for both; "
+            "set engine.seeded to false, or min_p to 0"
         )
     if e.logprobs_mode != "processed_logprobs":
         out.append(

@@ -188,8 +188,19 @@ class RolloutConfig(Section):
     temperature: Float = Field(
         1.0, ge=0.01, le=100, description="of sampling and of the log-probs; vLLM raises smaller ones to 0.01"
     )
-    top_p: Float = Field(1.0, ge=0, le=1)
-    top_k: Int = Field(-1, ge=-1, le=10**9)
+    top_p: Float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="below 1: sample from the fewest tokens that hold so much probability; engines report what top_p, "
+        "top_k and min_p left of every position, and training renormalises over the same tokens",
+    )
+    top_k: Int = Field(
+        -1, ge=-1, le=10**9, description="sample from so many most likely tokens; -1 = all; top_p and min_p need it"
+    )
+    min_p: Float = Field(
+        0.0, ge=0, le=1, description="sample from tokens with at least this share of the most likely one's probability"
+    )
     stop_token_ids: tuple[TokenId, ...] = Field((), description="besides the tokenizer's end-of-sequence token")
     topk_logprobs: CountFromZero = Field(
         0, description="K of the top-K tokens kept of the rollout policy; top-K methods need > 0"
@@ -223,6 +234,11 @@ class RolloutConfig(Section):
     bank: FilePath | None = Field(
         None, description="train on the rollouts of this existing bank: nothing is sampled, no engine is started"
     )
+
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary, which the trainer then replays."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 class WeightSyncConfig(Section):

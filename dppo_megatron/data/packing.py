@@ -31,6 +31,8 @@ class TokenSequence:
     rollout_topk_logprob: np.ndarray | None = None  # [R, K] fp32
     routed_experts: np.ndarray | None = None  # [P + S - 1, L, k] of every token but the last, for routing replay
     sampled: np.ndarray | None = None  # [S] bool, R of them; None: all
+    kept_ids: np.ndarray | None = None  # [sum of kept_counts] int32, what each token was drawn from; None = everything
+    kept_counts: np.ndarray | None = None  # [R] int32
 
     @classmethod
     def of_rollout(
@@ -55,6 +57,8 @@ class TokenSequence:
             rollout.rollout_topk_logprob,
             rollout.routed_experts if replay_routing else None,
             None if rollout.spans is None else np.repeat(rollout.spans[:, 0] == POLICY, rollout.spans[:, 1]),
+            rollout.kept_ids,
+            rollout.kept_counts,
         )
 
     @classmethod
@@ -166,6 +170,11 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0) -> TokenBatch:
     if first.topk_ids is not None:
         batch["topk_ids"] = per_row(np.concatenate([s.topk_ids for s in sequences]), np.int32, fill=-1)
         batch["rollout_topk_logprob"] = per_row(np.concatenate([s.rollout_topk_logprob for s in sequences]), np.float32)
+    if first.kept_counts is not None:
+        counts = np.concatenate([s.kept_counts for s in sequences])
+        kept_ids = np.concatenate([s.kept_ids for s in sequences])
+        batch["kept_ids"] = torch.from_numpy(kept_ids[np.repeat(carries_loss, counts)].astype(np.int32))
+        batch["kept_counts"] = per_row(np.where(carries_loss, counts, 0), np.int32)
     if first.routed_experts is not None:
         # A response's last token is not read when sampling: the trainer routes it itself, and nothing depends on it.
         routed = np.full((total, *first.routed_experts.shape[1:]), -1, dtype=np.int16)
@@ -249,6 +258,10 @@ def _problem(s: TokenSequence, first: TokenSequence) -> str:
         s.rollout_topk_logprob is None or not s.topk_ids.shape == s.rollout_topk_logprob.shape == (learned, width)
     ):
         return f"top-K ids and log-probs must both be [{learned}, {width}]"
+    if (s.kept_counts is None) != (first.kept_counts is None) or (s.kept_ids is None) != (s.kept_counts is None):
+        return "kept ids and counts must both be there, as in sequence 0, or neither"
+    if s.kept_counts is not None and (len(s.kept_counts) != learned or int(s.kept_counts.sum()) != len(s.kept_ids)):
+        return f"{len(s.kept_ids)} kept ids with {len(s.kept_counts)} counts, {learned} sampled tokens"
     routed = None if s.routed_experts is None else s.routed_experts.shape
     if (routed is None) != (first.routed_experts is None) or (
         routed is not None and routed != (len(s) - 1, *first.routed_experts.shape[1:])

@@ -27,12 +27,15 @@ class GroupSamples:
     rollout_topk_logprob: np.ndarray | None = None  # [S, K] fp32
     # [n (P - 1) + S, L, k] uint8 | uint16: P + R - 1 rows of every sample
     routed_experts: np.ndarray | None = None
+    kept_ids: np.ndarray | None = None  # [sum of kept_counts] int32, ascending at every position
+    kept_counts: np.ndarray | None = None  # [S] int32
 
     def rollouts(self, prompt_tokens: int) -> tuple[Rollout, ...]:
         """One `Rollout` per sample of a prompt of `prompt_tokens`; the arrays are views."""
         ends = np.cumsum(self.lengths)
         routed_ends = np.cumsum(self.lengths + prompt_tokens - 1)
         out = []
+        kept_ends = np.array([0]) if self.kept_counts is None else np.append(0, np.cumsum(self.kept_counts))
         for length, end, routed_end, reason in zip(self.lengths, ends, routed_ends, self.finish_reasons, strict=True):
             rows = slice(int(end - length), int(end))
             routed = slice(int(routed_end - length) - prompt_tokens + 1, int(routed_end))
@@ -45,6 +48,10 @@ class GroupSamples:
                     topk_ids=None if self.topk_ids is None else self.topk_ids[rows],
                     rollout_topk_logprob=None if self.rollout_topk_logprob is None else self.rollout_topk_logprob[rows],
                     routed_experts=None if self.routed_experts is None else self.routed_experts[routed],
+                    kept_ids=None
+                    if self.kept_ids is None
+                    else self.kept_ids[slice(*kept_ends[[rows.start, rows.stop]])],
+                    kept_counts=None if self.kept_counts is None else self.kept_counts[rows],
                 )
             )
         return tuple(out)
@@ -58,6 +65,8 @@ class GroupSamples:
         check.tokens(self.rollout_logprob > LOGPROB_TOLERANCE, "log-prob above 0")
         check.tokens(self.versions < 0, "token carries no policy version")
         self._check_ends(request, check, max_model_len)
+        if request.kept:
+            self._check_kept(check, vocab_size)
         if request.topk:
             self._check_topk(check, vocab_size)
         if request.routed_experts:
@@ -103,7 +112,14 @@ class GroupSamples:
 
     def _check_topk(self, check: _Check, vocab_size: int) -> None:
         ids, logprobs = self.topk_ids, self.rollout_topk_logprob
-        check.tokens(((ids < 0) | (ids >= vocab_size)).any(1), f"top-K id outside [0, {vocab_size})")
+        listed = np.ones(ids.shape, dtype=bool)
+        if self.kept_counts is not None:  # what is missing at the end of a list has probability 0
+            places = np.arange(ids.shape[1])
+            listed = places < self.kept_counts[:, None]
+            check.tokens(((ids >= 0) != listed).any(1), "the top K are more or fewer than the tokens that were left")
+            ids, logprobs = np.where(listed, ids, vocab_size + places), np.where(listed, logprobs, np.float32(-1e30))
+            check.tokens((listed & ~self._kept(ids, vocab_size)).any(1), "a top-K id is not among the tokens left")
+        check.tokens((listed & ((ids < 0) | (ids >= vocab_size))).any(1), f"top-K id outside [0, {vocab_size})")
         check.tokens(~np.isfinite(logprobs).all(1), "top-K log-prob is missing or not finite")
         check.tokens((np.diff(logprobs, axis=1) > LOGPROB_TOLERANCE).any(1), "top-K log-probs are not in order")
         check.tokens(np.exp(logprobs).sum(1) > 1 + 1e-3, "top-K probabilities sum to more than 1")
@@ -111,6 +127,33 @@ class GroupSamples:
         sampled = ids == self.token_ids[:, None]
         differs = sampled & (np.abs(logprobs - self.rollout_logprob[:, None]) > LOGPROB_TOLERANCE)
         check.tokens(differs.any(1), "top-K log-prob of the sampled token differs from its own")
+
+    def _check_kept(self, check: _Check, vocab_size: int) -> None:
+        ids, counts = self.kept_ids, self.kept_counts
+        if ids is None or counts is None or counts.shape != self.token_ids.shape or ids.shape != (int(counts.sum()),):
+            raise InvalidSample(
+                f"group {check.request_id}: the kept ids of {len(self.token_ids)} tokens are incomplete"
+            )
+        check.tokens(counts < 1, "no token was left to draw from")
+        if not len(counts):
+            return
+        starts = np.cumsum(counts) - counts
+        check.tokens(
+            np.logical_or.reduceat((ids < 0) | (ids >= vocab_size), starts), f"kept id outside [0, {vocab_size})"
+        )
+        again = np.diff(ids, prepend=-1) <= 0
+        again[starts] = False
+        check.tokens(np.logical_or.reduceat(again, starts), "kept ids are not ascending")
+        drawn = self._kept(self.token_ids[:, None], vocab_size)[:, 0]
+        check.tokens(~drawn, "the sampled token is not among those that were left to draw from")
+
+    def _kept(self, ids: np.ndarray, vocab_size: int) -> np.ndarray:
+        """[S, n] bool: whether each of ids [S, n] was left to draw from at its position."""
+        tokens = np.arange(len(ids), dtype=np.int64)
+        width = vocab_size + ids.shape[1]
+        kept = np.repeat(tokens, self.kept_counts) * width + self.kept_ids  # ascending
+        wanted = tokens[:, None] * width + ids
+        return kept[np.searchsorted(kept, wanted).clip(max=len(kept) - 1)] == wanted
 
     def _check_experts(self, request: GenerateRequest) -> None:
         experts = self.routed_experts

@@ -77,6 +77,12 @@ def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | Non
             "does not return routed experts, which rollout.routing_replay needs; start it with "
             "--enable-return-routed-experts, or set rollout.routing_replay to false",
         ),
+        (
+            rollout.truncated and not info.kept,
+            f"does not report which tokens rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k}, min_p = "
+            f"{rollout.min_p} left to draw from, which the trainer replays; start it with --return-sampling-mask (vLLM "
+            "on GPUs), or set them to 1, -1 and 0",
+        ),
     ]
     wrong = [*info.problems, *(message for is_wrong, message in problems if is_wrong)]
     if wrong:

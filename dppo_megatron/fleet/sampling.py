@@ -164,5 +164,5 @@ def _join(prompt_tokens: int, first: Rollout, rest: Rollout) -> Rollout:
         # Of the tokens that both pieces read, those that the policy of the time was routed to.
         read = max(prompt_tokens + len(first.token_ids) - 1, 0)
         experts = np.concatenate([first.routed_experts[:read], rest.routed_experts[read:]])
-    names = ("token_ids", "rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob")
+    names = ("token_ids", "rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "kept_ids", "kept_counts")
     return Rollout(**{name: both(name) for name in names}, finish_reason=rest.finish_reason, routed_experts=experts)

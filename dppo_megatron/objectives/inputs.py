@@ -25,8 +25,8 @@ class TopKLogprobs:
                          needs one.
     other_logprob        [T] ln of pi's mass outside TopK united with the sampled token, from the kernel.
     target_ids           [T] int, the sampled token.
-    vocab_size           tokens of the whole vocabulary, for the uniform tail of the predictive direction and for
-                         score centering with a region in probabilities.
+    vocab_size           tokens of the whole vocabulary, or [T] of the set that each was drawn from, for the uniform
+                         tail of the predictive direction and for score centering with a region in probabilities.
     old_logprob          [T, K] as rollout_logprob, of the old policy (PPO's); for anchor 'old' only.
     old_other_logprob    [T] as other_logprob, of the same policy; None = what its top K leave of 1.
     """
@@ -36,7 +36,7 @@ class TopKLogprobs:
     logprob: Float[Tensor, "T K"]
     other_logprob: Float[Tensor, " T"]
     target_ids: Int[Tensor, " T"]
-    vocab_size: int | None = None
+    vocab_size: int | Int[Tensor, " T"] | None = None
     old_logprob: Float[Tensor, "T K"] | None = None
     old_other_logprob: Float[Tensor, " T"] | None = None
 
@@ -56,7 +56,7 @@ class Buckets:
     anchor_other_logprob: Float[Tensor, " T"]
     policy_other_logprob: Float[Tensor, " T"]
     sampled_in_topk: Bool[Tensor, " T"]
-    vocab_size: int | None
+    vocab_size: int | Int[Tensor, " T"] | None
 
     @property
     def anchor(self) -> Float[Tensor, "T K+1"]:
@@ -194,6 +194,8 @@ def make_buckets(settings: ObjectiveSettings, name: str, tokens: Tokens, topk: T
     anchor_other = torch.where(remainder > noise, remainder, torch.zeros_like(remainder))
     if old and topk.old_other_logprob is not None:
         anchor_other = topk.old_other_logprob.detach().to(dtype).exp()
+    # Where the list is all there is, what the anchor's probabilities lack of 1 is rounding, however much.
+    anchor_other = torch.where(topk.other_logprob.detach() == float("-inf"), 0.0, anchor_other)
     return Buckets(
         present=present,
         anchor_logprob=anchor,

@@ -69,6 +69,7 @@ _ROLLOUT = (
     ("rollout/groups_without_signal", "count", "groups without any advantage: all rewards are equal"),
     ("rollout/overlong_filtered", "count", "truncated responses left out of the loss (objective.overlong_filter)"),
     ("rollout/overlong_penalty_mean", "reward", "what reward.overlong_buffer adds, mean over the samples"),
+    ("rollout/kept_tokens_mean", "tokens", "left to draw from by top_p, top_k and min_p, mean over response tokens"),
     ("rollout/staleness_mean", "versions", "policy versions between sampling and training, mean over tokens"),
     ("rollout/staleness_max", "versions", "its largest value in the batch"),
     ("rollout/mixed_version_groups", "count", "groups whose tokens are of more than one policy"),

@@ -166,6 +166,8 @@ def head(work: Work, rows: int, padded_vocab: int) -> dict[str, int]:
     gathered = work.tokens * hf.hidden_size * e if work.config.parallel.sequence else 0
     around = _norm(work) + gathered + e * hidden  # final norm, gather, the rows picked
     weight_gradient = work.weight_gradient * columns * hf.hidden_size
+    # Of each kept token at most: its id, its row, where it lies in a block of logits and what is there.
+    kept = {"kept sets": 48 * rows * work.config.rollout.top_k} if work.config.rollout.truncated else {}
     if work.config.model.logits == "fused":
         block = max(block.stop - block.start for block in column_blocks(columns))
         return {
@@ -173,12 +175,14 @@ def head(work: Work, rows: int, padded_vocab: int) -> dict[str, int]:
             "a block of logits": e * rows * block,
             "hidden gradient": (FP32 + e) * hidden,
             "weight gradient": weight_gradient,
+            **kept,
         }
     out = {
         "head input": around,
         "logits": e * rows * columns,
         "hidden gradient": e * hidden,
         "weight gradient": weight_gradient,
+        **kept,
     }
     if work.config.model.fp32_head and e < FP32:
         out["logits"] = FP32 * rows * columns

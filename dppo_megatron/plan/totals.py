@@ -69,7 +69,8 @@ def _active(hf: HFModelConfig, parameters: int) -> int:
 
 def _bank(hf: HFModelConfig, config: Config) -> int:
     r = config.rollout
-    sampled = r.max_response_tokens * (_TOKEN_BYTES + r.topk_logprobs * _LISTED_BYTES)
+    kept = 4 * (1 + r.top_k) if r.truncated else 0  # at most
+    sampled = r.max_response_tokens * (_TOKEN_BYTES + r.topk_logprobs * _LISTED_BYTES + kept)
     if r.routing_replay and hf.moe is not None:
         width = 1 if hf.moe.num_experts <= 256 else 2
         read = config.data.max_prompt_tokens + r.max_response_tokens - 1

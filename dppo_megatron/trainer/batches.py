@@ -100,7 +100,7 @@ class BankBatches:
             self._update([entries[i] for i in part], samples.part(part))
             for part in np.split(order, self._config.train.updates_per_step)
         ]
-        metrics = samples.metrics(self._config) | self._staleness(step, entries)
+        metrics = samples.metrics(self._config) | self._staleness(step, entries) | self._kept(entries)
         return StepBatch([u for u in updates if u is not None], metrics)
 
     def _staleness(self, step: int, entries: Sequence[BankEntry]) -> dict[str, float]:
@@ -113,6 +113,12 @@ class BankBatches:
             "rollout/staleness_max": float(step - oldest),
             "rollout/mixed_version_groups": float(sum(e.min_version != e.max_version for e in entries)),
         }
+
+    def _kept(self, entries: Sequence[BankEntry]) -> dict[str, float]:
+        if not self._config.rollout.truncated:
+            return {}
+        kept = sum(sum(entry.shapes.kept) for entry in entries)
+        return {"rollout/kept_tokens_mean": kept / max(sum(sum(entry.shapes.sampled) for entry in entries), 1)}
 
     def _check(self, entries: Sequence[BankEntry]) -> None:
         rollout = self._config.rollout
@@ -132,10 +138,11 @@ class BankBatches:
                     f"rollout.topk_logprobs = {rollout.topk_logprobs}: prompt {entry.position} in the bank has "
                     f"{entry.topk} top-K log-probs per token; use the setting the bank was filled with"
                 )
-            if entry.masked:
+            if entry.masked != rollout.truncated:
+                found, remedy = ("with", "as it was") if entry.masked else ("without", "to 1, -1 and 0")
                 raise ValueError(
-                    f"rollout.bank: prompt {entry.position} was sampled with top-p, top-k or min-p; the trainer's "
-                    "log-probs are over the whole vocabulary, sample without them"
+                    f"rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k}, min_p = {rollout.min_p}: prompt "
+                    f"{entry.position} in the bank was sampled {found} truncation; set them {remedy}"
                 )
             if self._experts is not None:
                 wanted = (sum(self._experts.layers), self._experts.top_k)
@@ -197,11 +204,11 @@ class BankBatches:
 
 
 def parts_of(actor: Actor) -> tuple[str, ...]:
-    """What this rank reads of a sample: top-K lists where the loss is, routes where there are experts to replay."""
+    """What this rank reads of a sample: lists and masks where the loss is, routes where there are experts to replay."""
     parts = ["core"]
     acceptance = actor.config.acceptance  # which compares lists on every rank
     if actor.layout.is_last_stage or (acceptance.bound is not None and acceptance.divergence == "objective"):
-        parts.append("topk")
+        parts += ["topk", "mask"]
     if actor.routing is not None and actor.routing.held_layers:
         parts.append("routes")
     return tuple(parts)

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from .kept import KeptSets
+
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ENTROPY = ("none", "metric", "differentiable")
 BACKENDS = ("auto", "torch", "triton")
@@ -37,6 +39,17 @@ def check_ids(name: str, ids: Tensor, dim: int, dims: str, tokens: int, device: 
         raise ValueError(f"{name} is on {ids.device}, the logits are on {device}")
 
 
+def check_kept(kept_ids: Tensor | None, kept_counts: Tensor | None, tokens: int, device: torch.device) -> None:
+    if kept_ids is None and kept_counts is None:
+        return
+    if kept_ids is None or kept_counts is None:
+        raise ValueError("kept_ids and kept_counts belong together: both, or neither")
+    check_ids("kept_counts", kept_counts, 1, "[T]", tokens, device)
+    check_ids("kept_ids", kept_ids, 1, "[N]", len(kept_ids) if kept_ids.dim() else 0, device)
+    if device.type == "cpu" and (int(kept_counts.sum()) != len(kept_ids) or bool((kept_counts < 0).any())):
+        raise ValueError(f"kept_counts add up to {int(kept_counts.sum())}, there are {len(kept_ids)} kept_ids")
+
+
 def check_options(entropy: str, backend: str) -> None:
     if entropy not in ENTROPY:
         raise ValueError(f"entropy must be one of {ENTROPY}, got {entropy!r}")
@@ -65,29 +78,40 @@ def inverse_temperature(
     return 1.0 / value
 
 
-def id_extremes(target_ids: Tensor, topk_ids: Tensor | None, scale: float | Tensor) -> Tensor:
+def id_extremes(
+    target_ids: Tensor, topk_ids: Tensor | None, scale: float | Tensor, kept: KeptSets | None = None
+) -> Tensor:
     """fp64, on the device: what `check_id_values` decides by. No synchronisation."""
     extremes: list[Tensor] = []
-    for ids in (target_ids, topk_ids):
+    for ids in (target_ids, topk_ids, None if kept is None else kept.ids):
         if ids is not None and ids.numel():
             extremes += torch.aminmax(ids)
     if isinstance(scale, Tensor):
         extremes.append((torch.isfinite(scale) & (scale > 0)).all())
+    if kept is not None:
+        extremes += [kept.total - len(kept.ids), kept.missing(target_ids).sum()]
     if not extremes:
         return target_ids.new_zeros(0, dtype=torch.float64)
     return torch.stack([extreme.double() for extreme in extremes])
 
 
 def check_id_values(
-    target_ids: Tensor, topk_ids: Tensor | None, scale: float | Tensor, vocab: int, extremes: list[float]
+    target_ids: Tensor,
+    topk_ids: Tensor | None,
+    scale: float | Tensor,
+    vocab: int,
+    extremes: list[float],
+    kept: KeptSets | None = None,
 ) -> None:
-    """Raise ValueError where an id lies outside the vocabulary or a temperature is not positive and finite.
+    """Raise ValueError where an id lies outside the vocabulary, a temperature is not positive and finite, or a target
+    is not in its kept set.
 
     extremes: `id_extremes` of the same arguments, on the host. Looks at the arguments themselves, which
     synchronises with the device, only to say what is wrong.
     """
     values = [int(extreme) for extreme in extremes]
-    for name, low, ids in (("target_ids", 0, target_ids), ("topk_ids", -1, topk_ids)):
+    kept_ids = None if kept is None else kept.ids
+    for name, low, ids in (("target_ids", 0, target_ids), ("topk_ids", -1, topk_ids), ("kept_ids", 0, kept_ids)):
         if ids is None or ids.numel() == 0:
             continue
         lowest, highest = values[:2]
@@ -98,6 +122,11 @@ def check_id_values(
                 f"{name} must be within [{low}, {vocab}), found {lowest} to {highest}; {bad.shape[0]} out of "
                 f"range, the first at {bad[0].tolist()}"
             )
-    if isinstance(scale, Tensor) and not values[0]:
+    if isinstance(scale, Tensor) and not values.pop(0):
         bad = torch.nonzero(~(torch.isfinite(scale) & (scale > 0))).flatten()
         raise ValueError(f"temperature must be positive and finite; {bad.numel()} are not, first at {int(bad[0])}")
+    if kept is not None and values[0]:
+        raise ValueError(f"kept_counts add up to {len(kept.ids) + values[0]}, there are {len(kept.ids)} kept_ids")
+    if kept is not None and values[1]:
+        bad = torch.nonzero(kept.missing(target_ids)).flatten()
+        raise ValueError(f"{bad.numel()} target_ids are not in their row's kept_ids, the first at {int(bad[0])}")

@@ -13,6 +13,7 @@ from . import blocks, checks
 from .collectives import gather_sequence, reduce_gradient
 from .compiled import worthwhile
 from .deferred import DeferredChecks
+from .kept import KeptSets
 from .merge import add_rows, empty_rows
 from .request import Request, choose_backend, statistics
 from .shard import make_shard
@@ -33,6 +34,8 @@ def linear_token_statistics(
     entropy: Literal["none", "metric", "differentiable"] = "metric",
     backend: Literal["auto", "torch", "triton"] = "auto",
     *,
+    kept_ids: Int[Tensor, " N"] | None = None,
+    kept_counts: Int[Tensor, " T"] | None = None,
     bias: Float[Tensor, " V_local"] | None = None,
     loss_mask: Bool[Tensor, " T"] | None = None,
     sequence_parallel: bool = False,
@@ -91,6 +94,8 @@ def linear_token_statistics(
     checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, hidden.device)
     if topk_ids is not None:
         checks.check_ids("topk_ids", topk_ids, 2, "[T, K]", tokens, hidden.device)
+    checks.check_kept(kept_ids, kept_counts, tokens, hidden.device)
+    kept = None if kept_ids is None or kept_counts is None else KeptSets.of(kept_ids, kept_counts, None)
     if loss_mask is not None:
         checks.check_loss_mask(loss_mask, tokens)
     dtype = blocks.accumulation_dtype(hidden.dtype)
@@ -103,6 +108,7 @@ def linear_token_statistics(
         rows = loss_mask.nonzero().flatten()
         hidden = hidden.index_select(0, rows)
         target_ids = target_ids.index_select(0, rows)
+        kept = None if kept is None else kept.select(rows)
         topk_ids = None if topk_ids is None else topk_ids.index_select(0, rows)
         scale = scale.index_select(0, rows) if isinstance(scale, Tensor) else scale
     if shard.group is not None and not split:
@@ -111,6 +117,7 @@ def linear_token_statistics(
     request = Request(
         target_ids=target_ids,
         topk_ids=topk_ids,
+        kept=kept,
         shard=shard,
         scale=scale,
         entropy=entropy,
@@ -141,11 +148,18 @@ def column_blocks(valid: int, at_most: int | None = None) -> list[slice]:
     return [slice(*cut) for cut in pairwise([*cuts, valid])]
 
 
-def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
+def _project(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, kept: KeptSets | None, first: int
+) -> Tensor:
+    """Logits of `columns`, the first of which has the id `first`; -inf outside the kept sets."""
     with torch.autocast(hidden.device.type, enabled=False):
         if bias is None:
-            return torch.mm(hidden, weight[columns].t())
-        return torch.addmm(bias[columns], hidden, weight[columns].t())
+            block = torch.mm(hidden, weight[columns].t())
+        else:
+            block = torch.addmm(bias[columns], hidden, weight[columns].t())
+    if kept is not None:
+        kept.hide_others(block, first)
+    return block
 
 
 class _Linear(torch.autograd.Function):
@@ -162,10 +176,11 @@ class _Linear(torch.autograd.Function):
             empty_rows(out)
             rows = torch.empty_like(out)
             for columns in cuts:
+                first = shard.first + columns.start
                 request.backend.forward(
-                    _project(hidden, weight, bias, columns),
+                    _project(hidden, weight, bias, columns, request.kept, first),
                     ids,
-                    shard.first + columns.start,
+                    first,
                     request.scale,
                     rows,
                     entropy=request.entropy != "none",
@@ -197,11 +212,12 @@ class _Linear(torch.autograd.Function):
         d_weight = torch.zeros_like(weight) if need_weight else None
         d_bias = torch.zeros_like(bias) if need_bias else None
         for columns in ctx.cuts:
-            block = _project(hidden, weight, bias, columns)
+            first = shard.first + columns.start
+            block = _project(hidden, weight, bias, columns, request.kept, first)
             request.backend.backward(
                 block,
                 ctx.ids,
-                shard.first + columns.start,
+                first,
                 request.scale,
                 ctx.merged.other_max,
                 coefficients,

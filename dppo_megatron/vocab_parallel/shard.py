@@ -54,10 +54,14 @@ def make_shard(columns: int, vocab_size: int | None, vocab_start: int | None, gr
     return Shard(first, columns, valid, vocab_size, group if world > 1 else None, world)
 
 
-def write_header(row: Tensor, shard: Shard, ids: Tensor) -> None:
-    """Put into `row` what the other ranks need in order to refuse a group that disagrees."""
+def _checksum(ids: Tensor) -> Tensor:
     weights = torch.arange(ids.numel(), device=ids.device).mul_(2654435761).add_(97).view_as(ids)
-    row[3] = (ids * weights).sum().bitwise_and_(0xFFFFFF)
+    return (ids * weights).sum()
+
+
+def write_header(row: Tensor, shard: Shard, *ids: Tensor) -> None:
+    """Put into `row` what the other ranks need in order to refuse a group that disagrees."""
+    row[3] = torch.stack([_checksum(each) for each in ids]).sum().bitwise_and_(0xFFFFFF)
     # Number by number: a tensor made on the host would wait for the device.
     row[0], row[1] = shard.first, shard.columns
     row[2] = -1 if shard.vocab_size is None else shard.vocab_size
@@ -87,7 +91,7 @@ def total_columns(shard: Shard, headers: list[list[float]] | None) -> int:
         raise ValueError(f"vocab_size differs between the ranks of the group: {vocab_sizes} (-1 is None)")
     if len(set(checksums)) > 1:
         raise ValueError(
-            "target_ids or topk_ids differ between the ranks of the group; they must be replicated, "
+            "target_ids or topk_ids differ between the ranks of the group, or kept sets; they must be replicated, "
             "for sequence-parallel logits gather them along the sequence first"
         )
     end = 0

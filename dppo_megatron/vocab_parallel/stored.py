@@ -11,6 +11,7 @@ from torch import Tensor
 from . import blocks, checks
 from .compiled import worthwhile
 from .deferred import DeferredChecks
+from .kept import KeptSets
 from .merge import empty_rows
 from .request import Request, choose_backend, statistics
 from .shard import make_shard
@@ -30,6 +31,8 @@ def token_statistics(
     entropy: Literal["none", "metric", "differentiable"] = "metric",
     backend: Literal["auto", "torch", "triton"] = "auto",
     *,
+    kept_ids: Int[Tensor, " N"] | None = None,
+    kept_counts: Int[Tensor, " T"] | None = None,
     loss_mask: Bool[Tensor, " T"] | None = None,
     vocab_start: int | None = None,
     inplace: bool | None = None,
@@ -54,6 +57,12 @@ def token_statistics(
         group: tensor-parallel process group (gloo or NCCL); None = logits hold the whole vocabulary.
         entropy: "none" skips it, "metric" gives it without gradient, "differentiable" with.
         backend: "torch", "triton", or "auto": Triton for CUDA tensors where it is installed, else torch.
+        kept_ids: [N] int32 or int64 global ids, the sets of all rows end to end: what top-p, top-k and min-p left to
+            draw the target from. Statistics of a row are then of the distribution over its set alone (its softmax
+            renormalised), and the logits outside get gradient 0. A target outside its set raises; a top-K id
+            outside counts as non-finite, so pass it as -1. With `inplace` the logits outside the sets become -inf
+            already in the forward pass; without, the logits are copied.
+        kept_counts: [T] ids of each row; 0 = the row is over the whole vocabulary. None = all rows are.
         loss_mask: [T] bool. Rows where it is False hold 0 in every statistic, send no gradient, and may have any
             target, -100 too, and any temperature. None = all rows.
         vocab_start: first global id of this rank's shard, for shards of different sizes.
@@ -88,10 +97,12 @@ def token_statistics(
         topk_ids = None if topk_ids is None else torch.where(loss_mask[:, None], topk_ids, -1)
         if isinstance(temperature, Tensor) and temperature.shape == loss_mask.shape:
             temperature = torch.where(loss_mask, temperature, 1.0)
+    checks.check_kept(kept_ids, kept_counts, tokens, logits.device)
     dtype = blocks.accumulation_dtype(logits.dtype)
     request = Request(
         target_ids=target_ids,
         topk_ids=topk_ids,
+        kept=None if kept_ids is None or kept_counts is None else KeptSets.of(kept_ids, kept_counts, loss_mask),
         shard=make_shard(columns, vocab_size, vocab_start, group),
         scale=checks.inverse_temperature(temperature, tokens, logits.device, dtype),
         entropy=entropy,
@@ -126,6 +137,11 @@ class _Stored(torch.autograd.Function):
         shard = request.shard
         # .data: the bits are restored before anyone else looks, so autograd's version counter must not move.
         z = logits.data if _writable(logits) else logits.clone()
+        own = request.kept is not None and not (inplace and _writable(logits))
+        if request.kept is not None:  # hidden logits are not restored: the counter moves, or nobody else has them
+            z = logits.clone() if own else logits.detach()
+            if shard.valid:
+                request.kept.hide_others(z[:, : shard.valid], shard.first)
 
         def fill(ids: Tensor, out: Tensor) -> None:
             if shard.valid:
@@ -144,7 +160,7 @@ class _Stored(torch.autograd.Function):
 
         ids, merged = request.forward(fill)
         outputs = request.outputs(merged)
-        ctx.save_for_backward(logits)
+        ctx.save_for_backward(z if own else logits)
         ctx.request, ctx.ids, ctx.merged = request, ids, merged
         ctx.inplace = inplace and _writable(logits)
         metrics = outputs[4:] if request.entropy == "differentiable" else outputs[3:]

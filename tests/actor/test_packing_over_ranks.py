@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dppo_megatron.actor.batch.context import gathered_places, rows_of_rank
-from dppo_megatron.actor.batch.packing import Packer
+from dppo_megatron.actor.batch.packing import Packer, at_rows, filler
 from dppo_megatron.actor.cpu.attention import PackedAttention, plan_segments
-from tests.support.actor_cases import pack, sequences
+from tests.support.actor_cases import VOCAB, pack, sequences
 
 
 def packer(**settings) -> Packer:
@@ -47,6 +47,24 @@ def test_every_row_and_every_loss_token_once(context, tensor):
         # The hidden states that the head is given are those of the rows it is compared with.
         assert torch.equal(part.token_ids[0, part.packed.rows], batch.token_ids[part.loss_rows])
         assert torch.equal(part.position_ids[0, part.packed.rows], batch.position_ids[part.loss_rows])
+
+
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_kept_sets_follow_their_tokens(context):
+    batch = pack(sequences())
+    counts = torch.where(batch.mask, torch.arange(len(batch.mask)) % 4 + 1, 0).int()
+    sets = [torch.arange(n).int() + row % 30 for row, n in enumerate(counts.tolist())]
+    batch = replace(batch, kept_ids=torch.cat(sets), kept_counts=counts)
+    for rank in range(context):
+        part = packer(context_size=context, context_rank=rank, vocab_size=VOCAB)(batch)
+        expected = [sets[row] for row in part.loss_rows.tolist()]
+        assert part.loss.kept_counts.tolist() == [len(ids) for ids in expected]
+        assert torch.equal(part.loss.kept_ids, torch.cat(expected))
+    assert filler(batch).kept_ids.tolist() == sets[0].tolist()
+    assert at_rows(batch, torch.tensor([5, 3, 5])).kept_ids.tolist() == torch.cat([sets[5], sets[3], sets[5]]).tolist()
+    wrong = replace(batch, kept_ids=batch.kept_ids + VOCAB)
+    with pytest.raises(ValueError, match="kept_ids of micro-batch 0 must be within"):
+        packer(vocab_size=VOCAB)(wrong)
 
 
 def test_a_rank_without_loss_tokens_still_computes_a_masked_one():

@@ -125,7 +125,12 @@ def test_missing_file_and_broken_yaml(tmp_path):
     ("sections", "expected"),
     [
         ({"rollout": {"top_p": 0.9}}, "rollout.top_p = 0.9"),
-        ({"rollout": {"top_k": 50}}, "rollout.top_k = 50"),
+        ({"rollout": {"top_p": 0.0}}, "rollout.top_p = 0.0: no token is left"),
+        ({"rollout": {"min_p": 0.1}}, "rollout.min_p = 0.1: on a flat distribution it leaves most of the vocabulary"),
+        (
+            {"engine": {"kind": "sglang"}, "rollout": {"min_p": 0.1, "top_k": 9}},
+            "SGLang draws with seeds or with min_p",
+        ),
         ({"engine": {"logprobs_mode": "raw_logprobs"}}, "engine.logprobs_mode = raw_logprobs"),
         ({"rollout": {"topk_logprobs": 100}}, "rollout.topk_logprobs = 100: above the engine's cap"),
         ({"rollout": {"max_response_tokens": 3073}}, "engine.max_model_len = 4096: less than data.max_prompt_tokens"),
@@ -194,8 +199,14 @@ def test_only_what_is_sampled_must_fit_the_engine(tmp_path):
 
 
 def test_cross_field_rules_are_reported_together(tmp_path):
-    found = violations(write(tmp_path, rollout={"top_p": 0.9, "top_k": 50, "group_size": 1}))
+    found = violations(write(tmp_path, rollout={"top_p": 0.9, "topk_logprobs": 100, "group_size": 1}))
     assert len(found.splitlines()) == 3
+
+
+def test_truncated_sampling_is_allowed_where_it_is_replayed(tmp_path):
+    truncated = {"top_p": 0.9, "top_k": 20, "min_p": 0.05}
+    assert load_config(write(tmp_path, rollout=truncated)).rollout.truncated
+    assert not load_config(write(tmp_path)).rollout.truncated
 
 
 def test_supervised_runs_need_no_sampling_settings(tmp_path):

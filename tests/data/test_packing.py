@@ -174,6 +174,26 @@ def test_routed_experts_lie_at_the_tokens_that_were_read():
     assert pack([sequence(rng, 2, 3)]).routed_experts is None
 
 
+def test_kept_sets_lie_at_the_rows_that_predict():
+    rng = np.random.default_rng(0)
+    counts = [np.array(c, np.int32) for c in ([2, 1], [3], [1, 2, 1])]
+    sequences = [
+        dataclasses.replace(
+            sequence(rng, 2, len(c), weight=weight),
+            kept_ids=np.arange(c.sum(), dtype=np.int32) + 10 * i,
+            kept_counts=c,
+        )
+        for i, (c, weight) in enumerate(zip(counts, (0.5, 0.0, 0.25), strict=True))
+    ]
+    batch = pack(sequences)
+    assert batch.kept_counts.tolist() == [0, 2, 1, 0, 0, 0, 0, 0, 1, 2, 1, 0]  # nothing where no loss is
+    assert batch.kept_ids.tolist() == [0, 1, 2, 20, 21, 22, 23]
+    with pytest.raises(ValueError, match="sequence 1: kept ids and counts must both be there"):
+        pack([sequences[0], sequence(rng, 2, 3)])
+    with pytest.raises(ValueError, match="sequence 0: 2 kept ids with 2 counts, 2 response tokens"):
+        pack([dataclasses.replace(sequences[0], kept_ids=sequences[0].kept_ids[:2])])
+
+
 def test_sequences_that_do_not_fit_together_are_refused():
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="sequence 1: rollout log-probs or top-K differ"):

@@ -97,6 +97,51 @@ def test_invalid_samples_are_named(invalid, message):
         check(invalid)
 
 
+def kept(ids: list[list[int]], **changes) -> GroupSamples:
+    """Good samples, drawn from `ids` and 18 and 19 at each of the 8 positions, listed as far as they go."""
+    sets = [sorted({*own, 18, 19}) for own in ids]
+    flat = np.concatenate([np.array(own, np.int32) for own in sets])
+    return replace(
+        samples(), **{"kept_ids": flat, "kept_counts": np.array([len(own) for own in sets], np.int32)} | changes
+    )
+
+
+TRUNCATED = replace(REQUEST, top_p=0.9, top_k=5, kept=True)
+OWN = [[5], [6], [9], [1], [2], [3], [4], [5]]
+
+
+def test_kept_sets_pass_and_split():
+    check(kept(OWN), TRUNCATED)
+    first, second, third = kept([[5, 7], *OWN[1:]]).rollouts(2)
+    assert first.kept_ids.tolist() == [5, 7, 18, 19, 6, 18, 19, 9, 18, 19]
+    assert first.kept_counts.tolist() == [4, 3, 3]
+    assert second.kept_ids.tolist()[:6] == [1, 18, 19, 2, 18, 19]
+    assert third.kept_ids.tolist() == third.kept_counts.tolist() == []
+    alone = kept(OWN, topk_ids=kept(OWN).topk_ids.copy(), rollout_topk_logprob=kept(OWN).rollout_topk_logprob.copy())
+    alone.topk_ids[2], alone.rollout_topk_logprob[2] = [9, -1], [alone.rollout_logprob[2], -np.inf]
+    ids, counts = np.delete(alone.kept_ids, [7, 8]), alone.kept_counts.copy()
+    counts[2] = 1
+    check(replace(alone, kept_ids=ids, kept_counts=counts), TRUNCATED)
+
+
+@pytest.mark.parametrize(
+    ("invalid", "message"),
+    [
+        (samples(), "the kept ids of 8 tokens are incomplete"),
+        (kept(OWN, kept_counts=np.full(8, 4, np.int32)), "the kept ids of 8 tokens are incomplete"),
+        (kept(OWN, kept_ids=kept(OWN).kept_ids[:-1]), "the kept ids of 8 tokens are incomplete"),
+        (kept([*OWN[:3], [7], *OWN[4:]]), "sample 1, token 0: the sampled token is not among those"),
+        (kept([*OWN[:2], [9, VOCAB], *OWN[3:]]), "sample 0, token 2: kept id outside"),
+        (kept(OWN, kept_ids=kept(OWN).kept_ids[::-1]), "sample 0, token 0: kept ids are not ascending"),
+        (kept(OWN, topk_ids=np.full((8, 2), -1, np.int32)), "sample 0, token 0: the top K are more or fewer"),
+        (replace(kept(OWN), topk_ids=edited("topk_ids", (4, 1), 7).topk_ids), "sample 1, token 1: a top-K id is not"),
+    ],
+)
+def test_invalid_kept_sets_are_named(invalid, message):
+    with pytest.raises(InvalidSample, match=f"group g7.*{message}"):
+        check(invalid, TRUNCATED)
+
+
 def test_longer_than_asked_for():
     with pytest.raises(InvalidSample, match="sample 1: longer than max_tokens = 4"):
         check(samples(), replace(REQUEST, max_tokens=4))
@@ -112,6 +157,10 @@ def test_longer_than_asked_for():
         ({"temperature": float("nan")}, "temperature = nan"),
         ({"max_tokens": 0}, "max_tokens = 0"),
         ({"topk": -1}, "topk = -1"),
+        ({"top_p": 0.0}, "top_p = 0.0"),
+        ({"top_k": -1}, "top_k = -1"),
+        ({"min_p": 1.5}, "min_p = 1.5"),
+        ({"kept": True}, "kept needs top_k"),
         ({"n": 0, "seeds": ()}, "n = 0"),
     ],
 )

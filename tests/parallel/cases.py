@@ -61,11 +61,11 @@ REPLAY = {
 }
 
 # world size -> case -> layout. A case is model[+variant]:layout. gspo compares whole sequences, split by CP, and cppo
-# the tokens before each one; centred has gradients through the top-K log-probs.
+# the tokens before each one; centred has gradients through the top-K log-probs; kept is over what top-p and top-k left.
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         **{f"{model}:one": {} for model in ("qwen3", "qwen3_moe", "qwen3_moe+replay", "deepseek")},
-        **{f"qwen3+{variant}:one": {} for variant in ("gspo", "cppo", "centred")},
+        **{f"qwen3+{variant}:one": {} for variant in ("gspo", "cppo", "centred", "kept")},
     },
     2: {
         **{f"qwen3:{name}": layout for name, layout in DENSE.items()},
@@ -73,6 +73,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "qwen3+cppo:cp2": DENSE["cp2"],
         "qwen3+centred:cp2_fused": {**DENSE["cp2"], "settings": {"logits": "fused"}},
         "qwen3+centred:tp2": {"tensor": 2},
+        "qwen3+kept:tp2": {"tensor": 2},
+        "qwen3+kept:tp2_sp_fused": {**SP, "settings": {"logits": "fused"}},
+        "qwen3+kept:cp2": DENSE["cp2"],
+        "qwen3+kept:pp2": DENSE["pp2"],
         **{f"qwen3_moe:{name}": layout for name, layout in EXPERTS.items()},
         **{f"qwen3_moe+replay:{name}": layout for name, layout in REPLAY.items()},
         **{f"deepseek:{name}": EXPERTS[name] for name in ("tp2_sp", "pp2", "cp2", "ep2")},
@@ -81,6 +85,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         **{f"qwen3:{name}": layout for name, layout in PAIRS.items()},
         **{f"qwen3_moe:{name}": layout for name, layout in {**PAIRS, **EXPERT_PAIRS}.items()},
         "deepseek:ep2_tp2": EXPERT_PAIRS["ep2_tp2"],
+        "qwen3+kept:tp4": {"tensor": 4},
     },
 }
 DPPO = {"name": "dppo_topk_tv", "aggregation": "token_mean", "settings": {"delta": 0.1}}
@@ -89,7 +94,9 @@ OBJECTIVES = {
     "gspo": {"name": "gspo", "aggregation": "seq_mean_token_mean"},
     "cppo": {"name": "cppo", "settings": {"delta": 0.05, "position_weight": 0.3}},
     "centred": {"name": "dppo_binary_tv", "aggregation": "token_mean", "settings": CENTRED},
+    "kept": {**DPPO, "settings": {"delta": 0.1, "centering": "policy", "entropy_coefficient": 0.05}},
 }
+TRUNCATED = {"top_p": 0.9, "top_k": 12}  # mostly fewer than K tokens, so that some lists are the whole set
 FAST = (
     "qwen3:cp2",
     "qwen3+gspo:cp2",
@@ -129,12 +136,18 @@ def sections(bank: Path, variant: str) -> dict[str, dict]:
             "temperature": TEMPERATURE,
             "topk_logprobs": K,
             "routing_replay": variant == "replay",
+            **(TRUNCATED if variant == "kept" else {}),
         },
         "objective": OBJECTIVES.get(variant, DPPO),
     }
 
 
-def write_bank(directory: Path, model: Path, seed: int = 0) -> None:
+def bank_of(model: str) -> str:
+    """The bank's name: a variant that samples otherwise has its own."""
+    return model if model.endswith("+kept") else model.partition("+")[0]
+
+
+def write_bank(directory: Path, model: Path, seed: int = 0, *, truncated: bool = False) -> None:
     """Rollouts that the model samples itself with noise on its logits, and its routers with noise on theirs."""
     from transformers import AutoModelForCausalLM
 
@@ -142,10 +155,10 @@ def write_bank(directory: Path, model: Path, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     with BankWriter(directory, PROMPTS, fsync=False) as bank, torch.no_grad():
         for position in range(STEPS * PROMPTS):
-            bank.append(_group(policy, position, generator))
+            bank.append(_group(policy, position, generator, truncated))
 
 
-def _group(policy: Any, position: int, generator: torch.Generator) -> RolloutGroup:
+def _group(policy: Any, position: int, generator: torch.Generator, truncated: bool) -> RolloutGroup:
     vocab = policy.config.vocab_size
     size = int(torch.randint(2, 12, (), generator=generator))
     prompt = torch.randint(0, vocab, (size,), generator=generator)
@@ -154,6 +167,8 @@ def _group(policy: Any, position: int, generator: torch.Generator) -> RolloutGro
         logits = policy(tokens).logits[:, -1]
         noise = 0.3 * torch.randn(logits.shape, generator=generator)
         logprobs = ((logits + noise) / TEMPERATURE).log_softmax(-1)
+        if truncated:
+            logprobs = _truncate(logprobs)
         steps.append(logprobs)
         tokens = torch.cat((tokens, torch.multinomial(logprobs.exp(), 1, generator=generator)), dim=1)
     logprobs = torch.stack(steps, dim=1)
@@ -167,9 +182,11 @@ def _group(policy: Any, position: int, generator: torch.Generator) -> RolloutGro
             rollout_logprob=sampled[i, :n].numpy(),
             versions=np.zeros(n, np.int32),
             finish_reason="stop",
-            topk_ids=topk.indices[i, :n].int().numpy(),
+            topk_ids=topk.indices[i, :n].masked_fill(topk.values[i, :n] == -torch.inf, -1).int().numpy(),
             rollout_topk_logprob=topk.values[i, :n].numpy(),
             routed_experts=None if routed is None else routed[i, : size + n - 1].numpy(),
+            kept_ids=(logprobs[i, :n] > -torch.inf).nonzero()[:, 1].int().numpy() if truncated else None,
+            kept_counts=(logprobs[i, :n] > -torch.inf).sum(1).int().numpy() if truncated else None,
         )
         for i, n in enumerate(lengths)
     )
@@ -177,6 +194,14 @@ def _group(policy: Any, position: int, generator: torch.Generator) -> RolloutGro
     return RolloutGroup(
         Prompt(position, position, prompt.int().numpy(), "", ""), rollouts, rewards, rewards < 0, TEMPERATURE
     )
+
+
+def _truncate(logprobs: torch.Tensor) -> torch.Tensor:
+    ordered, order = logprobs.topk(TRUNCATED["top_k"])
+    before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
+    before[:, 0] = 0.0
+    ordered = ordered.masked_fill(before >= TRUNCATED["top_p"], -torch.inf)
+    return torch.full_like(logprobs, -torch.inf).scatter(1, order, ordered).log_softmax(-1)
 
 
 def _routing(policy: Any, tokens: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:

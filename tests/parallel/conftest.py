@@ -23,6 +23,7 @@ def models(tmp_path_factory) -> Path:
         make_random_hf_model(root / name, config, seed=1)
         set_expert_bias(root / name)
         write_bank(root.parent / "banks" / name, root / name)
+    write_bank(root.parent / "banks" / "qwen3+kept", root / "qwen3", truncated=True)
     return root
 
 

@@ -9,7 +9,7 @@ from dppo_megatron.actor import forward, optimizer
 from dppo_megatron.bank import BankReader
 from dppo_megatron.objectives import build_objective
 from dppo_megatron.trainer.batches import BankBatches, parts_of
-from tests.parallel.cases import CASES, STEPS, sections
+from tests.parallel.cases import CASES, STEPS, bank_of, sections
 from tests.support.actor_ranks import Rank
 
 
@@ -17,7 +17,7 @@ def train(rank: Rank, case: str) -> dict[str, list]:
     """STEPS steps of DPPO over the top-K ids; what the last layout or one process must agree on."""
     model, _ = case.split(":")
     name, _, variant = model.partition("+")
-    bank = rank.models.parent / "banks" / name
+    bank = rank.models.parent / "banks" / bank_of(model)
     layout = CASES[rank.world_size][case]
     # Megatron's buckets hold 40 M parameters, all of these models: here each has its own.
     buckets = partial(optimizer.DistributedDataParallelConfig, bucket_size=1)

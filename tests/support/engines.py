@@ -84,9 +84,10 @@ def group(
     topk: int = 0,
     prompt: np.ndarray = PROMPT,
     experts: bool = False,
+    **truncation: float,
 ) -> GenerateRequest:
     seeds = tuple(range(first_seed, first_seed + n))
-    return GenerateRequest(name, prompt, n, seeds, temperature, max_tokens, stop, topk, experts)
+    return GenerateRequest(name, prompt, n, seeds, temperature, max_tokens, stop, topk, experts, **truncation)
 
 
 def engine_config(model: Path, *, routing_replay: bool = False, **engine) -> Config:

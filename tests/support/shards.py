@@ -53,6 +53,8 @@ def shard_case(
             dist.group.WORLD if dist.is_initialized() else None,
             case.entropy,
             backend,
+            kept_ids=inputs.kept_ids,
+            kept_counts=inputs.kept_counts,
             **options,
         )
     values = (stats.logprob, stats.entropy, stats.topk_logprob, stats.other_logprob)

@@ -16,7 +16,8 @@ HALF_ULP = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-1
 
 @dataclass(frozen=True)
 class Case:
-    """columns: of each rank's shard, with padding. vocab: valid columns in all. topk: K, None for no list."""
+    """columns: of each rank's shard, with padding. vocab: valid columns in all. topk: K, None for no list. kept: most
+    rows are over a few tokens alone."""
 
     seed: int
     tokens: int
@@ -29,6 +30,7 @@ class Case:
     temperature: str = "one"
     entropy: str = "differentiable"
     layout: str = "contiguous"
+    kept: bool = False
 
     @property
     def valid(self) -> int:
@@ -42,13 +44,18 @@ class Inputs:
     topk: Tensor | None
     temperature: float | Tensor
     weights: tuple[Tensor, Tensor, Tensor, Tensor]
+    kept_ids: Tensor | None = None
+    kept_counts: Tensor | None = None
 
     def to(self, device: str) -> Inputs:
         def move(value: Any) -> Any:
             return value.to(device) if isinstance(value, Tensor) else value
 
         return Inputs(
-            *map(move, (self.logits, self.target, self.topk, self.temperature)), weights=tuple(map(move, self.weights))
+            *map(move, (self.logits, self.target, self.topk, self.temperature)),
+            weights=tuple(map(move, self.weights)),
+            kept_ids=move(self.kept_ids),
+            kept_counts=move(self.kept_counts),
         )
 
 
@@ -72,6 +79,7 @@ def cases(draw: st.DrawFn, world: int = 1, dtypes: tuple[str, ...] = ("fp32", "b
         temperature=draw(st.sampled_from(("one", "float", "tensor"))),
         entropy=draw(st.sampled_from(("none", "metric", "differentiable"))),
         layout=draw(st.sampled_from(("contiguous", "transposed", "sliced"))),
+        kept=draw(st.booleans()),
     )
 
 
@@ -97,7 +105,26 @@ def make_inputs(case: Case) -> Inputs:
         temperature = torch.rand(rows, generator=random) + 0.5
     shapes = ((rows,), (rows,), (rows, case.topk or 0), (rows,))
     weights = tuple(torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes)
-    return Inputs(logits.to(DTYPES[case.dtype]), target, topk, temperature, weights)
+    kept_ids = kept_counts = None
+    if case.kept:
+        inside = torch.rand(rows, valid, generator=random) < torch.rand(rows, 1, generator=random)
+        inside[torch.arange(rows), target] = True
+        if topk is not None:
+            topk[~inside.gather(1, topk.clamp_min(0))] = -1
+        inside[3::4] = False  # such a row is over the whole vocabulary
+        kept_counts, kept_ids = inside.sum(dim=1), inside.nonzero()[:, 1]
+        if case.seed % 2:
+            kept_counts, kept_ids = kept_counts.int(), kept_ids.int()
+    return Inputs(logits.to(DTYPES[case.dtype]), target, topk, temperature, weights, kept_ids, kept_counts)
+
+
+def masked(logits: Tensor, inputs: Inputs) -> Tensor:
+    """logits [T, V] of the whole vocabulary, -inf outside the kept sets."""
+    if inputs.kept_counts is None:
+        return logits
+    rows = torch.arange(len(logits)).repeat_interleave(inputs.kept_counts.long())
+    inside = torch.zeros_like(logits, dtype=torch.bool).index_put_((rows, inputs.kept_ids.long()), torch.tensor(True))
+    return logits.masked_fill(~inside & (inputs.kept_counts > 0)[:, None], float("-inf"))
 
 
 def lay_out(shard: Tensor, layout: str) -> Tensor:
@@ -136,9 +163,9 @@ def reference(case: Case, inputs: Inputs) -> Reference:
     temperature = inputs.temperature
     if isinstance(temperature, Tensor):
         temperature = temperature.double().unsqueeze(1)
-    logp = torch.log_softmax(full[:, : case.valid] / temperature, dim=1)
+    logp = torch.log_softmax(masked(full[:, : case.valid], inputs) / temperature, dim=1)
     logprob = logp.gather(1, inputs.target.unsqueeze(1)).squeeze(1)
-    entropy = -(logp.exp() * logp).sum(dim=1)
+    entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(dim=1)
     topk = other = None
     if inputs.topk is not None:
         present = inputs.topk >= 0
@@ -147,7 +174,7 @@ def reference(case: Case, inputs: Inputs) -> Reference:
         row, slot = present.nonzero(as_tuple=True)
         in_s[row, inputs.topk[row, slot]] = True
         rest = logp.masked_fill(in_s, float("-inf"))
-        alive = ~in_s.all(dim=1)
+        alive = (rest > -torch.inf).any(dim=1)
         other = torch.full_like(logprob, float("-inf"))
         other = other.masked_scatter(alive, rest[alive].logsumexp(dim=1))
     values = (logprob, entropy, topk, other)

@@ -20,12 +20,19 @@ TOKENS, WIDTH, COLUMNS, VOCAB, K = 12, 8, 40, 37, 5
 def build(dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
     random = torch.Generator().manual_seed(seed)
     shapes = ((TOKENS,), (TOKENS,), (TOKENS, K), (TOKENS,))
+    target = torch.randint(0, VOCAB, (TOKENS,), generator=random)
+    topk = torch.randint(-1, VOCAB, (TOKENS, K), generator=random)
+    inside = torch.rand(TOKENS, VOCAB, generator=random) < 0.3
+    inside[torch.arange(TOKENS), target] = True
+    topk[~inside.gather(1, topk.clamp_min(0))] = -1
+    inside[2::3] = False  # such a row is over the whole vocabulary
     return {
+        "kept": {"kept_ids": inside.nonzero()[:, 1], "kept_counts": inside.sum(dim=1)},
         "hidden": torch.randn(TOKENS, WIDTH, generator=random).to(dtype),
         "weight": torch.randn(COLUMNS, WIDTH, generator=random).to(dtype),
         "bias": torch.randn(COLUMNS, generator=random).to(dtype),
-        "target": torch.randint(0, VOCAB, (TOKENS,), generator=random),
-        "topk": torch.randint(-1, VOCAB, (TOKENS, K), generator=random),
+        "target": target,
+        "topk": topk,
         "temperature": torch.rand(TOKENS, generator=random) + 0.5,
         "mask": torch.rand(TOKENS, generator=random) > 0.4,
         "weights": tuple(torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes),
@@ -36,12 +43,19 @@ def values(stats: Any) -> tuple[torch.Tensor, ...]:
     return (stats.logprob, stats.entropy, stats.topk_logprob, stats.other_logprob)
 
 
-def stored(given: dict[str, Any], mask: torch.Tensor | None, bias: bool) -> dict[str, torch.Tensor]:
+def stored(given: dict[str, Any], mask: torch.Tensor | None, bias: bool, kept: bool = False) -> dict[str, torch.Tensor]:
     """Full vocabulary, float64 arithmetic on the given values, logits stored."""
     h, w, b = (given[name].double().requires_grad_() for name in ("hidden", "weight", "bias"))
     logits = h @ w.t() + (b if bias else 0.0)
     stats = token_statistics(
-        logits, given["target"], given["topk"], VOCAB, given["temperature"].double(), None, "differentiable"
+        logits,
+        given["target"],
+        given["topk"],
+        VOCAB,
+        given["temperature"].double(),
+        None,
+        "differentiable",
+        **(given["kept"] if kept else {}),
     )
     keep = torch.ones(TOKENS, dtype=torch.bool) if mask is None else mask
     found = tuple(value.masked_fill(~keep.view(-1, *[1] * (value.dim() - 1)), 0.0) for value in values(stats))
@@ -55,7 +69,13 @@ def stored(given: dict[str, Any], mask: torch.Tensor | None, bias: bool) -> dict
 
 
 def fused(
-    rank: int, dtype: torch.dtype, use_mask: bool, bias: bool, sequence_parallel: bool, block: int | None
+    rank: int,
+    dtype: torch.dtype,
+    use_mask: bool,
+    bias: bool,
+    sequence_parallel: bool,
+    block: int | None,
+    kept: bool = False,
 ) -> dict[str, Any]:
     given = build(dtype)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -78,6 +98,7 @@ def fused(
             loss_mask=given["mask"] if use_mask else None,
             sequence_parallel=sequence_parallel,
             block_columns=block,
+            **(given["kept"] if kept else {}),
         )
     loss = weighted(values(stats), given["weights"], True)
     with CountCollectives() as backward:
@@ -111,18 +132,20 @@ def compare(found: dict[str, Any], wanted: dict[str, Any], dtype: torch.dtype) -
 @pytest.mark.parametrize("use_mask", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("block", [None, 1, 7])
-def test_one_process(dtype: torch.dtype, use_mask: bool, bias: bool, block: int | None) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_one_process(dtype: torch.dtype, use_mask: bool, bias: bool, block: int | None, kept: bool) -> None:
     given = build(dtype)
-    found = fused(0, dtype, use_mask, bias, False, block)
-    compare(found, stored(given, given["mask"] if use_mask else None, bias), dtype)
+    found = fused(0, dtype, use_mask, bias, False, block, kept)
+    compare(found, stored(given, given["mask"] if use_mask else None, bias, kept), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("use_mask", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_ranks(ranks: Ranks, dtype: torch.dtype, use_mask: bool, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_ranks(ranks: Ranks, dtype: torch.dtype, use_mask: bool, sequence_parallel: bool, kept: bool) -> None:
     given = build(dtype)
-    arguments = {"dtype": dtype, "use_mask": use_mask, "bias": True, "block": 7}
+    arguments = {"dtype": dtype, "use_mask": use_mask, "bias": True, "block": 7, "kept": kept}
     results = ranks.run(fused, sequence_parallel=sequence_parallel, **arguments)
     for result in results:
         for mine, theirs in zip(result["values"], results[0]["values"], strict=True):
@@ -135,7 +158,7 @@ def test_ranks(ranks: Ranks, dtype: torch.dtype, use_mask: bool, sequence_parall
     hidden = torch.cat([r["hidden"] for r in results]) if sequence_parallel else results[0]["hidden"]
     joined = {name: torch.cat([result[name] for result in results]) for name in ("weight", "bias")}
     found = {"values": results[0]["values"], "hidden": hidden} | joined
-    compare(found, stored(given, given["mask"] if use_mask else None, True), dtype)
+    compare(found, stored(given, given["mask"] if use_mask else None, True, kept), dtype)
 
 
 def test_gradcheck() -> None:

@@ -47,6 +47,7 @@ def test_random_cases() -> None:
 def test_rows_split_between_programs(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "_PROGRAMS", programs)
     check(BASE)
+    check(replace(BASE, kept=True))
     check(replace(BASE, temperature="tensor", peaked=True, entropy="metric"))
 
 

@@ -142,7 +142,7 @@ class Packer:
     def _check_ids(self, batch: TokenBatch, number: int) -> None:
         if self.vocab_size is None:
             return
-        for name, low in (("token_ids", 0), ("target_ids", 0), ("topk_ids", -1)):
+        for name, low in (("token_ids", 0), ("target_ids", 0), ("topk_ids", -1), ("kept_ids", 0)):
             ids = getattr(batch, name)
             if ids is None or ids.numel() == 0:
                 continue
@@ -250,10 +250,15 @@ def filler(batch: TokenBatch) -> TokenBatch:
 def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
     """Every per-token field at `rows`; cu_seqlens stays that of the whole batch."""
     picked = {
-        f.name: value if f.name == "cu_seqlens" or value is None else value.index_select(0, rows)
+        f.name: value if f.name in ("cu_seqlens", "kept_ids") or value is None else value.index_select(0, rows)
         for f in fields(TokenBatch)
         for value in (getattr(batch, f.name),)
     }
+    if batch.kept_ids is not None:
+        ends, counts = batch.kept_counts.cumsum(0).index_select(0, rows), picked["kept_counts"]
+        # Of the kept ids end to end, those before each row's first that were not picked.
+        skipped = (ends - counts.cumsum(0)).repeat_interleave(counts)
+        picked["kept_ids"] = batch.kept_ids[torch.arange(len(skipped), device=skipped.device) + skipped]
     return TokenBatch(**picked)
 
 

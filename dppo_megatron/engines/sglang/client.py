@@ -170,6 +170,7 @@ class SglangEngine:
                 engine=f"sglang {server['version']}",
                 running=sum(sent.n for sent in self._running.values()),
                 routed_experts=bool(server["enable_return_routed_experts"]),
+                kept="sampling_mask_max_tokens" in server,
                 problems=tuple(_unfit_settings(server, self._model, self._seeded)),
                 workers=server["tp_size"],
                 weight_group=self._weights.group,
@@ -248,6 +249,11 @@ class SglangEngine:
             (
                 bool(request.stop_token_ids and extra),
                 f"SGLang also stops at the model's own end tokens {sorted(extra)}; add them to rollout.stop_token_ids",
+            ),
+            (
+                bool(request.min_p) and self._seeded,
+                "SGLang draws with seeds or with min_p, and ends where it is asked for both; set engine.seeded to "
+                "false, or rollout.min_p to 0",
             ),
             (
                 request.routed_experts and not limits.routed_experts,

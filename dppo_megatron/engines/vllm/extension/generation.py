@@ -14,17 +14,21 @@ from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.engines.samples import GroupSamples
 
 from .experts import RECORDED, ExpertsReader
+from .kept import RECORDED as KEPT
+from .kept import KeptReader, Sets
 from .rows import columns, keep_rows
 
 
-async def sample_group(engine: EngineClient, request: GenerateRequest, experts: ExpertsReader) -> GroupSamples:
+async def sample_group(
+    engine: EngineClient, request: GenerateRequest, experts: ExpertsReader, kept: KeptReader
+) -> GroupSamples:
     """All samples of one group. Cancelling it, or the failure of one sample, aborts the others in the engine."""
     prompt = request.token_ids.tolist()
     names = child_ids(request)
     try:
         async with asyncio.TaskGroup() as tasks:
             children = [
-                tasks.create_task(_final(engine, prompt, _params(request, seed, experts), name))
+                tasks.create_task(_final(engine, prompt, _params(request, seed, experts, kept), name))
                 for seed, name in zip(request.seeds, names, strict=True)
             ]
             await asyncio.sleep(0)  # they begin
@@ -32,12 +36,15 @@ async def sample_group(engine: EngineClient, request: GenerateRequest, experts: 
     except BaseException as error:
         if request.routed_experts:
             await experts.forget(names)
+        if request.kept:
+            await kept.forget(names)
         if isinstance(error, ExceptionGroup):
             raise error.exceptions[0] from None
         raise
     samples = [child.result().outputs[0] for child in children]
     routed = await experts.read(samples, names, len(prompt)) if request.routed_experts else None
-    return _flatten(samples, request.topk, routed)
+    sets = await kept.read(samples, names, len(prompt)) if request.kept else (None, None)
+    return _flatten(samples, request.topk, routed, sets)
 
 
 def child_ids(request: GenerateRequest) -> list[str]:
@@ -46,10 +53,12 @@ def child_ids(request: GenerateRequest) -> list[str]:
     return [f"{request.request_id}/{index}{end}" for index in range(request.n)]
 
 
-async def score(engine: EngineClient, token_ids: list[int], request_id: str) -> tuple[np.ndarray, int]:
+async def score(
+    engine: EngineClient, token_ids: list[int], request_id: str, kept: KeptReader
+) -> tuple[np.ndarray, int]:
     """fp32 [S - 1] log-probs at temperature 1 of tokens 1.. given their prefix, and the version that scored them."""
     params = SamplingParams(
-        temperature=0.0,
+        **_greedy(kept),
         max_tokens=1,
         prompt_logprobs=0,
         flat_logprobs=True,
@@ -66,16 +75,22 @@ async def score(engine: EngineClient, token_ids: list[int], request_id: str) -> 
     return logprobs, int(_versions(output.outputs[0].weight_versions, 1)[0])
 
 
-def _params(request: GenerateRequest, seed: int, experts: ExpertsReader) -> SamplingParams:
+def _greedy(kept: KeptReader) -> dict[str, float]:
+    """Temperature 0, which vLLM refuses where it returns sampling masks; there the one token that top-k leaves."""
+    return {"temperature": 1.0, "top_k": 1} if kept.native else {"temperature": 0.0}
+
+
+def _params(request: GenerateRequest, seed: int, experts: ExpertsReader, kept: KeptReader) -> SamplingParams:
+    drawn = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k, "min_p": request.min_p}
     return SamplingParams(
-        temperature=request.temperature,
-        top_p=request.top_p,
+        **(drawn if request.temperature else _greedy(kept)),
         max_tokens=request.max_tokens,
         seed=seed if request.temperature else None,
         stop_token_ids=list(request.stop_token_ids),
         ignore_eos=True,  # only the stop tokens of the request stop it, whatever the model directory holds
         logprobs=request.topk,
         flat_logprobs=True,
+        extra_args={KEPT: True} if request.kept else None,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # used for this one sample only
@@ -91,11 +106,18 @@ async def _final(engine: EngineClient, prompt: list[int], params: SamplingParams
     return outputs[-1]
 
 
-def _flatten(samples: list[CompletionOutput], k: int, routed_experts: np.ndarray | None) -> GroupSamples:
+def _flatten(
+    samples: list[CompletionOutput],
+    k: int,
+    routed_experts: np.ndarray | None,
+    sets: Sets | tuple[None, None],
+) -> GroupSamples:
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int32)
     topk = [columns(sample.logprobs, len(sample.token_ids), k) for sample in samples]
     logprobs = np.concatenate([logprobs for _, logprobs in topk])
-    # Column 0 of each position is the sampled token, the K most likely follow.
+    ids = np.concatenate([ids for ids, _ in topk])
+    # Column 0 of each position is the sampled token, the K most likely follow, then any that could not be drawn.
+    ids[np.isneginf(logprobs)] = -1
     return GroupSamples(
         lengths=lengths,
         finish_reasons=tuple(sample.finish_reason or "" for sample in samples),
@@ -104,9 +126,11 @@ def _flatten(samples: list[CompletionOutput], k: int, routed_experts: np.ndarray
         versions=np.concatenate(
             [_versions(s.weight_versions, n) for s, n in zip(samples, lengths.tolist(), strict=True)]
         ),
-        topk_ids=np.concatenate([ids for ids, _ in topk])[:, 1:] if k else None,
+        topk_ids=ids[:, 1:] if k else None,
         rollout_topk_logprob=logprobs[:, 1:] if k else None,
         routed_experts=routed_experts,
+        kept_ids=sets[0],
+        kept_counts=sets[1],
     )
 
 

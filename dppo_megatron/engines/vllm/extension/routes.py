@@ -31,6 +31,7 @@ from dppo_megatron.weights.manifest import BadWeights
 from .bodies import AbortBody, GenerateBody, LoadBody, PlanBody, ReceiveBody, ScoreBody, parse
 from .experts import ExpertsReader
 from .generation import child_ids, parse_version, sample_group, score
+from .kept import KeptReader
 from .weights import WeightsInconsistent, WeightUpdater
 from .wire import MEDIA_TYPE, encode_reply
 
@@ -58,6 +59,7 @@ class DppoRoutes:
         self._updater: WeightUpdater | None = None
         self._instance = uuid4().hex  # of this server; another one after a restart
         self._experts: ExpertsReader | None = None
+        self._kept: KeptReader | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         for path, handler, method in (
@@ -85,6 +87,9 @@ class DppoRoutes:
         self._experts = ExpertsReader(engine_client, engine_client.vllm_config)
         if self._experts.available:
             await self._experts.start()
+        self._kept = KeptReader(engine_client, engine_client.vllm_config)
+        if self._kept.available:
+            await self._kept.start()
         if version >= 0:
             await engine_client.update_weight_version(str(version))
 
@@ -108,6 +113,7 @@ class DppoRoutes:
                 "workers": parallel.world_size,
                 "weight_group": self._updater.group,
                 "routed_experts": self._experts.available,
+                "kept": self._kept.available,
                 "problems": _unfit_settings(self._engine.vllm_config),
                 "instance": self._instance,
             }
@@ -118,7 +124,7 @@ class DppoRoutes:
         self._updater.check_consistent()
         self._admit(group)
         try:
-            samples = await _unless_gone(request, sample_group(self._engine, group, self._experts))
+            samples = await _unless_gone(request, sample_group(self._engine, group, self._experts, self._kept))
         finally:
             del self._running[group.request_id]
         arrays = {
@@ -131,6 +137,8 @@ class DppoRoutes:
             arrays |= {"topk_ids": samples.topk_ids, "rollout_topk_logprob": samples.rollout_topk_logprob}
         if group.routed_experts:
             arrays["routed_experts"] = samples.routed_experts
+        if group.kept:
+            arrays |= {"kept_ids": samples.kept_ids, "kept_counts": samples.kept_counts}
         header = {
             "request_id": group.request_id,
             "finish_reasons": samples.finish_reasons,
@@ -153,6 +161,16 @@ class DppoRoutes:
                 "routed_experts = true: this server records none; it needs a mixture of experts and, on GPUs, "
                 "--enable-return-routed-experts"
             )
+        if group.kept and not self._kept.available:
+            raise ValueError(
+                "kept = true: this server does not record which tokens top_p, top_k and min_p left; it needs "
+                "--logprobs-mode processed_logprobs and, on GPUs, --return-sampling-mask"
+            )
+        if self._kept.native and group.temperature and not group.top_k:
+            raise ValueError(
+                "top_k = 0: a server with --return-sampling-mask lists the tokens left at every position of every "
+                "request; bound them by top_k"
+            )
         self._running[group.request_id] = group
 
     def _check_ids(self, token_ids: np.ndarray) -> None:
@@ -168,7 +186,7 @@ class DppoRoutes:
         if len(token_ids) < 2:
             raise ValueError("token_ids: scoring needs a vector of at least two tokens")
         self._check_ids(token_ids)
-        work = score(self._engine, token_ids.tolist(), f"score-{uuid4().hex}")
+        work = score(self._engine, token_ids.tolist(), f"score-{uuid4().hex}", self._kept)
         logprobs, version = await _unless_gone(request, work)
         return Response(encode_reply({"version": version}, {"logprobs": logprobs}), media_type=MEDIA_TYPE)
 

@@ -41,10 +41,13 @@ def encode_request(request: GenerateRequest) -> bytes:
             "n": request.n,
             "seeds": request.seeds,
             "temperature": request.temperature,
-            "top_p": request.top_p,
             "max_tokens": request.max_tokens,
             "stop_token_ids": request.stop_token_ids,
             "topk": request.topk,
             "routed_experts": request.routed_experts,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "min_p": request.min_p,
+            "kept": request.kept,
         }
     ).encode()

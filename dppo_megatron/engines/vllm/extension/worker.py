@@ -33,6 +33,7 @@ from dppo_megatron.weights.process_group import WeightGroupError
 
 from .experts import ExpertRecorder, moe_layers
 from .held import HeldWeights
+from .kept import KeptRecorder
 from .receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
@@ -164,6 +165,17 @@ class WorkerExtension:
         """Data, dtype and shape of the records of requests, each taken once; None where there is none."""
         records = [self._dppo_experts.take(name) for name in names]
         return [None if r is None else (r.tobytes(), r.dtype.name, r.shape) for r in records]
+
+    def dppo_record_kept(self) -> None:
+        """From now on what top-p, top-k and min-p left is recorded of requests that ask for it."""
+        self._dppo_kept = KeptRecorder(self.model_runner)
+
+    def dppo_take_kept(
+        self, names: list[str], prompt_tokens: int, lengths: list[int]
+    ) -> list[tuple[bytes, bytes] | None]:
+        """Ids and counts of the response tokens of requests, each taken once; None where some are missing."""
+        records = [self._dppo_kept.take(*one) for one in zip(names, [prompt_tokens] * len(names), lengths, strict=True)]
+        return [None if r is None else (r[0].tobytes(), r[1].tobytes()) for r in records]
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, TrainerWeights)

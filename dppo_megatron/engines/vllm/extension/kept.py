@@ -1,0 +1,101 @@
+"""Which tokens top-p, top-k and min-p left at each position: recorded in the worker, collected by the API process.
+
+On GPUs vLLM returns them itself (`--return-sampling-mask`, which needs a model runner that CPUs lack). Either way they
+are the finite entries of what vLLM drew from (vLLM 0.32: temperature, then min-p, top-k, top-p), never computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.protocol import EngineClient
+from vllm.outputs import CompletionOutput
+
+from .experts import name_of
+
+RECORDED = "dppo_kept"
+"""Key of a request's `extra_args` that asks for its sets."""
+
+Sets = tuple[np.ndarray, np.ndarray]  # ids end to end, and how many each position has, both int32
+
+
+class KeptRecorder:
+    """Worker side: notes from what every step of `runner`, vLLM's V1 model runner, draws, per request and position.
+
+    A position that is drawn again, because its request was preempted first, keeps what was noted last: the engine
+    uses the last draw too.
+    """
+
+    def __init__(self, runner):
+        self._runner = runner
+        self._records: dict[str, dict[int, np.ndarray]] = {}  # request id -> position in the sequence -> ids
+        runner.sampler.sample = partial(self._sample, runner.sampler.sample)
+
+    def take(self, request_id: str, first: int, tokens: int) -> Sets | None:
+        """Of `tokens` positions from `first` of a finished request, which is forgotten; None where one is lacking."""
+        record = self._records.pop(request_id, {})
+        if any(position not in record for position in range(first, first + tokens)):
+            return None
+        found = [record[position] for position in range(first, first + tokens)]
+        return np.concatenate([np.empty(0, np.int32), *found]), np.array([len(ids) for ids in found], np.int32)
+
+    def _sample(self, sample, logits, *args, **kwargs):
+        sampled, logprobs = sample(logits, *args, **kwargs)
+        batch = self._runner.input_batch
+        # A position's number is the length of what was read before it.
+        positions = self._runner.optimistic_seq_lens_cpu[: batch.num_reqs].tolist()
+        for row, (request_id, position) in enumerate(zip(batch.req_ids, positions, strict=True)):
+            if (self._runner.requests[request_id].sampling_params.extra_args or {}).get(RECORDED):
+                ids = torch.isfinite(logprobs[row]).nonzero().flatten()
+                self._records.setdefault(name_of(request_id), {})[position] = ids.numpy().astype(np.int32)
+        return sampled, logprobs
+
+
+class KeptReader:
+    """API side: the sets of finished samples, from vLLM's own outputs or from the workers' recorders."""
+
+    def __init__(self, engine: EngineClient, config: VllmConfig):
+        self._engine = engine
+        self.native = config.model_config.return_sampling_mask
+        records = config.device_config.device_type == "cpu" and not config.use_v2_model_runner
+        self.available = self.native or (
+            records and config.speculative_config is None and config.model_config.logprobs_mode == "processed_logprobs"
+        )
+
+    async def start(self) -> None:
+        """Before the first request, where `available`."""
+        if not self.native:
+            await self._engine.collective_rpc("dppo_record_kept")
+
+    async def read(self, samples: Sequence[CompletionOutput], names: Sequence[str], prompt_tokens: int) -> Sets:
+        """Raises RuntimeError where the sets of a sample are incomplete."""
+        if self.native:
+            parts = [_flat(sample) for sample in samples]
+        else:
+            parts = await self._take(names, prompt_tokens, [len(sample.token_ids) for sample in samples])
+        for name, part in zip(names, parts, strict=True):
+            if part is None:
+                raise RuntimeError(f"request {name}: the tokens that some of its positions were drawn from are unknown")
+        return np.concatenate([ids for ids, _ in parts]), np.concatenate([counts for _, counts in parts])
+
+    async def forget(self, names: Sequence[str]) -> None:
+        """Drops what was recorded of samples that nobody will read."""
+        if not self.native:
+            await self._take(names, 0, [0] * len(names))
+
+    async def _take(self, names: Sequence[str], prompt_tokens: int, lengths: Sequence[int]) -> list[Sets | None]:
+        arguments = (list(names), prompt_tokens, list(lengths))
+        taken = (await self._engine.collective_rpc("dppo_take_kept", args=arguments))[0]
+        return [None if t is None else tuple(np.frombuffer(part, np.int32) for part in t) for t in taken]
+
+
+def _flat(sample: CompletionOutput) -> Sets | None:
+    sets = [] if sample.sampling_mask is None else sample.sampling_mask.token_ids
+    if len(sets) < len(sample.token_ids):
+        return None
+    sets = [np.asarray(ids, np.int32) for ids in sets[: len(sample.token_ids)]]
+    return np.concatenate([np.empty(0, np.int32), *sets]), np.array([len(ids) for ids in sets], np.int32)

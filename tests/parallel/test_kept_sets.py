@@ -1,0 +1,66 @@
+"""What one process makes of a bank with sampling masks, against a dense float64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dppo_megatron.bank import BankReader
+from dppo_megatron.objectives import TopKLogprobs, build_objective
+from dppo_megatron.trainer.batches import BankBatches
+from dppo_megatron.types import TokenBatch
+from tests.parallel.cases import TEMPERATURE, sections
+from tests.support.actor_cases import actor_config
+
+CASE = "qwen3+kept"
+
+
+def dense(model: torch.nn.Module, batch: TokenBatch, objective) -> torch.Tensor:
+    """The loss by a softmax over the whole vocabulary in which what was not kept is -inf."""
+    logits = []
+    for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+        logits.append(model(batch.token_ids[None, start:end]).logits[0])
+    rows = batch.mask.nonzero().flatten()
+    kept = torch.zeros(len(batch.mask), logits[0].shape[1], dtype=torch.bool)
+    kept[torch.arange(len(kept)).repeat_interleave(batch.kept_counts), batch.kept_ids.long()] = True
+    logprobs = (torch.cat(logits) / TEMPERATURE)[rows].masked_fill(~kept[rows], -torch.inf).log_softmax(1)
+    finite = logprobs.masked_fill(~kept[rows], 0.0)
+    target, listed = batch.target_ids[rows], batch.topk_ids[rows].long()
+    named = torch.zeros_like(kept[rows]).scatter(1, target[:, None], True)
+    for column in listed.T:
+        named |= torch.nn.functional.one_hot(column.clamp(min=0), kept.shape[1]).bool() & (column >= 0)[:, None]
+    rest = (finite.exp() * (kept[rows] & ~named)).sum(1)
+    topk = TopKLogprobs(
+        ids=batch.topk_ids[rows],
+        rollout_logprob=batch.rollout_topk_logprob[rows].double(),
+        logprob=finite.gather(1, listed.clamp(min=0)),
+        other_logprob=rest.log().detach(),
+        target_ids=target,
+        vocab_size=batch.kept_counts[rows],
+    )
+    out = objective(
+        logprob=finite.gather(1, target[:, None])[:, 0],
+        mask=batch.mask[rows],
+        rollout_logprob=batch.rollout_logprob[rows].double(),
+        advantage=batch.advantage[rows].double(),
+        topk=topk,
+        entropy=-(finite.exp() * finite * kept[rows]).sum(1),
+    )
+    return (batch.loss_weight[rows].double() * out.loss).sum()
+
+
+@pytest.mark.parallel
+def test_one_process_computes_the_dense_reference(trained, models):
+    config = actor_config(models / "qwen3", sections=sections(models.parent / "banks" / CASE, "kept"))
+    objective = build_objective(config.objective.name, **config.objective.settings)
+    (update,) = BankBatches(config, BankReader(config.rollout.bank), objective, 0, 1).read(0).updates
+    counts = torch.cat([batch.kept_counts[batch.mask] for batch in update.micro_batches])
+    assert counts.min() < config.rollout.topk_logprobs < counts.max() <= 12
+    model = AutoModelForCausalLM.from_pretrained(models / "qwen3", dtype=torch.float64)
+    loss = sum(dense(model, batch, objective) for batch in update.micro_batches)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    run = trained(f"{CASE}:one")
+    assert run["loss"][0] == pytest.approx(float(loss), rel=1e-5)
+    assert run["grad_norm"][0] == pytest.approx(float(norm), rel=1e-5)

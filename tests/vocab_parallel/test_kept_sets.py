@@ -1,0 +1,112 @@
+"""Statistics over the tokens that top-p, top-k and min-p left: what is refused, and what becomes of the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dppo_megatron.vocab_parallel import DeferredChecks, linear_token_statistics, token_statistics
+
+IDS = torch.tensor([4, 1, 6, 0, 5])
+COUNTS = torch.tensor([3, 0, 2])
+TARGET = torch.tensor([1, 2, 0])
+
+
+def given() -> torch.Tensor:
+    return torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def test_over_the_set_alone():
+    """As a softmax of the set's logits; the rest of the vocabulary gets gradient 0, other_logprob is within the set."""
+    logits = given().requires_grad_()
+    topk = torch.tensor([[4, -1], [0, 1], [5, -1]])
+    stats = token_statistics(logits, TARGET, topk, 7, 0.7, entropy="differentiable", kept_ids=IDS, kept_counts=COUNTS)
+    assert torch.isfinite(logits.detach()).all(), "a leaf keeps its values"
+    sets = [[4, 1, 6], list(range(7)), [0, 5]]
+    for row, ids in enumerate(sets):
+        own = (given()[row, ids] / 0.7).log_softmax(0)
+        assert torch.allclose(stats.logprob[row], own[ids.index(TARGET[row])], atol=1e-14)
+        assert torch.allclose(stats.entropy[row], -(own.exp() * own).sum(), atol=1e-14)
+        listed = {*topk[row].tolist(), int(TARGET[row])}
+        rest = [own[i] for i, name in enumerate(ids) if name not in listed]
+        expected = torch.stack(rest).logsumexp(0) if rest else torch.tensor(-torch.inf, dtype=torch.float64)
+        assert torch.allclose(stats.other_logprob[row], expected, atol=1e-14)
+    (stats.logprob + stats.entropy).sum().backward()
+    for row, ids in enumerate(sets):
+        outside = [i for i in range(8) if i not in ids]
+        assert not logits.grad[row, outside].any()
+        assert logits.grad[row, ids].all()
+
+
+def test_gradcheck():
+    def values(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        stats = token_statistics(
+            logits, TARGET, vocab_size=7, entropy="differentiable", kept_ids=IDS, kept_counts=COUNTS
+        )
+        return stats.logprob, stats.entropy
+
+    assert torch.autograd.gradcheck(values, given().requires_grad_())
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_same_bits_as_infinities_in_the_logits(inplace: bool):
+    """What `other_logprob` and friends make of -inf logits is what the set as an argument gives."""
+    gradients = []
+    for kept in ({}, {"kept_ids": IDS, "kept_counts": COUNTS}):
+        leaf = given().float().requires_grad_()
+        logits = leaf * 1.0
+        if not kept:
+            inside = torch.zeros(3, 8, dtype=torch.bool)
+            inside[torch.arange(3).repeat_interleave(COUNTS), IDS] = True
+            logits = logits.masked_fill(~inside & (COUNTS > 0)[:, None], -torch.inf)
+        stats = token_statistics(logits, TARGET, vocab_size=7, inplace=inplace, **kept)
+        assert bool(torch.isinf(logits).any()) == (inplace or not kept)
+        stats.logprob.sum().backward()
+        gradients.append((stats.logprob.detach(), stats.entropy, leaf.grad))
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_rows_without_loss_are_not_restricted():
+    mask = torch.tensor([True, True, False])
+    target = torch.where(mask, TARGET, -100)
+    stored = token_statistics(given(), target, loss_mask=mask, kept_ids=IDS, kept_counts=COUNTS)
+    hidden, weight = given()[:, :4], given().t()[:, :3].repeat(1, 2)[:, :4]
+    fused = linear_token_statistics(hidden, weight, target, loss_mask=mask, kept_ids=IDS, kept_counts=COUNTS)
+    again = token_statistics((hidden @ weight.t())[:2], TARGET[:2], kept_ids=IDS[:3], kept_counts=COUNTS[:2])
+    assert torch.allclose(fused.logprob[:2], again.logprob, atol=1e-14)
+    assert not stored.nonfinite.any()
+    assert not fused.logprob[2]
+    assert not stored.logprob[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kept_counts": None}, "kept_ids and kept_counts belong together"),
+        ({"kept_counts": COUNTS[:2]}, r"kept_counts must be \[T\] with T = 3"),
+        ({"kept_counts": COUNTS + 1}, "kept_counts add up to 8, there are 5 kept_ids"),
+        ({"kept_ids": IDS.float()}, "kept_ids must be int32 or int64"),
+        ({"kept_ids": IDS + 3}, r"kept_ids must be within \[0, 8\), found 3 to 9"),
+        ({"target_ids": torch.tensor([2, 2, 1])}, "2 target_ids are not in their row's kept_ids, the first at 0"),
+    ],
+)
+def test_wrong_sets(changes: dict[str, Any], message: str):
+    arguments = {"target_ids": TARGET, "kept_ids": IDS, "kept_counts": COUNTS} | changes
+    with pytest.raises((ValueError, TypeError), match=message):
+        token_statistics(given(), **arguments)
+
+
+def test_a_target_outside_its_set_is_found_by_later_checks_too():
+    later = DeferredChecks()
+    token_statistics(given(), TARGET + 1, kept_ids=IDS, kept_counts=COUNTS, check=later)
+    with pytest.raises(ValueError, match="2 target_ids are not in"):
+        later.raise_if_failed()
+
+
+def test_a_list_that_names_what_was_not_kept_is_reported():
+    topk = torch.tensor([[2], [3], [5]])
+    stats = token_statistics(given(), TARGET, topk, kept_ids=IDS, kept_counts=COUNTS)
+    assert stats.nonfinite.tolist() == [True, False, False]
