@@ -32,6 +32,10 @@ VARIANTS = {
         "rollout": {"topk_logprobs": 4},
         "objective": TOPK,
     },
+    "truncated": {
+        "rollout": {"top_p": 0.95, "top_k": 9, "min_p": 0.01, "topk_logprobs": 4},
+        "objective": TOPK,
+    },
     "fp16_engine": {"engine": {"dtype": "fp16"}, "weight_sync": {"probe_tolerance": 0.05}},
     # Both as all examples for GPUs have it, and an exact trainer with engines as they are there.
     "bf16": {"model": {"dtype": "bf16"}, **BF16},

@@ -94,7 +94,11 @@ OBJECTIVES = {
     "gspo": {"name": "gspo", "aggregation": "seq_mean_token_mean"},
     "cppo": {"name": "cppo", "settings": {"delta": 0.05, "position_weight": 0.3}},
     "centred": {"name": "dppo_binary_tv", "aggregation": "token_mean", "settings": CENTRED},
-    "kept": {**DPPO, "settings": {"delta": 0.1, "centering": "policy", "entropy_coefficient": 0.05}},
+    "kept": {
+        "name": "dppo_binary_tv",
+        "aggregation": "token_mean",
+        "settings": {**CENTRED, "entropy_coefficient": 0.05},
+    },
 }
 TRUNCATED = {"top_p": 0.9, "top_k": 12}  # mostly fewer than K tokens, so that some lists are the whole set
 FAST = (

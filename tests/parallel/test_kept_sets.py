@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.bank import BankReader
-from dppo_megatron.objectives import TopKLogprobs, build_objective
+from dppo_megatron.objectives import TopKLogprobs, build_objective, sequence_ids_from_cu_seqlens
 from dppo_megatron.trainer.batches import BankBatches
 from dppo_megatron.types import TokenBatch
 from tests.parallel.cases import TEMPERATURE, sections
@@ -45,6 +45,7 @@ def dense(model: torch.nn.Module, batch: TokenBatch, objective) -> torch.Tensor:
         rollout_logprob=batch.rollout_logprob[rows].double(),
         advantage=batch.advantage[rows].double(),
         topk=topk,
+        sequence_ids=sequence_ids_from_cu_seqlens(batch.cu_seqlens, len(batch.mask))[rows],
         entropy=-(finite.exp() * finite * kept[rows]).sum(1),
     )
     return (batch.loss_weight[rows].double() * out.loss).sum()
