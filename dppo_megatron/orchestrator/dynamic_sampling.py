@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from dppo_megatron.config.schema import RolloutConfig
+from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.objectives import group_has_signal
 from dppo_megatron.types import RolloutGroup

@@ -16,7 +16,8 @@ from torch import Tensor
 class KeptSets:
     """The sets of T rows end to end. A row that keeps nothing is not restricted.
 
-    ids: [N] int64, global. rows: [N] int64, the row of each. restricted: [T] bool. total: [] ids that the rows count.
+    ids: [N] int64, global. rows: [N] int64, the row of each. restricted: [T] bool. total: [] ids by the counts, -1 where one
+    of these is negative.
     """
 
     ids: Tensor
@@ -26,13 +27,13 @@ class KeptSets:
 
     @classmethod
     def of(cls, kept_ids: Tensor, kept_counts: Tensor, loss_mask: Tensor | None) -> KeptSets:
-        """kept_ids [N], kept_counts [T] of them in each row. Rows without loss are not restricted. No synchronisation
-        where the counts add up to N."""
+        """kept_ids [N], kept_counts [T] of them in each row. Rows without loss are not restricted. No synchronisation:
+        counts that do not add up to N give wrong rows, never such that are not there."""
         counts = kept_counts.long()
-        numbers = torch.arange(len(counts), device=counts.device)
-        rows = torch.repeat_interleave(numbers, counts, output_size=len(kept_ids))
+        places = torch.arange(len(kept_ids), device=counts.device)
+        rows = torch.searchsorted(counts.cumsum(0), places, right=True).clamp_(max=len(counts) - 1)
         restricted = counts > 0 if loss_mask is None else (counts > 0) & loss_mask
-        return cls(kept_ids.long(), rows, restricted, counts.sum())
+        return cls(kept_ids.long(), rows, restricted, torch.where((counts < 0).any(), -1, counts.sum()))
 
     def select(self, chosen: Tensor) -> KeptSets:
         """Of the rows [n] `chosen`, ascending. Synchronises with the device."""
@@ -40,7 +41,8 @@ class KeptSets:
         place[chosen] = torch.arange(len(chosen), device=place.device)
         own = (place[self.rows] >= 0).nonzero().flatten()
         ids = self.ids[own]
-        return KeptSets(ids, place[self.rows[own]], self.restricted[chosen], self.total - len(self.ids) + len(ids))
+        total = torch.where(self.total < 0, self.total, self.total - len(self.ids) + len(ids))
+        return KeptSets(ids, place[self.rows[own]], self.restricted[chosen], total)
 
     def missing(self, target_ids: Tensor) -> Tensor:
         """[T] bool: restricted rows whose target is not in their set."""

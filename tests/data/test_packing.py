@@ -188,9 +188,17 @@ def test_kept_sets_lie_at_the_rows_that_predict():
     batch = pack(sequences)
     assert batch.kept_counts.tolist() == [0, 2, 1, 0, 0, 0, 0, 0, 1, 2, 1, 0]  # nothing where no loss is
     assert batch.kept_ids.tolist() == [0, 1, 2, 20, 21, 22, 23]
+    part = dataclasses.replace(
+        sequences[2],
+        response_ids=np.arange(5, dtype=np.int32),
+        sampled=np.array([True, False, False, True, True]),
+    )
+    batch = pack([part])  # two tokens of the environment among those of the policy
+    assert batch.kept_counts.tolist() == [0, 1, 0, 0, 2, 1, 0]
+    assert batch.kept_ids.tolist() == [20, 21, 22, 23]
     with pytest.raises(ValueError, match="sequence 1: kept ids and counts must both be there"):
         pack([sequences[0], sequence(rng, 2, 3)])
-    with pytest.raises(ValueError, match="sequence 0: 2 kept ids with 2 counts, 2 response tokens"):
+    with pytest.raises(ValueError, match="sequence 0: 2 kept ids with 2 counts, 2 sampled tokens"):
         pack([dataclasses.replace(sequences[0], kept_ids=sequences[0].kept_ids[:2])])
 
 

@@ -88,6 +88,7 @@ def test_rows_without_loss_are_not_restricted():
         ({"kept_counts": None}, "kept_ids and kept_counts belong together"),
         ({"kept_counts": COUNTS[:2]}, r"kept_counts must be \[T\] with T = 3"),
         ({"kept_counts": COUNTS + 1}, "kept_counts add up to 8, there are 5 kept_ids"),
+        ({"kept_counts": torch.tensor([3, -1, 3])}, "kept_counts are partly negative"),
         ({"kept_ids": IDS.float()}, "kept_ids must be int32 or int64"),
         ({"kept_ids": IDS + 3}, r"kept_ids must be within \[0, 8\), found 3 to 9"),
         ({"target_ids": torch.tensor([2, 2, 1])}, "2 target_ids are not in their row's kept_ids, the first at 0"),
