@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -67,3 +67,10 @@ class RolloutConfig(Section):
     def truncated(self) -> bool:
         """Whether tokens are drawn from a part of the vocabulary, which the trainer then replays."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def truncation(self) -> dict[str, Any]:
+        """What a request to an engine says of it."""
+        if not self.truncated:
+            return {}
+        return {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p, "kept": True}

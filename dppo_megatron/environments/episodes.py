@@ -107,6 +107,7 @@ class Episodes:
             stop_token_ids=self._stop_token_ids,
             topk=rollout.topk_logprobs,
             routed_experts=rollout.routing_replay,
+            **rollout.truncation,
         )
         return self._group(prompt, await self._play_all(prompt, request, rewards, recorded=True))
 
@@ -262,6 +263,7 @@ class Episodes:
     def _nothing(self, prompt_tokens: int, trajectory: int) -> Rollout:
         """A trajectory whose environment failed before its first turn."""
         none, lists = np.zeros(0, np.int32), None
+        kept = none if self._config.rollout.truncated else None
         if k := self._config.rollout.topk_logprobs:
             lists = np.zeros((0, k), np.int32)
         return Rollout(
@@ -272,5 +274,7 @@ class Episodes:
             topk_ids=lists,
             rollout_topk_logprob=None if lists is None else lists.astype(np.float32),
             routed_experts=None if self._routing is None else absent_experts(prompt_tokens, *self._routing),
+            kept_ids=kept,
+            kept_counts=kept,
             trajectory=trajectory,
         )

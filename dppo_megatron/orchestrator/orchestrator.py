@@ -239,10 +239,7 @@ class Orchestrator:
                 stop_token_ids=self._stop_token_ids,
                 topk=rollout.topk_logprobs,
                 routed_experts=rollout.routing_replay,
-                top_p=rollout.top_p,
-                top_k=max(rollout.top_k, 0),
-                min_p=rollout.min_p,
-                kept=rollout.truncated,
+                **rollout.truncation,
             )
 
         return await self._sampler.sample(request, f"prompt {prompt.position}")

@@ -16,7 +16,7 @@ from torch import Tensor
 class KeptSets:
     """The sets of T rows end to end. A row that keeps nothing is not restricted.
 
-    ids: [N] int64, global. rows: [N] int64, the row of each. restricted: [T] bool. total: [] ids by the counts, -1 where one
+    ids: [N] int64, global. rows: [N] int64, the row of each. restricted: [T] bool. total: [] ids by the counts; -1: one
     of these is negative.
     """
 
