@@ -208,6 +208,7 @@ class Objective:
             used_ratio=used if known else None,
             divergence=position.divergence,
             outside=controlled.outside | leaves,
+            beyond=position.beyond,
             dropped=dropped | rejects,
             correction=correction,
             centering=centering,

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 def beyond_threshold(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, ratio: Tensor) -> Bool[Tensor, " T"]:
     """D > delta, with delta_low in place of delta where r < 1; both sides as the position in the response has them.
 
-    Without a threshold, which only the ratio's region and controls without one have, nothing is beyond it.
+    Where there is no region, nothing is beyond it.
     """
+    if s.measures_ratio and s.has_region:
+        low, high = 1 - s.epsilon_low, 1 + s.epsilon_high
+        return (ratio < low) | (ratio > high)
     if s.delta is None:
         return torch.zeros_like(divergence, dtype=torch.bool)
     threshold = torch.full_like(divergence, s.delta)

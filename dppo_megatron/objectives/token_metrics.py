@@ -25,6 +25,7 @@ class Step:
     used_ratio: Tensor | None  # after
     divergence: Tensor  # D
     outside: Tensor  # masked, clipped or penalised by the control, or dropped with its response
+    beyond: Tensor  # D above its threshold, whatever A is and wherever the token moves
     dropped: Tensor  # by mismatch or rejection
     correction: Tensor  # what mismatch multiplies A r with
     centering: Centering | None
@@ -33,7 +34,11 @@ class Step:
 
 @torch.no_grad()
 def token_metrics(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None, step: Step) -> dict[str, Metric]:
-    """Metrics of one call. Which ones exist depends on settings and inputs given, not on values."""
+    """Metrics of one call. Which ones exist depends on settings and inputs given, not on values.
+
+    Of all tokens that carry loss, but for `masked`, `weight` and `capped_share`: of those with A != 0, which alone have
+    a gradient to lose. `/positive`, `/negative` and names that end so: of A > 0, of A < 0.
+    """
     mask = tokens.mask
     metrics = {
         "tokens": sum_metric(mask, mask),
@@ -49,6 +54,8 @@ def token_metrics(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None,
 
     positive, negative = mask & (tokens.advantage > 0), mask & (tokens.advantage < 0)
     signed = positive | negative  # A = 0 has no gradient to mask
+    if tokens.entropy is not None:
+        metrics |= _by_sign("entropy/", tokens.entropy, positive, negative)
     metrics |= {
         "advantage/zero_share": mean_metric(tokens.advantage == 0, mask),
         "weight/mean": mean_metric(step.weight, signed),
@@ -61,6 +68,9 @@ def token_metrics(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None,
             "masked/positive": mean_metric(step.outside, positive),
             "masked/negative": mean_metric(step.outside, negative),
         }
+    if s.has_region:
+        metrics["outside/share"] = mean_metric(step.beyond, mask)
+        metrics |= _by_sign("outside/", step.beyond, positive, negative)
     if s.mismatch != "none" or s.rejection != "none" or s.drops_outliers:
         metrics["correction/dropped_share"] = mean_metric(step.dropped, mask)
     if s.mismatch == "truncate":
@@ -83,6 +93,8 @@ def token_metrics(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None,
             metrics["ratio/capped_share"] = mean_metric(step.used_ratio != step.ratio, signed)
     if tokens.rollout_logprob is not None:
         metrics |= _mismatch("mismatch", tokens.rollout_logprob, tokens.detached_logprob, mask)
+        log_ratio = tokens.detached_logprob - tokens.rollout_logprob
+        metrics |= _by_sign("mismatch/k3_", torch.expm1(log_ratio) - log_ratio, positive, negative)
         if tokens.old_logprob is not None:
             metrics |= _mismatch("mismatch_recomputed", tokens.rollout_logprob, tokens.old_logprob, mask)
     if logprob_of(s.anchor, tokens) is not None:
@@ -91,20 +103,27 @@ def token_metrics(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None,
             "divergence/max": max_metric(step.divergence, mask),
             "divergence": quantiles_metric(step.divergence, mask),
         }
+        metrics |= _by_sign("divergence/", step.divergence, positive, negative)
     if buckets is not None:
         metrics |= _topk(s, tokens, buckets, signed)
     return metrics
 
 
+def _by_sign(name: str, value: Tensor, positive: Tensor, negative: Tensor) -> dict[str, Metric]:
+    return {f"{name}positive": mean_metric(value, positive), f"{name}negative": mean_metric(value, negative)}
+
+
 def _mismatch(name: str, engine: Tensor, trainer: Tensor, mask: Tensor) -> dict[str, Metric]:
     """KL(engine || trainer) from samples of the engine, two unbiased estimators of which only k1 can be negative,
-    and how far the two differ on the tokens, in probability and in nats.
+    and how far the two differ on the tokens, in probability and in nats. total_variation: E |r - 1| / 2 over the
+    engine's samples, TV(engine, trainer) over the whole vocabulary without bias.
     """
     log_ratio = trainer - engine
     shift = trainer.exp() - engine.exp()
     return {
         f"{name}/k1": mean_metric(-log_ratio, mask),
         f"{name}/k3": mean_metric(torch.expm1(log_ratio) - log_ratio, mask),
+        f"{name}/total_variation": mean_metric(torch.expm1(log_ratio).abs() / 2, mask),
         f"{name}/shift_mean": mean_metric(shift.abs(), mask),
         f"{name}/shift_max": max_metric(shift.abs(), mask),
         f"{name}/max_abs_logprob_difference": max_metric(log_ratio.abs(), mask),

@@ -5,6 +5,9 @@ itself under names of its own, see `objectives`. Of several rewards each is reco
 `reward/failed_REASON` counts the samples that have none, by reason, `environment/failed_REASON` the trajectories whose
 environment raised, hung or died.
 
+Trained tokens are those that carry loss in the step's updates. Without a KL or an entropy bonus these are the tokens of
+responses that have an advantage: of the others nothing is computed.
+
 Of a set NAME of `eval.sets` with n answers to a prompt `eval/NAME/...` are recorded: `avg@n` (share of right answers),
 `avg@n_stderr` (clustered by prompt), `pass@k`, `maj@n`, `reward_mean`, `failed_share` (not graded, count as wrong),
 `response_tokens_mean`, `truncated_share`, `prompts`, `version_spread`, `seconds`; see docs/evaluation.md.
@@ -33,16 +36,27 @@ _TRAIN = (
     ("train/skipped_updates", "count", "updates of this step skipped for a non-finite gradient"),
     ("train/sequences", "count", "responses trained on in this step"),
     ("train/tokens", "tokens", "prompt and response tokens trained on in this step"),
-    ("train/entropy", "nats", "policy entropy, mean over tokens that carry loss"),
+    ("train/entropy", "nats", "policy entropy, mean over trained tokens"),
+    ("train/entropy_positive", "nats", "the same over trained tokens with advantage > 0"),
+    ("train/entropy_negative", "nats", "the same over trained tokens with advantage < 0"),
 )
 _POLICY = (
     ("policy/masked_share", "share", "tokens masked by the trust region, of those with advantage != 0"),
     ("policy/masked_share_positive", "share", "the same among tokens with advantage > 0"),
     ("policy/masked_share_negative", "share", "the same among tokens with advantage < 0"),
-    ("policy/divergence_mean", "method's", "divergence of the trained policy from the anchor, by the method"),
-    ("policy/divergence_max", "method's", "its largest value in the step"),
+    ("policy/outside_share", "share", "trained tokens beyond the threshold, whatever their advantage and direction"),
+    ("policy/outside_share_positive", "share", "the same among tokens with advantage > 0"),
+    ("policy/outside_share_negative", "share", "the same among tokens with advantage < 0"),
+    ("policy/divergence_mean", "method's", "divergence from the anchor, by the method, mean over trained tokens"),
+    ("policy/divergence_positive", "method's", "the same over trained tokens with advantage > 0"),
+    ("policy/divergence_negative", "method's", "the same over trained tokens with advantage < 0"),
+    ("policy/divergence_max", "method's", "its largest value among the step's trained tokens"),
     ("policy/ratio_min", "1", "smallest importance ratio, as the method defines it, before cap and floor"),
     ("policy/ratio_max", "1", "largest importance ratio, as the method defines it, before cap and floor"),
+)
+_BOUND = (  # DPPO's theorem 3.2 and appendix B.3, see trainer/metrics.py; for rewards of at most 1 in size
+    ("bound/quadratic", "reward", "2 T (T - 1) D^2: T longest response, D largest |pi - mu| of a trained token"),
+    ("bound/linear", "reward", "4 x the sum of TV over a response, mean over the trained responses"),
 )
 _ACCEPTANCE = (
     ("acceptance/divergence", "method's", "divergence of the policy after the step, as it was accepted"),
@@ -53,7 +67,14 @@ _ACCEPTANCE = (
     ("acceptance/rejected", "count", "places on the step's line that were beyond the bound"),
 )
 _MISMATCH = (
-    ("mismatch/kl", "nats", "KL(rollout || trainer) per token, from the engine's log-probs of the sampled tokens"),
+    ("mismatch/kl", "nats", "KL(rollout || trainer), mean over the trained tokens of the step's first update"),
+    ("mismatch/kl_positive", "nats", "the same over those with advantage > 0"),
+    ("mismatch/kl_negative", "nats", "the same over those with advantage < 0"),
+    (
+        "mismatch/total_variation",
+        "share",
+        "TV(rollout, trainer) as |r - 1| / 2, mean over the first update's tokens",
+    ),
     ("mismatch/max_abs_logprob_difference", "nats", "largest engine-trainer difference of a token"),
     ("moe/routing_replay_disagreement", "share", "replayed experts that the trainer would not have chosen"),
     ("probe/mean_abs_logprob_difference", "nats", "weight check after a publish: mean log-prob difference"),
@@ -65,6 +86,7 @@ _ROLLOUT = (
     ("rollout/reward_failed", "count", "samples whose verifier raised or timed out"),
     ("rollout/response_tokens_mean", "tokens", "tokens that the policy sampled, mean over the samples"),
     ("rollout/branches_mean", "count", "token sequences of a trajectory, mean; more than 1 where history was edited"),
+    ("rollout/response_tokens_max", "tokens", "longest response"),
     ("rollout/truncated_share", "share", "responses truncated at rollout.max_response_tokens"),
     ("rollout/groups_without_signal", "count", "groups without any advantage: all rewards are equal"),
     ("rollout/overlong_filtered", "count", "truncated responses left out of the loss (objective.overlong_filter)"),
@@ -131,6 +153,7 @@ METRICS = tuple(
     for row in (
         *_TRAIN,
         *_POLICY,
+        *_BOUND,
         *_ACCEPTANCE,
         *_MISMATCH,
         *_PUBLISH,

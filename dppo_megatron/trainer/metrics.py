@@ -27,8 +27,17 @@ RECORD_NAMES = {
     "divergence/max": "policy/divergence_max",
     "ratio/min": "policy/ratio_min",
     "ratio/max": "policy/ratio_max",
+    "divergence/positive": "policy/divergence_positive",
+    "divergence/negative": "policy/divergence_negative",
+    "outside/share": "policy/outside_share",
+    "outside/positive": "policy/outside_share_positive",
+    "outside/negative": "policy/outside_share_negative",
     "entropy": "train/entropy",
+    "entropy/positive": "train/entropy_positive",
+    "entropy/negative": "train/entropy_negative",
     "mismatch/k3": "mismatch/kl",
+    "mismatch/k3_positive": "mismatch/kl_positive",
+    "mismatch/k3_negative": "mismatch/kl_negative",
 }
 REMEMBERED, FEW = 100, 5  # steps whose median is the run's usual mismatch; with fewer nothing is reported
 JUMP, JUMP_FLOOR = 5.0, 1e-3  # times the median, and nats: rounding in fp32 jumps below it
@@ -135,8 +144,33 @@ class StepMetrics:
         whole = reduce_metrics(merge_metrics([s.parts for s in stats]))
         for name, value in whole.items():
             recorded = RECORD_NAMES.get(name, name if "/" in name else f"train/{name}")
-            values[recorded] = first[name] if name.startswith(FIRST_UPDATE) else value
+            if not name.startswith(FIRST_UPDATE):
+                values[recorded] = value
+            elif name in first:  # it may have no token with A < 0, say
+                values[recorded] = first[name]
+        if {"mismatch/total_variation", "tokens"} <= whole.keys() and "rollout/response_tokens_max" in self._values:
+            values |= improvement_bounds(
+                total_variation=whole["mismatch/total_variation"],
+                largest=whole["mismatch/shift_max"],
+                mean_length=whole["tokens"] / values["train/sequences"],
+                horizon=self._values["rollout/response_tokens_max"],
+            )
         return values
+
+
+def improvement_bounds(
+    *, total_variation: float, largest: float, mean_length: float, horizon: float
+) -> dict[str, float]:
+    """What DPPO (arXiv 2602.04879) subtracts from the surrogate's gain, for rewards of at most 1 in size.
+
+    Theorem 3.2: 2 T (T - 1) D_max^2, D_max the largest TV of any token: here the largest |pi - mu| of a sampled one,
+    which is a lower bound of it. Appendix B.3, tighter for long responses: 4 E_mu sum_t TV(mu, pi), without bias.
+    Sums over responses; T `horizon`, the longest.
+    """
+    return {
+        "bound/quadratic": 2 * horizon * (horizon - 1) * largest**2,
+        "bound/linear": 4 * mean_length * total_variation,
+    }
 
 
 def _mean(values: list[float]) -> float:

@@ -95,6 +95,41 @@ def test_different_metrics_do_not_merge():
         unflatten_metrics(other, *flatten_metrics(one))
 
 
+@pytest.mark.parametrize(("name", "outside"), [("dppo_binary_tv", [0, 1, 3]), ("ppo", [0, 1, 2, 3])])
+def test_what_is_outside_does_not_ask_where_a_token_moves(name, outside):
+    """Six tokens, the last without loss: all move, those that move back and those without advantage too."""
+    mu = torch.tensor([0.5, 0.5, 0.01, 0.5, 0.5, 0.5], dtype=torch.float64)
+    pi = torch.tensor([0.9, 0.1, 0.05, 0.9, 0.52, 0.9], dtype=torch.float64)
+    advantage = torch.tensor([1.0, 1.0, -1.0, 0.0, -2.0, 1.0], dtype=torch.float64)
+    mask = torch.arange(6) < 5
+    entropy = torch.arange(6.0, dtype=torch.float64)
+    out = build_objective(name)(
+        logprob=pi.log(), rollout_logprob=mu.log(), advantage=advantage, mask=mask, entropy=entropy
+    )
+    found = reduce_metrics(out.metrics)
+    beyond = torch.isin(torch.arange(6), torch.tensor(outside)).double()
+    ratio = pi / mu
+    divergence = (ratio - 1).abs() if name == "ppo" else (pi - mu).abs()
+    k3 = ratio - 1 - ratio.log()
+    for sign, where in {"share": slice(0, 5), "positive": slice(0, 2), "negative": [2, 4]}.items():
+        assert found[f"outside/{sign}"] == pytest.approx(beyond[where].mean().item())
+        if sign != "share":
+            assert found[f"entropy/{sign}"] == pytest.approx(entropy[where].mean().item())
+            assert found[f"divergence/{sign}"] == pytest.approx(divergence[where].mean().item())
+            assert found[f"mismatch/k3_{sign}"] == pytest.approx(k3[where].mean().item())
+    assert found["mismatch/total_variation"] == pytest.approx((ratio[:5] - 1).abs().mean().item() / 2)
+
+
+def test_the_total_variation_of_samples_is_that_of_the_policies():
+    mu, pi = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.5, 0.4, 0.1]).double()
+    tokens = mu.multinomial(200_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(len(tokens), dtype=torch.float64)
+    out = build_objective("pg_is")(
+        logprob=pi.log()[tokens], rollout_logprob=mu.log()[tokens], advantage=ones, mask=ones.bool()
+    )
+    assert reduce_metrics(out.metrics)["mismatch/total_variation"] == pytest.approx(0.2, rel=0.01)
+
+
 def test_masked_share_by_sign_leaves_out_zero_advantages():
     case = random_case(6, tokens=60, drift=2.0)
     out = build_objective("dppo_binary_tv")(**case.call)

@@ -14,7 +14,7 @@ ROLLOUT = torch.full((6,), -1.0)
 FAR = 3.0  # nats, of one token in each update
 
 
-def of_step(name: str, **settings) -> StepMetrics:
+def of_step(name: str, advantages: tuple[float, float] = (1.0, 1.0), **settings) -> StepMetrics:
     """Two updates of six tokens; engine and trainer differ on one token of the first, on two of the second."""
     objective, collected = build_objective(name, **settings), StepMetrics()
     for update in (1, 2):
@@ -25,7 +25,7 @@ def of_step(name: str, **settings) -> StepMetrics:
             logprob=policy,
             rollout_logprob=ROLLOUT,
             old_logprob=policy,
-            advantage=torch.ones(6),
+            advantage=torch.full((6,), advantages[update - 1]),
             mask=torch.ones(6, dtype=torch.bool),
             sequence_ids=torch.zeros(6, dtype=torch.long),
         ).metrics
@@ -85,3 +85,22 @@ def test_a_limit_on_what_the_objective_does_not_measure_is_refused():
     step.check_mismatch(None, 1)
     with pytest.raises(MismatchLimit, match="reports no metric mismatch/k3"):
         step.check_mismatch(0.5, 1)
+
+
+def test_the_bounds_of_dppos_theorem():
+    """Two responses of six tokens, one in each update; a token that is e^-3 likelier, then two of which one e^-6."""
+    step = of_step("dppo_binary_tv")
+    assert not [name for name in step.finish() if name.startswith("bound/")]  # nobody has said how long responses are
+    step.add({"rollout/response_tokens_max": 8.0})
+    found = step.finish()
+    probability = torch.tensor(-1.0).exp()
+    falls = [torch.tensor(-nats).expm1().abs() for nats in (FAR, FAR, 2 * FAR)]
+    assert found["bound/quadratic"] == pytest.approx((2 * 8 * 7 * (probability * falls[2]) ** 2).item(), rel=1e-5)
+    assert found["bound/linear"] == pytest.approx((4 * sum(falls) / 2 / 2).item(), rel=1e-5)  # |r - 1| / 2, a response
+
+
+def test_a_sign_without_tokens_in_the_first_update_is_not_taken_from_a_later_one():
+    found = of_step("dppo_binary_tv", advantages=(1.0, -1.0)).finish()
+    assert found["mismatch/kl_positive"] == found["mismatch/kl"]
+    assert "train/loss" in found
+    assert "mismatch/kl_negative" not in found
