@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from dppo_megatron.common.files import DamagedFile, read_regular
+from dppo_megatron.common.files import DamagedFile, adapter, read_regular
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ def records_as(kind: type[T], records: Iterable[Mapping[str, Any]]) -> list[T]:
     found = []
     for record in records:
         with contextlib.suppress(ValidationError):
-            found.append(TypeAdapter(kind).validate_python(record))
+            found.append(adapter(kind).validate_python(record))
     return found
 
 
