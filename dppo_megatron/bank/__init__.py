@@ -7,6 +7,7 @@ order of appending: step s trains on groups [s G, (s + 1) G). docs/bank.md descr
 from .entry import BankEntry
 from .errors import BankCorruption, BankError, BankLocked, BankTimeout, BankWriteError
 from .reader import BankReader
+from .retention import give_leave
 from .shapes import PARTS
 from .writer import BankWriter
 
@@ -20,4 +21,5 @@ __all__ = [
     "BankTimeout",
     "BankWriteError",
     "BankWriter",
+    "give_leave",
 ]

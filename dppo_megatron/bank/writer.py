@@ -20,6 +20,7 @@ from .files import HEAD_NAME, Closed, Head, is_local
 from .ledger import Ledger
 from .lock import WriterLock
 from .recovery import recover
+from .retention import delete_unneeded
 from .segment import Segment
 
 log = logging.getLogger(__name__)
@@ -194,6 +195,7 @@ class BankWriter:
             ledger.next_segment()
         if self._segment.number != ledger.segment:
             self._segment = self._begin_segment(ledger)
+            delete_unneeded(self._directory, ledger.segment)
         return self._segment
 
     def _begin_segment(self, ledger: Ledger) -> Segment:

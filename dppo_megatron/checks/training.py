@@ -36,6 +36,11 @@ def problems(config: Config) -> list[str]:
         out.append(
             "acceptance.bound = null: without it the section has no effect; set it, or remove the other settings"
         )
+    if config.checkpoint.keep_rollouts is not None and not config.samples:
+        out.append(
+            f"checkpoint.keep_rollouts = {config.checkpoint.keep_rollouts}: the run samples nothing, and deletes "
+            "nothing of what others sampled; remove it"
+        )
     if config.optimizer.min_lr > config.optimizer.lr:
         out.append(f"optimizer.min_lr = {config.optimizer.min_lr}: above optimizer.lr = {config.optimizer.lr}")
     return out

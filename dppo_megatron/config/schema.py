@@ -206,6 +206,11 @@ class WeightSyncConfig(Section):
 class CheckpointConfig(Section):
     every: CountFromZero = Field(50, description="steps between checkpoints; 0 = only at the end")
     keep: Count = 2
+    keep_rollouts: CountFromZero | None = Field(
+        None,
+        description="steps before the newest checkpoint whose rollouts stay in the bank, besides those that a resume "
+        "from a kept checkpoint needs; default: all of the run",
+    )
     asynchronous: bool = Field(
         False, description="go on training while a checkpoint is written; costs a host copy of this rank's part"
     )

@@ -66,7 +66,11 @@ def _disk(plan: Plan) -> Iterator[str]:
             yield f"quantised start model {_size(total.published_bytes)}"
         if config.weight_sync.transport == "shared_storage":
             yield f"published versions {config.weight_sync.keep_versions + 1} x {_size(total.published_bytes)}"
-        yield f"the bank grows by at most {_size(total.bank_bytes_per_step)} a step"
+        keep = config.checkpoint.keep_rollouts
+        whole = f"{_size(total.bank_bytes)} in all {config.train.steps} steps"
+        kept = f"{_size(total.kept_bank_bytes)} with checkpoint.keep_rollouts = {keep or 0}"
+        most = f"{whole}; {kept}" if keep is None else f"{kept}; without it {whole}"
+        yield f"the bank grows by at most {_size(total.bank_bytes_per_step)} a step, to at most {most}"
 
 
 def _rank(plan: Plan) -> Iterator[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dppo_megatron.bank.shapes import Shapes
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig, ModelError, WeightMap
@@ -13,8 +15,10 @@ from dppo_megatron.hf import HFModelConfig, ModelError, WeightMap
 from .engines import published_bytes
 from .ranks import RankModel
 
-_TOKEN_BYTES = 4 + 4 + 4  # id, log-prob and policy version of a sampled token
-_LISTED_BYTES = 4 + 4  # id and log-prob
+_BANK = ("bank_bytes_per_step", "bank_bytes", "kept_bank_bytes")
+_TEXT_BYTES = 8  # of a prompt's text, for each token; assumed
+_SAMPLE_BYTES = 256  # of a sample in the blob's metadata, or in the index line: sizes, checksums, reward
+_GROUP_BYTES = 1024  # of a group likewise, and its share of begin and end lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class Totals:
     checkpoint_bytes: int
     published_bytes: int  # one policy version; 0 where nothing is published
     bank_bytes_per_step: int
+    bank_bytes: int  # of the whole run
+    kept_bank_bytes: int  # most at any time with checkpoint.keep_rollouts, or with 0 where it is not set
 
 
 def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Totals:
@@ -48,7 +54,7 @@ def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Tot
         micro_batches_per_update=max(1, math.ceil(tokens / (config.data_parallel * t.micro_batch_tokens))),
         checkpoint_bytes=checkpoint,
         published_bytes=published_bytes(hf, config) if config.samples else 0,
-        bank_bytes_per_step=_bank(hf, config) if config.samples else 0,
+        **(bank_disk(hf, config) if config.samples else dict.fromkeys(_BANK, 0)),
     )
 
 
@@ -67,12 +73,33 @@ def _active(hf: HFModelConfig, parameters: int) -> int:
     return parameters - sum(hf.moe.layers) * (hf.moe.num_experts - hf.moe.top_k) * one
 
 
-def _bank(hf: HFModelConfig, config: Config) -> int:
-    r = config.rollout
-    kept = 4 * (1 + r.top_k) if r.truncated else 0  # at most
-    sampled = r.max_response_tokens * (_TOKEN_BYTES + r.topk_logprobs * _LISTED_BYTES + kept)
+def bank_disk(hf: HFModelConfig, config: Config) -> dict[str, int]:
+    """The bank's bytes by field of `Totals`, with every prompt and response as long as it may be."""
+    r, longest = config.rollout, [config.rollout.max_response_tokens] * config.rollout.group_size
+    routing = None
     if r.routing_replay and hf.moe is not None:
-        width = 1 if hf.moe.num_experts <= 256 else 2
-        read = config.data.max_prompt_tokens + r.max_response_tokens - 1
-        sampled += read * sum(hf.moe.layers) * hf.moe.top_k * width
-    return r.prompts_per_step * (r.group_size * sampled + 4 * config.data.max_prompt_tokens)
+        routing = (sum(hf.moe.layers), hf.moe.top_k, 1 if hf.moe.num_experts <= 256 else 2)
+    prompt = config.data.max_prompt_tokens
+    left = [size * max(r.top_k, 1) for size in longest] if r.truncated else None  # ids that truncation left, at most
+    table = Shapes(prompt, longest, longest, [1] * r.group_size, r.topk_logprobs, left, routing).table()
+    tensors = max(entry["data_offsets"][1] for entry in table.values())
+    header = len(json.dumps(table, separators=(",", ":"))) + prompt * _TEXT_BYTES
+    group = tensors + header + r.group_size * _SAMPLE_BYTES + _GROUP_BYTES
+    line = r.group_size * _SAMPLE_BYTES + _GROUP_BYTES
+    step, index, steps = r.prompts_per_step * group, r.prompts_per_step * line, config.train.steps
+    whole = steps * (step + index)
+    kept = min(whole, steps * index + kept_steps(config) * step)
+    return dict(zip(_BANK, (step + index, whole, kept), strict=True))
+
+
+def kept_steps(config: Config) -> int:
+    """Most steps whose rollouts are on the disk at once with `checkpoint.keep_rollouts` (0 where it is not set).
+
+    Until a checkpoint is whole, those since the oldest one kept; after the trainer's step, those sampled ahead and the
+    one that begins, for data is deleted when a step's first group is written.
+    """
+    c = config.checkpoint
+    if not c.every:
+        return config.train.steps
+    behind = max(c.keep * c.every, c.every + (c.keep_rollouts or 0)) + (c.every if c.asynchronous else 0)
+    return min(config.train.steps, behind + config.rollout.max_staleness + 2)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from dppo_megatron.actor import Actor
+from dppo_megatron.actor.checkpoint.directory import kept_steps
+from dppo_megatron.bank import give_leave
 from dppo_megatron.config import Config
 from dppo_megatron.run_dir import RunDir
+
+log = logging.getLogger(__name__)
 
 
 class Checkpoints:
@@ -35,6 +41,19 @@ class Checkpoints:
             keep=self._config.checkpoint.keep,
         )
         self._saved = step
+        self._release_rollouts()
+
+    def _release_rollouts(self) -> None:
+        """Gives leave to delete rollouts that no checkpoint on the disk needs; one being written counts later."""
+        keep = self._config.checkpoint.keep_rollouts
+        if keep is None or self._actor.layout.rank != 0:
+            return
+        try:
+            if steps := kept_steps(self._directory):
+                # A segment of the bank holds the rollouts of one step.
+                give_leave(RunDir(self._config.run.dir).bank, min(steps[0], steps[-1] - keep))
+        except OSError as error:
+            log.warning("checkpoint.keep_rollouts = %d: no rollouts are deleted for now: %s", keep, error)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -46,6 +65,7 @@ class Checkpoints:
         """
         if kind is None:
             self._actor.finish_checkpoint()
+            self._release_rollouts()
         else:
             self._actor.settle_checkpoint()
 

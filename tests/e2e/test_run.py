@@ -61,6 +61,22 @@ def test_a_run_trains_publishes_evaluates_and_reports(uninterrupted):
 
 
 @pytest.mark.slow
+def test_a_run_trains_publishes_and_deletes_rollouts_that_no_checkpoint_needs(task, engine, uninterrupted, tmp_path):
+    """It ends with the same bits, and so does a resume from the older of the checkpoints that are kept."""
+    tree = config_tree(task, tmp_path / "run", urls=(engine.url,))
+    tree["checkpoint"] = {"every": 1, "keep": 2, "keep_rollouts": 0}
+    config = write_config(tree, tmp_path / "c.yaml")
+    run("train", config)
+    check_complete(tmp_path / "run", uninterrupted)
+    left = sorted(path.name for path in (tmp_path / "run/bank").glob("*.bin"))
+    assert "segment-000000.bin" not in left
+    assert left[-1] == "segment-000003.bin"
+    shutil.rmtree(tmp_path / "run/checkpoints" / f"step-{STEPS:06d}")
+    run("train", config, "--resume")
+    check_complete(tmp_path / "run", uninterrupted)
+
+
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_by_a_running_engine_as_the_final_model_is(task, engine, uninterrupted, tmp_path):
     config = write_config(config_tree(task, uninterrupted, urls=(engine.url,)), tmp_path / "c.yaml")
     shown = []

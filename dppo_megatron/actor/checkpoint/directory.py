@@ -55,6 +55,11 @@ def newest(directory: Path) -> tuple[Path, dict[str, Any]] | None:
         ) from error
 
 
+def kept_steps(directory: Path) -> list[int]:
+    """Steps of the checkpoints that are whole, ascending."""
+    return sorted(int(path.name.removeprefix(_PREFIX)) for path in _whole(directory))
+
+
 def _whole(directory: Path) -> list[Path]:
     return [p for p in directory.glob(f"{_PREFIX}*") if p.suffix != _TMP and (p / _RUN).exists()]
 

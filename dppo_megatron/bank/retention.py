@@ -1,0 +1,51 @@
+"""Rollouts that no resume needs: the trainer gives leave to delete them, the writer of the bank does.
+
+bank/retain-from-000040     the .bin files of earlier segments may go; their index lines stay, the prompt cursor
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from dppo_megatron.common.files import sync
+
+from .files import segment_paths
+
+log = logging.getLogger(__name__)
+
+_LEAVE = re.compile(r"retain-from-(\d{6,18})")
+_DATA = re.compile(r"segment-(\d{6,18})\.bin")
+
+
+def give_leave(directory: Path, segment: int) -> None:
+    """The data of segments before `segment` may be deleted. Leave that was given for more stays. Raises OSError."""
+    before = _leaves(directory)
+    if segment <= max(before, default=0):
+        return
+    (directory / f"retain-from-{segment:06d}").touch()
+    sync(directory)
+    for older in before:
+        (directory / f"retain-from-{older:06d}").unlink(missing_ok=True)
+
+
+def delete_unneeded(directory: Path, newest: int) -> None:
+    """Deletes what leave was given for, but never the data of segment `newest`. What fails is tried again later."""
+    try:
+        end = min(max(_leaves(directory), default=0), newest)
+        unneeded = sorted(n for path in directory.glob("segment-*.bin") if 0 <= (n := _number(_DATA, path)) < end)
+        for number in unneeded:
+            segment_paths(directory, number)[0].unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s: rollouts that are not needed any more could not be deleted: %s", directory, error)
+
+
+def _leaves(directory: Path) -> list[int]:
+    return [number for path in directory.glob("retain-from-*") if (number := _number(_LEAVE, path)) >= 0]
+
+
+def _number(pattern: re.Pattern[str], path: Path) -> int:
+    """-1 for a file of another name, whoever put it there."""
+    match = pattern.fullmatch(path.name)
+    return int(match[1]) if match else -1

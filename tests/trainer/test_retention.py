@@ -1,0 +1,181 @@
+"""A long run's bank under retention: no larger than its plan says, and no checkpoint that cannot be resumed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dppo_megatron.actor.checkpoint.directory import complete, final_path, kept_steps, partial_path
+from dppo_megatron.bank import BankReader, BankWriter, give_leave
+from dppo_megatron.checks import settings_problems
+from dppo_megatron.config import Config
+from dppo_megatron.plan.totals import bank_disk
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.trainer.checkpoints import Checkpoints
+from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+from tests.support.bank import fill, read_all
+from tests.support.configs import make_config
+
+DENSE = SimpleNamespace(moe=None)
+PROMPT, LONGEST, TOPK, GROUPS, SAMPLES = 16, 96, 20, 2, 4
+
+
+def run_config(directory, *, steps=500, every=20, keep=2, keep_rollouts=0, staleness=1, asynchronous=False) -> Config:
+    config = make_config(
+        run={"dir": directory},
+        data={"max_prompt_tokens": PROMPT},
+        train={"steps": steps},
+        rollout={"prompts_per_step": GROUPS, "group_size": SAMPLES, "max_response_tokens": LONGEST,
+                 "topk_logprobs": TOPK, "max_staleness": staleness},
+        checkpoint={"every": every, "keep": keep, "keep_rollouts": keep_rollouts, "asynchronous": asynchronous},
+    )  # fmt: skip
+    assert settings_problems(config) == []
+    return config
+
+
+class FakeActor:
+    """Checkpoints are directories as the real ones, without weights; an asynchronous one is whole at the next save."""
+
+    def __init__(self, asynchronous: bool):
+        self.layout = SimpleNamespace(rank=0)
+        self._asynchronous = asynchronous
+        self._writing = lambda: None
+
+    def save_checkpoint(self, directory, step, state, keep):
+        self._writing()
+        partial = partial_path(final_path(directory, step))
+        partial.mkdir(parents=True)
+        self._writing = lambda: complete(partial, final_path(directory, step), state, keep)
+        if not self._asynchronous:
+            self.finish_checkpoint()
+
+    def finish_checkpoint(self):
+        self._writing()
+        self._writing = lambda: None
+
+
+def group(position: int, rng: np.random.Generator) -> RolloutGroup:
+    rollouts = []
+    for size in rng.integers(LONGEST // 2, LONGEST + 1, SAMPLES):
+        ids = np.tile(np.arange(TOPK, dtype=np.int32), (size, 1))
+        logprob = np.full(size, -0.5, np.float32)
+        listed = np.full((size, TOPK), -4.0, np.float32)
+        reason = "length" if size == LONGEST else "stop"
+        rollouts.append(Rollout(ids[:, 0].copy(), logprob, np.zeros(size, np.int32), reason, ids, listed))
+    prompt = Prompt(position, position, np.zeros(PROMPT, np.int32), "What is 1 + 1?", "2")
+    rewards = rng.random(SAMPLES).astype(np.float32)
+    return RolloutGroup(prompt, tuple(rollouts), rewards, np.zeros(SAMPLES, bool), temperature=1.0)
+
+
+class Simulated:
+    """A run: the orchestrator is ahead by the staleness, the trainer reads, checkpoints and gives leave."""
+
+    def __init__(self, config: Config, measured: int = 1):
+        """measured: the directory's size is taken after so many groups."""
+        self.config, self.run, self.measured = config, RunDir(config.run.dir), measured
+        self.sizes: list[int] = []
+
+    def train(self, until: int, first: int = 0) -> None:
+        """As a process that is then killed: nothing is closed but the files."""
+        config, rng = self.config, np.random.default_rng(first)
+        actor = FakeActor(config.checkpoint.asynchronous)
+        checkpoints = Checkpoints(config, actor)
+        reader = BankReader(self.run.bank)
+        with BankWriter(self.run.bank, GROUPS, fsync=False) as bank:
+            for step in range(first, until):
+                ahead = min(config.train.steps, step + config.rollout.max_staleness + 1) * GROUPS
+                for position in range(bank.num_train_groups, ahead):
+                    bank.append(group(position, rng))
+                    if position % self.measured == 0:
+                        self.sizes.append(sum(entry.stat().st_size for entry in os.scandir(self.run.bank)))
+                reader.refresh()
+                for entry in reader.entries(step * GROUPS, (step + 1) * GROUPS):
+                    reader.read(entry)
+                if checkpoints.due(step + 1):
+                    checkpoints.save(step + 1)
+
+    def resumable(self) -> list[int]:
+        """The kept checkpoints, after every rollout that a resume from the oldest of them trains on was read."""
+        kept = kept_steps(self.run.checkpoints)
+        reader = BankReader(self.run.bank)
+        for entry in reader.entries(kept[0] * GROUPS, reader.refresh()):
+            reader.read(entry)
+        return kept
+
+
+@pytest.mark.slow
+def test_five_hundred_steps_stay_within_the_plan_and_every_kept_checkpoint_resumes(tmp_path):
+    config = run_config(tmp_path / "run")
+    plan = bank_disk(DENSE, config)
+    simulated = Simulated(config, measured=5)
+    for first, until in itertools.pairwise((0, 137, 138, 260, 421, 500)):
+        simulated.train(until, first=(kept_steps(simulated.run.checkpoints) or [0])[-1] if first else 0)
+        if first or until > 40:
+            kept = simulated.resumable()
+            assert kept == [step for step in range(20, until + 1) if step % 20 == 0][-2:]
+    assert len(simulated.sizes) == 500 * GROUPS // 5
+    assert plan["kept_bank_bytes"] / 2 < max(simulated.sizes) <= plan["kept_bank_bytes"] < plan["bank_bytes"] / 5
+    reader = BankReader(simulated.run.bank)
+    assert reader.refresh() == 500 * GROUPS  # the index, and with it the prompt cursor, is whole
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"keep": 1, "every": 1, "staleness": 0}, marks=pytest.mark.slow),
+        pytest.param({"keep_rollouts": 15}, marks=pytest.mark.slow),
+        pytest.param({"asynchronous": True}, marks=pytest.mark.slow),
+        pytest.param(
+            {"keep": 3, "every": 7, "keep_rollouts": 4, "staleness": 3, "asynchronous": True}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_bank_stays_within_the_plan(tmp_path, settings):
+    config = run_config(tmp_path / "run", **{"steps": 40, "every": 5} | settings)
+    plan = bank_disk(DENSE, config)
+    simulated = Simulated(config)
+    simulated.train(40)
+    assert max(simulated.sizes) <= plan["kept_bank_bytes"] < plan["bank_bytes"]
+    kept = simulated.resumable()
+    stays = min(kept[0], kept[-1] - config.checkpoint.keep_rollouts)
+    present = sorted(int(path.stem.removeprefix("segment-")) for path in simulated.run.bank.glob("*.bin"))
+    assert present == list(range(present[0], 40))
+    assert present[0] <= stays
+
+
+def test_without_the_setting_nothing_is_deleted(tmp_path):
+    config = run_config(tmp_path / "run", steps=12, every=2, keep_rollouts=None)
+    simulated = Simulated(config)
+    simulated.train(12)
+    assert len(list(simulated.run.bank.glob("*.bin"))) == 12
+    assert not list(simulated.run.bank.glob("retain-from-*"))
+    assert simulated.sizes[-1] <= bank_disk(DENSE, config)["bank_bytes"]
+
+
+def test_leave_grows_only_and_the_newest_data_stays(tmp_path):
+    """Leave for more than there is, files of other names, and a bank that is opened again."""
+    fill(tmp_path, 6)  # segments of three groups
+    give_leave(tmp_path, 1)
+    give_leave(tmp_path, 9)
+    give_leave(tmp_path, 2)
+    assert [path.name for path in tmp_path.glob("retain-from-*")] == ["retain-from-000009"]
+    (tmp_path / "segment-x.bin").touch()
+    fill(tmp_path, 3, start=6)
+    assert sorted(path.name for path in tmp_path.glob("*.bin")) == ["segment-000002.bin", "segment-x.bin"]
+    reader = BankReader(tmp_path)
+    assert reader.refresh() == 9
+    assert [reader.read(entry).prompt.position for entry in reader.entries(6, 9)] == [6, 7, 8]
+    with pytest.raises(Exception, match=r"segment-000000.bin: group 0 .*the file is gone"):
+        read_all(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"objective": {"name": "nll"}}, {"rollout": {"bank": "other"}}])
+def test_rollouts_of_others_are_not_deleted(change):
+    config = make_config(checkpoint={"keep_rollouts": 0}, **change)
+    (problem,) = [p for p in settings_problems(config) if "keep_rollouts" in p]
+    assert problem.startswith("checkpoint.keep_rollouts = 0: the run samples nothing")
