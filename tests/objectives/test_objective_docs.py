@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from dppo_megatron.objectives import PRESETS
 from dppo_megatron.objectives.listing import markdown_table
 from dppo_megatron.objectives.settings import AXES
 
@@ -15,6 +16,11 @@ BEGIN, END = "<!-- presets -->\n", "\n<!-- end of presets -->"
 def test_the_table_of_presets_is_the_codes_own():
     """Mend with: python -m tests.objectives.test_objective_docs"""
     assert PAGE.read_text().split(BEGIN)[1].split(END)[0] == markdown_table()
+
+
+def test_the_page_says_of_every_preset_when_to_use_it():
+    section = PAGE.read_text().split("## Which one\n")[1].split("\n## ")[0]
+    assert not [name for name in PRESETS if f"`{name}`" not in section]
 
 
 def test_every_axis_is_on_the_page():
