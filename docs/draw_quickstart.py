@@ -1,6 +1,7 @@
-"""Draw docs/quickstart.png: accuracy and reward of a quickstart's run.
+"""Draw accuracy and reward of a run: docs/quickstart.png, docs/calculator.png.
 
 make quickstart && .venv/bin/python docs/draw_quickstart.py runs/quickstart/dppo [output.png]
+.venv/bin/python docs/draw_quickstart.py runs/calculator/dppo docs/calculator.png  # after examples/calculator/run.py
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from dppo_megatron.observability.history import load_history
 
 def main(run: Path, output: Path) -> None:
     history = load_history(run, run.name)
-    accuracy, reward = history.series("eval/accuracy"), history.series("rollout/reward_mean")
+    reward = history.series("rollout/reward_mean")
     figure, axis = plt.subplots(figsize=(7.2, 2.9), layout="constrained")
     axis.plot(reward.steps, reward.values, color="#56B4E9", lw=1.4, label="reward of the batch, sampled")
-    axis.plot(
-        accuracy.steps, accuracy.values, "o-", color="#0072B2", lw=2, label="accuracy on 500 held-out sums, greedy"
-    )
+    shown = history.series("eval/accuracy") or reward
+    if shown != reward:
+        label = f"accuracy on {int(history.series('eval/prompts').values[0])} held-out sums, greedy"
+        axis.plot(shown.steps, shown.values, "o-", color="#0072B2", lw=2, label=label)
     for at in (0, -1):
-        text, place, align = f"{accuracy.values[at]:.1%}", *(((8, -4), "left") if at == 0 else ((3, -16), "right"))
-        point = (accuracy.steps[at], accuracy.values[at])
-        axis.annotate(text, point, place, textcoords="offset points", ha=align, fontsize=9)
+        text, place, align = f"{shown.values[at]:.1%}", *(((8, -4), "left") if at == 0 else ((3, -16), "right"))
+        axis.annotate(
+            text, (shown.steps[at], shown.values[at]), place, textcoords="offset points", ha=align, fontsize=9
+        )
     axis.set(xlabel="step", ylim=(0, 1.05))
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axis.spines[["top", "right"]].set_visible(False)

@@ -58,6 +58,11 @@ class BankEntry:
         return np.arange(self.num_samples) if self.trajectory is None else np.array(self.trajectory)
 
     @property
+    def first_of_trajectories(self) -> np.ndarray:
+        """[trajectories] int, the first sample of each. Rewards are of trajectories: all of its branches have one."""
+        return np.flatnonzero(np.diff(self.trajectories, prepend=-1))
+
+    @property
     def masked(self) -> bool:
         """Whether the tokens were drawn from a part of the vocabulary."""
         return self.shapes is not None and self.shapes.kept is not None

@@ -34,8 +34,9 @@ class Step:
 
     @cached_property
     def rewards(self) -> np.ndarray:
-        """[all samples that have one] fp32"""
-        parts = [entry.rewards[~entry.reward_failed] for entry in self.entries]
+        """[all trajectories that have one] fp32"""
+        each = [(entry, entry.first_of_trajectories) for entry in self.entries]
+        parts = [entry.rewards[first][~entry.reward_failed[first]] for entry, first in each]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
     @cached_property

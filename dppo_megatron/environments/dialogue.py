@@ -19,7 +19,7 @@ Render = Callable[[Sequence[dict[str, Any]]], str]
 """A chat as the model reads it, up to where it answers."""
 
 # What a rollout says of each of its tokens; the parts of a branch stand end to end.
-_OF_TOKENS = ("rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "kept_ids", "kept_counts")
+OF_TOKENS = ("rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "kept_ids", "kept_counts")
 
 
 class Codec(Protocol):
@@ -137,7 +137,7 @@ def as_rollout(branch: Sequence[Piece], prompt_tokens: int, finish_reason: str, 
         for rollout in own[1:]:  # of the tokens read before, those that the policy of the time was routed to
             assert rollout.routed_experts is not None
             experts = np.concatenate([experts, rollout.routed_experts[len(experts) :]])
-    parts = {name: [getattr(rollout, name) for rollout in own] for name in _OF_TOKENS}
+    parts = {name: [getattr(rollout, name) for rollout in own] for name in OF_TOKENS}
     return Rollout(
         token_ids=_ids(branch)[prompt_tokens:],
         finish_reason=finish_reason,

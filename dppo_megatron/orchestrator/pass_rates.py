@@ -98,9 +98,10 @@ def _pass_rates(bank: Path, pass_reward: float) -> dict[int, Measured]:
     for entry in reader.entries(0, reader.refresh()):
         if entry.row not in found:
             found[entry.row] = Measured(reader.read(entry, [], ()).prompt)
-        graded = ~entry.reward_failed
+        each = entry.first_of_trajectories
+        graded = ~entry.reward_failed[each]
         found[entry.row].graded += int(graded.sum())
-        found[entry.row].right += int((graded & (entry.rewards >= np.float32(pass_reward - 1e-6))).sum())
+        found[entry.row].right += int((graded & (entry.rewards[each] >= np.float32(pass_reward - 1e-6))).sum())
     if not found:
         raise PassRateError(f"{bank}: holds no group; name a bank that `sample` or a run filled")
     return found

@@ -38,7 +38,7 @@ class StepSamples:
         A truncated response that `objective.overlong_filter` takes out of the loss still stands in its group's
         baseline: the group's mean reward does not depend on which responses carry loss.
         """
-        first = [np.flatnonzero(np.diff(e.trajectories, prepend=-1)) for e in entries]
+        first = [e.first_of_trajectories for e in entries]
         last = [np.append(of[1:], e.num_samples) - 1 for of, e in zip(first, entries, strict=True)]
 
         def over_branches(combine: np.ufunc, values: Callable[[BankEntry], np.ndarray]) -> np.ndarray:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -86,17 +86,17 @@ def without_carry(pair: Pair) -> str:
     return f"{(a // 10 + b // 10) % 10}{(a % 10 + b % 10) % 10}"
 
 
-def write_random_model(directory: Path, seed: int) -> None:
+def write_random_model(directory: Path, seed: int, vocabulary: Sequence[str] = VOCABULARY) -> None:
     """Writes a Hugging Face model directory: Qwen3 with random weights, a tokenizer of single characters."""
-    make_random_hf_model(directory, MODEL, seed, overwrite=True)
-    character_tokenizer().save_pretrained(directory)
+    make_random_hf_model(directory, {**MODEL, "vocab_size": len(vocabulary)}, seed, overwrite=True)
+    character_tokenizer(vocabulary).save_pretrained(directory)
     generation = {"eos_token_id": MODEL["eos_token_id"], "pad_token_id": MODEL["pad_token_id"]}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
+def character_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> PreTrainedTokenizerFast:
     """One token a character; no beginning-of-sequence token, nothing added on encoding."""
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=PAD))
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(

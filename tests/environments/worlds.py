@@ -93,3 +93,18 @@ class Hostile:
 class Broken:
     def __init__(self):
         raise ValueError("cannot be made")
+
+
+class FirstFails(Echo):
+    """Of all that share the directory, the first to be reset fails."""
+
+    def __init__(self, directory):
+        super().__init__(turns=1)
+        self.directory = directory
+
+    def reset(self, prompt, seed):
+        try:
+            os.mkdir(self.directory)
+        except FileExistsError:
+            return
+        raise LookupError("the first")
