@@ -67,9 +67,9 @@ def _sums_eager(block: Tensor, scale: float | Tensor, out: Tensor, entropy: bool
         if not entropy:
             torch.sum(d.exp_(), dim=1, out=out[rows, 1])
             continue
-        e = d.clamp_min_(FLOOR).exp()
+        e = d.exp()  # before the clamp: to a CPU the exponential of FLOOR is four times that of -inf
         torch.sum(e, dim=1, out=out[rows, 1])
-        torch.sum(e.mul_(d), dim=1, out=out[rows, 2])
+        torch.sum(e.mul_(d.clamp_min_(FLOOR)), dim=1, out=out[rows, 2])
 
 
 def _sums(block: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,8 +126,8 @@ def _gradient_eager(
         if b is None:
             d.exp_().mul_(a[rows].unsqueeze(1))
         else:
-            e = d.clamp_min_(FLOOR).exp()
-            d.mul_(b[rows].unsqueeze(1)).add_(a[rows].unsqueeze(1)).mul_(e)
+            e = d.exp()
+            d.clamp_min_(FLOOR).mul_(b[rows].unsqueeze(1)).add_(a[rows].unsqueeze(1)).mul_(e)
         if dead is not None:
             d.masked_fill_(dead[rows].unsqueeze(1), 0.0)
         z.copy_(d)
