@@ -220,6 +220,20 @@ def test_on_a_cpu_the_host_is_the_device(builder):
     assert static("acceptance.bound=0.02") - static() == 8 * -(-model.parameters // model.dense_replicas)
 
 
+def test_sampling_masks_are_counted_at_their_bound(builder):
+    def planned(*sets: str):
+        return make_plan(config("qwen3_8b", *sets), Cluster(2, 8, hardware("h100-80")), builder)
+
+    plain, truncated = planned(), planned("rollout.top_p=0.95", "rollout.top_k=50")
+    made = config("qwen3_8b").rollout
+    tokens = made.prompts_per_step * made.group_size * made.max_response_tokens
+    more = truncated.totals.bank_bytes_per_step - plain.totals.bank_bytes_per_step
+    assert more == pytest.approx(4 * 51 * tokens, rel=1e-3)  # and the entries of the headers
+    assert truncated.memory.static_bytes > plain.memory.static_bytes
+    assert "kept sets" in report(truncated, [])
+    assert "kept sets" not in report(plain, [])
+
+
 def test_advice_of_several_settings_can_be_pasted():
     """Doubling the tensor-parallel size needs sequence parallelism: both are options of their own."""
     change = Advice({"parallel.tensor": 4, "parallel.sequence": True}, 1, True, "nothing")

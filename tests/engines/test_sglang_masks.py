@@ -1,0 +1,62 @@
+"""SGLang's sampling masks as our samples: from the fields of its reply, without a server."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dppo_megatron.engines.sglang.wire import child_ids, decode_group, encode_group
+from tests.support.engines import group
+
+MODEL = SimpleNamespace(moe=None, num_layers=1)
+REQUEST = group("g", n=1, max_tokens=3, topk=2, top_p=0.9, top_k=4, kept=True)
+
+
+def reply(**changes) -> bytes:
+    """Two tokens: 7 of {7, 2, 9}, most likely first, and 5 of {5} alone; SGLang's plain log-probs are not of these."""
+    meta = {
+        "id": child_ids(REQUEST.request_id, 1)[0],
+        "output_token_logprobs": [[-3.0, 7, None], [-4.0, 5, None]],
+        "output_token_sampling_mask": [[2, 7, 9], [5]],
+        "output_token_sampling_logprobs": [[-0.4, -1.5, -2.2], [0.0]],
+        "weight_versions": [{"start": 0, "end": 2, "version": "4"}],
+        "finish_reason": {"type": "length"},
+        **changes,
+    }
+    return json.dumps([{"output_ids": [7, 5], "meta_info": meta}]).encode()
+
+
+def test_log_probs_lists_and_sets_are_over_what_was_left():
+    samples = decode_group(reply(), REQUEST, MODEL)
+    assert samples.rollout_logprob.tolist() == [np.float32(-1.5), 0.0]
+    assert samples.kept_ids.tolist() == [2, 7, 9, 5]
+    assert samples.kept_counts.tolist() == [3, 1]
+    assert samples.topk_ids.tolist() == [[2, 7], [5, -1]]
+    assert samples.rollout_topk_logprob.tolist() == [[np.float32(-0.4), -1.5], [0.0, -np.inf]]
+    sent = encode_group(REQUEST, 3)
+    assert sent["return_sampling_mask"]
+    assert sent["sampling_logprobs_mode"] == "support"
+    assert {"top_p": 0.9, "top_k": 4, "min_p": 0.0}.items() <= sent["sampling_params"][0].items()
+    assert "return_sampling_mask" not in encode_group(group("plain"), 3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"output_token_sampling_mask": [[2, 7, 9]]},
+        {"output_token_sampling_logprobs": [[-0.4, -1.5], [0.0]]},
+        {"output_token_sampling_mask": [[2, 7], [5]]},
+    ],
+)
+def test_incomplete_masks_are_refused(changes):
+    with pytest.raises(ValueError, match="drawn from is missing"):
+        decode_group(reply(**changes), REQUEST, MODEL)
+
+
+def test_a_token_outside_its_mask_has_no_log_prob():
+    """What `GroupSamples.check` refuses."""
+    samples = decode_group(reply(output_token_sampling_mask=[[2, 8, 9], [5]]), REQUEST, MODEL)
+    assert np.isnan(samples.rollout_logprob[0])
