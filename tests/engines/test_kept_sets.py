@@ -70,6 +70,7 @@ def test_log_probs_are_over_the_reported_sets(served):
             assert np.abs(over[listed] - topk_logprob[: len(listed)]).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_sets_of_interrupted_and_crowded_samples_are_their_own(served):
     """Preempted, aborted and mixed with requests of other settings: each position still has the set it drew from."""
     request = group("alone", n=3, max_tokens=100, **truncated(served))

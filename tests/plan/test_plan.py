@@ -220,6 +220,7 @@ def test_on_a_cpu_the_host_is_the_device(builder):
     assert static("acceptance.bound=0.02") - static() == 8 * -(-model.parameters // model.dense_replicas)
 
 
+@pytest.mark.slow
 def test_sampling_masks_are_counted_at_their_bound(builder):
     def planned(*sets: str):
         return make_plan(config("qwen3_8b", *sets), Cluster(2, 8, hardware("h100-80")), builder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,14 @@ def pack(parts: list[dict[str, torch.Tensor]]) -> TokenBatch:
         mask=mask,
         loss_weight=torch.cat([p["loss_weight"] for p in parts]).float(),
     )
+
+
+def with_kept_sets(batch: TokenBatch) -> TokenBatch:
+    """Every other loss row over its target and top-K ids alone."""
+    named = torch.zeros(len(batch.mask), VOCAB, dtype=torch.bool).scatter_(1, batch.topk_ids.long(), True)
+    named[torch.arange(len(named)), batch.target_ids] = True
+    named &= (batch.mask & (torch.arange(len(named)) % 2 == 0))[:, None]
+    return replace(batch, kept_ids=named.nonzero()[:, 1].int(), kept_counts=named.sum(1).int())
 
 
 def micro_batches(parts: list[dict[str, torch.Tensor]], count: int) -> list[TokenBatch]:
