@@ -1,4 +1,7 @@
-"""kill -9 of a trainer rank in the middle of a step, in several layouts: the resumed run ends with the same bits."""
+"""kill -9 of a trainer rank in the middle of a step, in several layouts: the resumed run ends with the same bits.
+
+With data parallelism the step is one that is being taken back: `tests.support.objectives.Fragile` kills its rank there.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.support.runs import descendants, records, run, start, steps_done, wai
 
 STEPS, GROUPS, SAMPLES, LONGEST = 7, 8, 8, 24
 SAVED, KILLED_AFTER = 2, 3  # five more steps are trained after the kill
-BOUND = 0.045
+BOUND = 0.043
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -73,7 +76,7 @@ def write_layout(layout: str, task: Path, bank: Path, directory: Path, *, asynch
         "run": {"dir": str(directory / "run"), "stall_timeout_s": 120},
         "model": {"path": str(task / ("experts" if changes else "dense")), "dtype": "fp32"},
         "parallel": {"world_size": 2, "timeout_s": 120, **parallel},
-        "objective": {"name": "dppo_binary_tv"},
+        "objective": {"name": "tests.support.objectives:fragile" if layout == "data" else "dppo_binary_tv"},
         "data": {"train": str(task / "train.jsonl")},
         "rollout": {
             "bank": str(bank),
@@ -84,7 +87,7 @@ def write_layout(layout: str, task: Path, bank: Path, directory: Path, *, asynch
         # Many small micro-batches: a step is long enough to be killed in.
         "train": {"steps": STEPS, "updates_per_step": 2, "micro_batch_tokens": 48},
         "optimizer": {"lr": 1e-3, "warmup_updates": 3, "decay": "cosine", "weight_decay": 0.1},
-        "acceptance": {"bound": BOUND, "share": 0.5} if layout == "data" else {},
+        "acceptance": {"bound": BOUND, "share": 1.0} if layout == "data" else {},
         "checkpoint": {"every": SAVED, "asynchronous": asynchronous},
     }
     directory.mkdir(parents=True, exist_ok=True)
@@ -103,18 +106,34 @@ def kill_in_a_step(config: Path, run_dir: Path, rank: str, output: Path) -> None
     assert max(steps_done(run_dir)) < STEPS, "the run was over before it was killed"
 
 
+def kill_in_a_step_that_is_taken_back(config: Path, run_dir: Path, fragile: Path, output: Path) -> None:
+    fragile.touch()
+    process = start("train", config, output=output)
+    wait_until(lambda: not fragile.exists(), "a step that is taken back", process, output)
+    assert process.wait(60) == 1
+    assert "SIGKILL" in output.read_text()
+    assert SAVED <= max(steps_done(run_dir)) < STEPS
+
+
 @pytest.mark.parallel
 @pytest.mark.parametrize(
     ("layout", "asynchronous"), [("tensor", False), ("virtual_pipeline", True), ("data", True), ("experts", False)]
 )
-def test_kill_9_in_a_step_then_resume_is_bit_identical(task, bank, tmp_path, layout, asynchronous):
+def test_kill_9_in_a_step_then_resume_is_bit_identical(task, bank, tmp_path, monkeypatch, layout, asynchronous):
     undisturbed = write_layout(layout, task, bank, tmp_path / "undisturbed", asynchronous=asynchronous)
     run("train", undisturbed)
     if layout == "data":
-        kept = [r["acceptance/fraction"] for r in records(tmp_path / "undisturbed" / "run") if "train/loss" in r]
+        steps = [r for r in records(tmp_path / "undisturbed" / "run") if "train/loss" in r]
+        kept, scales = ([r[f"acceptance/{name}"] for r in steps] for name in ("fraction", "lr_scale"))
         assert any(0 < fraction < 1 for fraction in kept[SAVED:]), kept
+        assert len({*scales[SAVED:], 1.0}) > 2, scales  # what the checkpoint must have kept
     killed = write_layout(layout, task, bank, tmp_path / "killed", asynchronous=asynchronous)
-    kill_in_a_step(killed, tmp_path / "killed" / "run", "1", tmp_path / "output")
+    if layout == "data":
+        fragile = tmp_path / "killed" / "fragile"
+        monkeypatch.setenv("FRAGILE", str(fragile))
+        kill_in_a_step_that_is_taken_back(killed, tmp_path / "killed" / "run", fragile, tmp_path / "output")
+    else:
+        kill_in_a_step(killed, tmp_path / "killed" / "run", "1", tmp_path / "output")
     latest = tmp_path / "killed" / "run" / "checkpoints" / "latest"
     assert latest.read_text() == f"step-{SAVED:06d}", "the killed run got further than was meant"
     run("train", killed, "--resume")
