@@ -132,6 +132,7 @@ def test_reset_adds_to_the_prompt_and_the_reward_comes_last(tokenizer):
         assert group.rewards.tolist() == [0.5, 0.5]
 
 
+@pytest.mark.slow
 def test_tools_are_described_called_and_answered(tokenizer):
     call = '<tool_call>{"name": "look_up", "arguments": {"key": "b", "times": 2}}</tool_call>'
     (group,), _, _ = play(
@@ -153,6 +154,7 @@ def test_tools_are_described_called_and_answered(tokenizer):
 HOW = ["raise reset", "die reset", "raise step", "die step", "raise reward", "die reward", "nan"]
 
 
+@pytest.mark.slow
 def test_what_an_environment_does_costs_its_trajectory_alone(tokenizer):
     groups, metrics, _ = play(tokenizer, "Hostile", ["ab"], answers=(*HOW, "well"), max_turns=2)
     for how, group in zip((*HOW, "well"), groups, strict=True):
