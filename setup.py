@@ -51,6 +51,7 @@ setup(
             "pytest>=8",
             "pytest-timeout>=2.3",
             "hypothesis>=6.100",
+            "peft>=0.17",  # what we save as an adapter it must load
             "ruff>=0.9",
             "mypy>=2.4",  # types of the public surface (make lint)
             "types-PyYAML",

@@ -93,6 +93,11 @@ class RunDir:
     def final_model(self) -> Path:
         return self.root / "model"
 
+    @property
+    def final_adapter(self) -> Path:
+        """Of a run with `model.lora`, whose final model has it merged."""
+        return self.root / "adapter"
+
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
 

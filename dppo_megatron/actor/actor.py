@@ -20,6 +20,7 @@ from torch import Tensor
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import load_into, read_hf_config
+from dppo_megatron.hf.peft import load_peft
 from dppo_megatron.objectives import Metric, Objective, reduce_metrics
 from dppo_megatron.types import TokenBatch
 
@@ -106,7 +107,7 @@ class Actor:
         chosen = precision.implementations(transformer_engine_layers=use_transformer_engine(self.config))
         return [
             f"{hf.architecture}: {hf.num_layers} layers, hidden {hf.hidden_size}, "
-            f"vocabulary {hf.vocab_size}; {self.num_parameters():,} parameters on this rank",
+            f"vocabulary {hf.vocab_size}; {self.num_parameters():,} parameters on this rank{self._trained()}",
             f"megatron-core {megatron_version.version}: {chosen}",
             f"precision: {precision.describe(self.config)}; logits {m.logits}, recompute {m.recompute}",
             self.layout.describe(),
@@ -115,6 +116,13 @@ class Actor:
     def num_parameters(self) -> int:
         """Parameters held by this rank."""
         return sum(p.numel() for chunk in self.model_chunks for p in chunk.parameters())
+
+    def _trained(self) -> str:
+        lora = self.config.model.lora
+        if not lora.r:
+            return ""
+        trained = sum(p.numel() for chunk in self.model_chunks for p in chunk.parameters() if p.requires_grad)
+        return f", of which {trained:,} are trained: LoRA r {lora.r}, alpha {lora.alpha:g}, {', '.join(lora.targets)}"
 
     @property
     def lr(self) -> float:
@@ -129,6 +137,15 @@ class Actor:
         load_into(self.model_chunks, directory, self.hf)
         with self.optimizer_on_device():
             self.optimizer.reload_model_params()
+
+    def load_start(self) -> None:
+        """Replace the weights by those that the run starts from, and adapters by those of `model.lora.adapter`."""
+        self.load_hf(self.config.model.start)
+        lora = self.config.model.lora
+        if lora.r and lora.adapter is not None:
+            load_peft(self.model_chunks, lora.adapter, self.hf, lora)
+            with self.optimizer_on_device():
+                self.optimizer.reload_model_params()
 
     def train_update(
         self, micro_batches: Sequence[TokenBatch], objective: Objective, *, another_follows: bool = False

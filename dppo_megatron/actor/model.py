@@ -20,6 +20,7 @@ from .batch.packing import PackedSequences
 from .cpu.attention import PackedAttention
 from .cpu.norm import RMSNorm
 from .layout import Layout
+from .lora import add_adapters
 from .model_config import machine_problems, model_problems, padded_vocab_size, use_transformer_engine
 from .precision import fuse_weight_gradients
 
@@ -88,7 +89,10 @@ def check_model(config: Config) -> list[str]:
 
 
 def build_model(hf: HFModelConfig, config: Config, layout: Layout, transformer: TransformerConfig) -> list[PolicyModel]:
-    """This rank's model chunks (one, or one per virtual stage), randomly initialised, on its device."""
+    """This rank's model chunks (one, or one per virtual stage), randomly initialised, on its device.
+
+    With `model.lora` only their adapters require gradients.
+    """
     stages = layout.virtual_pipeline_size
     chunks = []
     for stage in range(stages or 1):
@@ -96,6 +100,8 @@ def build_model(hf: HFModelConfig, config: Config, layout: Layout, transformer: 
         last = layout.is_last_stage and stage == (stages or 1) - 1
         chunk = _chunk(hf, config, layout, transformer, first, last, None if stages is None else stage)
         chunks.append(chunk.to(layout.device))
+    if config.model.lora.r:
+        add_adapters(chunks, hf, config)
     megatron_version.drop_replay_registry()
     for chunk in chunks:
         for parameter in chunk.parameters():

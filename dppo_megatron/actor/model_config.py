@@ -14,6 +14,7 @@ from dppo_megatron.hf import HFModelConfig, ModelError
 from dppo_megatron.hf.transformer_fields import transformer_fields, uncompared_fields
 
 from . import megatron_version
+from .lora import lora_problems
 from .precision import capability_problems, fuses_weight_gradient, installation_problems, precision_arguments, this_gpu
 
 _SHARD_UNIT = 128  # columns of the head per rank, for its GEMM
@@ -27,9 +28,9 @@ def dtype(config: Config) -> torch.dtype:
 
 
 def use_transformer_engine(config: Config) -> bool:
-    """Which layer spec `model.layers` means on this machine."""
+    """Which layer spec `model.layers` means on this machine. No adapter stands beside TransformerEngine's layers."""
     if config.model.layers == "auto":
-        return torch.cuda.is_available() and megatron_version.has_transformer_engine()
+        return torch.cuda.is_available() and megatron_version.has_transformer_engine() and not config.model.lora.r
     return config.model.layers == "transformer_engine"
 
 
@@ -46,7 +47,8 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
 
 def model_problems(hf: HFModelConfig, config: Config) -> list[str]:
     """Every reason why `hf` cannot be trained here in the configured layout, each `setting = value: why; remedy`."""
-    return machine_problems(config) + _family_problems(hf, config) + _layout_problems(hf, config.parallel)
+    problems = machine_problems(config) + _family_problems(hf, config) + _layout_problems(hf, config.parallel)
+    return problems + lora_problems(hf, config)
 
 
 def transformer_config(hf: HFModelConfig, config: Config) -> TransformerConfig:

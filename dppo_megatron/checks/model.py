@@ -44,7 +44,18 @@ def _weights(config: Config, hf: HFModelConfig) -> list[str]:
                 raise ModelError(str(directory), found)
         except ModelError as error:
             out.append(f"{setting} = {error}")
-    return out
+    return out + _adapter(config, hf)
+
+
+def _adapter(config: Config, hf: HFModelConfig) -> list[str]:
+    from dppo_megatron.hf.peft import adapter_problems
+
+    lora = config.model.lora
+    if lora.adapter is None:
+        return []
+    if not lora.r:
+        return [f"model.lora.adapter = {lora.adapter}: model.lora.r = 0 trains none; set it to the adapter's r"]
+    return [f"model.lora.adapter = {lora.adapter}: {problem}" for problem in adapter_problems(lora.adapter, hf, lora)]
 
 
 def on_any_machine(config: Config) -> Config:

@@ -31,6 +31,11 @@ def problems(config: Config, notes: list[str]) -> list[str]:
             f"rollout.topk_logprobs = 0: objective {chosen.name} compares top-K tokens; set it to the K it should "
             "compare, e.g. 20"
         )
+    if objective.needs_reference and config.model.lora.r and config.model.lora.adapter is not None:
+        out.append(
+            f"model.lora.adapter = {config.model.lora.adapter}: the reference of {chosen.name} would be the model "
+            "without this adapter, not the start of training; merge it into model.path"
+        )
     return out
 
 

@@ -17,6 +17,20 @@ def problems(config: Config) -> list[str]:
             "model.dtype = fp32: TransformerEngine has no attention kernel for packed sequences in fp32; set "
             "model.dtype to bf16, or model.layers to local"
         )
+    if m.lora.r:
+        out += _adapters(config)
     if m.fp32_head and m.logits == "fused":
         out.append("model.fp32_head = true: the fused head multiplies in model.dtype; set model.logits to stored")
+    return out
+
+
+def _adapters(config: Config) -> list[str]:
+    m, out = config.model, []
+    if m.layers == "transformer_engine":
+        out.append(
+            f"model.lora.r = {m.lora.r}: adapters stand beside Megatron's local layers alone; set model.layers to "
+            "local or auto"
+        )
+    if m.fp8 != "none":
+        out.append(f"model.lora.r = {m.lora.r}: local layers have no FP8; set model.fp8 to none")
     return out

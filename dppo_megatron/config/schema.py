@@ -16,6 +16,7 @@ from .acceptance import AcceptanceConfig
 from .data import DataConfig
 from .environment import EnvironmentConfig
 from .evaluation import HELDOUT, EvalConfig, EvalSet
+from .lora import LoraConfig
 from .objective import ObjectiveConfig
 from .reward import RewardConfig
 from .rollout import RolloutConfig
@@ -66,6 +67,7 @@ class ModelConfig(Section):
     router_dtype: Literal["fp32", "model"] = Field(
         "fp32", description="MoE: precision of router scores and expert weights; model = that of `dtype`"
     )
+    lora: LoraConfig = LoraConfig()
 
     @property
     def start(self) -> Path:

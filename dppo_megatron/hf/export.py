@@ -17,6 +17,7 @@ from dppo_megatron.common.ranks import Ranks
 from . import fp8
 from .errors import ModelError
 from .hf_config import HFModelConfig
+from .lora import Adapter, adapters_of
 from .megatron_model import ParallelRanks, ShardGroup, infer_layout, named_weights
 from .parse_config import read_hf_config
 from .rules import Entry
@@ -54,6 +55,7 @@ def export_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (HF name, whole tensor) of every weight whose source rank this is. Every rank must exhaust its iterator.
 
+    Weights that have an adapter are exported with it: one tensor at a time is W + (alpha / r) B A.
     The source rank of a weight is tensor-parallel rank 0 of its pipeline stage (and expert-parallel rank) in the
     first data-parallel replica: over all ranks each HF tensor is yielded exactly once.
     Collectives: one `gather` to the source rank per bucket of at most `bucket_bytes` of local shards, in the
@@ -71,14 +73,61 @@ def export_weights(
         return
     ranks = ranks or ParallelRanks.current()
     weight_map = WeightMap(config, infer_layout(model_chunks, config, ranks))
-    dense, expert = [], []
+    adapters = {adapter.entry.weight: adapter for adapter in adapters_of(model_chunks)}
+    weights: list[_Weight] = []
     for name, weight in named_weights(model_chunks):
         try:
             entry = weight_map.entry(name)
         except KeyError as error:
             raise ModelError(config.source, [str(error.args[0])]) from None
         if not entry.rule.duplicate:
-            (expert if entry.is_expert else dense).append((entry, weight))
+            weights.append(_Weight(entry, weight, adapters.get(name)))
+    yield from _export_kinds(weight_map, weights, ranks, dtype, bucket_bytes, before_gather)
+
+
+@torch.no_grad()
+def export_adapters(
+    model_chunks: Sequence[nn.Module],
+    config: HFModelConfig,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ranks: ParallelRanks | None = None,
+    before_gather: Callable[[ShardGroup], None] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """As `export_weights`, (PEFT's name, whole tensor) of every A and B whose source rank this is, and nothing else."""
+    ranks = ranks or ParallelRanks.current()
+    weights = [
+        weight
+        for adapter in adapters_of(model_chunks)
+        for weight in (_Weight(adapter.entry.a, adapter.A), _Weight(adapter.entry.b, adapter.B))
+    ]
+    yield from _export_kinds(WeightMap(config), weights, ranks, dtype, bucket_bytes, before_gather)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    entry: Entry
+    tensor: Tensor
+    adapter: Adapter | None = None
+
+    def exported(self, dtype: torch.dtype | None) -> Tensor:
+        dtype = None if self.entry.rule.keep_dtype else dtype
+        if self.adapter is not None:
+            return self.adapter.merged(self.tensor, dtype)
+        local = self.tensor.detach()
+        return local if dtype is None else local.to(dtype)
+
+
+def _export_kinds(
+    weight_map: WeightMap,
+    weights: Sequence[_Weight],
+    ranks: ParallelRanks,
+    dtype: torch.dtype | None,
+    bucket_bytes: int,
+    before_gather: Callable[[ShardGroup], None] | None,
+) -> Iterator[tuple[str, Tensor]]:
+    dense = [weight for weight in weights if not weight.entry.is_expert]
+    expert = [weight for weight in weights if weight.entry.is_expert]
     # Dense weights first: the two kinds use different groups, which every rank must enter in one order.
     if ranks.first_replica:
         yield from _export(weight_map, dense, _Bucket(ranks.tensor, before_gather), dtype, bucket_bytes)
@@ -168,17 +217,15 @@ def save_hf(
 
 def _export(
     weight_map: WeightMap,
-    weights: Sequence[tuple[Entry, Tensor]],
+    weights: Sequence[_Weight],
     bucket: _Bucket,
     dtype: torch.dtype | None,
     bucket_bytes: int,
 ) -> Iterator[tuple[str, Tensor]]:
     """Gathers the shards of `weights` by `bucket`, again and again, and yields the HF tensors on its group's rank 0."""
     group = bucket.group
-    for entry, weight in weights:
-        local = weight.detach()
-        if dtype is not None and not entry.rule.keep_dtype:
-            local = local.to(dtype)
+    for weight in weights:
+        entry, local = weight.entry, weight.exported(dtype)
         if group.group is None or entry.op.replicated:
             if group.rank == 0:
                 yield from weight_map.to_hf(entry, local).items()

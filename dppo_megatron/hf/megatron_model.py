@@ -19,6 +19,8 @@ _LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.weight)(\d+)(?=\.|$)")
 _EXPERT_BIAS = ".mlp.router.expert_bias"
 
+ADAPTER = "lora"  # name of the module inside a linear layer that holds its adapter
+
 
 @dataclass(frozen=True, slots=True)
 class ShardGroup:
@@ -68,14 +70,14 @@ def unwrap(chunk: nn.Module) -> nn.Module:
 
 
 def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Local parameters, and the routers' expert biases, under their GLOBAL layer and expert indices.
+    """Local parameters, and the routers' expert biases, under their GLOBAL layer and expert indices. No adapters.
 
     The order is the same on all ranks of a tensor-parallel group.
     """
     for chunk in map(unwrap, model_chunks):
         layers = chunk.decoder.layers
         for name, weight in _weights(chunk):
-            yield _global_name(name, layers), weight
+            yield global_name(name, layers), weight
 
 
 def local_layers(model_chunks: Sequence[nn.Module]) -> dict[int, list[int] | None]:
@@ -108,13 +110,14 @@ def infer_layout(model_chunks: Sequence[nn.Module], config: HFModelConfig, ranks
 
 
 def _weights(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from chunk.named_parameters()
+    yield from ((name, weight) for name, weight in chunk.named_parameters() if f".{ADAPTER}." not in name)
     for name, buffer in chunk.named_buffers():
         if name.endswith(_EXPERT_BIAS):
             yield name, buffer
 
 
-def _global_name(name: str, layers: nn.ModuleList) -> str:
+def global_name(name: str, layers: nn.ModuleList) -> str:
+    """A chunk's own name of something in it, with the indices that its layer and expert have in the model."""
     match = _LOCAL_LAYER.match(name)
     if match is None:
         return name

@@ -36,7 +36,7 @@ class SafetensorsDirectory:
         problems: list[str] = []
         for file, names in self._index(problems).items():
             try:
-                found = _read_header(file)
+                found = read_header(file)
             except ModelError as error:
                 problems += error.problems
                 continue
@@ -93,8 +93,8 @@ class SafetensorsDirectory:
         return names
 
 
-def _read_header(file: Path) -> dict[str, TensorInfo]:
-    """Tensors of one file. Raises `ModelError` when it is malformed, truncated or of unknown types."""
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Tensors of one safetensors file. Raises `ModelError` when it is malformed, truncated or of unknown types."""
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping

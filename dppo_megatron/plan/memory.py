@@ -92,7 +92,7 @@ def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, wor
     e = work.e
     items = [
         Item("parameters", model.parameters * e + model.buffers * FP32, f"{model.parameters:,} x {e} bytes"),
-        Item("gradients", model.parameters * FP32, f"{model.parameters:,} x 4 bytes (fp32)"),
+        Item("gradients", model.trained * FP32, f"{model.trained:,} x 4 bytes (fp32)"),
     ]
     if not _optimizer_if_offloaded(model, config, work.cuda):
         items += _optimizer(model, config)
@@ -100,7 +100,7 @@ def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, wor
         items += _step_line(model, config)
     if config.model.fp8 != "none":
         items.append(Item("FP8 weights", 2 * model.parameters, "one copy and its transpose, 1 byte each"))
-    if _needs_reference(config):
+    if _needs_reference(config) and not config.model.lora.r:
         items.append(Item("reference policy", model.parameters * e, "a frozen copy of the start model"))
     batch = load.micro_batches * load.tokens * _per_token(model, hf, config, work)
     why = f"tokens of {load.micro_batches} micro-batches, all of an update; counters"
@@ -121,8 +121,8 @@ def _optimizer(model: RankModel, config: Config) -> list[Item]:
         over += f", experts / {model.expert_replicas}"
     items = []
     if config.model.dtype != "fp32":
-        items.append(Item("main parameters", states * FP32, f"{model.parameters:,} x 4 bytes{over}"))
-    return [*items, Item("Adam moments", states * 2 * FP32, f"{model.parameters:,} x 8 bytes{over}")]
+        items.append(Item("main parameters", states * FP32, f"{model.trained:,} x 4 bytes{over}"))
+    return [*items, Item("Adam moments", states * 2 * FP32, f"{model.trained:,} x 8 bytes{over}")]
 
 
 def _on_host(model: RankModel, config: Config) -> tuple[Item, ...]:
@@ -152,7 +152,7 @@ def _per_token(model: RankModel, hf: HFModelConfig, config: Config, work: Work) 
 
 def _shard(model: RankModel, sharded: bool) -> int:
     if not sharded:
-        return model.parameters
+        return model.trained
     return -(-model.dense // model.dense_replicas) - (-model.expert // model.expert_replicas)
 
 
@@ -213,7 +213,7 @@ def _step(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item, .
     if hardware.cuda:
         return (Item("temporaries", 0, "none: fused optimizer, NCCL reduces and gathers in place"),)
     sharded = config.parallel.distributed_optimizer
-    largest = -(-model.largest // (model.dense_replicas if sharded else 1))
+    largest = -(-model.largest_trained // (model.dense_replicas if sharded else 1))
     adam = Item("temporaries", 2 * FP32 * largest, "torch's AdamW: two tensors of the largest parameter")
     gloo = Item("temporaries", FP32 * max(model.dense, model.expert), "gloo reduces a copy of the gradients")
     return (max(adam, gloo, key=lambda item: item.bytes) if sharded else adam,)
@@ -253,7 +253,7 @@ def _loading(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item
     sharded = config.parallel.distributed_optimizer
     merged = model.gated * DTYPES[config.model.dtype].bytes
     if sharded and not hardware.cuda:
-        merged += model.gated * _shard(model, True) // model.parameters * 3 * FP32
+        merged += model.gated * _shard(model, True) // model.trained * 3 * FP32
     items = [*held, Item("gate and up projections", merged, "put together from the two that are stored")]
     if sharded and _exchange(model) > merged:
         items[-1] = Item("exchange of optimizer state", _exchange(model), "larger than the projections put together")

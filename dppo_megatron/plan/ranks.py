@@ -27,18 +27,24 @@ class RankModel:
     chunks: tuple[tuple[int, ...], ...]  # global layer indices of each model chunk
     has_embedding: bool
     has_head: bool
-    dense: int  # parameters whose optimizer state is sharded over data x context parallel ranks
+    dense: int  # trained parameters whose optimizer state is sharded over data x context parallel ranks
     expert: int  # the same over expert-data parallel ranks
+    frozen: int  # all others
     buffers: int  # expert biases, fp32
     largest: int  # elements of the largest parameter
-    gated: int  # of `parameters`, the gate and up projections, which Megatron puts together anew when it loads them
+    largest_trained: int
+    gated: int  # of those trained, the gate and up projections, which Megatron puts together anew when it loads them
     dense_replicas: int  # ranks that share one copy of the dense parameters' state
     expert_replicas: int
     whole: dict[str, int]  # HF tensor -> elements, of all ranks of the stage, as this rank's shapes make them up
 
     @property
-    def parameters(self) -> int:
+    def trained(self) -> int:
         return self.dense + self.expert
+
+    @property
+    def parameters(self) -> int:
+        return self.trained + self.frozen
 
 
 class RankBuilder:
@@ -56,7 +62,7 @@ class RankBuilder:
 
     def build(self, config: Config, rank: int | None = None) -> list[RankModel]:
         """One rank of each pipeline stage in order; of its stage `rank`, where given. Half a second each."""
-        key = (config.model.path, config.parallel, rank)
+        key = (config.model.path, config.model.lora, config.parallel, rank)
         if key not in self._built:
             self._built[key] = self._pool.submit(build_ranks, config, rank).result()
         return self._built[key]
@@ -109,7 +115,8 @@ def _describe(chunks: Sequence, hf, layout) -> RankModel:
 
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     sharded = {True: 0, False: 0}
-    for parameter in parameters:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in trained:
         sharded[getattr(parameter, "allreduce", True)] += parameter.numel()
     first, last = has_ends(chunks)
     return RankModel(
@@ -120,13 +127,19 @@ def _describe(chunks: Sequence, hf, layout) -> RankModel:
         has_head=last,
         dense=sharded[True],
         expert=sharded[False],
+        frozen=sum(p.numel() for p in parameters if not p.requires_grad),
         buffers=sum(b.numel() for chunk in chunks for b in chunk.buffers() if b.dtype == torch.float32),
         largest=max(p.numel() for p in parameters),
-        gated=sum(p.numel() for c in chunks for name, p in c.named_parameters() if "linear_fc1.weight" in name),
+        largest_trained=max(p.numel() for p in trained),
+        gated=sum(p.numel() for c in chunks for name, p in c.named_parameters() if p.requires_grad and _gated(name)),
         dense_replicas=layout.data_group.size(),
         expert_replicas=parallel_state.get_expert_data_parallel_group().size(),
         whole=_whole(chunks, hf, layout, ParallelRanks.current()),
     )
+
+
+def _gated(name: str) -> bool:
+    return "linear_fc1.weight" in name or name.endswith("linear_fc1.lora.B")
 
 
 def _whole(chunks: Sequence, hf, layout, ranks) -> dict[str, int]:

@@ -11,6 +11,7 @@ from dppo_megatron.bank.shapes import Shapes
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig, ModelError, WeightMap
+from dppo_megatron.hf.peft import adapter_shapes
 
 from .engines import published_bytes
 from .ranks import RankModel
@@ -44,8 +45,11 @@ def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Tot
     sequences = r.prompts_per_step * r.group_size // t.updates_per_step
     longest = config.data.max_prompt_tokens + r.max_response_tokens
     tokens = sequences * longest
-    # Weights in the model's dtype; the optimizer's fp32 parameters and two moments.
-    checkpoint = parameters * (DTYPES[config.model.dtype].bytes + 12)
+    # Trained weights in the model's dtype; the optimizer's fp32 parameters and two moments.
+    saved = parameters
+    if config.model.lora.r:
+        saved = sum(math.prod(shape) for shape in adapter_shapes(hf, config.model.lora).values())
+    checkpoint = saved * (DTYPES[config.model.dtype].bytes + 12)
     return Totals(
         parameters=parameters,
         active=_active(hf, parameters),

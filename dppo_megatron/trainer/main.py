@@ -17,6 +17,7 @@ from dppo_megatron.engines.secret import make_secret, read_secret
 from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.fleet.registry import engine_services, engine_urls
 from dppo_megatron.hf import save_hf
+from dppo_megatron.hf.peft import save_peft
 from dppo_megatron.objectives import Objective, build_objective
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.run_dir import RunDir
@@ -66,7 +67,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     checkpoints = Checkpoints(config, actor)
     first_step = checkpoints.load_latest() if resume else None
     if first_step is None:
-        actor.load_hf(config.model.start)
+        actor.load_start()
     log.info("starting at step %d of %d", first_step or 0, config.train.steps)
 
     tokenizer = load_tokenizer(config.model.path)
@@ -105,6 +106,9 @@ def run_trainer(config: Config, *, resume: bool) -> None:
                 recorder.wait_for_last_evaluation()
                 publisher.onload_actor()
             save_hf(actor.model_chunks, run.final_model, template_dir=config.model.path, overwrite=True)
+            if config.model.lora.r:
+                base = config.model.start.absolute()
+                save_peft(actor.model_chunks, run.final_adapter, actor.hf, config.model.lora, base, overwrite=True)
             recorder.wait_for_last_evaluation()
     if publisher is not None:
         publisher.close()

@@ -2,6 +2,7 @@
 
 With `checkpoint.asynchronous` a checkpoint is written while training goes on. Weights and optimizer load at another
 tensor, pipeline, expert or data-parallel size; the generators only at the same one, and are seeded afresh otherwise.
+With `model.lora` the weights are the adapters alone; the others come from `model.start` again.
 `directory` lists the files.
 """
 
@@ -20,12 +21,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from dppo_megatron.actor import megatron_version
 from dppo_megatron.actor.layout import Layout, seed_everything
+from dppo_megatron.actor.lora import sharded_adapters
 from dppo_megatron.actor.model import PolicyModel
 from dppo_megatron.common.files import sync
 from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config import Config
 from dppo_megatron.errors import shown
-from dppo_megatron.hf import HFModelConfig
+from dppo_megatron.hf import HFModelConfig, load_into
 
 from .directory import REMEDY, RNG, complete, final_path, newest, partial_path
 from .errors import CheckpointError
@@ -119,6 +121,9 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
     path, run = found
     _refuse_damaged(path, run)
     _refuse_other_run(path, run, actor)
+    lora = bool(actor.config.model.lora.r)
+    if lora:
+        load_into(actor.model_chunks, actor.config.model.start, actor.hf)
     materialise_state(actor.optimizer)
     Ranks().from_rank_zero(lambda: check_files(path), f"what is in {path}")
     try:
@@ -128,7 +133,8 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}; {REMEDY}") from error
     check_extra_states(loaded, path)
     for index, chunk in enumerate(actor.model_chunks):
-        chunk.load_state_dict(loaded.pop(_model_key(index)))  # what Megatron put together anew is freed
+        # What Megatron put together anew is freed.
+        chunk.load_state_dict(loaded.pop(_model_key(index)), strict=not lora)
     load_optimizer_state(actor.optimizer, loaded["optimizer"])
     _set_rates(actor, path, run["run"])
     actor.schedule.num_steps = run["updates"]
@@ -150,9 +156,11 @@ def _sharded_state(actor: Checkpointed, *, loading: bool) -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    model = {
-        _model_key(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(actor.model_chunks)
-    }
+
+    def weights_of(chunk: PolicyModel) -> dict[str, Any]:
+        return sharded_adapters(chunk) if actor.config.model.lora.r else chunk.sharded_state_dict(metadata=metadata)
+
+    model = {_model_key(index): weights_of(chunk) for index, chunk in enumerate(actor.model_chunks)}
     weights = model if len(model) > 1 else model[_model_key(0)]
     return {**model, "optimizer": sharded_optimizer_state(actor.optimizer, weights, metadata, loading=loading)}
 
@@ -174,8 +182,14 @@ def _identity(actor: Checkpointed) -> dict[str, Any]:
         **{f"model.path config.json {name}": value for name, value in actor.hf.identity().items()},
         **{f"optimizer.{name}": getattr(config.optimizer, name) for name in _OPTIMIZER_FIELDS},
         "model.dtype": config.model.dtype,
+        **{f"model.lora.{name}": value for name, value in _trained(config).items()},
         "parallel.distributed_optimizer": config.parallel.distributed_optimizer,
     }
+
+
+def _trained(config: Config) -> dict[str, Any]:
+    lora = config.model.lora
+    return {"r": lora.r} | ({"alpha": lora.alpha, "targets": sorted(lora.targets)} if lora.r else {})
 
 
 def _rates(actor: Checkpointed) -> dict[str, float]:

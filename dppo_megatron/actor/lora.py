@@ -1,0 +1,178 @@
+"""Adapters (`hf.lora`) beside Megatron's parallel linear layers, and the frozen weights that they leave.
+
+An adapter runs in a forward hook of its layer, on the same input: hidden states [S, ..., inputs] of this rank. What it
+exchanges is of rank r, not of the layer's width. Collectives of its forward and backward pass, over the layer's group
+of n ranks:
+
+| layer | sequence-parallel | else |
+|---|---|---|
+| shards its outputs | gather A x along the sequence; reduce-scatter | none; all-reduce |
+| shards its inputs | reduce-scatter A x along the sequence; gather | all-reduce; none |
+| of experts | none; all-reduce of a gradient of A or B | the same |
+| whole on every rank | none | none |
+
+Under sequence parallelism the gradient of what all ranks hold (A where outputs are sharded, else B) is summed over them
+by Megatron at the end of an update, as that of a norm is. Tokens of experts are exchanged before and after the layer by
+Megatron's dispatcher, which adds up what the ranks return, forward and backward; so the adapter's parts add up too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.hf import HFModelConfig, WeightMap
+from dppo_megatron.hf.lora import Adapter, AdapterEntry, adapter_entry, adapters_of, target_problems
+from dppo_megatron.hf.megatron_model import ADAPTER, global_name
+from dppo_megatron.hf.operations import GateUp
+
+
+class ParallelAdapter(Adapter):
+    """The adapter of `layer`, one of Megatron's. Its parameters carry the marks by which Megatron reduces gradients."""
+
+    def __init__(self, entry: AdapterEntry, layer: nn.Module, *, scaling: float, seed: int):
+        group = layer.tp_group
+        rank, size = (0, 1) if entry.b.op.replicated and not entry.shards_inputs else (group.rank(), group.size())
+        super().__init__(entry, layer.weight, scaling=scaling, rank=rank, size=size, seed=seed)
+        self._group = group
+        self._expert = entry.b.is_expert
+        self._sharded = size > 1
+        self._sequence_parallel = self._sharded and not self._expert and layer.sequence_parallel
+        own, common = (self.A, self.B) if entry.shards_inputs else (self.B, self.A)
+        self._common = common if self._sharded else None
+        if self._sharded or self._expert:
+            # What counts in the norm of the gradient: each rank's own part, and of what is common one.
+            set_tensor_model_parallel_attributes(own, True, 1 if entry.shards_inputs else 0, 1)
+            if self._expert:
+                set_tensor_model_parallel_attributes(common, True, -1, 1)
+                common.shared = rank > 0
+        for parameter in (self.A, self.B):
+            parameter.allreduce = getattr(layer.weight, "allreduce", True)
+            if not self._sharded:
+                parameter.sequence_parallel = getattr(layer.weight, "sequence_parallel", False)
+        if self._sharded:
+            common.sequence_parallel = self._sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(alpha / r) B A x: what is to be added to the layer's output."""
+        a, b, group = self.A, self.outputs(), self._group
+        if not self._sharded:
+            return linear(linear(x, a) * self.scaling, b)
+        if self._expert:
+            if self.entry.shards_inputs:
+                b = copy_to_tensor_model_parallel_region(b, group)
+            else:
+                a = copy_to_tensor_model_parallel_region(a, group)
+            return linear(linear(x, a) * self.scaling, b)
+        h = linear(x, a) * self.scaling
+        if self.entry.shards_inputs and self._sequence_parallel:
+            h = reduce_scatter_to_sequence_parallel_region(h, group)
+        elif self.entry.shards_inputs:
+            h = reduce_from_tensor_model_parallel_region(h, group)
+        elif self._sequence_parallel:
+            h = gather_from_sequence_parallel_region(h, group=group)
+        else:
+            h = copy_to_tensor_model_parallel_region(h, group)
+        return linear(h, b)
+
+    def sharded(self) -> dict[str, Any]:
+        """A and B for Megatron's checkpoints: this rank's part of each, which any layout can load."""
+        out = {}
+        for name, entry in (("A", self.entry.a), ("B", self.entry.b)):
+            parameter = getattr(self, name)
+            own = self._sharded and parameter is not self._common
+            copy = 0 if own or self._expert else parallel_state.get_tensor_model_parallel_rank()
+            if self._sharded and self._expert and not own:
+                copy = self._group.rank()
+            replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            if self._expert:
+                replica = parallel_state.get_expert_data_parallel_rank()
+            axis = 1 if self.entry.shards_inputs else 0
+            cut = [(axis, self._group.rank(), self._group.size())] if own else []
+            shard = ShardedTensor.from_rank_offsets(entry.megatron, parameter, *cut, replica_id=(0, copy, replica))
+            gated = name == "B" and isinstance(getattr(entry.op, "op", entry.op), GateUp)
+            out[name] = apply_swiglu_sharded_factory(shard, ()) if gated else shard
+        return out
+
+
+def sharded_adapters(chunk: nn.Module) -> dict[str, Any]:
+    """What a checkpoint holds of a chunk with adapters, by the names of its own state."""
+    return {
+        f"{name}.{which}": shard
+        for name, module in chunk.named_modules()
+        if isinstance(module, ParallelAdapter)
+        for which, shard in module.sharded().items()
+    }
+
+
+def lora_problems(hf: HFModelConfig, config: Config) -> list[str]:
+    """Why `model.lora` cannot be had with this model and these settings, each `setting = value: why; remedy`."""
+    lora = config.model.lora
+    if not lora.r:
+        return []
+    found = target_problems(WeightMap(hf), lora.targets)
+    return [f"model.lora.targets = {', '.join(lora.targets)}: {problem}" for problem in found]
+
+
+def add_adapters(chunks: Sequence[nn.Module], hf: HFModelConfig, config: Config) -> None:
+    """Gives every layer that `model.lora.targets` names its adapter and freezes all other parameters. No collectives.
+
+    For chunks that are not wrapped yet: data parallelism and optimizer then have nothing of what is frozen.
+    """
+    lora, weight_map = config.model.lora, WeightMap(hf)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        for name, layer in list(chunk.named_modules()):
+            if getattr(layer, "weight", None) is None or not hasattr(layer, "tp_group"):
+                continue
+            entry = weight_map.entry(global_name(f"{name}.weight", chunk.decoder.layers))
+            if (adapter := adapter_entry(entry, lora.targets, lora.r)) is None:
+                continue
+            module = ParallelAdapter(adapter, layer, scaling=lora.alpha / lora.r, seed=config.run.seed)
+            layer.add_module(ADAPTER, module)
+            layer.register_forward_hook(_add)
+        if config.model.recompute == "full" and chunk.pre_process:
+            # What is computed again gets gradients only where an input has one, and the embedding's is frozen.
+            chunk.embedding.register_forward_hook(_with_gradient)
+
+
+def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> object:
+    """The forward hook: of Megatron's linear layers, which return (output, bias to be added later)."""
+    adapter = getattr(layer, ADAPTER)
+    if not adapter.enabled:
+        return output
+    if isinstance(output, tuple):
+        return output[0] + adapter(inputs[0]), *output[1:]
+    return output + adapter(inputs[0])
+
+
+def _with_gradient(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+    return output if output.requires_grad else output.requires_grad_()
+
+
+@contextmanager
+def without_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, `chunks` compute what the frozen weights do alone."""
+    adapters = list(adapters_of(chunks))
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True

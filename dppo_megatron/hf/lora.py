@@ -1,0 +1,196 @@
+"""LoRA on Megatron's linear layers, of which some fuse several of Hugging Face's: adapters, and their tensors in PEFT.
+
+For each layer of Hugging Face PEFT adds (alpha / r) B A x to W x, with A [r, inputs] and B [outputs, r]
+(https://arxiv.org/abs/2106.09685, equation 3). A fused layer keeps the A's one below another; each of its outputs
+belongs to one layer of Hugging Face, so its B has as many rows as its weight, is sharded as that one by the same rule
+of the family's table, and each row multiplies the A of its own layer alone. That is PEFT's sum, and not another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from .megatron_model import unwrap
+from .operations import Operation, Piece, Replicated, Sharded, Vocabulary
+from .rules import Entry, HFTensor
+from .weight_map import WeightMap
+
+PEFT_PREFIX = "base_model.model."
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Tensors of one shape one below another, the same on every rank: the A's of a layer that shards its outputs."""
+
+    count: int
+    replicated = True
+
+    def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        return torch.cat(list(parts))
+
+    def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return shards[0].chunk(self.count)
+
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
+        return [Piece(torch.cat(list(parts)))] if rank == 0 else []
+
+
+@dataclass(frozen=True, slots=True)
+class Some:
+    """`op` of which only the parts numbered `chosen` are stored, and the others are 0: the B of a layer in part."""
+
+    op: Operation
+    rows: tuple[int, ...]  # of all parts
+    chosen: tuple[int, ...]
+    replicated = False
+
+    def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        return self.op.to_shard(self._all(parts), rank, size)
+
+    def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        parts = self.op.from_shards(shards)
+        return tuple(parts[index] for index in self.chosen)
+
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
+        return self.op.pieces(self._all(parts), rank, size)
+
+    def _all(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        stored = dict(zip(self.chosen, parts, strict=True))
+        zeros = (parts[0].new_zeros(rows, *parts[0].shape[1:]) for rows in self.rows)
+        return [stored.get(index, zero) for index, zero in enumerate(zeros)]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterEntry:
+    """The adapter of one weight: entries of its A and its B, whose HF names are those that PEFT gives its files."""
+
+    weight: str  # global Megatron name
+    a: Entry
+    b: Entry
+
+    @property
+    def shards_inputs(self) -> bool:
+        return isinstance(self.a.op, Sharded)
+
+
+def adapter_entry(entry: Entry, targets: Sequence[str], r: int) -> AdapterEntry | None:
+    """The adapter of a weight; None where it is no linear layer's or none of `targets` names it."""
+    if not is_linear(entry):
+        return None
+    chosen = [index for index, tensor in enumerate(entry.hf) if _is_target(tensor.name, targets)]
+    if not chosen:
+        return None
+    op: Operation = entry.op
+    a_op: Operation = Stacked(len(chosen))
+    if isinstance(op, Sharded) and op.dim == 1:
+        a_op, op = op, Replicated()
+    elif len(chosen) < len(entry.hf):
+        op = Some(op, tuple(tensor.shape[0] for tensor in entry.hf), tuple(chosen))
+    tensors = [entry.hf[index] for index in chosen]
+
+    def part(which: str, op: Operation, shapes: list[tuple[int, ...]]) -> Entry:
+        names = [f"{PEFT_PREFIX}{t.name.removesuffix(_WEIGHT)}.lora_{which}{_WEIGHT}" for t in tensors]
+        return replace(
+            entry,
+            megatron=f"{entry.megatron.removesuffix(_WEIGHT)}.lora.{which}",
+            hf=tuple(map(HFTensor, names, shapes)),
+            rule=replace(entry.rule, op=op),
+        )
+
+    return AdapterEntry(
+        entry.megatron,
+        part("A", a_op, [(r, t.shape[1]) for t in tensors]),
+        part("B", op, [(t.shape[0], r) for t in tensors]),
+    )
+
+
+def is_linear(entry: Entry) -> bool:
+    """Whether the weight is that of a linear layer which an adapter can stand beside: no norm, router or vocabulary."""
+    tensor = entry.hf[0]
+    router = tensor.name.endswith(".mlp.gate.weight")
+    return (
+        len(tensor.shape) == 2
+        and tensor.name.endswith(_WEIGHT)
+        and not isinstance(entry.op, Vocabulary)
+        and not router
+        and entry.layer is not None
+    )
+
+
+def target_problems(weight_map: WeightMap, targets: Sequence[str]) -> list[str]:
+    """Which of `targets` name no linear layer, and which decoder layers would have no adapter; one line each."""
+    layers = {
+        layer: [t.name for entry in weight_map.layer_entries(layer, [0]) if is_linear(entry) for t in entry.hf]
+        for layer in range(weight_map.config.num_layers)
+    }
+    names = {name for of_layer in layers.values() for name in of_layer}
+    known = ", ".join(sorted({name.removesuffix(_WEIGHT).rpartition(".")[2] for name in names}))
+    unknown = [target for target in targets if not any(_is_target(name, [target]) for name in names)]
+    bare = [str(layer) for layer, of_layer in layers.items() if not any(_is_target(n, targets) for n in of_layer)]
+    out = [f"{target} names no linear layer of {weight_map.config.architecture}; it has {known}" for target in unknown]
+    if bare and not unknown:
+        out.append(f"no adapter in layers {', '.join(bare)}; every layer needs one, so name e.g. q_proj of all")
+    return out
+
+
+def _is_target(name: str, targets: Sequence[str]) -> bool:
+    """As PEFT matches a list: the name of the layer, or its end from a dot on."""
+    layer = "." + name.removesuffix(_WEIGHT)
+    return any(layer.endswith("." + target) for target in targets)
+
+
+class Adapter(nn.Module):
+    """This rank's part of one layer's adapter, in the dtype and on the device of its `weight` [rows, columns].
+
+    A [n r, columns]: n layers of Hugging Face that are targets. B [rows, r]. `owner` [rows, n] is 1 where an output
+    belongs to a layer, or None where all belong to one. A and B start as PEFT's do, A the same whatever the layout:
+    uniform within 1 / sqrt(inputs), from `seed` and its name; B 0.
+    """
+
+    def __init__(self, entry: AdapterEntry, weight: Tensor, *, scaling: float, rank: int, size: int, seed: int):
+        super().__init__()
+        self.entry = entry
+        self.scaling = scaling
+        self.enabled = True
+        like = {"dtype": weight.dtype, "device": weight.device}
+        starts = [torch.empty(t.shape) if weight.is_meta else _start(t, seed) for t in entry.a.hf]
+        self.A = nn.Parameter(entry.a.op.to_shard(starts, rank, size).to(**like).contiguous())
+        zeros = [torch.zeros(tensor.shape) for tensor in entry.b.hf]
+        self.B = nn.Parameter(entry.b.op.to_shard(zeros, rank, size).to(**like).contiguous())
+        owner = None
+        if len(entry.b.hf) > 1 or isinstance(entry.b.op, Some):
+            numbers = [torch.full((tensor.shape[0], 1), float(n + 1)) for n, tensor in enumerate(entry.b.hf)]
+            numbered = entry.b.op.to_shard(numbers, rank, size)
+            owner = (numbered == torch.arange(1, len(numbers) + 1)).to(**like)
+        self.register_buffer("owner", owner, persistent=False)
+
+    def outputs(self) -> Tensor:
+        """[rows, n r]: B where a row meets the A of its own layer, 0 elsewhere."""
+        if self.owner is None:
+            return self.B
+        return (self.owner[:, :, None] * self.B[:, None, :]).flatten(1)
+
+    def merged(self, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's part of W + (alpha / r) B A, added in fp32 and rounded once, to `dtype` or `weight`'s."""
+        change = self.outputs().float() @ self.A.float()
+        return (weight.float() + self.scaling * change).to(dtype or weight.dtype)
+
+
+def adapters_of(model_chunks: Sequence[nn.Module]) -> Iterator[Adapter]:
+    """Those on this rank, in an order that all ranks of a tensor-parallel group share."""
+    for chunk in map(unwrap, model_chunks):
+        yield from (module for module in chunk.modules() if isinstance(module, Adapter))
+
+
+def _start(tensor: HFTensor, seed: int) -> Tensor:
+    digest = hashlib.sha256(f"{seed} {tensor.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+    bound = 1 / math.sqrt(tensor.shape[1])
+    return torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator)

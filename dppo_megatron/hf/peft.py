@@ -1,0 +1,207 @@
+"""Adapters in PEFT's format: a directory with adapter_model.safetensors and adapter_config.json.
+
+https://huggingface.co/docs/peft/developer_guides/checkpoint describes it. The name of an expert's layer is that of the
+model's own files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from dppo_megatron.common.files import read_foreign_json, write_atomic
+from dppo_megatron.common.ranks import Ranks
+from dppo_megatron.config.lora import LoraConfig
+
+from .errors import ModelError
+from .export import export_adapters
+from .hf_config import HFModelConfig
+from .lora import Adapter, adapter_entry, adapters_of
+from .megatron_model import ParallelRanks
+from .rules import HFTensor
+from .safetensors_file import SafetensorsFile, TensorInfo, info_of
+from .safetensors_reader import read_header
+from .safetensors_writer import (
+    Part,
+    PartWriter,
+    create_staging,
+    publish,
+    refuse_existing,
+    refuse_incomplete,
+    staging_of,
+)
+from .turns import Turns
+from .weight_map import WeightMap
+from .weight_source import all_finite
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+
+# What PEFT computes otherwise than (alpha / r) B A x where it is set.
+_OTHER_ADAPTERS = (
+    "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias",
+    "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
+)  # fmt: skip
+
+
+def adapter_shapes(config: HFModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of an adapter, in PEFT's names."""
+    entries = (adapter_entry(entry, lora.targets, lora.r) for entry in WeightMap(config).entries())
+    return {t.name: t.shape for entry in entries if entry for part in (entry.a, entry.b) for t in part.hf}
+
+
+def save_peft(
+    model_chunks: Sequence[nn.Module],
+    directory: str | Path,
+    config: HFModelConfig,
+    lora: LoraConfig,
+    base: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    observe: Callable[[str, Tensor], None] | None = None,
+) -> None:
+    """Writes the adapters of `model_chunks` to a directory that PEFT and engines load. Collective over all ranks.
+
+    `base`: the model that they are for. Waits, `dtype`, `overwrite`, `observe` and what is raised: as in `save_hf`.
+    """
+    directory, everyone = Path(directory), Ranks()
+    staging = staging_of(directory)
+    turns = Turns(everyone, f"writes to {directory}")
+
+    def prepare() -> None:
+        if everyone.rank == 0:
+            refuse_existing(directory, overwrite)
+            create_staging(directory)
+
+    def write() -> list[Part]:
+        # Small beside a model: the source ranks keep what they gather, so that no rank waits for a disk.
+        exported = dict(export_adapters(model_chunks, config, dtype, before_gather=turns))
+        with PartWriter(staging, f"{everyone.rank:05d}", alive=everyone.alive) as writer:
+            for name, tensor in exported.items():
+                if observe is not None:
+                    observe(name, tensor)
+                writer.add(name, tensor)
+            return writer.close()
+
+    def finish() -> None:
+        if everyone.rank == 0:
+            parts = [part for of_rank in written for part in of_rank]
+            refuse_incomplete(directory, parts, adapter_shapes(config, lora))
+            _join(staging, parts, everyone.alive)
+            write_atomic(staging / ADAPTER_CONFIG, json.dumps(_config(lora, base), indent=2, sort_keys=True) + "\n")
+            publish(staging, directory, overwrite)
+
+    try:
+        everyone.on_every_rank(prepare, f"{directory} to be prepared")
+        written = everyone.on_every_rank(write, f"the adapters of {directory} to be written")
+        everyone.on_every_rank(finish, f"{directory} to be completed")
+    except Exception:
+        if everyone.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def load_peft(
+    model_chunks: Sequence[nn.Module], directory: str | Path, config: HFModelConfig, lora: LoraConfig
+) -> None:
+    """Fills the adapters of `model_chunks` from a directory in PEFT's format. No collectives.
+
+    Raises `ModelError` listing every setting and tensor of it that is not that of `lora`, before any is written.
+    """
+    file = Path(directory) / ADAPTER_WEIGHTS
+    if problems := adapter_problems(directory, config, lora):
+        raise ModelError(str(directory), problems)
+    with safe_open(file, framework="pt") as opened:
+        names = {t.name for adapter in adapters_of(model_chunks) for t in _tensors(adapter)}
+        fill_adapters(model_chunks, {name: opened.get_tensor(name) for name in names}, config)
+
+
+def fill_adapters(model_chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor], config: HFModelConfig) -> None:
+    """Gives every adapter its part of `tensors`, in PEFT's names. Raises `ModelError`."""
+    ranks, weight_map = ParallelRanks.current(), WeightMap(config)
+    not_finite = [name for name, tensor in tensors.items() if not all_finite(tensor)]
+    if not_finite:
+        raise ModelError(config.source, [f"{name}: holds values that are not finite" for name in not_finite])
+    with torch.no_grad():
+        for adapter in adapters_of(model_chunks):
+            group = ranks.expert_tensor if adapter.entry.a.is_expert else ranks.tensor
+            for entry, parameter in ((adapter.entry.a, adapter.A), (adapter.entry.b, adapter.B)):
+                parameter.copy_(weight_map.to_megatron(entry, tensors, group.rank, group.size))
+
+
+def adapter_problems(directory: str | Path, config: HFModelConfig, lora: LoraConfig) -> list[str]:
+    """Why the adapter in `directory` is not one of `lora` for this model, one line each; reads no tensor."""
+    directory = Path(directory)
+    try:
+        saved = read_foreign_json(directory / ADAPTER_CONFIG)
+        found = read_header(directory / ADAPTER_WEIGHTS)
+    except (OSError, ValueError) as error:
+        return [f"no adapter in PEFT's format: {error}"]
+    except ModelError as error:
+        return list(error.problems)
+    out = []
+    if saved.get("peft_type") != "LORA":
+        out.append(f"{ADAPTER_CONFIG}: peft_type = {saved.get('peft_type')!r}; only LORA is supported")
+    for key, wanted in (("r", lora.r), ("lora_alpha", lora.alpha)):
+        if saved.get(key) != wanted:
+            setting = f"model.lora.{key.removeprefix('lora_')}"
+            out.append(f"{ADAPTER_CONFIG}: {key} = {saved.get(key)!r}, {setting} = {wanted:g}; use the same")
+    out += [f"{ADAPTER_CONFIG}: {key} = {saved[key]!r} is not supported" for key in _OTHER_ADAPTERS if saved.get(key)]
+    if saved.get("bias", "none") != "none":
+        out.append(f"{ADAPTER_CONFIG}: bias = {saved['bias']!r} is not supported; only none is")
+    return out + _tensor_problems(adapter_shapes(config, lora), found)
+
+
+def _tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, TensorInfo]) -> list[str]:
+    out = []
+    for name, shape in expected.items():
+        if name not in found:
+            out.append(f"{name}: missing, expected shape {shape}; model.lora.targets must be those it was made with")
+        elif found[name].shape != shape:
+            out.append(f"{name}: shape {found[name].shape}, expected {shape}")
+    return out + [f"{name}: unexpected" for name in found if name not in expected]
+
+
+def _tensors(adapter: Adapter) -> list[HFTensor]:
+    return [*adapter.entry.a.hf, *adapter.entry.b.hf]
+
+
+def _join(staging: Path, parts: Sequence[Part], moved: Callable[[], None]) -> None:
+    """The parts become the one file that PEFT reads."""
+    tensors: dict[str, Tensor] = {}
+    for part in parts:
+        with safe_open(staging / part.file, framework="pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in part.names}
+    with SafetensorsFile(staging / ADAPTER_WEIGHTS, {n: info_of(t) for n, t in tensors.items()}, moved) as joined:
+        for name, tensor in tensors.items():
+            joined.write(name, tensor)
+    for part in parts:
+        (staging / part.file).unlink()
+
+
+def _config(lora: LoraConfig, base: str | Path) -> dict[str, Any]:
+    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    return {
+        "base_model_name_or_path": str(base),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": lora.r,
+        "target_modules": list(lora.targets),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }

@@ -1,0 +1,187 @@
+"""Adapters in every layout. Every function runs on all ranks and returns plain values from rank 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dppo_megatron.objectives import build_objective
+from tests.actor.scenarios.parts import fingerprint, same, train
+from tests.support.actor_cases import micro_batches, pack, sequences
+from tests.support.actor_ranks import Rank
+
+R, ALPHA = 4, 6.0
+SOME = ("q_proj", "v_proj", "up_proj", "down_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def settings(targets: tuple[str, ...] | None = None, **changes: Any) -> dict[str, Any]:
+    lora = {"r": R, "alpha": ALPHA} | ({"targets": list(targets)} if targets else {})
+    return {"lora": lora} | changes
+
+
+def random_adapter(actor: Any) -> dict[str, torch.Tensor]:
+    """The same in every layout, with a B that is not 0."""
+    from dppo_megatron.hf.peft import adapter_shapes
+
+    generator = torch.Generator().manual_seed(11)
+    shapes = adapter_shapes(actor.hf, actor.config.model.lora)
+    return {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def fill(actor: Any) -> dict[str, torch.Tensor]:
+    from dppo_megatron.hf.peft import fill_adapters
+
+    tensors = random_adapter(actor)
+    fill_adapters(actor.model_chunks, tensors, actor.hf)
+    actor.optimizer.reload_model_params()
+    return tensors
+
+
+def exported(rank: Rank, actor: Any) -> dict[str, torch.Tensor]:
+    """A and B of the whole model."""
+    from dppo_megatron.common.ranks import Ranks
+    from dppo_megatron.hf.export import export_adapters
+
+    own = {name: tensor.detach().clone() for name, tensor in export_adapters(actor.model_chunks, actor.hf)}
+    return {name: tensor for part in Ranks().gather(own, "the adapters") for name, tensor in part.items()}
+
+
+def gradients(rank: Rank, model: str, targets: tuple[str, ...] | None, changes: dict, layout: dict) -> dict[str, Any]:
+    """The gradient of every A and B, its norm, log-probs before, and adapters after two updates."""
+    from dppo_megatron.hf.lora import adapters_of
+
+    found: dict[str, Any] = {}
+    optimizer = {"grad_clip": 0.0}
+    for sharded in (False, True):  # without the distributed optimizer each rank has the whole sum
+        parallel = {**layout, "distributed_optimizer": sharded}
+        with rank.actor(model, settings=settings(targets, **changes), optimizer=optimizer, **parallel) as actor:
+            fill(actor)
+            place, size = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
+            batches = micro_batches(sequences()[place::size], 2)
+            found["logprobs"] = torch.cat(actor.logprobs([pack(sequences())]))
+            stats = actor.train_update(batches, build_objective("nll"))
+            found["loss"], found["grad_norm"] = stats.loss, stats.grad_norm
+            if sharded:
+                actor.train_update(batches, build_objective("nll"))
+                found["trained"] = exported(rank, actor)
+                continue
+            for adapter in adapters_of(actor.model_chunks):
+                for parameter in (adapter.A, adapter.B):
+                    parameter.data.copy_(parameter.main_grad)
+            found["gradients"] = exported(rank, actor)
+    return found
+
+
+def frozen(rank: Rank) -> list[dict[str, Any]]:
+    """What data parallelism and optimizer hold, beside what the adapters have; and the reference's share."""
+    from dppo_megatron.actor import Reference
+    from dppo_megatron.hf.lora import adapters_of
+
+    layouts = [{}, {"distributed_optimizer": False}] if rank.world_size == 1 else [{}, {"tensor": 2}]
+    results = []
+    for layout in layouts:
+        with rank.actor("qwen3_moe", settings=settings(dtype="bf16"), **layout, sequence="tensor" in layout) as actor:
+            batches = micro_batches(sequences(), 2)
+            base = torch.cat(actor.logprobs(batches))
+            fill(actor)
+            reference = Reference(actor)
+            before = [p.detach().clone() for c in actor.model_chunks for p in c.parameters() if not p.requires_grad]
+            actor.train_update(batches, build_objective("nll"))
+            after = [p for c in actor.model_chunks for p in c.parameters() if not p.requires_grad]
+            own = sum(p.numel() for a in adapters_of(actor.model_chunks) for p in (a.A, a.B))
+            buffers = [b for chunk in actor.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+            parts = [part.optimizer for part in actor.optimizer.chained_optimizers if part.optimizer is not None]
+            states = sum(v.numel() for o in parts for s in o.state.values() for v in s.values() if torch.is_tensor(v))
+            results.append(
+                {
+                    "own": own,
+                    "gradients": sum(b.numel_unpadded for b in buffers),
+                    "states": states,
+                    "unchanged": all(map(torch.equal, before, after)),
+                    "no_gradient": all(p.grad is None and not hasattr(p, "main_grad") for p in after),
+                    "moved": float((torch.cat(actor.logprobs(batches)) - base).abs().max()),
+                    "reference": float((torch.cat([s.logprob for s in reference.scores(batches)]) - base).abs().max()),
+                    "other_chunks": len(actor.frozen_chunks),
+                }
+            )
+    return results
+
+
+def resume(rank: Rank) -> dict[str, Any]:
+    """Save, go on; load, go on: the same bits on every rank. And the checkpoint of one rank in every layout."""
+    layouts: dict[str, dict] = {"experts": {"model": "qwen3_moe"}, "bf16": {"settings": settings(dtype="bf16")}}
+    if rank.world_size == 2:
+        layouts |= {
+            "some": {"tensor": 2, "settings": settings(SOME)},
+            "sequence": {"model": "qwen3_moe", "tensor": 2, "sequence": True},
+            "plain": {"model": "qwen3_moe", "distributed_optimizer": False},
+            "virtual": {"pipeline": 2, "virtual_pipeline": 2},
+            "apart": {"model": "qwen3_moe", "expert": 2},
+            "latent": {"model": "deepseek", "tensor": 2, "sequence": True, "settings": settings(LATENT)},
+        }
+    results = {}
+    for name, given in layouts.items():
+        given = {"settings": settings(), **given}
+        with rank.actor(**given) as actor:
+            fill(actor)
+            train(actor, sequences(), updates=2)
+            actor.save_checkpoint(rank.directory / name, 2, {"step": 2}, keep=1)
+            expected = train(actor, sequences(seed=1), updates=2)
+            bits = fingerprint(actor)
+        with rank.actor(**given) as actor:
+            for parameter in (p for chunk in actor.model_chunks for p in chunk.parameters()):
+                parameter.data.zero_()  # the base comes back too
+            state = actor.load_checkpoint(rank.directory / name)
+            got = train(actor, sequences(seed=1), updates=2)
+            equal = torch.tensor(same(bits, fingerprint(actor)))
+            torch.distributed.all_reduce(equal, op=torch.distributed.ReduceOp.MIN)
+        results[name] = (state, bool(equal), expected["loss"] == got["loss"])
+    return results
+
+
+def continued(rank: Rank, layout: dict[str, Any], directory: Path, step: int) -> dict[str, Any]:
+    """Train and save where there is no checkpoint yet, else go on from it in this layout."""
+    with rank.actor("qwen3_moe", settings=settings(), **layout) as actor:
+        fill(actor)
+        if actor.load_checkpoint(directory) is None:
+            train(actor, sequences(), updates=2)
+            actor.save_checkpoint(directory, step, {"step": step}, keep=5)
+        return train(actor, sequences(seed=1), updates=2)
+
+
+def refused(rank: Rank, directory: Path, **changes: Any) -> str:
+    """Why a run of these settings does not load the checkpoint."""
+    from dppo_megatron.actor import CheckpointError
+
+    try:
+        with rank.actor("qwen3_moe", **changes) as actor:
+            actor.load_checkpoint(directory)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def files(rank: Rank, model: str, targets: tuple[str, ...] | None, layout: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs of adapters that were filled, saved, and loaded by another actor; and of the merged model."""
+    from dppo_megatron.hf import save_hf
+    from dppo_megatron.hf.peft import save_peft
+
+    batch = [pack(sequences())]
+    with rank.actor(model, settings=settings(targets), **layout) as actor:
+        start = actor.logprobs(batch)[0]
+        fill(actor)
+        found = {"start": start, "filled": actor.logprobs(batch)[0]}
+        lora = actor.config.model.lora
+        save_peft(actor.model_chunks, rank.directory / "adapter", actor.hf, lora, rank.models / model)
+        save_hf(actor.model_chunks, rank.directory / "merged", rank.models / model)
+    lora = {"lora": {**settings(targets)["lora"], "adapter": str(rank.directory / "adapter")}}
+    with rank.actor(model, settings=lora, **layout) as actor:
+        actor.load_start()
+        found["loaded"] = actor.logprobs(batch)[0]
+    with rank.actor(model, **layout) as actor:
+        actor.load_hf(rank.directory / "merged")
+        found["merged"] = actor.logprobs(batch)[0]
+    return found

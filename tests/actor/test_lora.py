@@ -1,0 +1,202 @@
+"""LoRA: gradients, merged weights and PEFT's files are those of plain PyTorch and of PEFT, in every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.actor.scenarios import lora
+from tests.support.actor_cases import sequences
+from tests.support.actor_ranks import run_scenario
+
+SP = {"tensor": 2, "sequence": True}
+CASES: dict[str, tuple[int, str, tuple[str, ...] | None, dict[str, Any], dict[str, Any]]] = {
+    "alone": (1, "qwen3", None, {}, {}),
+    "fused_head": (1, "qwen3", None, {"logits": "fused"}, {}),
+    "recompute": (1, "qwen3", None, {"recompute": "full"}, {}),
+    "some_targets": (1, "qwen3", lora.SOME, {}, {}),
+    "experts": (1, "qwen3_moe", None, {}, {}),
+    "tensor": (2, "qwen3", None, {}, {"tensor": 2}),
+    "tensor_some": (2, "qwen3", lora.SOME, {}, {"tensor": 2}),
+    "sequence": (2, "qwen3", None, {}, SP),
+    "sequence_some": (2, "qwen3", lora.SOME, {"recompute": "full"}, SP),
+    "pipeline": (2, "qwen3", None, {}, {"pipeline": 2}),
+    "pipeline_tied": (2, "tied", None, {"recompute": "full"}, {"pipeline": 2}),
+    "pipeline_virtual": (2, "qwen3", None, {}, {"pipeline": 2, "virtual_pipeline": 2}),
+    "context": (2, "qwen3", None, {}, {"context": 2}),
+    "data_overlap": (2, "qwen3", None, {}, {"overlap": True}),
+    "expert": (2, "qwen3_moe", None, {}, {"expert": 2}),
+    "expert_sequence": (2, "qwen3_moe", None, {}, SP),
+    "expert_whole": (2, "qwen3_moe", None, {}, {**SP, "expert": 2, "expert_tensor": 1}),
+    "expert_cut_alone": (2, "qwen3_moe", None, {}, {"expert_tensor": 2}),
+    "latent": (2, "deepseek", lora.LATENT, {}, SP),
+}
+FAST = ("tensor", "sequence_some", "expert")
+
+
+def case(name: str):
+    return name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", list(map(case, CASES)))
+def test_gradients_are_those_of_plain_pytorch(ranks, models, tmp_path, name):
+    world, model, targets, changes, layout = CASES[name]
+    got = run_scenario(ranks(world), lora.gradients, models, tmp_path, model, targets, changes, layout)
+    expected = dense_reference(models / model, targets)
+    assert got["gradients"].keys() == expected["gradients"].keys()
+    for tensor in expected["gradients"]:
+        torch.testing.assert_close(
+            got["gradients"][tensor],
+            expected["gradients"][tensor],
+            rtol=2e-4,
+            atol=2e-6,
+            msg=lambda m, t=tensor: f"{t}: {m}",
+        )
+    assert got["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    torch.testing.assert_close(got["logprobs"], expected["logprobs"], rtol=0, atol=1e-5)
+    for tensor, trained in expected["trained"].items():
+        torch.testing.assert_close(
+            got["trained"][tensor], trained, rtol=1e-3, atol=2e-4, msg=lambda m, t=tensor: f"{t}: {m}"
+        )
+
+
+def dense_reference(directory, targets) -> dict[str, Any]:
+    """The model of transformers whose weights are W + (alpha / r) B A, differentiated with respect to A and B."""
+    from transformers import AutoModelForCausalLM
+
+    from dppo_megatron.config.lora import LoraConfig
+    from dppo_megatron.hf import read_hf_config
+    from dppo_megatron.hf.peft import adapter_shapes
+
+    hf = read_hf_config(directory)
+    settings = LoraConfig(**lora.settings(targets)["lora"])
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).requires_grad_(False)
+    generator = torch.Generator().manual_seed(11)
+    shapes = adapter_shapes(hf, settings)
+    leaves = {n: (0.1 * torch.randn(shape, generator=generator)).requires_grad_() for n, shape in shapes.items()}
+
+    def losses():
+        weights = merged(dict(model.named_parameters()), leaves, settings.alpha / settings.r)
+        loss, logprobs = 0.0, []
+        for part in sequences():
+            logits = torch.func.functional_call(model, weights, (part["token_ids"][None],)).logits[0]
+            of = (logits / part["temperature"][:, None]).log_softmax(-1)
+            logprob = of.gather(1, part["token_ids"].roll(-1)[:, None])[:, 0]
+            logprobs.append(torch.where(part["mask"], logprob, 0.0).detach())
+            loss = loss - (part["loss_weight"] * logprob).sum()
+        return loss, torch.cat(logprobs)
+
+    found: dict[str, Any] = {}
+    adam = torch.optim.AdamW(leaves.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
+    for update in range(2):
+        adam.zero_grad()
+        loss, logprobs = losses()
+        loss.backward()
+        if update == 0:
+            found = {"loss": float(loss), "logprobs": logprobs}
+            found["gradients"] = {name: leaf.grad.clone() for name, leaf in leaves.items()}
+            found["grad_norm"] = float(torch.stack([g.norm() for g in found["gradients"].values()]).norm())
+        adam.step()
+    return {**found, "trained": {name: leaf.detach() for name, leaf in leaves.items()}}
+
+
+def merged(
+    weights: dict[str, torch.Tensor], leaves: dict[str, torch.Tensor], scaling: float
+) -> dict[str, torch.Tensor]:
+    """transformers keeps the experts of a layer in one tensor, gate above up."""
+    out = dict(weights)
+    for name, a in leaves.items():
+        if ".lora_A." not in name:
+            continue
+        change = scaling * leaves[name.replace("lora_A", "lora_B")] @ a
+        layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        if f"{layer}.weight" in out:
+            out[f"{layer}.weight"] = out[f"{layer}.weight"] + change
+            continue
+        prefix, expert, projection = layer.rsplit(".", 2)
+        fused = f"{prefix}.{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"
+        whole = out[fused]
+        rows = len(change)
+        start = rows if projection == "up_proj" else 0
+        padded = torch.nn.functional.pad(change, (0, 0, start, whole.shape[1] - start - rows))
+        one = torch.nn.functional.one_hot(torch.tensor(int(expert)), len(whole)).float()
+        out[fused] = whole + one[:, None, None] * padded
+    return out
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_is_frozen_has_no_gradient_no_optimizer_state_and_no_copy_as_reference(ranks, models, tmp_path, world):
+    for found in run_scenario(ranks(world), lora.frozen, models, tmp_path):
+        assert found["gradients"] == found["own"]
+        assert found["states"] <= 2 * found["own"] + 2000  # Adam's moments, and a step for each parameter
+        assert found["unchanged"]
+        assert found["no_gradient"]
+        assert found["moved"] > 0.05
+        assert found["reference"] == 0.0
+        assert found["other_chunks"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_resume_is_bit_identical(ranks, models, tmp_path, world):
+    results = run_scenario(ranks(world), lora.resume, models, tmp_path)
+    assert len(results) == (2 if world == 1 else 8)
+    for layout, (state, equal_bits, equal_losses) in results.items():
+        assert state == {"step": 2}, layout
+        assert equal_losses, layout
+        assert equal_bits, layout
+
+
+@pytest.mark.slow
+def test_a_checkpoint_continues_in_other_layouts_and_no_other_run(ranks, models, tmp_path):
+    directory = tmp_path / "checkpoints"
+    expected = run_scenario(ranks(1), lora.continued, models, tmp_path / "one", {}, directory, 2)
+    for layout in (SP, {"pipeline": 2}, {"expert": 2}, {"expert_tensor": 2}):
+        got = run_scenario(ranks(2), lora.continued, models, tmp_path / "two", layout, directory, 2)
+        assert got["loss"] == pytest.approx(expected["loss"], rel=1e-5), layout
+        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), layout
+    other = {"lora": {"r": lora.R, "alpha": 1.0}}
+    for settings, told in (
+        (other, "model.lora.alpha = 1.0: the checkpoint was saved with 6.0"),
+        ({}, "model.lora.r = 0"),
+    ):
+        assert told in run_scenario(ranks(1), lora.refused, models, tmp_path / "other", directory, settings)
+
+
+FILES = {
+    "alone": (1, "qwen3", None, {}),
+    "some": (2, "qwen3", lora.SOME, {"tensor": 2}),
+    "pipeline": (2, "qwen3", None, {"pipeline": 2}),
+    "experts": (2, "qwen3_moe", None, {"expert": 2}),
+    "latent": (2, "deepseek", lora.LATENT, SP),
+}
+
+
+@pytest.mark.parametrize("name", ["alone", *(pytest.param(n, marks=pytest.mark.slow) for n in FILES if n != "alone")])
+def test_saved_loaded_and_merged_adapters_give_the_same_log_probs(ranks, models, tmp_path, name):
+    world, model, targets, layout = FILES[name]
+    found = run_scenario(ranks(world), lora.files, models, tmp_path, model, targets, layout)
+    assert float((found["filled"] - found["start"]).abs().max()) > 0.05
+    assert torch.equal(found["loaded"], found["filled"])
+    torch.testing.assert_close(found["merged"], found["filled"], rtol=0, atol=1e-5)
+    if name in ("alone", "some"):
+        torch.testing.assert_close(by_peft(tmp_path / "adapter", models / model), found["filled"], rtol=0, atol=1e-5)
+
+
+def by_peft(adapter, model) -> torch.Tensor:
+    """Log-probs of what PEFT makes of the directory."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy = PeftModel.from_pretrained(base, adapter)
+    out = []
+    for part in sequences():
+        with torch.no_grad():
+            of = (policy(part["token_ids"][None]).logits[0] / part["temperature"][:, None]).log_softmax(-1)
+        logprob = of.gather(1, part["token_ids"].roll(-1)[:, None])[:, 0]
+        out.append(torch.where(part["mask"], logprob, 0.0))
+    return torch.cat(out)
