@@ -5,6 +5,7 @@ from __future__ import annotations
 from dppo_megatron.config import Config
 
 LAST_PORT = 65535
+MOST_LORA_RANK = 512  # of a vLLM server
 MOST_SENDERS = 32  # of broadcast weights: a communicator for each, with buffers of its own in every engine worker
 
 
@@ -24,7 +25,7 @@ def problems(config: Config) -> list[str]:
         out.append(f"engine.seeded = false: {e.kind} gives every request its seed at no such price; remove it")
     if e.placement == "colocated":
         out += _colocated(config)
-    return out + _transport(config) + _quantization(config)
+    return out + _transport(config) + _quantization(config) + _adapters(config)
 
 
 def _colocated(config: Config) -> list[str]:
@@ -72,3 +73,22 @@ def _quantization(config: Config) -> list[str]:
             "checked against a model that the run makes for engines it starts; let it start them, or use vllm"
         )
     return out
+
+
+def _adapters(config: Config) -> list[str]:
+    if not config.samples or config.weight_sync.lora == "merged":
+        return []
+    e, m, what, remedy = config.engine, config.model, "weight_sync.lora = adapter", "set it to merged"
+    why_not = (
+        (not m.lora.r, "the run trains no adapters (model.lora.r = 0)"),
+        (m.lora.r > MOST_LORA_RANK, f"engines take adapters of r at most {MOST_LORA_RANK} (model.lora.r = {m.lora.r})"),
+        (e.kind != "vllm", f"only vLLM engines are told apart by the adapter they hold (engine.kind = {e.kind})"),
+        (
+            e.quantization != "none",
+            f"FP8 weights are made at each publish (engine.quantization = {e.quantization})",
+        ),
+        (e.placement == "colocated", "engines that sleep give their weights back (engine.placement = colocated)"),
+        (config.weight_sync.transport == "broadcast", "adapters travel as files (weight_sync.transport = broadcast)"),
+        (m.weights is not None, "engines start from model.path, the trainer from model.weights"),
+    )
+    return [f"{what}: {why}; {remedy}" for is_so, why in why_not if is_so]

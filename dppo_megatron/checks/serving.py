@@ -32,6 +32,11 @@ def problems(config: Config, hf: HFModelConfig | None) -> list[str]:
             f"rollout.topk_logprobs = {config.rollout.topk_logprobs}: the model has {hf.vocab_size} tokens; set it to "
             "at most that"
         )
+    if config.weight_sync.lora == "adapter" and (hf.moe is not None or hf.mla is not None):
+        out.append(
+            "weight_sync.lora = adapter: no engine here multiplies by adapters of experts or of latent attention; "
+            "set it to merged"
+        )
     tensor, kv_heads = engine.tensor_parallel, hf.num_kv_heads
     if hf.num_heads % tensor:
         out.append(f"engine.tensor_parallel = {tensor}: does not divide {hf.num_heads} attention heads; lower it")

@@ -193,6 +193,11 @@ class WeightSyncConfig(Section):
         None, description="broadcast: weights that travel at once; default: 256 MiB on GPUs, else 16 MiB"
     )
     keep_versions: Count = Field(2, description="shared_storage: published weight directories kept on disk")
+    lora: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="of a run with model.lora: merged = engines get whole weights, with the adapters merged; adapter = "
+        "they get the adapters alone and multiply by them beside the start weights",
+    )
     fingerprint: bool = Field(
         True, description="after an update the trainer compares fingerprints of the weights that each engine holds"
     )

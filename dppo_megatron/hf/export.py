@@ -112,7 +112,7 @@ class _Weight:
 
     def exported(self, dtype: torch.dtype | None) -> Tensor:
         dtype = None if self.entry.rule.keep_dtype else dtype
-        if self.adapter is not None:
+        if self.adapter is not None and self.adapter.enabled:
             return self.adapter.merged(self.tensor, dtype)
         local = self.tensor.detach()
         return local if dtype is None else local.to(dtype)

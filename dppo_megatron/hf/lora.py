@@ -179,8 +179,9 @@ class Adapter(nn.Module):
 
     def merged(self, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """This rank's part of W + (alpha / r) B A, added in fp32 and rounded once, to `dtype` or `weight`'s."""
-        change = self.outputs().float() @ self.A.float()
-        return (weight.float() + self.scaling * change).to(dtype or weight.dtype)
+        whole = weight.to(torch.float32, copy=True)
+        whole.addmm_(self.outputs().float(), self.A.float(), alpha=self.scaling)
+        return whole.to(dtype or weight.dtype)
 
 
 def adapters_of(model_chunks: Sequence[nn.Module]) -> Iterator[Adapter]:

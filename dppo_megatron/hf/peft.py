@@ -66,15 +66,18 @@ def save_peft(
     *,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
+    folded: bool = False,
     observe: Callable[[str, Tensor], None] | None = None,
 ) -> None:
     """Writes the adapters of `model_chunks` to a directory that PEFT and engines load. Collective over all ranks.
 
-    `base`: the model that they are for. Waits, `dtype`, `overwrite`, `observe` and what is raised: as in `save_hf`.
+    `base`: the model that they are for. `folded`: every B is (alpha / r) B and alpha is r, so that engines hold what is
+    written, whenever they multiply by alpha / r. All else: as in `save_hf`.
     """
     directory, everyone = Path(directory), Ranks()
     staging = staging_of(directory)
     turns = Turns(everyone, f"writes to {directory}")
+    stored = lora.model_copy(update={"alpha": float(lora.r)}) if folded else lora
 
     def prepare() -> None:
         if everyone.rank == 0:
@@ -86,6 +89,8 @@ def save_peft(
         exported = dict(export_adapters(model_chunks, config, dtype, before_gather=turns))
         with PartWriter(staging, f"{everyone.rank:05d}", alive=everyone.alive) as writer:
             for name, tensor in exported.items():
+                if folded and ".lora_B." in name:
+                    tensor = (tensor.float() * (lora.alpha / lora.r)).to(tensor.dtype)
                 if observe is not None:
                     observe(name, tensor)
                 writer.add(name, tensor)
@@ -96,7 +101,7 @@ def save_peft(
             parts = [part for of_rank in written for part in of_rank]
             refuse_incomplete(directory, parts, adapter_shapes(config, lora))
             _join(staging, parts, everyone.alive)
-            write_atomic(staging / ADAPTER_CONFIG, json.dumps(_config(lora, base), indent=2, sort_keys=True) + "\n")
+            write_atomic(staging / ADAPTER_CONFIG, json.dumps(_config(stored, base), indent=2, sort_keys=True) + "\n")
             publish(staging, directory, overwrite)
 
     try:

@@ -25,6 +25,7 @@ from dppo_megatron.errors import shown
 from .checkpoint_keys import StoredAt, possible_locations
 from .errors import ModelError
 from .hf_config import HFModelConfig
+from .megatron_model import ADAPTER
 from .parse_config import read_hf_config
 from .rules import Entry
 from .safetensors_file import TensorInfo
@@ -70,6 +71,9 @@ class TorchDistWeights:
         self._entries: dict[str, Entry] = {}
         self._tensors: dict[str, TensorInfo] = {}
         self._last: tuple[Entry, dict[str, Tensor]] | None = None
+        if any(f".{ADAPTER}." in key for key in self._stored):
+            what = "holds adapters alone (model.lora); take the model or the adapter that its run ends with"
+            raise ModelError(str(directory), [what])
         problems = (
             recorded_differences(self.directory, config) + self._locate() + self._unknown() + self._file_problems()
         )

@@ -81,10 +81,10 @@ def run_engine(config: Config, index: int) -> int:
 
 def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int]:
     """Model directory and version. The policy that was published last, so that an engine that restarts is current; the
-    start model as version 0 where no directory holds it: none was published yet, or it was broadcast, and the trainer
-    sends it again."""
+    start model as version 0 where no directory holds all of it: none was published yet, or an adapter, which the run
+    loads then, or it was broadcast, and the trainer sends it again."""
     published = PublishedPolicy.read(run.published)
-    if published is None or published.path is None:
+    if published is None or published.path is None or config.weight_sync.lora == "adapter":
         return ensure_start_model(config, index), 0
     return Path(published.path), published.version
 

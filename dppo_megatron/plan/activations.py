@@ -47,7 +47,9 @@ class Work:
 
     @property
     def weight_gradient(self) -> int:
-        """Bytes an element of a weight's gradient takes before it is added to the fp32 buffer."""
+        """Bytes an element of a weight's gradient takes before it is added to the fp32 buffer; 0 where it has none."""
+        if self.config.model.lora.r:
+            return 0
         widened = FP32 if self.e < FP32 and not self.cuda else 0  # the CPU adds in one dtype only
         return self.e + widened
 

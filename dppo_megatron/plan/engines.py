@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.common.hardware import Hardware
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig, WeightMap, fp8
+from dppo_megatron.hf.peft import adapter_shapes
 from dppo_megatron.hf.safetensors_file import TensorInfo
 from dppo_megatron.weights.broadcast_plan import BUCKET_BYTES, expert_layer
 
@@ -40,6 +42,9 @@ class EngineMemory:
 
 def published_bytes(hf: HFModelConfig, config: Config) -> int:
     """One version of the weights as engines take it."""
+    if config.weight_sync.lora == "adapter":
+        shapes = adapter_shapes(hf, config.model.lora).values()
+        return DTYPES[config.engine.dtype].bytes * sum(map(math.prod, shapes))
     return sum(info.nbytes for info in _published(hf, config).values())
 
 

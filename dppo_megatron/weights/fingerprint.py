@@ -173,7 +173,7 @@ def _parts(name: str, module: Any, classes: set[str], parameter: torch.Tensor) -
             elif first:  # shared ones are on every worker that holds other experts, of which one counts
                 yield layer, value, False
         return
-    rank, size = _place(module)
+    rank, size = place(module)
     whole = not classes & _SHARDED or size == 1 or ("RowParallelLinear" in classes and parameter.ndim < 2)
     replicas = getattr(module, "num_kv_head_replicas", 1)
     if replicas > 1:  # keys and values of one head are on several workers, of which one counts
@@ -200,7 +200,7 @@ def _padding(module: Any, name: str, parameter: torch.Tensor) -> Iterator[torch.
             yield projection[:, size:]
 
 
-def _place(module: Any) -> tuple[int, int]:
+def place(module: Any) -> tuple[int, int]:
     """This worker's number among those that share the module's weights, and how many they are.
 
     SGLang's linear layers name a group, or None where every worker has all.

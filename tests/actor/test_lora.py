@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from dppo_megatron.hf import ModelError, open_weights, read_hf_config
 from tests.actor.scenarios import lora
 from tests.support.actor_cases import sequences
 from tests.support.actor_ranks import run_scenario
@@ -33,7 +34,7 @@ CASES: dict[str, tuple[int, str, tuple[str, ...] | None, dict[str, Any], dict[st
     "expert_cut_alone": (2, "qwen3_moe", None, {}, {"expert_tensor": 2}),
     "latent": (2, "deepseek", lora.LATENT, {}, SP),
 }
-FAST = ("tensor", "sequence_some", "expert")
+FAST = ("sequence_some",)
 
 
 def case(name: str):
@@ -68,7 +69,6 @@ def dense_reference(directory, targets) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from dppo_megatron.config.lora import LoraConfig
-    from dppo_megatron.hf import read_hf_config
     from dppo_megatron.hf.peft import adapter_shapes
 
     hf = read_hf_config(directory)
@@ -127,7 +127,8 @@ def merged(
     return out
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_what_is_frozen_has_no_gradient_no_optimizer_state_and_no_copy_as_reference(ranks, models, tmp_path, world):
     for found in run_scenario(ranks(world), lora.frozen, models, tmp_path):
         assert found["gradients"] == found["own"]
@@ -164,6 +165,8 @@ def test_a_checkpoint_continues_in_other_layouts_and_no_other_run(ranks, models,
         ({}, "model.lora.r = 0"),
     ):
         assert told in run_scenario(ranks(1), lora.refused, models, tmp_path / "other", directory, settings)
+    with pytest.raises(ModelError, match="holds adapters alone"):
+        open_weights(directory / "step-000002", read_hf_config(models / "qwen3_moe"))
 
 
 FILES = {
@@ -175,7 +178,8 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("name", ["alone", *(pytest.param(n, marks=pytest.mark.slow) for n in FILES if n != "alone")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
 def test_saved_loaded_and_merged_adapters_give_the_same_log_probs(ranks, models, tmp_path, name):
     world, model, targets, layout = FILES[name]
     found = run_scenario(ranks(world), lora.files, models, tmp_path, model, targets, layout)

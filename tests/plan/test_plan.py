@@ -264,3 +264,22 @@ def test_disk_is_what_is_kept(builder):
     assert "checkpoints 4 x 106.8 GiB, published versions 2 x 15.3 GiB" in disk("checkpoint.keep=3", *stored)
     assert "published versions 2 x 8." in disk("engine.quantization=fp8_block", *stored)
     assert "published" not in disk("weight_sync.transport=broadcast")
+
+
+@pytest.mark.slow
+def test_what_is_frozen_has_neither_gradients_nor_optimizer_nor_a_copy_as_reference(builder):
+    """r (inputs + outputs) for each projection of 36 layers of Qwen3-8B; a checkpoint holds 14 bytes of each."""
+    objective = ["objective.settings={reference_kl: k3, reference_kl_coefficient: 0.1}"]
+    adapters = 36 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))
+    made = config("qwen3_8b", "model.lora.r=8", "parallel.tensor=1", "parallel.sequence=false", *objective)
+    plan = make_plan(made, Cluster(2, 8, hardware("h200-141")), builder)
+    items = {item.name: item.bytes for item in plan.memory.static}
+    assert items["gradients"] == 4 * adapters
+    assert items["Adam moments"] == 8 * adapters // 8
+    assert items["parameters"] > 2 * plan.totals.parameters
+    assert "reference policy" not in items
+    assert plan.totals.checkpoint_bytes == 14 * adapters
+    assert plan.totals.published_bytes == 2 * plan.totals.parameters
+    alone = config("qwen3_8b", "model.lora.r=8", "weight_sync.lora=adapter", "weight_sync.transport=shared_storage")
+    published = make_plan(alone, Cluster(2, 8, hardware("h200-141")), builder).totals.published_bytes
+    assert published == 2 * adapters

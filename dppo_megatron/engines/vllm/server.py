@@ -12,6 +12,8 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.engines.serving import Device, device_here
 from dppo_megatron.hf import read_hf_config
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be
+
 
 def vllm_python(config: Config) -> Path:
     """The interpreter that has vLLM: `engine.python`, else this one."""
@@ -65,6 +67,9 @@ def vllm_command(
             command.append("--enable-return-routed-experts")
         if config.rollout.truncated:
             command.append("--return-sampling-mask")
+    if config.weight_sync.lora == "adapter":
+        rank = min(rank for rank in LORA_RANKS if rank >= config.model.lora.r)
+        command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
     return [*command, *engine.extra_args]
 
 

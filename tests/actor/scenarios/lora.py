@@ -62,7 +62,7 @@ def gradients(rank: Rank, model: str, targets: tuple[str, ...] | None, changes: 
             place, size = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
             batches = micro_batches(sequences()[place::size], 2)
             found["logprobs"] = torch.cat(actor.logprobs([pack(sequences())]))
-            stats = actor.train_update(batches, build_objective("nll"))
+            stats = actor.train_update(batches, build_objective("nll"), another_follows=sharded)
             found["loss"], found["grad_norm"] = stats.loss, stats.grad_norm
             if sharded:
                 actor.train_update(batches, build_objective("nll"))
@@ -98,7 +98,7 @@ def frozen(rank: Rank) -> list[dict[str, Any]]:
             results.append(
                 {
                     "own": own,
-                    "gradients": sum(b.numel_unpadded for b in buffers),
+                    "gradients": sum(p.numel() for b in buffers for p in b.params),
                     "states": states,
                     "unchanged": all(map(torch.equal, before, after)),
                     "no_gradient": all(p.grad is None and not hasattr(p, "main_grad") for p in after),
@@ -152,12 +152,12 @@ def continued(rank: Rank, layout: dict[str, Any], directory: Path, step: int) ->
         return train(actor, sequences(seed=1), updates=2)
 
 
-def refused(rank: Rank, directory: Path, **changes: Any) -> str:
+def refused(rank: Rank, directory: Path, settings: dict[str, Any]) -> str:
     """Why a run of these settings does not load the checkpoint."""
     from dppo_megatron.actor import CheckpointError
 
     try:
-        with rank.actor("qwen3_moe", **changes) as actor:
+        with rank.actor("qwen3_moe", settings=settings) as actor:
             actor.load_checkpoint(directory)
     except CheckpointError as error:
         return str(error)

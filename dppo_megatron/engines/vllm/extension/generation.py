@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 from vllm.engine.protocol import EngineClient
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -20,7 +21,11 @@ from .rows import columns, keep_rows
 
 
 async def sample_group(
-    engine: EngineClient, request: GenerateRequest, experts: ExpertsReader, kept: KeptReader
+    engine: EngineClient,
+    request: GenerateRequest,
+    experts: ExpertsReader,
+    kept: KeptReader,
+    adapter: LoRARequest | None,
 ) -> GroupSamples:
     """All samples of one group. Cancelling it, or the failure of one sample, aborts the others in the engine."""
     prompt = request.token_ids.tolist()
@@ -28,7 +33,7 @@ async def sample_group(
     try:
         async with asyncio.TaskGroup() as tasks:
             children = [
-                tasks.create_task(_final(engine, prompt, _params(request, seed, experts, kept), name))
+                tasks.create_task(_final(engine, prompt, _params(request, seed, experts, kept), name, adapter))
                 for seed, name in zip(request.seeds, names, strict=True)
             ]
             await asyncio.sleep(0)  # they begin
@@ -54,7 +59,7 @@ def child_ids(request: GenerateRequest) -> list[str]:
 
 
 async def score(
-    engine: EngineClient, token_ids: list[int], request_id: str, kept: KeptReader
+    engine: EngineClient, token_ids: list[int], request_id: str, kept: KeptReader, adapter: LoRARequest | None
 ) -> tuple[np.ndarray, int]:
     """fp32 [S - 1] log-probs at temperature 1 of tokens 1.. given their prefix, and the version that scored them."""
     params = SamplingParams(
@@ -67,7 +72,7 @@ async def score(
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_reading_prefix_cache=True,  # cached keys and values skip positions, and may be of other weights
     )
-    output = await _final(engine, token_ids, params, request_id)
+    output = await _final(engine, token_ids, params, request_id, adapter)
     flat = output.prompt_logprobs
     # Position 0 has no entry; each other one begins with the prompt's token.
     first = np.asarray(flat.start_indices[1:])
@@ -99,8 +104,11 @@ def _params(request: GenerateRequest, seed: int, experts: ExpertsReader, kept: K
     )
 
 
-async def _final(engine: EngineClient, prompt: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
-    outputs = [output async for output in engine.generate(tokens_input(prompt), params, request_id)]
+async def _final(
+    engine: EngineClient, prompt: list[int], params: SamplingParams, request_id: str, adapter: LoRARequest | None
+) -> RequestOutput:
+    answer = engine.generate(tokens_input(prompt), params, request_id, lora_request=adapter)
+    outputs = [output async for output in answer]
     if not outputs or not outputs[-1].finished:
         raise RuntimeError(f"request {request_id} ended without a result")
     return outputs[-1]

@@ -7,7 +7,7 @@ as it stays. What stays must still be there when the fingerprint is asked for; t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +17,13 @@ from dppo_megatron.weights.fingerprint import Shares, add_shares, module_shares
 
 class HeldWeights:
     """Of one model. `follow` it before every update: processing puts new kernels into place."""
+
+    _of_models: ClassVar[WeakKeyDictionary[torch.nn.Module, HeldWeights]] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> HeldWeights:
+        """The one of `model`, whoever asks."""
+        return cls._of_models.setdefault(model, cls(model))
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
@@ -44,7 +51,7 @@ class HeldWeights:
         modules = dict(self._model.named_modules())
         heads = {name for name, module in modules.items() if _is(module, "ParallelLMHead")}
         for name, module in modules.items():
-            now = module_shares(name, module, seen)
+            now = module_shares(name.replace(".base_layer", ""), module, seen)  # beside an adapter
             loaded, kept = self._processed.get(module, ({}, {}))
             is_head = name in heads or (not heads and _is(module, "VocabParallelEmbedding"))
             if is_head and hasattr(module, "cpu_linear"):  # it computes with a copy of what it was processed with

@@ -124,7 +124,8 @@ class DppoRoutes:
         self._updater.check_consistent()
         self._admit(group)
         try:
-            samples = await _unless_gone(request, sample_group(self._engine, group, self._experts, self._kept))
+            work = sample_group(self._engine, group, self._experts, self._kept, self._updater.adapter)
+            samples = await _unless_gone(request, work)
         finally:
             del self._running[group.request_id]
         arrays = {
@@ -186,7 +187,8 @@ class DppoRoutes:
         if len(token_ids) < 2:
             raise ValueError("token_ids: scoring needs a vector of at least two tokens")
         self._check_ids(token_ids)
-        work = score(self._engine, token_ids.tolist(), f"score-{uuid4().hex}", self._kept)
+        scored = f"score-{uuid4().hex}"
+        work = score(self._engine, token_ids.tolist(), scored, self._kept, self._updater.adapter)
         logprobs, version = await _unless_gone(request, work)
         return Response(encode_reply({"version": version}, {"logprobs": logprobs}), media_type=MEDIA_TYPE)
 

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from vllm.engine.protocol import EngineClient
+from vllm.lora.request import LoRARequest
 
 from dppo_megatron.engines.protocol import UpdateMode
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.manifest import BadWeights, Manifest
 from dppo_megatron.weights.process_group import nccl_problem, nccl_version
+
+from .adapter import adapter_in
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,12 @@ class WeightUpdater:
         self._version = version
         self._inconsistent: str | None = None
         self._group = ""
+        self._adapter: LoRARequest | None = None
+
+    @property
+    def adapter(self) -> LoRARequest | None:
+        """What requests name to be answered by the policy; None where it is the weights alone."""
+        return self._adapter
 
     def check_consistent(self) -> None:
         """Raises WeightsInconsistent after a failed update."""
@@ -108,10 +117,14 @@ class WeightUpdater:
         within `wait_s` (mode wait; the old weights go on), and WeightsInconsistent when loading itself fails.
         """
         async with self._exclusive():
+            if (adapter := adapter_in(path, self._engine.vllm_config)) is not None:
+                return await self._update(str(path), adapter, version, mode, wait_s)
             manifest = await asyncio.to_thread(self._read_and_check, path)
             return await self._update(str(path), {"files": list(map(str, manifest.files))}, version, mode, wait_s)
 
-    async def _update(self, source: str, info: dict[str, Any], version: int, mode: UpdateMode, wait_s: float) -> float:
+    async def _update(
+        self, source: str, info: dict[str, Any] | LoRARequest, version: int, mode: UpdateMode, wait_s: float
+    ) -> float:
         if mode not in get_args(UpdateMode):
             raise BadWeights(f"mode = {mode!r}: must be one of {get_args(UpdateMode)}")
         try:
@@ -146,8 +159,13 @@ class WeightUpdater:
                 raise BadWeights(f"cannot read what the served model looks like: {error}") from error
         manifest.check_replaces(self._served)
 
-    async def _swap(self, info: dict[str, Any], version: int, mode: UpdateMode) -> None:
-        await self._on_workers("dppo_update_weights", info)
+    async def _swap(self, info: dict[str, Any] | LoRARequest, version: int, mode: UpdateMode) -> None:
+        if isinstance(info, LoRARequest):
+            await self._on_workers("dppo_load_adapter", info.lora_path)
+            self._adapter = info
+        else:
+            await self._on_workers("dppo_update_weights", info)
+            self._adapter = None
         await self._engine.update_weight_version(str(version))
         self._version = version
         # Kept requests hold cached keys and values of the old weights: they are preempted and prefilled anew, so each
@@ -155,7 +173,7 @@ class WeightUpdater:
         if not await self._engine.reset_prefix_cache(reset_running_requests=mode == "keep"):
             raise RuntimeError("the prefix cache still holds keys and values of the old weights")
 
-    async def _on_workers(self, method: str, argument: dict[str, Any]) -> None:
+    async def _on_workers(self, method: str, argument: dict[str, Any] | str) -> None:
         """Raises RuntimeError with the problems that workers return: one that raised would leave the replies of the
         others in vLLM's queues, to be taken for those to the next call."""
         replies = await self._engine.collective_rpc(method, args=(argument,))

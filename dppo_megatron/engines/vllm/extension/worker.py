@@ -19,18 +19,21 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
-from dppo_megatron.weights.fingerprint import Shares
+from dppo_megatron.weights.fingerprint import Shares, add_shares
 from dppo_megatron.weights.process_group import WeightGroupError
 
+from . import adapter
 from .experts import ExpertRecorder, moe_layers
 from .held import HeldWeights
 from .kept import KeptRecorder
@@ -64,7 +67,7 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._receiver: WeightReceiver | None = None
-        self.held = HeldWeights(self.model)
+        self.held = HeldWeights.of(self.model)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -148,9 +151,15 @@ class WorkerExtension:
 
         return _problem(update)
 
+    def dppo_load_adapter(self, directory: str) -> str | None:
+        """From now on requests that name the adapter are answered by the one in `directory`; None, or why not."""
+        return _problem(lambda: adapter.load(self.model_runner, directory))
+
     def dppo_held_weights(self) -> Shares:
-        """Fingerprints of this worker's share of the weights."""
-        return self.weight_transfer_engine.held.shares()
+        """Fingerprints of this worker's share of the weights, and of the adapter."""
+        shares = self.weight_transfer_engine.held.shares()
+        add_shares(shares, adapter.adapter_shares(self.model_runner))
+        return shares
 
     def dppo_moe_layers(self) -> list[int]:
         """Numbers of the layers that have experts."""
@@ -178,5 +187,18 @@ class WorkerExtension:
         return [None if r is None else (r[0].tobytes(), r[1].tobytes()) for r in records]
 
 
+def _follow_first_load() -> None:
+    """Weights beside an adapter are loaded once, by the server itself: they are seen as they come."""
+    process = base_loader.process_weights_after_loading
+
+    def followed(model: torch.nn.Module, *arguments: Any) -> None:
+        if get_current_vllm_config().lora_config is not None:
+            HeldWeights.of(model).follow()
+        process(model, *arguments)
+
+    base_loader.process_weights_after_loading = followed
+
+
 WeightTransferEngineFactory.register_engine(BACKEND, TrainerWeights)
+_follow_first_load()
 _end_with_parent()

@@ -1,0 +1,70 @@
+"""A policy published as an adapter alone: vLLM's own LoRA, beside weights that stay as the server loaded them.
+
+What the workers then hold of it is read from the tensors that vLLM's kernels multiply with, and counted as the layers'
+weights are: `weights.fingerprint`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.lora.request import LoRARequest
+
+from dppo_megatron.hf.peft import ADAPTER_CONFIG
+from dppo_megatron.weights.fingerprint import Shares, add_shares, bit_sum, group_of, place
+from dppo_megatron.weights.manifest import BadWeights
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+NUMBER = 1  # vLLM's of the adapter; there is no other
+
+
+def adapter_in(directory: Path, config: VllmConfig) -> LoRARequest | None:
+    """What requests name to be answered by the adapter in `directory`; None for a directory with a whole model.
+
+    Raises BadWeights for an adapter that this server has no room for.
+    """
+    if not (directory / ADAPTER_CONFIG).is_file():
+        return None
+    if config.lora_config is None:
+        raise BadWeights(
+            f"{directory}: an adapter, and this server takes none; start it with --enable-lora and --max-lora-rank"
+        )
+    return LoRARequest(lora_name="policy", lora_int_id=NUMBER, lora_path=str(directory))
+
+
+def load(model_runner: Any, directory: str) -> None:
+    """In a worker: takes the place of the adapter before it, in the same slot."""
+    request = LoRARequest(lora_name="policy", lora_int_id=NUMBER, lora_path=directory, load_inplace=True)
+    model_runner.lora_manager.add_adapter(request)
+
+
+def adapter_shares(model_runner: Any) -> Shares:
+    """What this worker multiplies with for the adapter: nothing where it has none."""
+    manager = getattr(getattr(model_runner, "lora_manager", None), "_adapter_manager", None)
+    shares: Shares = {}
+    if manager is None or NUMBER not in manager.lora_index_to_id:
+        return shares
+    slot = manager.lora_index_to_id.index(NUMBER)
+    for name, module in manager.modules.items():
+        layer = getattr(module, "base_layer", None)
+        if layer is None or not hasattr(module, "lora_a_stacked"):
+            continue
+        classes = {cls.__name__ for cls in type(layer).__mro__}
+        rank, size = place(layer)
+        replicas = getattr(layer, "num_kv_head_replicas", 1)
+        for side, sharded in (("lora_a_stacked", "RowParallelLinear"), ("lora_b_stacked", "ColumnParallelLinear")):
+            whole = sharded not in classes or size == 1
+            for index, tensor in enumerate(getattr(module, side)):
+                if not whole and index > 0 and replicas > 1 and rank % replicas:
+                    continue  # keys and values of one head are on several workers, of which one counts
+                value = _sum(tensor[slot])
+                add_shares(shares, {group_of(name): (0, value) if whole else (value, 0)})
+    return shares
+
+
+def _sum(tensor: torch.Tensor) -> int:
+    return bit_sum(tensor.contiguous())

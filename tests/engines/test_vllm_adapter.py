@@ -1,0 +1,86 @@
+"""What counts as held of an adapter by vLLM workers: the tensors that its kernels multiply with, shard by shard."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dppo_megatron.engines.vllm.extension.adapter import NUMBER, adapter_in, adapter_shares
+from dppo_megatron.hf.peft import ADAPTER_CONFIG
+from dppo_megatron.weights.fingerprint import Fingerprint, add, of_workers
+from dppo_megatron.weights.manifest import BadWeights
+
+R, ROOM = 2, 8  # of the adapter, and of the slots
+Column = type("ColumnParallelLinear", (), {})
+QKV = type("QKVParallelLinear", (Column,), {})
+Row = type("RowParallelLinear", (), {})
+A = {name: torch.randn(R, 8, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("qkvo")}
+B = {name: torch.randn(4, R, generator=torch.Generator().manual_seed(9 + i)) for i, name in enumerate("qkvo")}
+
+
+def slots(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """[slots, 1, ...] as vLLM keeps it: an adapter of lower rank is padded with zeros."""
+    padded = torch.zeros(*(ROOM if d == dim else n for d, n in enumerate(tensor.shape)))
+    padded[tuple(slice(n) for n in tensor.shape)] = tensor
+    return torch.stack([torch.full_like(padded, 7.0), padded])[:, None]
+
+
+def worker(rank: int, size: int, replicas: int = 1) -> Any:
+    """A worker's share of q, k, v in one layer and of o; its adapter is in the second slot."""
+
+    def layer(kind: type, names: str, a_dim: int | None, b_dim: int | None, **sizes: int) -> Any:
+        base = kind()
+        vars(base).update(tp_rank=rank, tp_size=size, **sizes)
+
+        def share(tensor: torch.Tensor, dim: int | None, name: str) -> torch.Tensor:
+            parts = size if name in "qo" else size // replicas
+            return tensor if dim is None else tensor.chunk(parts, dim)[rank * parts // size]
+
+        return SimpleNamespace(
+            base_layer=base,
+            lora_a_stacked=tuple(slots(share(A[n], a_dim, n), 0) for n in names),
+            lora_b_stacked=tuple(slots(share(B[n], b_dim, n), 1) for n in names),
+        )
+
+    modules = {
+        "model.layers.3.self_attn.qkv_proj": layer(QKV, "qkv", None, 0, num_kv_head_replicas=replicas),
+        "model.layers.3.self_attn.o_proj": layer(Row, "o", 1, None),
+        "logits_processor": SimpleNamespace(base_layer=None),
+    }
+    manager = SimpleNamespace(lora_index_to_id=[None, NUMBER], modules=modules)
+    return SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+
+
+def sent() -> Fingerprint:
+    out: Fingerprint = {}
+    for name in "qkvo":
+        for side, tensor in (("A", A[name]), ("B", B[name])):
+            add(out, f"base_model.model.model.layers.3.self_attn.{name}_proj.lora_{side}.weight", tensor)
+    return out
+
+
+@pytest.mark.parametrize(("size", "replicas"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_workers_hold_what_was_sent(size, replicas):
+    held, unequal = of_workers([adapter_shares(worker(rank, size, replicas)) for rank in range(size)])
+    assert not unequal
+    assert held == sent()
+
+
+def test_a_changed_value_and_a_missing_adapter_show():
+    one = worker(0, 1)
+    one.lora_manager._adapter_manager.modules["model.layers.3.self_attn.o_proj"].lora_b_stacked[0][1, 0, 2, 1] += 1e-6
+    assert of_workers([adapter_shares(one)])[0] != sent()
+    one.lora_manager._adapter_manager.lora_index_to_id = [None, None]
+    assert adapter_shares(one) == {}
+    assert adapter_shares(SimpleNamespace()) == {}
+
+
+def test_a_server_without_room_refuses_an_adapter(tmp_path):
+    assert adapter_in(tmp_path, SimpleNamespace(lora_config=None)) is None
+    (tmp_path / ADAPTER_CONFIG).write_text("{}")
+    with pytest.raises(BadWeights, match="start it with --enable-lora"):
+        adapter_in(tmp_path, SimpleNamespace(lora_config=None))
+    assert adapter_in(tmp_path, SimpleNamespace(lora_config=object())).lora_path == str(tmp_path)

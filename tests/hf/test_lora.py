@@ -1,0 +1,154 @@
+"""Which layers have an adapter, under which names, and what an adapter's directory must hold."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dppo_megatron.config.lora import LoraConfig
+from dppo_megatron.hf import WeightMap, parse_hf_config
+from dppo_megatron.hf.lora import Adapter, adapter_entry, target_problems
+from dppo_megatron.hf.operations import QKV
+from dppo_megatron.hf.peft import adapter_problems, adapter_shapes
+from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE
+
+DENSE = parse_hf_config(QWEN3, "qwen3")
+QWEN25_05B = {
+    **{name: value for name, value in QWEN3.items() if name != "head_dim"},
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
+def qkv(targets: tuple[str, ...], r: int = 3):
+    entry = WeightMap(DENSE).entry("decoder.layers.1.self_attention.linear_qkv.weight")
+    return adapter_entry(entry, targets, r)
+
+
+def test_names_are_those_of_peft():
+    found = qkv(("q_proj", "v_proj"))
+    prefix = "base_model.model.model.layers.1.self_attn"
+    assert [t.name for t in found.a.hf] == [f"{prefix}.{p}_proj.lora_A.weight" for p in "qv"]
+    assert {t.name: t.shape for t in found.b.hf} == {
+        f"{prefix}.q_proj.lora_B.weight": (64, 3),
+        f"{prefix}.v_proj.lora_B.weight": (32, 3),
+    }
+    assert qkv(("o_proj",)) is None
+
+
+def test_targets_are_ends_of_names():
+    assert len(qkv(("layers.1.self_attn.q_proj", "attn.k_proj")).a.hf) == 1
+    assert qkv(("layers.2.self_attn.q_proj", "proj")) is None
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "k_proj", "v_proj"), ("q_proj", "v_proj"), ("k_proj",)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_row_of_a_fused_layer_meets_the_adapter_of_its_own(targets, size):
+    """Also with more ranks (4) than groups of queries (2), where Megatron cuts through a group."""
+    found = qkv(targets)
+    generator = torch.Generator().manual_seed(0)
+    a = [torch.randn(t.shape, generator=generator) for t in found.a.hf]
+    b = [torch.randn(t.shape, generator=generator) for t in found.b.hf]
+    weight = torch.randn(128, 32, generator=generator)
+    change = dict(zip([t.name.split(".")[6] for t in found.a.hf], map(torch.matmul, b, a), strict=True))
+    rows = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
+    whole = QKV(4, 2, 16).to_shard([change.get(name, torch.zeros(n, 32)) for name, n in rows.items()], 0, 1)
+    merged, shards = [], []
+    for rank in range(size):
+        part = weight.chunk(size)[rank]
+        adapter = Adapter(found, part, scaling=0.5, rank=rank, size=size, seed=1)
+        with torch.no_grad():
+            adapter.A.copy_(found.a.op.to_shard(a, rank, size))
+            adapter.B.copy_(found.b.op.to_shard(b, rank, size))
+            merged.append(adapter.merged(part))
+            shards.append(adapter.B.detach())
+    torch.testing.assert_close(torch.cat(merged), weight + 0.5 * whole)
+    assert all(map(torch.equal, found.b.op.from_shards(shards), b))
+
+
+def test_adapters_start_alike_in_every_layout_and_change_nothing():
+    found = qkv(("q_proj", "v_proj"))
+    one, other = (
+        Adapter(found, torch.zeros(128 // size, 32), scaling=1, rank=size - 1, size=size, seed=5) for size in (1, 2)
+    )
+    assert torch.equal(one.A, other.A)
+    assert 0.9 / math.sqrt(32) < float(one.A.detach().abs().max()) <= 1 / math.sqrt(32)
+    assert not one.merged(torch.zeros(128, 32)).any()
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "told"),
+    [
+        (QWEN3, ("qproj",), "qproj names no linear layer of Qwen3ForCausalLM; it has down_proj, gate_proj, k_proj"),
+        (QWEN3_MOE, ("q_proj", "gate"), "gate names no linear layer"),
+        (QWEN3, ("lm_head",), "lm_head names no linear layer"),
+        (QWEN3, ("input_layernorm",), "input_layernorm names no linear layer"),
+        (QWEN3, ("layers.1.self_attn.q_proj",), "no adapter in layers 0, 2, 3; every layer needs one"),
+        (DEEPSEEK, ("q_proj",), "it has down_proj, gate_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj, q_a_proj"),
+    ],
+)
+def test_wrong_targets_are_refused(model, targets, told):
+    (problem,) = target_problems(WeightMap(parse_hf_config(model, "x")), targets)
+    assert told in problem
+
+
+def test_every_expert_has_its_own():
+    shapes = adapter_shapes(parse_hf_config(QWEN3_MOE, "x"), LoraConfig(r=2, targets=("gate_proj",)))
+    assert len(shapes) == 2 * (1 + 3 * 8)  # a dense layer, and eight experts in three
+    assert shapes["base_model.model.model.layers.3.mlp.experts.7.gate_proj.lora_B.weight"] == (24, 2)
+
+
+def test_an_adapter_is_less_than_a_hundredth_of_a_small_model():
+    hf = parse_hf_config(QWEN25_05B, "Qwen2.5-0.5B")
+    whole = sum(map(math.prod, WeightMap(hf).hf_tensors().values()))
+    assert whole == 494_032_768
+    adapter = sum(map(math.prod, adapter_shapes(hf, LoraConfig(r=8)).values()))
+    assert adapter == 4_399_104
+    assert adapter < 0.01 * whole
+
+
+GOOD = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"}
+LORA = LoraConfig(r=2, alpha=4, targets=("q_proj",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, None),
+        ({"r": 4}, "r = 4, model.lora.r = 2; use the same"),
+        ({"lora_alpha": 8}, "lora_alpha = 8, model.lora.alpha = 4; use the same"),
+        ({"use_rslora": True}, "use_rslora = True is not supported"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern = {'q_proj': 8} is not supported"),
+        ({"bias": "all"}, "bias = 'all' is not supported"),
+        ({"peft_type": "IA3"}, "only LORA is supported"),
+    ],
+)
+def test_an_adapter_that_means_something_else_is_refused(tmp_path, changes, told):
+    save_file({name: torch.zeros(shape) for name, shape in adapter_shapes(DENSE, LORA).items()},
+              tmp_path / "adapter_model.safetensors")  # fmt: skip
+    (tmp_path / "adapter_config.json").write_text(json.dumps(GOOD | changes))
+    problems = adapter_problems(tmp_path, DENSE, LORA)
+    assert len(problems) == (told is not None)
+    assert told is None or told in problems[0]
+
+
+def test_an_adapter_of_other_layers_is_refused_tensor_by_tensor(tmp_path):
+    assert "no adapter in PEFT's format" in adapter_problems(tmp_path, DENSE, LORA)[0]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(GOOD))
+    other = adapter_shapes(DENSE, LoraConfig(r=2, targets=("k_proj",)))
+    save_file({name: torch.zeros(shape) for name, shape in other.items()}, tmp_path / "adapter_model.safetensors")
+    problems = adapter_problems(tmp_path, DENSE, LORA)
+    assert len(problems) == 4 * len(other) // 2
+    assert any("q_proj.lora_A.weight: missing" in problem for problem in problems)
+    assert any("k_proj.lora_B.weight: unexpected" in problem for problem in problems)
