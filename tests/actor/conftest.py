@@ -29,6 +29,7 @@ def models(tmp_path_factory) -> Path:
     llama = {**QWEN3, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_parameters": llama3}
     make_random_hf_model(root / "llama", llama, seed=1)
     make_random_hf_model(root / "qwen3_moe", QWEN3_MOE, seed=1)
+    make_random_hf_model(root / "only_experts", {**QWEN3_MOE, "mlp_only_layers": []}, seed=1)
     make_random_hf_model(root / "deepseek", DEEPSEEK, seed=1)
     make_random_hf_model(root / "moonlight", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": YARN}, seed=1)
     for model in ("deepseek", "moonlight"):

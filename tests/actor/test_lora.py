@@ -174,8 +174,10 @@ FILES = {
     "some": (2, "qwen3", lora.SOME, {"tensor": 2}),
     "pipeline": (2, "qwen3", None, {"pipeline": 2}),
     "experts": (2, "qwen3_moe", None, {"expert": 2}),
+    "only_experts": (1, "only_experts", None, {}),
     "latent": (2, "deepseek", lora.LATENT, SP),
 }
+BY_PEFT = ("alone", "some", "pipeline", "only_experts")  # its conversion of experts fails beside dense feed-forwards
 
 
 @pytest.mark.slow
@@ -186,7 +188,7 @@ def test_saved_loaded_and_merged_adapters_give_the_same_log_probs(ranks, models,
     assert float((found["filled"] - found["start"]).abs().max()) > 0.05
     assert torch.equal(found["loaded"], found["filled"])
     torch.testing.assert_close(found["merged"], found["filled"], rtol=0, atol=1e-5)
-    if name in ("alone", "some"):
+    if name in BY_PEFT:
         torch.testing.assert_close(by_peft(tmp_path / "adapter", models / model), found["filled"], rtol=0, atol=1e-5)
 
 
