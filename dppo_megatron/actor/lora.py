@@ -35,11 +35,13 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config.schema import Config
 from dppo_megatron.hf import HFModelConfig, WeightMap
 from dppo_megatron.hf.lora import Adapter, AdapterEntry, adapter_entry, adapters_of, target_problems
-from dppo_megatron.hf.megatron_model import ADAPTER, global_name
+from dppo_megatron.hf.megatron_model import ADAPTER, ParallelRanks, global_name, infer_layout, named_weights
 from dppo_megatron.hf.operations import GateUp
+from dppo_megatron.weights.fingerprint import MODULUS, bit_sum
 
 
 class ParallelAdapter(Adapter):
@@ -149,6 +151,20 @@ def add_adapters(chunks: Sequence[nn.Module], hf: HFModelConfig, config: Config)
         if config.model.recompute == "full" and chunk.pre_process:
             # What is computed again gets gradients only where an input has one, and the embedding's is frozen.
             chunk.embedding.register_forward_hook(_with_gradient)
+
+
+def frozen_sum(chunks: Sequence[nn.Module], hf: HFModelConfig) -> str:
+    """Names the weights of the whole model beside its adapters: the same in every layout. Collective over all ranks."""
+    ranks, own = ParallelRanks.current(), 0
+    weight_map = WeightMap(hf, infer_layout(chunks, hf, ranks))
+    for name, weight in named_weights(chunks):
+        entry = weight_map.entry(name)
+        group, first = ranks.tensor, ranks.first_replica
+        if entry.is_expert:
+            group, first = ranks.expert_tensor, ranks.first_expert_replica
+        if first and not entry.rule.duplicate and (group.rank == 0 or not entry.op.replicated):
+            own += bit_sum(weight)
+    return f"{sum(Ranks().gather(own, 'the sum of the frozen weights')) % MODULUS:016x}"
 
 
 def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> object:

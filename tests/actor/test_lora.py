@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dppo_megatron.hf import ModelError, open_weights, read_hf_config
 from tests.actor.scenarios import lora
@@ -165,6 +167,14 @@ def test_a_checkpoint_continues_in_other_layouts_and_no_other_run(ranks, models,
         ({}, "model.lora.r = 0"),
     ):
         assert told in run_scenario(ranks(1), lora.refused, models, tmp_path / "other", directory, settings)
+    shutil.copytree(models / "qwen3_moe", tmp_path / "exchanged")
+    (file,) = (tmp_path / "exchanged").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.2.mlp.experts.3.up_proj.weight"][1, 1] += 1e-6
+    save_file(tensors, file, metadata={"format": "pt"})
+    same = {"lora": {"r": lora.R, "alpha": lora.ALPHA}}
+    given = directory, same, str(tmp_path / "exchanged")
+    assert "adapters of other weights" in run_scenario(ranks(1), lora.refused, models, tmp_path / "x", *given)
     with pytest.raises(ModelError, match="holds adapters alone"):
         open_weights(directory / "step-000002", read_hf_config(models / "qwen3_moe"))
 

@@ -78,9 +78,12 @@ def test_a_changed_value_and_a_missing_adapter_show():
     assert adapter_shares(SimpleNamespace()) == {}
 
 
-def test_a_server_without_room_refuses_an_adapter(tmp_path):
-    assert adapter_in(tmp_path, SimpleNamespace(lora_config=None)) is None
+def test_a_server_takes_adapters_or_whole_models(tmp_path):
+    """vLLM would load a whole model into layers beside an adapter half, and fail."""
+    assert adapter_in(tmp_path, False) is None
+    with pytest.raises(BadWeights, match="no adapter, and a server with --enable-lora takes nothing else"):
+        adapter_in(tmp_path, True)
     (tmp_path / ADAPTER_CONFIG).write_text("{}")
-    with pytest.raises(BadWeights, match="start it with --enable-lora"):
-        adapter_in(tmp_path, SimpleNamespace(lora_config=None))
-    assert adapter_in(tmp_path, SimpleNamespace(lora_config=object())).lora_path == str(tmp_path)
+    with pytest.raises(BadWeights, match="start the server with --enable-lora"):
+        adapter_in(tmp_path, False)
+    assert adapter_in(tmp_path, True).lora_path == str(tmp_path)

@@ -21,7 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from dppo_megatron.actor import megatron_version
 from dppo_megatron.actor.layout import Layout, seed_everything
-from dppo_megatron.actor.lora import sharded_adapters
+from dppo_megatron.actor.lora import frozen_sum, sharded_adapters
 from dppo_megatron.actor.model import PolicyModel
 from dppo_megatron.common.files import sync
 from dppo_megatron.common.ranks import Ranks
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 _FORMAT = 1
 _RECORDED = {"step": int, "state": dict, "updates": int, "skipped_in_a_row": int, "layout": dict, "run": dict}
+_FROZEN = "frozen"  # what names the weights that a checkpoint of adapters needs beside them
 
 
 class Checkpointed(Protocol):
@@ -77,6 +78,8 @@ def save(actor: Checkpointed, directory: Path, step: int, state: dict[str, Any],
         "layout": _sizes(layout),
         "run": _identity(actor) | _rates(actor),
     }
+    if actor.config.model.lora.r:
+        run[_FROZEN] = frozen_sum(actor.model_chunks, actor.hf)
 
     def prepare() -> None:
         if layout.rank == 0:
@@ -123,7 +126,10 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
     _refuse_other_run(path, run, actor)
     lora = bool(actor.config.model.lora.r)
     if lora:
-        load_into(actor.model_chunks, actor.config.model.start, actor.hf)
+        start = actor.config.model.start
+        load_into(actor.model_chunks, start, actor.hf)
+        if run[_FROZEN] != frozen_sum(actor.model_chunks, actor.hf):
+            raise CheckpointError(f"{path} has adapters of other weights than {start} holds now; put those back")
     materialise_state(actor.optimizer)
     Ranks().from_rank_zero(lambda: check_files(path), f"what is in {path}")
     try:

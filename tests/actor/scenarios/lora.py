@@ -152,12 +152,12 @@ def continued(rank: Rank, layout: dict[str, Any], directory: Path, step: int) ->
         return train(actor, sequences(seed=1), updates=2)
 
 
-def refused(rank: Rank, directory: Path, settings: dict[str, Any]) -> str:
+def refused(rank: Rank, directory: Path, settings: dict[str, Any], model: str = "qwen3_moe") -> str:
     """Why a run of these settings does not load the checkpoint."""
     from dppo_megatron.actor import CheckpointError
 
     try:
-        with rank.actor("qwen3_moe", settings=settings) as actor:
+        with rank.actor(model, settings=settings) as actor:
             actor.load_checkpoint(directory)
     except CheckpointError as error:
         return str(error)

@@ -7,7 +7,7 @@ weights are: `weights.fingerprint`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.lora.request import LoRARequest
@@ -16,24 +16,23 @@ from dppo_megatron.hf.peft import ADAPTER_CONFIG
 from dppo_megatron.weights.fingerprint import Shares, add_shares, bit_sum, group_of, place
 from dppo_megatron.weights.manifest import BadWeights
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 NUMBER = 1  # vLLM's of the adapter; there is no other
 
 
-def adapter_in(directory: Path, config: VllmConfig) -> LoRARequest | None:
+def adapter_in(directory: Path, room: bool) -> LoRARequest | None:
     """What requests name to be answered by the adapter in `directory`; None for a directory with a whole model.
 
-    Raises BadWeights for an adapter that this server has no room for.
+    `room`: whether this server has any for an adapter (--enable-lora). Then it keeps the weights that it started with,
+    since vLLM loads no others into layers beside an adapter. Raises BadWeights for a directory of the other kind.
     """
-    if not (directory / ADAPTER_CONFIG).is_file():
-        return None
-    if config.lora_config is None:
+    is_adapter = (directory / ADAPTER_CONFIG).is_file()
+    if is_adapter and not room:
+        raise BadWeights(f"{directory}: an adapter; start the server with --enable-lora and --max-lora-rank to load it")
+    if room and not is_adapter:
         raise BadWeights(
-            f"{directory}: an adapter, and this server takes none; start it with --enable-lora and --max-lora-rank"
+            f"{directory}: no adapter, and a server with --enable-lora takes nothing else; start it without"
         )
-    return LoRARequest(lora_name="policy", lora_int_id=NUMBER, lora_path=str(directory))
+    return LoRARequest(lora_name="policy", lora_int_id=NUMBER, lora_path=str(directory)) if is_adapter else None
 
 
 def load(model_runner: Any, directory: str) -> None:

@@ -83,7 +83,8 @@ class DppoRoutes:
             return
         self._engine = engine_client
         version = int(os.environ.get(VERSION_VARIABLE) or -1)
-        self._updater = WeightUpdater(engine_client, Path(engine_client.model_config.model), version)
+        adapters = engine_client.vllm_config.lora_config is not None
+        self._updater = WeightUpdater(engine_client, Path(engine_client.model_config.model), version, adapters=adapters)
         self._experts = ExpertsReader(engine_client, engine_client.vllm_config)
         if self._experts.available:
             await self._experts.start()

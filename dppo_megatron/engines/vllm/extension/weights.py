@@ -30,8 +30,9 @@ class WeightsInconsistent(RuntimeError):
 class WeightUpdater:
     """Swaps the served weights, one update at a time."""
 
-    def __init__(self, engine: EngineClient, model: Path, version: int = -1):
+    def __init__(self, engine: EngineClient, model: Path, version: int = -1, *, adapters: bool = False):
         self._engine = engine
+        self._adapters = adapters  # it takes adapters, and nothing else
         self._model = model
         self._served: Manifest | None = None
         self._lock = asyncio.Lock()
@@ -82,6 +83,10 @@ class WeightUpdater:
         NCCL is another.
         """
         async with self._exclusive():
+            if self._adapters:
+                raise BadWeights(
+                    f"weight group {plan.name}: a server with --enable-lora takes adapters alone, as files"
+                )
             await asyncio.to_thread(self._check, Manifest.of(plan.name, plan.tensors()))
             if problem := nccl_problem(plan.nccl, nccl_version()):
                 raise BadWeights(f"weight group {plan.name}: {problem}")
@@ -117,7 +122,7 @@ class WeightUpdater:
         within `wait_s` (mode wait; the old weights go on), and WeightsInconsistent when loading itself fails.
         """
         async with self._exclusive():
-            if (adapter := adapter_in(path, self._engine.vllm_config)) is not None:
+            if (adapter := adapter_in(path, self._adapters)) is not None:
                 return await self._update(str(path), adapter, version, mode, wait_s)
             manifest = await asyncio.to_thread(self._read_and_check, path)
             return await self._update(str(path), {"files": list(map(str, manifest.files))}, version, mode, wait_s)
