@@ -49,6 +49,11 @@ def worker(rank: int, size: int, replicas: int = 1) -> Any:
         "model.layers.3.self_attn.qkv_proj": layer(QKV, "qkv", None, 0, num_kv_head_replicas=replicas),
         "model.layers.3.self_attn.o_proj": layer(Row, "o", 1, None),
         "logits_processor": SimpleNamespace(base_layer=None),
+        "lm_head": SimpleNamespace(  # has room, and the adapter nothing for it
+            base_layer=Column(),
+            lora_a_stacked=(torch.zeros(2, 1, ROOM, 8),),
+            lora_b_stacked=(torch.zeros(2, 1, 4, ROOM),),
+        ),
     }
     manager = SimpleNamespace(lora_index_to_id=[None, NUMBER], modules=modules)
     return SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))

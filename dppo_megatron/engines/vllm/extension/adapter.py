@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from vllm.lora.request import LoRARequest
 
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
@@ -60,10 +59,6 @@ def adapter_shares(model_runner: Any) -> Shares:
             for index, tensor in enumerate(getattr(module, side)):
                 if not whole and index > 0 and replicas > 1 and rank % replicas:
                     continue  # keys and values of one head are on several workers, of which one counts
-                value = _sum(tensor[slot])
-                add_shares(shares, {group_of(name): (0, value) if whole else (value, 0)})
+                if value := bit_sum(tensor[slot].contiguous()):  # 0 where the adapter has nothing for the layer
+                    add_shares(shares, {group_of(f"{name}.weight"): (0, value) if whole else (value, 0)})
     return shares
-
-
-def _sum(tensor: torch.Tensor) -> int:
-    return bit_sum(tensor.contiguous())
