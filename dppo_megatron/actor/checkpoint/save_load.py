@@ -128,7 +128,7 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
     if lora:
         start = actor.config.model.start
         load_into(actor.model_chunks, start, actor.hf)
-        if run[_FROZEN] != frozen_sum(actor.model_chunks, actor.hf):
+        if run.get(_FROZEN) != frozen_sum(actor.model_chunks, actor.hf):
             raise CheckpointError(f"{path} has adapters of other weights than {start} holds now; put those back")
     materialise_state(actor.optimizer)
     Ranks().from_rank_zero(lambda: check_files(path), f"what is in {path}")
