@@ -54,19 +54,20 @@ class BankReader:
         """Reads what was added to the index since the last call; returns `num_groups`.
 
         Raises `BankCorruption` when the index shrank or holds a line that cannot follow, or when something is missing;
-        on a network file system, when it is still missing after a minute.
+        on a network file system, when it is still so after a minute.
         """
         # Before the index: whatever it names was there when it was written.
         head = Head.read(self._directory)
         while True:
             # Checked before reading: once a successor exists, nothing is added to this segment.
             finished = self._exists(segment_paths(self._directory, self._ledger.segment + 1)[1])
-            self._read_new_lines()
-            if not finished:
-                break
             try:
+                self._read_new_lines()
+                if not finished:
+                    break
                 self._ledger.next_segment()
             except BankCorruption as error:
+                # Of what another host writes, a later piece may be there before an earlier one, which reads as zeros.
                 return self._not_there(str(error))
         problem = self._ledger.contradiction(head)
         if problem and head == Head.read(self._directory):  # else the writer went on meanwhile

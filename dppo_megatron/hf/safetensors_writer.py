@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,6 +27,7 @@ from .safetensors_reader import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES = 4 << 30
 LOOK_S = 0.5  # at a file that is being written
+DISK_TIMEOUT_S = 600.0  # without a single flush of it
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -43,7 +45,8 @@ class PartWriter:
 
     One file is written in a thread while the next fills: peak memory is twice `shard_bytes` plus one tensor. Tensors
     on the CPU are not copied, so they must not change before `close`. `tag` keeps apart the files of several writers;
-    `alive` is called while the writer waits for a disk that takes bytes. A context manager.
+    `alive` is called while the writer waits for a disk that takes bytes. Raises `OSError` where it takes none for
+    `timeout_s`. A context manager.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class PartWriter:
         tag: str,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         alive: Callable[[], None] = lambda: None,
+        timeout_s: float = DISK_TIMEOUT_S,
     ):
         self._staging, self._tag, self._shard_bytes, self._alive = staging, tag, shard_bytes, alive
+        self._timeout_s, self._dead = timeout_s, False
         self._open: dict[str, Tensor] = {}
         self._open_bytes = 0
         self._parts: list[Part] = []
@@ -65,7 +70,7 @@ class PartWriter:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._thread.shutdown()
+        self._thread.shutdown(wait=not self._dead)
 
     def add(self, name: str, tensor: Tensor) -> None:
         if name in self._open:
@@ -97,10 +102,16 @@ class PartWriter:
     def _settle(self) -> None:
         """Returns when the file under way is on the disk; raises its error."""
         writing, self._writing = self._writing, None
-        while writing is not None and wait([writing], LOOK_S).not_done:
+        moved_at = time.monotonic()
+        while writing is not None and wait([writing], min(LOOK_S, self._timeout_s)).not_done:
             if self._moved.is_set():
                 self._moved.clear()
+                moved_at = time.monotonic()
                 self._alive()
+            elif time.monotonic() - moved_at > self._timeout_s:
+                self._dead = True
+                file = self._staging / self._parts[-1].file
+                raise OSError(f"{file}: the storage took nothing for {self._timeout_s:g} s; see whether it answers")
         if writing is not None:
             writing.result()
 

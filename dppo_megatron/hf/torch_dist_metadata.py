@@ -5,6 +5,9 @@ torch reads it with `pickle.load`, which runs whatever code the file names.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import io
 import pickle
 from enum import Enum
 from pathlib import Path, PurePath
@@ -64,19 +67,37 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C lets nobody
             raise pickle.UnpicklingError(f"names {module}.{name}, which describes no tensor; not loaded") from None
 
 
+class _Quick(pickle.Unpickler):
+    find_class = _Unpickler.find_class  # type: ignore[assignment]
+
+
 def read_metadata(directory: Path) -> Metadata:
     """Raises `ModelError`, naming the file, for one that cannot be read, holds anything but descriptions of tensors, or
     places tensors outside `directory`."""
-    path = directory / METADATA
+    return read_checked(directory)[0]
+
+
+def read_checked(directory: Path) -> tuple[Metadata, str]:
+    """`read_metadata`, and a digest of its bytes for `read_again`."""
+    digest = ""
     try:
-        with path.open("rb") as file:
-            found = _Unpickler(file).load()
+        content = (directory / METADATA).read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        found = _Unpickler(io.BytesIO(content)).load()
         problem = _problem(found)
     except Exception as error:  # of bytes that are no pickle, any
         problem = f"cannot be read: {error!r}"[:500]
     if problem:
         raise ModelError(str(directory), [f"{METADATA}: {problem}"])
-    return found
+    return found, digest
+
+
+def read_again(directory: Path, digest: str) -> Metadata:
+    """The same by the unpickler in C. Raises `ModelError` where the bytes are not those that were checked."""
+    content = (directory / METADATA).read_bytes()
+    if not hmac.compare_digest(hashlib.sha256(content).hexdigest(), digest):
+        raise ModelError(str(directory), [f"{METADATA}: was changed after it was checked; not loaded"])
+    return _Quick(io.BytesIO(content)).load()
 
 
 def _problem(found: Any) -> str | None:

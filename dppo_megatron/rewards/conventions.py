@@ -44,6 +44,8 @@ class _Foreign:
     ):
         self._function, self._names, self._arguments, self._value = function, names, arguments, value
         self.trusted = getattr(function, "trusted", False)
+        if hasattr(function, "check_answer"):
+            self.check_answer = function.check_answer
 
     def __call__(self, prompt: Prompt, response_text: str) -> Any:
         arguments = self._arguments(prompt, response_text)

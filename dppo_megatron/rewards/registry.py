@@ -64,7 +64,9 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
         what = f"reward.name = {name}: {path.partition(':')[2]}() failed"
         reward = _foreign(what, made, "reward.settings are its arguments", RewardError)
     elif settings:
-        reward = functools.partial(reward, **settings)
+        function, reward = reward, functools.partial(reward, **settings)
+        if hasattr(function, "check_answer"):
+            reward.check_answer = function.check_answer
     if isinstance(reward, GroupReward):
         return reward
     if not callable(reward):

@@ -68,6 +68,19 @@ def test_metadata_names_the_same_when_torch_reads_it_after_us(checkpoint, tmp_pa
     assert not (tmp_path / "ran").exists()
 
 
+def test_metadata_that_is_replaced_after_it_was_checked_is_not_read(checkpoint, tmp_path):
+    from dppo_megatron.actor.checkpoint.only_data import check_files, checked_metadata
+
+    reader, digest = torch.distributed.checkpoint.FileSystemReader(checkpoint), check_files(checkpoint)
+    whole = reader.read_metadata()
+    with checked_metadata(digest):
+        assert reader.read_metadata() == whole
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(RunsCode(tmp_path / "ran")))
+    with pytest.raises(ModelError, match=r".metadata: was changed after it was checked"), checked_metadata(digest):
+        reader.read_metadata()
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("where", ["../weights.pt", "/etc/passwd", "", ".."])
 def test_metadata_places_tensors_in_the_checkpoint_alone(checkpoint, where):
     metadata = read_metadata(checkpoint)

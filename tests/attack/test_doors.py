@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import importlib
 import json
 import logging
 import os
-import runpy
 import stat
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
 from dppo_megatron.config import Config, read_config, save_resolved
-from dppo_megatron.engines import guard
 from dppo_megatron.engines.guard.asgi import MAX_BODY_BYTES, ROOTS_VARIABLE, SECRET_VARIABLE, Guard
 from dppo_megatron.engines.http import EngineCalls
 from dppo_megatron.engines.kinds import server_command, server_environment
@@ -334,24 +330,6 @@ def test_a_resolved_config_holds_no_secret(tmp_path):
     save_resolved(config, tmp_path / "c.yaml")
     assert "hidden" not in (tmp_path / "c.yaml").read_text()
     assert read_config(tmp_path / "c.yaml").engine.secret_file == tmp_path / "shared"
-
-
-def test_sglang_s_own_requests_take_the_secret_past_proxies(monkeypatch):
-    """http_proxy is common on compute nodes: a proxy would read the secret, and answer in the server's place."""
-    monkeypatch.syspath_prepend(str(Path(guard.__file__).parent))
-    monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    monkeypatch.setattr(sys, "argv", ["server"])
-    monkeypatch.setattr(runpy, "run_module", lambda *_, **__: None)
-    server = ModuleType("http_server")
-    server.app = SimpleNamespace(add_middleware=lambda *_, **__: None)
-    plugins, entrypoints = ModuleType("sglang.srt.plugins"), ModuleType("sglang.srt.entrypoints")
-    plugins.load_plugins, entrypoints.http_server = lambda: None, server
-    for module in (ModuleType("sglang"), ModuleType("sglang.srt"), plugins, entrypoints):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    importlib.import_module("sglang_server").main(["--model-path", "m"])
-    assert server.requests.headers["Authorization"] == f"Bearer {SECRET}"
-    assert not server.requests.merge_environment_settings("http://node7:8000", {}, None, None, None)["proxies"]
 
 
 @pytest.mark.parametrize(("secret", "why"), [("x", "it has another secret than this run"), (None, "brought none")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,13 @@ def test_live_parameters_that_were_written_can_still_be_offloaded(models, tmp_pa
     hf.load_into([chunk], source, ranks=ranks())
     hf.save_hf([chunk], tmp_path / "saved", source, ranks=ranks())
     assert all(parameter.untyped_storage().resizable() for parameter in chunk.parameters())
+
+
+def test_a_storage_that_takes_nothing_is_named(tmp_path, monkeypatch):
+    hangs = threading.Event()
+    monkeypatch.setattr(hf.PartWriter, "_write_file", lambda *_: hangs.wait(30))
+    with hf.PartWriter(tmp_path, "x", timeout_s=0.2) as writer:
+        writer.add("w", torch.ones(2))
+        with pytest.raises(OSError, match=r"part-x-00000.safetensors: the storage took nothing for 0.2 s"):
+            writer.close()
+    hangs.set()

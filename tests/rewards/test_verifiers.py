@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -11,6 +12,7 @@ from dppo_megatron.config.schema import RewardConfig
 from dppo_megatron.rewards import Reward, RewardError, build_reward
 from dppo_megatron.rewards.arithmetic import arithmetic
 from dppo_megatron.rewards.gsm8k import final_answer, gsm8k
+from dppo_megatron.rewards.registry import load_reward
 
 SAMPLE = Path(__file__).parent.parent / "data" / "gsm8k_sample.jsonl"
 
@@ -186,3 +188,23 @@ def test_rewards_are_found_by_name_and_path(tmp_path, monkeypatch, prompt):
 def test_bad_names_come_with_a_remedy(name, message):
     with pytest.raises(RewardError, match=message):
         build_reward(RewardConfig(name=name))
+
+
+def test_answers_are_checked_for_rewards_with_settings_and_of_other_trainers(monkeypatch):
+    def check_answer(answer: str) -> None:
+        raise ValueError(f"{answer} is no answer")
+
+    def own(prompt, response_text, scale=1.0):
+        return scale
+
+    def of_verl(data_source, solution_str, ground_truth, extra_info):
+        return 1.0
+
+    own.check_answer = of_verl.check_answer = check_answer
+    rewards = ModuleType("rewards_of_a_test")
+    rewards.own, rewards.of_verl = own, of_verl
+    monkeypatch.setitem(sys.modules, "rewards_of_a_test", rewards)
+    for name, settings in (("own", {"scale": 2.0}), ("of_verl", {}), ("of_verl", {"extra_info": 1})):
+        reward = load_reward(f"rewards_of_a_test:{name}", settings)
+        with pytest.raises(ValueError, match="x is no answer"):
+            reward.check_answer("x")

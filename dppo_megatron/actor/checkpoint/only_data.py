@@ -9,18 +9,20 @@ import io
 import pickle
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dppo_megatron.common.environment import environment
 from dppo_megatron.common.files import read_json
 from dppo_megatron.hf import ModelError
-from dppo_megatron.hf.torch_dist_metadata import read_metadata
+from dppo_megatron.hf.torch_dist_metadata import read_again, read_checked
 from dppo_megatron.hf.torch_dist_reader import MARKER, is_torch_dist
 
 from .errors import CheckpointError
@@ -36,17 +38,39 @@ _GENERATORS = [
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # what torch and `_Dry` refuse by name
 
 
-def check_files(path: Path) -> None:
-    """Raises CheckpointError, naming the file, for one that Megatron would not read as tensors and numbers alone."""
+def check_files(path: Path) -> str:
+    """Raises CheckpointError, naming the file, for one that Megatron would not read as tensors and numbers alone.
+
+    Returns the digest of `.metadata`, for `checked_metadata`.
+    """
     marker = read_json(path / MARKER) or {}
     if not is_torch_dist(path) or marker.get("common_backend", "torch") != "torch":
         raise CheckpointError(f"{path / MARKER}: names another format than torch_dist")
     try:
-        read_metadata(path)
+        _, digest = read_checked(path)
     except ModelError as error:
         raise CheckpointError("; ".join(f"{path}/{problem}" for problem in error.problems)) from None
     if (path / COMMON).exists():  # Megatron-core 0.19 keeps what is in it among the shards
         load_data(path / COMMON)
+    return digest
+
+
+@contextmanager
+def checked_metadata(digest: str) -> Iterator[None]:
+    """In it torch parses the bytes of `.metadata` that were checked, or none: a file can be replaced in between."""
+    theirs = FileSystemReader.read_metadata
+
+    def read(self: FileSystemReader, *_: Any, **__: Any) -> Metadata:
+        metadata = read_again(Path(self.path), digest)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    FileSystemReader.read_metadata = read  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FileSystemReader.read_metadata = theirs  # type: ignore[method-assign]
 
 
 def load_data(path: Path) -> Any:

@@ -32,7 +32,7 @@ from dppo_megatron.hf import HFModelConfig, load_into
 from .directory import REMEDY, RNG, complete, final_path, newest, partial_path
 from .errors import CheckpointError
 from .generators import generators_state, set_generators
-from .only_data import check_extra_states, check_files, data_only, load_data, reason
+from .only_data import check_extra_states, check_files, checked_metadata, data_only, load_data, reason
 from .optimizer_state import load_optimizer_state, materialise_state, sharded_optimizer_state
 from .writer import BackgroundWrite, DiskFiles, HostFiles
 
@@ -131,9 +131,9 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
         if run.get(_FROZEN) != frozen_sum(actor.model_chunks, actor.hf):
             raise CheckpointError(f"{path} has adapters of other weights than {start} holds now; put those back")
     materialise_state(actor.optimizer)
-    Ranks().from_rank_zero(lambda: check_files(path), f"what is in {path}")
+    digest = Ranks().from_rank_zero(lambda: check_files(path), f"what is in {path}")
     try:
-        with data_only():
+        with data_only(), checked_metadata(digest):
             loaded = megatron_version.load_sharded(_sharded_state(actor, loading=True), path)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}; {REMEDY}") from error

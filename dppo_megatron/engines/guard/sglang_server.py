@@ -14,11 +14,17 @@ from asgi import SECRET_VARIABLE, Guard, roots_of_environment  # beside this fil
 
 OTHER_DOORS = ("--tokenizer-worker-num", "--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--encoder-only", "--use-ray")
 """Arguments of servers that answer elsewhere than through this process's application."""
+ITS_FILE = "--config"  # of further arguments
 
 
 def main(arguments: list[str]) -> None:
-    if wrong := [a for a in arguments if a.partition("=")[0] in OTHER_DOORS]:
-        sys.exit(f"{wrong[0]}: opens a port that the run's secret does not guard; remove it (engine.extra_args)")
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        # argparse takes what an argument begins with for the whole of it.
+        if any(len(flag) > 2 and name.startswith(flag) for name in OTHER_DOORS):
+            sys.exit(f"{flag}: opens a port that the run's secret does not guard; remove it (engine.extra_args)")
+        if flag == ITS_FILE:
+            sys.exit(f"{flag}: its arguments are not looked at; write them into engine.extra_args")
     if os.environ.get("SGLANG_RUST_SERVER", "0").lower() not in ("", "0", "false", "no"):
         sys.exit("SGLANG_RUST_SERVER: opens a port that the run's secret does not guard; unset it (engine.env)")
 

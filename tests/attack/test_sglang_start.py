@@ -1,0 +1,44 @@
+"""The script that puts our guard before a stock SGLang server."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from dppo_megatron.engines import guard
+from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE
+
+SECRET = "only this"
+
+
+def test_sglang_s_own_requests_take_the_secret_past_proxies(monkeypatch):
+    """http_proxy is common on compute nodes: a proxy would read the secret, and answer in the server's place."""
+    monkeypatch.syspath_prepend(str(Path(guard.__file__).parent))
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    monkeypatch.setattr(sys, "argv", ["server"])
+    monkeypatch.setattr(runpy, "run_module", lambda *_, **__: None)
+    server = ModuleType("http_server")
+    server.app = SimpleNamespace(add_middleware=lambda *_, **__: None)
+    plugins, entrypoints = ModuleType("sglang.srt.plugins"), ModuleType("sglang.srt.entrypoints")
+    plugins.load_plugins, entrypoints.http_server = lambda: None, server
+    for module in (ModuleType("sglang"), ModuleType("sglang.srt"), plugins, entrypoints):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    importlib.import_module("sglang_server").main(["--model-path", "m"])
+    assert server.requests.headers["Authorization"] == f"Bearer {SECRET}"
+    assert not server.requests.merge_environment_settings("http://node7:8000", {}, None, None, None)["proxies"]
+
+
+@pytest.mark.parametrize(
+    "argument", ["--grpc-port=1", "--grpc-po", "--tokenizer-w=2", "--enc", "--config", "--config=x"]
+)
+def test_arguments_of_other_doors_are_refused_however_short(monkeypatch, argument):
+    """argparse takes what an argument begins with for the whole of it, and SGLang further arguments from a file."""
+    monkeypatch.syspath_prepend(str(Path(guard.__file__).parent))
+    with pytest.raises(SystemExit, match=f"{argument.partition('=')[0]}: .*engine.extra_args"):
+        importlib.import_module("sglang_server").main(["--model-path", "m", argument])
