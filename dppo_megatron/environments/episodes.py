@@ -165,7 +165,7 @@ class Episodes:
             messages = prompt_messages(column(prompt.columns, data.prompt_column, "data.prompt_column"), data)
             if opening:
                 last = messages[-1]
-                messages = [*messages[:-1], {**last, "content": last["content"] + opening}]
+                messages = [*messages[:-1], {**last, "content": f"{last['content']}{opening}"}]
                 text = self._render(messages)
         if opening:
             encoded = self._tokenizer.encode(text, add_special_tokens=self._render is None)
@@ -197,7 +197,11 @@ class Episodes:
             turn_rewards[-1] = step.reward
             if step.done:
                 return "stop"
-            if dialogue.answer(step.messages):
+            try:
+                rewritten = dialogue.answer(step.messages)
+            except ValueError as error:  # of the chat template
+                raise EnvironmentFailed("raised", f"what it says to turn {turn}: {error}") from None
+            if rewritten:
                 self._say_rewritten()
         return "length"
 

@@ -132,7 +132,7 @@ class _Host:
         self._stepped = Tools(getattr(self._environment, "tools", ()))
         self._rewards: list[float] = []
         opening = self._wait(self._environment.reset(prompt, seed)) if hasattr(self._environment, "reset") else None
-        return None if opening is None else str(opening)
+        return None if opening is None else _text(opening)
 
     def _step(self, text: str) -> list[Any] | Failure:
         if not hasattr(self._environment, "step"):
@@ -144,11 +144,11 @@ class _Host:
             if isinstance(reward, Failure):
                 return reward
             self._rewards.append(reward)
-        return [[{"role": "user", "content": str(said)}] if said else [], reward, bool(done)]
+        return [[{"role": "user", "content": _text(said)}] if said else [], reward, bool(done)]
 
     def _called(self, call: Any) -> str:
         try:
-            return str(self._wait(self._stepped.call(call)))
+            return _text(self._wait(self._stepped.call(call)))
         except Exception as error:
             return f"error: {describe(error)}"
 
@@ -166,3 +166,8 @@ class _Host:
             return await value
 
         return self._runner.run(finish())
+
+
+def _text(value: Any) -> str:
+    """As a tokenizer takes it: with half of a surrogate pair none does."""
+    return str(value).encode(errors="backslashreplace").decode()

@@ -177,6 +177,19 @@ def test_the_others_of_its_group_go_on(tokenizer, tmp_path):
 
 
 @pytest.mark.slow
+def test_what_cannot_be_put_to_the_policy_costs_the_trajectory_alone(tokenizer, monkeypatch):
+    (group,), _, _ = play(tokenizer, "Unprintable", ["ab"], settings={"turns": 9})
+    assert "ud800" in text_of(tokenizer, group)
+    assert not group.reward_failed.any()
+    refusing = TOOLS.replace("<{{ m.role }}>", "{% if loop.index > 1 %}{{ raise_exception('no') }}{% endif %}")
+    monkeypatch.setattr("tests.environments.test_episodes.TOOLS", refusing)
+    (group,), metrics, _ = play(tokenizer, "Echo", ["ab"], chat=True)
+    assert group.reward_failed.all()
+    assert [len(r.versions) for r in group.rollouts] == [3, 3]
+    assert metrics["environment/failed_raised"] == 2.0
+
+
+@pytest.mark.slow
 def test_one_that_hangs_is_ended_in_time(tokenizer):
     started = time.monotonic()
     groups, metrics, _ = play(

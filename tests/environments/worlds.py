@@ -108,3 +108,10 @@ class FirstFails(Echo):
         except FileExistsError:
             return
         raise LookupError("the first")
+
+
+class Unprintable(Echo):
+    """Says half of a surrogate pair."""
+
+    def step(self, text):
+        return "\ud800", None, self.turn > 0 or super().step(text)[2]
