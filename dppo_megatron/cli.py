@@ -278,6 +278,24 @@ def report(
 
 
 @app.command()
+def study(
+    study_file: Annotated[Path, typer.Argument(metavar="STUDY", help="YAML: base, methods, conditions, seeds")],
+    out: Annotated[Path, typer.Option(help="directory of runs, table and report; holds what is done already")],
+    only: Annotated[int | None, typer.Option(help="this run alone, from 0: for a job array")] = None,
+    report_only: Annotated[bool, typer.Option("--report", help="draw what there is, and run nothing")] = False,
+) -> None:
+    """Train every method under every condition with every seed, and compare them with intervals."""
+    from .study.grid import read_study
+    from .study.report import write_report
+    from .study.runner import run_study
+
+    read = read_study(study_file, out.absolute())
+    if not report_only:
+        run_study(read, out.absolute(), typer.echo, only)
+    typer.echo(f"report: {write_report(read.file, out)}")
+
+
+@app.command()
 def doctor(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="run directory, of a run that goes on or ended")],
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,

@@ -1,0 +1,103 @@
+"""The study file, and the runs that it asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from dppo_megatron.checks import load_config
+from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.config.section import CountFromZero, FilePath, Section
+from dppo_megatron.config.yaml_tree import parse
+
+Settings = dict[str, Any]  # dotted name of a setting -> its value
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")]  # of a directory, too
+
+
+class StudyFile(Section):
+    base: FilePath = Field(description="config of every run; relative to the study file")
+    settings: Settings = Field(default={}, description="of every run, on top of base")
+    methods: dict[Name, Settings] = Field(
+        min_length=1, description="the first one is what the others are compared with"
+    )
+    conditions: dict[Name, Settings] = Field(default={"base": {}}, min_length=1)
+    seeds: tuple[CountFromZero, ...] = Field(min_length=1, description="run.seed of the runs of each cell")
+    metric: str = Field("eval/accuracy", description="what runs are compared by: its last value")
+    collapse: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.5, description="a run collapsed when the metric ends below this share of its best value, or below its first"
+    )
+    share_engine: bool = Field(
+        True, description="runs whose engines are configured alike use one, which loads each run's weights"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of the study."""
+
+    method: str
+    condition: str
+    seed: int
+    config: Config
+    hash: str  # of all settings but run.dir
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}/{self.condition}/seed-{self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    file: StudyFile
+    base: Path
+    cells: tuple[Cell, ...]
+
+
+def read_study(path: Path, directory: Path) -> Study:
+    """All runs, each with its checked config and a run directory below `directory`.
+
+    Seeds come last, so that a study that was stopped has every method at some of them. Raises `ConfigError` with every
+    violation of the study file, or with those of the first run that has one.
+    """
+    try:
+        tree, problems = parse(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), [f"cannot be read: {error}"]) from None
+    try:
+        file = StudyFile.model_validate(tree)
+    except ValidationError as error:
+        problems += [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
+    if problems:
+        raise ConfigError(str(path), problems)
+    base = path.parent / file.base
+    return Study(file, base, tuple(_cells(file, base, directory)))
+
+
+def _cells(file: StudyFile, base: Path, directory: Path) -> Iterator[Cell]:
+    for seed in file.seeds:
+        for condition, of_condition in file.conditions.items():
+            for method, of_method in file.methods.items():
+                settings = {**file.settings, **of_condition, **of_method, "run.seed": seed}
+                settings["run.dir"] = str(directory / "runs" / method / condition / f"seed-{seed}")
+                try:
+                    config = load_config(base, overrides(settings))
+                except ConfigError as error:
+                    raise ConfigError(f"{method} / {condition} / seed {seed}, on {base}", error.violations) from None
+                yield Cell(method, condition, seed, config, _hash(config))
+
+
+def overrides(settings: Mapping[str, Any]) -> list[str]:
+    """As `--set` takes them; JSON is YAML."""
+    return [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+
+
+def _hash(config: Config) -> str:
+    tree = config.model_dump(mode="json")
+    del tree["run"]["dir"]
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]

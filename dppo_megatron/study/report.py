@@ -1,0 +1,95 @@
+"""What a study found: a table with intervals, and curves with bands over seeds, from its stored rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dppo_megatron.observability.curves import PALETTE
+
+from .grid import StudyFile
+from .rows import Row, read_rows, write_tables
+from .verdicts import Estimate, difference, estimate, finals
+
+
+def write_report(file: StudyFile, directory: Path) -> Path:
+    """report.md and curves.png in `directory`; returns the path of the former."""
+    rows = read_rows(directory)
+    write_tables(directory, rows)
+    _draw(file, rows, directory / "curves.png")
+    path = directory / "report.md"
+    path.write_text("\n".join(_lines(file, rows)) + "\n")
+    return path
+
+
+def _lines(file: StudyFile, rows: Sequence[Row]) -> Iterator[str]:
+    reference, *_ = file.methods
+    planned = len(file.methods) * len(file.conditions) * len(file.seeds)
+    yield f"# {len(rows)} of {planned} runs"
+    yield ""
+    yield (
+        f"Where `{file.metric}` ended: mean over seeds with the bootstrap interval at 95 %, and the difference to "
+        f"{reference} paired by seed. Collapsed: it ended below {file.collapse:g} of its best value or below its "
+        "first, or the run failed. Bold: the interval of the difference leaves out 0."
+    )
+    for condition in file.conditions:
+        yield from ("", f"## {condition}", "")
+        yield f"| method | seeds | {file.metric} | to {reference} | collapsed | masked share | mismatch KL |"
+        yield "|---|---|---|---|---|---|---|"
+        for method in file.methods:
+            of = [row for row in rows if row.method == method and row.condition == condition]
+            if not of:
+                continue
+            ended = list(finals(rows, method, condition).values())
+            apart = None if method == reference else difference(rows, method, reference, condition)
+            yield " | ".join(
+                [
+                    f"| {method}",
+                    str(len(of)),
+                    _shown(estimate(ended)) if len(ended) > 2 else ", ".join(f"{value:.3f}" for value in ended) or "-",
+                    "-"
+                    if apart is None
+                    else f"**{_shown(apart, '+')}**"
+                    if apart.excludes_zero
+                    else _shown(apart, "+"),
+                    f"{sum(row.collapsed for row in of)} of {len(of)}",
+                    _mean([row.masked_share for row in of], ".2%"),
+                    _mean([row.mismatch_kl for row in of], ".1e") + " |",
+                ]
+            )
+    yield from ("", "![curves](curves.png)")
+
+
+def _shown(found: Estimate | None, sign: str = "") -> str:
+    return "-" if found is None else f"{found.mean:{sign}.3f} [{found.low:{sign}.3f}, {found.high:{sign}.3f}]"
+
+
+def _mean(values: Sequence[float | None], form: str) -> str:
+    known = [value for value in values if value is not None]
+    return format(float(np.mean(known)), form) if known else "-"
+
+
+def _draw(file: StudyFile, rows: Sequence[Row], path: Path) -> None:
+    """A panel for each condition: the mean over seeds at every step that all have, and the range of the seeds."""
+    from matplotlib.figure import Figure  # no pyplot: no display, no global state
+
+    figure = Figure(figsize=(4.6 * len(file.conditions), 3.6), dpi=120, layout="constrained")
+    for axes, condition in zip(
+        figure.subplots(1, len(file.conditions), squeeze=False)[0], file.conditions, strict=True
+    ):
+        axes.set_title(condition)
+        axes.set_xlabel("step")
+        for number, method in enumerate(file.methods):
+            curves = [dict(r.curve) for r in rows if r.method == method and r.condition == condition and r.curve]
+            steps = sorted(set.intersection(*map(set, curves))) if curves else []
+            if not steps:
+                continue
+            values = np.array([[curve[step] for step in steps] for curve in curves])
+            colour = PALETTE[number % len(PALETTE)]
+            axes.plot(steps, values.mean(axis=0), color=colour, lw=1.8, label=method)
+            axes.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, lw=0)
+        axes.legend(fontsize=8)
+    figure.supylabel(file.metric, fontsize=9)
+    figure.savefig(path)

@@ -1,0 +1,153 @@
+"""Trains the runs of a study that have no row yet, one after the other, on an engine that they share where they may."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from dppo_megatron.common.process import Child, exit_reason
+from dppo_megatron.config import Config, save_resolved
+from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
+from dppo_megatron.engines.secret import make_secret
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.fleet.registry import engine_urls, forget_all
+from dppo_megatron.launch.driver import GRACE_S
+from dppo_megatron.launch.local_processes import LocalLauncher, dppo_command, engine_plans
+from dppo_megatron.observability.durations import duration
+from dppo_megatron.observability.logs import last_lines
+from dppo_megatron.run_dir import RunDir
+
+from .grid import Cell, Study
+from .rows import add_row, make_row, read_rows
+
+POLL_S = 0.2
+# What an engine does not depend on. Of the rest it may, so runs that differ in it have engines of their own.
+NOT_THE_ENGINES = ("run", "objective", "optimizer", "train", "acceptance", "checkpoint", "eval", "tracking", "reward")
+
+
+class StudyError(ExpectedError, RuntimeError):
+    """A study cannot begin or go on."""
+
+
+def missing(study: Study, directory: Path) -> list[Cell]:
+    """Runs without a row. Raises `StudyError` where a row is of other settings than the study file's."""
+    rows = {(row.method, row.condition, row.seed): row for row in read_rows(directory)}
+    todo = []
+    for cell in study.cells:
+        row = rows.get((cell.method, cell.condition, cell.seed))
+        if row is None:
+            todo.append(cell)
+        elif row.config != cell.hash:
+            raise StudyError(
+                f"{directory}: the row of {cell.name} is of other settings ({row.config}, the study file gives "
+                f"{cell.hash}); give the changed study another directory"
+            )
+    return todo
+
+
+def run_study(study: Study, directory: Path, say: Callable[[str], None], only: int | None = None) -> None:
+    """`only`: the run of that number alone, from 0, for a task of a job array.
+
+    A run that fails is a row, too; one that was stopped goes on from its checkpoint when the study does. Raises
+    `StudyError` when an engine that runs share does not start.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    todo = missing(study, directory)
+    if only is not None:
+        if not 0 <= only < len(study.cells):
+            raise StudyError(f"--only {only}: the study has runs 0 to {len(study.cells) - 1}")
+        todo = [cell for cell in todo if cell is study.cells[only]]
+    say(f"{len(study.cells)} runs, {len(todo)} to do{_expected(directory, len(todo))}")
+    for cells in _by_engine(study, todo):
+        with _shared_engine(study, cells, directory, say) as settings:
+            for cell in cells:
+                started = time.monotonic()
+                failed = _train(cell, settings)
+                row = make_row(cell, study.file, failed=failed, seconds=time.monotonic() - started)
+                add_row(directory, row)
+                todo.remove(cell)
+                reached = "nothing" if row.final is None else f"{row.first:.3g} -> {row.final:.3g}"
+                why = f" ({row.error})" if failed else ""
+                say(f"{cell.name}: {row.status}, {reached}{why}; {len(todo)} to do{_expected(directory, len(todo))}")
+
+
+def _expected(directory: Path, runs: int) -> str:
+    seconds = [row.seconds for row in read_rows(directory)]
+    return f", about {duration(runs * sum(seconds) / len(seconds))} left" if seconds and runs else ""
+
+
+def _by_engine(study: Study, cells: Sequence[Cell]) -> list[list[Cell]]:
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        alone = not study.file.share_engine or not cell.config.samples or cell.config.engine.urls
+        groups.setdefault(cell.name if alone else _engine_key(cell.config), []).append(cell)
+    return list(groups.values())
+
+
+def _engine_key(config: Config) -> str:
+    return json.dumps({k: v for k, v in config.model_dump(mode="json").items() if k not in NOT_THE_ENGINES})
+
+
+@contextmanager
+def _shared_engine(
+    study: Study, cells: Sequence[Cell], directory: Path, say: Callable[[str], None]
+) -> Iterator[list[str]]:
+    """Settings by which runs reach engines that serve all of them; none where each starts its own."""
+    config = cells[0].config
+    if len(cells) == 1 or not study.file.share_engine or config.weight_sync.transport != "shared_storage":
+        yield []
+        return
+    run = RunDir(directory / "engine")
+    shutil.rmtree(run.root, ignore_errors=True)
+    config = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"dir": run.root.absolute()}),
+            "engine": config.engine.model_copy(
+                update={"env": {**config.engine.env, ROOTS_VARIABLE: str(directory.absolute())}}
+            ),
+        }
+    )
+    run.make()
+    save_resolved(config, run.config)
+    make_secret(config)
+    forget_all(run)
+    launcher = LocalLauncher(run)
+    servers = [launcher.start(plan) for plan in engine_plans(config)]
+
+    def check() -> None:
+        for server in servers:
+            if (code := server.poll()) is not None:
+                lines = "\n".join(last_lines(server.log, 25))
+                raise StudyError(f"{server.name} ended while starting ({exit_reason(code)}):\n{lines}")
+
+    try:
+        urls = engine_urls(config, run, check)
+        say(f"{len(cells)} runs share {len(urls)} engine{'s' if len(urls) > 1 else ''}")
+        yield [f"engine.urls={json.dumps(urls)}", f"engine.secret_file={config.engine.secret_file or run.secret}"]
+    finally:
+        launcher.end(servers, GRACE_S)
+
+
+def _train(cell: Cell, settings: Sequence[str]) -> str | None:
+    """Trains to the end; why it failed, None when it did not."""
+    run = RunDir(cell.config.run.dir)
+    resume = run.checkpoint_step is not None
+    if not resume:
+        shutil.rmtree(run.root, ignore_errors=True)  # of a run that was stopped before its first checkpoint
+    run.make()
+    config = run.root / "study-config.yaml"
+    save_resolved(cell.config, config)
+    command = dppo_command("train", str(config), *(["--resume"] if resume else []))
+    for setting in settings:
+        command += ["--set", setting]
+    child = Child(cell.name, command, run.log("study"))
+    try:
+        while (code := child.poll()) is None:
+            time.sleep(POLL_S)
+    finally:
+        child.end(GRACE_S)
+    return None if code == 0 else (last_lines(child.log, 1) or [exit_reason(code)])[-1][:300]

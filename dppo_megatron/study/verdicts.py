@@ -1,0 +1,44 @@
+"""Means with bootstrap intervals over seeds, and differences between methods paired by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .rows import Row
+
+RESAMPLES, LEVEL = 10_000, 0.95
+
+
+class Estimate(NamedTuple):
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """Mean with its percentile bootstrap interval at 95 %; None for fewer than three values."""
+    if len(values) < 3:
+        return None
+    drawn = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
+    means = np.asarray(values, float)[drawn].mean(axis=1)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(float(np.mean(values)), float(low), float(high))
+
+
+def finals(rows: Sequence[Row], method: str, condition: str) -> dict[int, float]:
+    """Seed -> where the metric ended; runs that failed before they recorded it are not among them."""
+    chosen = [row for row in rows if row.method == method and row.condition == condition]
+    return {row.seed: row.final for row in chosen if row.final is not None}
+
+
+def difference(rows: Sequence[Row], method: str, reference: str, condition: str) -> Estimate | None:
+    """Of two methods in the seeds that both have."""
+    ours, theirs = finals(rows, method, condition), finals(rows, reference, condition)
+    return estimate([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])

@@ -1,0 +1,149 @@
+"""The grid, the rows and the statistics of a study; real runs are in tests/e2e/test_study.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from dppo_megatron.config import ConfigError
+from dppo_megatron.study.grid import read_study
+from dppo_megatron.study.report import write_report
+from dppo_megatron.study.rows import Row, add_row, make_row, read_rows
+from dppo_megatron.study.runner import StudyError, missing, run_study
+from dppo_megatron.study.verdicts import difference, estimate
+
+BASE = Path(__file__).parents[2] / "examples" / "quickstart" / "config.yaml"
+
+
+def write_study(tmp_path: Path, **changes) -> Path:
+    tree = {
+        "base": str(BASE),
+        "methods": {"pg": {"objective.name": "pg_is", "objective.settings": {}}, "dppo": {}},
+        "conditions": {"slow": {"optimizer.lr": 0.0001}, "fast": {"optimizer.lr": 0.001}},
+        "seeds": [1, 2, 3],
+    }
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(tree | changes, sort_keys=False))
+    return path
+
+
+@pytest.fixture
+def study(tmp_path):
+    return read_study(write_study(tmp_path), tmp_path / "out")
+
+
+def row(study, number: int, final: float | None, **changes) -> Row:
+    cell = study.cells[number]
+    curve = () if final is None else ((0, 0.25), (10, final))
+    made = make_row(cell, study.file, failed=None, seconds=60.0)
+    reached = {"steps": 10, "first": 0.25, "final": final, "best": final, "collapsed": False, "curve": curve}
+    made = replace(made, **reached, masked_share=0.01, mismatch_kl=1e-4)
+    return replace(made, **changes)
+
+
+def test_every_method_under_every_condition_with_every_seed(study, tmp_path):
+    assert len(study.cells) == 12
+    first, second = study.cells[:2]
+    assert (first.name, second.name) == ("pg/slow/seed-1", "dppo/slow/seed-1")
+    assert first.config.optimizer.lr == 1e-4
+    assert first.config.objective.name == "pg_is"
+    assert first.config.run.dir == tmp_path / "out" / "runs" / "pg" / "slow" / "seed-1"
+    assert len({cell.hash for cell in study.cells}) == 12
+    elsewhere = read_study(write_study(tmp_path), tmp_path / "other")
+    assert [cell.hash for cell in elsewhere.cells] == [cell.hash for cell in study.cells]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seeds": []}, "seeds"),
+        ({"metods": {}}, "metods"),
+        ({"methods": {"a b": {}}}, "methods"),
+        ({"methods": {"dppo": {"objective.nme": "dppo_binary_tv"}}}, "objective.name"),
+        ({"conditions": {"x": {"optimizer.lr": -1}}}, "optimizer.lr"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_runs(changes, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        read_study(write_study(tmp_path, **changes), tmp_path / "out")
+
+
+def test_what_has_a_row_is_not_run_again(study, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    add_row(out, row(study, 0, 0.9))
+    add_row(out, row(study, 3, None, status="failed"))
+    assert [study.cells.index(cell) for cell in missing(study, out)] == [1, 2, *range(4, 12)]
+
+
+def test_rows_of_other_settings_are_refused(study, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    add_row(out, row(study, 0, 0.9))
+    changed = read_study(write_study(tmp_path, settings={"train.updates_per_step": 4}), out)
+    with pytest.raises(StudyError, match="of other settings"):
+        missing(changed, out)
+
+
+def test_the_number_of_a_run_must_be_one(study, tmp_path):
+    with pytest.raises(StudyError, match="runs 0 to 11"):
+        run_study(study, tmp_path / "out", print, only=12)
+
+
+def test_a_run_that_failed_is_a_row(study, tmp_path):
+    made = make_row(study.cells[0], study.file, failed="exit code 1", seconds=1.0)
+    assert (made.status, made.collapsed, made.final, made.error) == ("failed", True, None, "exit code 1")
+
+
+@pytest.mark.parametrize(
+    ("values", "collapsed"),
+    [([0.25, 0.9, 0.85], False), ([0.25, 0.9, 0.4], True), ([0.25, 0.2], True), ([0.25, 0.25], False)],
+)
+def test_collapse_is_by_the_rule(values, collapsed, study):
+    cell = study.cells[0]
+    cell.config.run.dir.mkdir(parents=True)
+    lines = [{"step": 10 * i, "time": float(i), "eval/accuracy": value} for i, value in enumerate(values)]
+    (cell.config.run.dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = make_row(cell, study.file, failed=None, seconds=1.0)
+    assert made.collapsed is collapsed
+    assert (made.first, made.final, made.best) == (values[0], values[-1], max(values))
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say():
+    rng = np.random.default_rng(1)
+    found = [estimate(rng.normal(size=12)) for _ in range(200)]
+    assert 0.86 < np.mean([e.low < 0 < e.high for e in found]) < 0.99  # a percentile interval of 12 is a little narrow
+    assert estimate([1.0, 2.0]) is None
+
+
+def test_differences_are_paired_by_seed(study):
+    """Seeds differ by 1, methods by .01 in every seed: only pairs show it."""
+    rows = [
+        row(
+            study,
+            number,
+            cell.seed + (0.01 if cell.method == "dppo" else 0.0) + 1e-4 * cell.seed * (cell.method == "pg"),
+        )
+        for number, cell in enumerate(study.cells)
+    ]
+    found = difference(rows, "dppo", "pg", "slow")
+    assert found.excludes_zero
+    assert found.mean == pytest.approx(0.0098)
+
+
+def test_the_report_is_drawn_from_stored_rows(study, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for number, cell in enumerate(study.cells[:-1]):
+        add_row(out, row(study, number, 0.9 if cell.method == "dppo" else 0.5 + 0.01 * cell.seed))
+    assert len(read_rows(out)) == 11
+    text = write_report(study.file, out).read_text()
+    assert "# 11 of 12 runs" in text
+    assert "| dppo | 3 | 0.900 [0.900, 0.900] | **+0.380 [+0.370, +0.390]** | 0 of 3 | 1.00% | 1.0e-04 |" in text
+    assert '"pg","slow",1,' in (out / "table.csv").read_text()
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
