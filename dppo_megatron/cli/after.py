@@ -1,0 +1,79 @@
+"""Commands that look at runs: going on, ended, many of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+
+@app.command()
+def status(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="run directory")],
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Show step, reward, engines' health, queue state, restarts and the last error of each log.
+
+    From any machine that sees RUN, e.g. the login node; also for runs without Slurm.
+    """
+    import json
+
+    from dppo_megatron.slurm.status import read_status
+    from dppo_megatron.slurm.status_view import show
+
+    found = read_status(run_dir)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=1))
+    else:
+        show(found)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories; several are compared")],
+    out: Annotated[Path | None, typer.Option(help="where to write; default: RUN/report")] = None,
+) -> None:
+    """Print the table of a run and draw its curves; several runs are laid over each other."""
+    from dppo_megatron.observability.report import write_report
+
+    typer.echo(write_report(runs if len(runs) > 1 else runs[0], out))
+
+
+@app.command()
+def doctor(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="run directory, of a run that goes on or ended")],
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Say what is wrong with a run: what, since which step, the evidence, what to do. Exit 1 when anything is."""
+    import dataclasses
+    import json
+
+    from dppo_megatron.doctor import diagnose, text
+
+    found = diagnose(run_dir)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in found.findings.values()], indent=1))
+    else:
+        typer.echo(text(found))
+    raise typer.Exit(1 if found.findings else 0)
+
+
+@app.command()
+def study(
+    study_file: Annotated[Path, typer.Argument(metavar="STUDY", help="YAML: base, methods, conditions, seeds")],
+    out: Annotated[Path, typer.Option(help="directory of runs, table and report; holds what is done already")],
+    only: Annotated[int | None, typer.Option(help="this run alone, from 0: for a job array")] = None,
+    report_only: Annotated[bool, typer.Option("--report", help="draw what there is, and run nothing")] = False,
+) -> None:
+    """Train every method under every condition with every seed, and compare them with intervals."""
+    from dppo_megatron.study.grid import read_study
+    from dppo_megatron.study.report import write_report
+    from dppo_megatron.study.runner import run_study
+
+    read = read_study(study_file, out.absolute())
+    if not report_only:
+        run_study(read, out.absolute(), typer.echo, only)
+    typer.echo(f"report: {write_report(read.file, out)}")

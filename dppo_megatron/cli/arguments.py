@@ -1,0 +1,14 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML config; examples/ has some")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="override one setting; may be repeated")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="continue from the last checkpoint and the bank")]

@@ -1,0 +1,59 @@
+"""Commands that look at a config before it costs anything."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dppo_megatron.config import read_config
+
+from .arguments import ConfigFile, Overrides
+
+app = typer.Typer()
+
+
+@app.command()
+def validate(config_file: ConfigFile, overrides: Overrides = None) -> None:
+    """Check a config, its model directory, its data, its objective and its ports, and start nothing."""
+    from dppo_megatron.checks import preflight
+
+    config = read_config(config_file, overrides or ())
+    for note in preflight(config, str(config_file)):
+        typer.echo(note)
+    typer.echo(f"{config_file}: valid")
+
+
+@app.command()
+def plan(
+    config_file: ConfigFile,
+    nodes: Annotated[int, typer.Option(min=1, help="machines")],
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="devices of each")],
+    gpu: Annotated[str, typer.Option(help="a100-40|a100-80|l40s-48|h100-80|h20-96|h200-141|b200-192|cpu-GIB")],
+    rank: Annotated[int | None, typer.Option(help="trainer rank to show; default: one that needs most")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Print what each rank of a layout holds and needs, and what to change first where it does not fit.
+
+    Needs config.json at model.path (no weights) and neither GPUs nor a network. Exit 1 when it does not fit.
+    """
+    from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
+
+    config = read_config(config_file, overrides or ())
+    cluster = Cluster(nodes, gpus_per_node, hardware(gpu))
+    with RankBuilder() as builder:
+        made = make_plan(config, cluster, builder, rank, source=str(config_file))
+        typer.echo(report(made, [] if made.fits else advise(made, builder)))
+    raise typer.Exit(0 if made.fits else 1)
+
+
+@app.command()
+def objectives(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="one of them, or package.module:attribute, in words")
+    ] = None,
+) -> None:
+    """List the training objectives with their axes, or describe one of them."""
+    from dppo_megatron.objectives.listing import in_words, table
+
+    typer.echo(table() if name is None else in_words(name))

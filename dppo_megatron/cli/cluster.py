@@ -1,0 +1,73 @@
+"""Commands for Slurm; the hidden ones are what its job scripts call."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dppo_megatron.run_dir import RunDir
+
+from .arguments import ConfigFile, Overrides, Resume
+
+app = typer.Typer()
+
+
+@app.command()
+def slurm(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRAINERS[+ENGINES]",
+            help="other numbers of nodes than the config's, with as many ranks and engines on each as it has",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the batch script; write and submit nothing")
+    ] = False,
+    resume: Resume = False,
+) -> None:
+    """Check a config, write its batch script into the run directory and submit it to Slurm.
+
+    The config's slurm section sets how many nodes train and serve, and what the site needs (docs/slurm.md).
+    """
+    from dppo_megatron.slurm.submit import prepare, submit
+
+    prepared = prepare(config_file, overrides or (), nodes, resume=resume)
+    if dry_run:
+        typer.echo(prepared.script, nl=False)
+        return
+    for note in prepared.notes:
+        typer.echo(note)
+    job, script = submit(prepared)
+    run = RunDir(prepared.config.run.dir)
+    typer.echo(
+        f"submitted job {job} ({script})\n"
+        f"  dppo-megatron status {run.root}          step, reward, engines, queue, last errors\n"
+        f"  tail -F {run.logs / f'slurm-{job}.out'}\n"
+        f"  scancel {job}                            ends it; --signal=USR2 --batch first saves a checkpoint"
+    )
+
+
+@app.command(name="slurm-job", hidden=True)
+def slurm_job(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
+    """Drive a run inside a Slurm allocation; the last line of slurm/train.sbatch."""
+    from dppo_megatron.slurm.job import run_job
+
+    raise typer.Exit(run_job(config_file, overrides or (), resume=resume))
+
+
+@app.command(name="slurm-task", hidden=True)
+def slurm_task(
+    role: Annotated[str, typer.Argument(help="check, trainer, orchestrator or engine")],
+    config_file: ConfigFile,
+    resume: Resume = False,
+    index: Annotated[int, typer.Option(help="which engine")] = 0,
+    first_gpu: Annotated[int, typer.Option(help="its first GPU among those of its node")] = 0,
+) -> None:
+    """Run one task of a job step; srun starts it."""
+    from dppo_megatron.slurm.task import run_task
+
+    raise typer.Exit(run_task(role, config_file, resume=resume, index=index, first_gpu=first_gpu))

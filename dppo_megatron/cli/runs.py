@@ -1,0 +1,136 @@
+"""Commands that start a run, or one of its processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dppo_megatron.checks import load_config
+from dppo_megatron.config import read_config, save_resolved
+from dppo_megatron.run_dir import RunDir
+
+from .arguments import ConfigFile, Overrides, Resume
+
+app = typer.Typer()
+
+
+@app.command()
+def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
+    """Train on this machine: starts and watches engines, orchestrator and trainer ranks.
+
+    Ctrl-C or SIGTERM ends all of them and leaves a run that --resume continues.
+    """
+    from dppo_megatron.checks import check_run_dir, preflight
+    from dppo_megatron.launch.local_processes import local_plan
+    from dppo_megatron.launch.local_run import LocalRun
+    from dppo_megatron.observability.report import write_report
+
+    config = read_config(config_file, overrides or ())
+    run = RunDir(config.run.dir)
+    check_run_dir(config, str(config_file), resume=resume)
+    for note in preflight(config, str(config_file)):
+        typer.echo(note)
+    run.make()
+    save_resolved(config, run.config)
+    code = LocalRun(config, local_plan(config, resume=resume)).run()
+    if code == 0:
+        typer.echo(f"report: {write_report(run.root)}")
+    raise typer.Exit(code)
+
+
+@app.command()
+def trainer(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    needs_gpu: Annotated[bool, typer.Option("--needs-gpu", help="fail where no GPU is visible")] = False,
+) -> None:
+    """Run one trainer rank (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torchrun or srun set them)."""
+    from dppo_megatron.checks.devices import require_gpu
+    from dppo_megatron.trainer.main import run_trainer
+
+    if needs_gpu:
+        require_gpu()
+    run_trainer(load_config(config_file, overrides or ()), resume=resume)
+
+
+@app.command()
+def sample(
+    config_file: ConfigFile,
+    n: Annotated[int | None, typer.Option("--n", min=2, help="answers to each; default: rollout.group_size")] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="of the prompt order, from its start; default: every row of data.train")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="run directory to make; default: RUN/samples")] = None,
+    overrides: Overrides = None,
+    resume: Resume = False,
+) -> None:
+    """Fill a bank with answers of model.path to the training prompts, by the config's engines and without a trainer.
+
+    `data filter` then keeps prompts by their pass rate, and `rollout.bank` trains on the answers.
+    """
+    from dppo_megatron.launch.sample import fill_bank
+    from dppo_megatron.orchestrator.pass_rates import measure
+
+    config = read_config(config_file, overrides or ())
+    n = n or config.rollout.group_size
+    code = fill_bank(config, str(config_file), n=n, prompts=prompts, out=out, resume=resume)
+    if code == 0:
+        bank = RunDir(out or config.run.dir / "samples").bank
+        typer.echo(f"{bank}: {measure(bank)}")
+    raise typer.Exit(code)
+
+
+@app.command()
+def orchestrator(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="answer so many with model.path and end, without a trainer")
+    ] = None,
+) -> None:
+    """Sample, score and store rollouts for a trainer that follows the same run directory."""
+    from dppo_megatron.orchestrator.main import run_orchestrator
+
+    run_orchestrator(load_config(config_file, overrides or ()), prompts)
+
+
+@app.command()
+def engine(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    index: Annotated[int, typer.Option(help="which of engine.count engines this is")] = 0,
+) -> None:
+    """Run one inference server of the run in the foreground and announce it once it answers."""
+    from dppo_megatron.launch.engine import run_engine
+
+    raise typer.Exit(run_engine(load_config(config_file, overrides or ()), index))
+
+
+@app.command(name="eval")
+def evaluate(
+    config_file: ConfigFile,
+    model: Annotated[
+        Path | None, typer.Option(help="model directory or checkpoint of a run; default: the run's final model")
+    ] = None,
+    urls: Annotated[
+        list[str] | None,
+        typer.Option("--url", metavar="URL", help="a running engine that no run uses; without --model as it is now"),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the newest evaluation of this model")] = False,
+) -> None:
+    """Evaluate a model on the config's sets of held-out prompts, with engines of its own or running ones.
+
+    Prints a line a set; the answers are in RUN/eval/MODEL-N/answers.
+    """
+    from dppo_megatron.launch.evaluate import evaluate_model
+    from dppo_megatron.orchestrator.evaluation import describe
+
+    config = load_config(config_file, overrides or ())
+    if model is None and not urls:
+        model = RunDir(config.run.dir).final_model
+    for name, metrics in evaluate_model(config, model, str(config_file), urls=urls or (), resume=resume).items():
+        typer.echo(f"{model or ', '.join(urls or ())}: {describe(name, metrics)}")
