@@ -156,14 +156,15 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-Hook = Callable[[str, bytes, Callable[[], Awaitable[bytes]]], Awaitable[bytes | None]]
+Hook = Callable[[str, bytes, Callable[..., Awaitable[bytes]]], Awaitable[bytes | None]]
 
 
 class Proxy:
     """Stands before the engine at `url` in a thread of its own.
 
     `hook(path, body, forward)` gives the bytes to answer with status 200, after calling `forward` for the engine's
-    own where it likes; None hangs up in the middle of the reply. `seen` holds the paths in the order they came.
+    own where it likes, to another path or body too; None hangs up in the middle of the reply. `seen` holds the paths
+    in the order they came.
     """
 
     def __init__(self, url: str, hook: Hook):
@@ -211,11 +212,13 @@ class Proxy:
         body = await request.read()
         status = 200
 
-        async def forward() -> bytes:
+        async def forward(path: str = request.path, content: bytes = body) -> bytes:
             nonlocal status
-            secret = {"Authorization": request.headers.get("Authorization", "")}
+            kept = {
+                name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers
+            }
             async with self._session.request(
-                request.method, self._target + request.path, data=body or None, headers=secret
+                request.method, self._target + path, data=content or None, headers=kept
             ) as reply:
                 status = reply.status
                 return await reply.read()

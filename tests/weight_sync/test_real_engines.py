@@ -31,17 +31,19 @@ def publish(
     ranks=1,
     parallel=None,
     engine=None,
+    dtype="fp32",
     **weight_sync,
 ):
     """Starts trainer ranks that publish the policies; returns the processes and where the records will be."""
     tree = {
         "run": {"dir": str(directory / "run")},
-        "model": {"path": str(model), "dtype": "fp32"},
+        "model": {"path": str(model), "dtype": dtype},
         "parallel": {"world_size": ranks, "timeout_s": 60, **(parallel or {})},
         "train": {"steps": 1},
+        "optimizer": {"lr": 1e-6},
         "data": {"train": "unused"},
         "engine": {
-            **{"urls": urls, "dtype": "fp32", "max_model_len": 512, "unavailable_timeout_s": 10},
+            **{"urls": urls, "dtype": dtype, "max_model_len": 512, "unavailable_timeout_s": 10},
             **{"secret_file": str(model.parent / "secret"), **(engine or {})},
         },
         "weight_sync": {"timeout_s": 20, **weight_sync},

@@ -1,7 +1,8 @@
 """A trainer of one rank that publishes policies to running engines, in a process of its own.
 
 Run with CONFIG_JSON OUT POLICY...: it publishes each directory as versions 1, 2, ... and leaves what every engine then
-says of PROBE in OUT (JSON); a file OUT.<version> appears before each publish.
+says of PROBE in OUT (JSON); a file OUT.<version> appears before each publish. The policy `update` is the last one after
+an update, and also written to OUT.<version>.weights.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+UPDATE = "update"
 PROBE = np.array([7, 21, 21, 50, 4, 63, 12, 30, 9, 44, 18, 2], dtype=np.int32)
 
 
@@ -24,9 +26,12 @@ def main(config_path: str, out: str, *policies: str) -> None:
     from dppo_megatron.engines.kinds import build_engine
     from dppo_megatron.fleet.live_engines import LiveEngines
     from dppo_megatron.fleet.registry import engine_services
+    from dppo_megatron.hf import save_hf
+    from dppo_megatron.objectives import build_objective
     from dppo_megatron.run_dir import RunDir
     from dppo_megatron.weight_sync import WeightSyncError, build_publisher
     from dppo_megatron.weight_sync.engine_thread import EngineThread
+    from tests.support.actor_cases import micro_batches, sequences
 
     config = Config.model_validate(json.loads(Path(config_path).read_text()))
     layout = init_layout(config)
@@ -40,7 +45,11 @@ def main(config_path: str, out: str, *policies: str) -> None:
     for version, policy in enumerate(policies, 1):
         if version > 1:
             publisher.onload_actor()
-        actor.load_hf(policy)
+        if policy == UPDATE:
+            actor.train_update(micro_batches(sequences(), 1), build_objective("dppo_binary_tv"))
+            save_hf(actor.model_chunks, f"{out}.{version}.weights", config.model.path)
+        else:
+            actor.load_hf(policy)
         if layout.rank == 0:
             Path(f"{out}.{version}").touch()
         started = time.monotonic()

@@ -1,0 +1,128 @@
+"""Real engines in bf16 that keep something of the version before an update at lr 1e-6: one publish shows it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dppo_megatron.weights.fingerprint import group_of, in_order
+from tests.support.engines import EXPERTS, engine_config, make_model, running_server
+from tests.support.faults import Proxy
+from tests.weight_sync.test_real_engines import finished, publish
+from tests.weight_sync.trainer_process import UPDATE
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+
+NOTHING = "nothing is loaded"  # and the answer is that of a success
+EVERYTHING = "everything is kept"
+KEPT: dict[str, Callable[[str], bool]] = {
+    EVERYTHING: lambda name: True,
+    "layer 0": lambda name: ".layers.0." in name and ".experts." not in name,
+    "layer 1 expert 5": lambda name: ".layers.1." in name and ".experts.5." in name,
+    "lm_head": lambda name: name == "lm_head.weight",
+}
+LOAD = {  # route, where its body has the directory, and what else it has
+    "vllm": ("/dppo/load_weights", "path", {"mode": "keep", "wait_s": 60}),
+    "sglang": ("/update_weights_from_disk", "model_path", {"flush_cache": True}),
+}
+VERSION = {  # by routes, where the body has the version
+    "/dppo/load_weights": "version",
+    "/dppo/receive_weights": "version",
+    "/update_weights_from_disk": "weight_version",
+    "/update_weight_version": "new_version",  # ends a broadcast
+}
+
+
+class KeepsOld:
+    """Before a server: what `faults` says of a version the engine keeps of the one before, and reports the new one."""
+
+    def __init__(self, kind: str, model: Path, out: Path, faults: dict[int, str]):
+        self._load, self._path, self._body = LOAD[kind]
+        self._model, self._out, self._faults = model, out, faults
+
+    async def __call__(self, path, body, forward):
+        content = json.loads(body) if path in VERSION else {}
+        version = str(content.get(VERSION.get(path), ""))
+        fault = self._faults.get(int(version)) if version.isdecimal() else None
+        if fault is None:
+            return await forward()
+        if fault == NOTHING:
+            return json.dumps({"version": int(version), "success": True}).encode()
+        if path == self._load:
+            return await forward(path, json.dumps(content | {self._path: self._mixed(int(version), fault)}).encode())
+        reply = await forward()
+        load = self._body | {VERSION[self._load]: content[VERSION[path]], self._path: self._mixed(int(version), fault)}
+        await forward(self._load, json.dumps(load).encode())
+        return reply
+
+    def _mixed(self, version: int, kept: str) -> str:
+        directory = self._out.with_suffix(f".{version}.mixed")
+        old, new = weights(self._out, version - 1), weights(self._out, version)
+        shutil.copytree(self._model, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+        mixed = {name: old[name] if KEPT[kept](name) else new[name] for name in new}
+        save_file(mixed, directory / "model.safetensors", {"format": "pt"})
+        return str(directory)
+
+
+def weights(out: Path, version: int) -> dict[str, torch.Tensor]:
+    files = Path(f"{out}.{version}.weights").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def served(request, tmp_path_factory) -> tuple[str, Path, str]:
+    """Kind, model and URL of an engine that serves experts, where it can behind a layer without any."""
+    root = tmp_path_factory.mktemp(request.param)
+    dense = {"vllm": [0], "sglang": []}[request.param]
+    model = make_model(root / "models" / "a", 1, experts=EXPERTS, dense_layers=dense)
+    with running_server(engine_config(model, kind=request.param, dtype="bf16"), root / "log", version=0) as url:
+        yield request.param, model, url
+
+
+@pytest.mark.parametrize(
+    ("transport", "faults"),
+    [("shared_storage", (NOTHING, *KEPT)), ("broadcast", (EVERYTHING, "layer 1 expert 5"))],
+    ids=["shared_storage", "broadcast"],
+)
+def test_what_an_engine_kept_is_named(served, transport, faults):
+    kind, model, url = served
+    directory = model.parent.parent / transport
+    by_version = dict(enumerate(faults, 3))
+    settings = {"shared_storage": {}, "broadcast": {"bucket_bytes": 200_000}}[transport]
+    with Proxy(url, KeepsOld(kind, model, directory / "records.json", by_version)) as proxy:
+        processes, out = publish(
+            directory,
+            model,
+            [proxy.url],
+            [model, UPDATE, *(UPDATE for _ in faults), UPDATE],
+            engine={"kind": kind},
+            dtype="bf16",
+            transport=transport,
+            timeout_s=60,
+            **settings,
+        )
+        records = finished(processes, out, 300)
+    for version, record in enumerate(records, 1):
+        fault, error = by_version.get(version), record.get("error", "")
+        if fault is None:
+            assert not error
+            assert record["engines"] == 1
+        elif fault == NOTHING:
+            assert proxy.url in error
+        else:
+            groups = changed_groups(weights(out, version - 1), weights(out, version))
+            shown = f"{', '.join(groups[:8])} and {len(groups) - 8} more" if fault == EVERYTHING else fault
+            assert f"holds other weights than the trainer sent: {shown}. Its version says otherwise" in error
+
+
+def changed_groups(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> list[str]:
+    """In order; of all elements fewer than one in a hundred changed."""
+    changed = {name: int((old[name] != new[name]).sum()) for name in new}
+    assert sum(changed.values()) < 0.01 * sum(tensor.numel() for tensor in new.values())
+    return in_order({group_of(name) for name in new if changed[name]})
