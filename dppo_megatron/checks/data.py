@@ -28,17 +28,17 @@ def problems(config: Config, hf: HFModelConfig | None, notes: list[str]) -> list
             out.append(str(error))
     (train, _), *more = config.data.train_files
     named = [("data.train", train), *((f"data.more.{number}.path", path) for number, (path, _) in enumerate(more))]
-    graded = [(setting, path, config.reward) for setting, path in named]
+    graded = [(setting, path, config.data, config.reward) for setting, path in named]
     for name, chosen in config.eval_sets.items():
         setting = f"eval.sets.{name}.path" if name in config.eval.sets else "data.eval"
-        graded.append((setting, chosen.path, chosen.reward or config.reward))
+        graded.append((setting, chosen.path, config.data_of(chosen), chosen.reward or config.reward))
     files: list[tuple[PromptFile, RewardConfig]] = []
-    for setting, path, reward in graded:
+    for setting, path, data, reward in graded:
         if not path.exists() and "*" not in path.name:
             out.append(f"{setting} = {path}: no such file; it must hold one JSON object a line, or be a table")
         elif tokenizer is not None:
             try:
-                file = PromptFile(path, tokenizer, config.data)
+                file = PromptFile(path, tokenizer, data)
             except ValueError as error:
                 out.append(str(error))
             else:

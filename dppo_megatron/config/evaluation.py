@@ -16,7 +16,8 @@ SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 class EvalSet(Section):
     """Prompts that are not trained on, and how they are answered and graded."""
 
-    path: FilePath = Field(description="as data.train; columns, template and lengths are those of `data`")
+    path: FilePath = Field(description="as data.train; columns and longest prompt are those of `data`")
+    prompt_template: str | None = Field(None, description="text around the prompt; default: data.prompt_template")
     n: Count = Field(1, le=2**16, description="answers to each prompt: the n of avg@n, pass@k and maj@n")
     temperature: Float = Field(0.0, ge=0, le=100, description="0 = greedy, for n = 1")
     top_p: Float = Field(1.0, gt=0, le=1, description="may be below 1: nothing is trained from these answers")

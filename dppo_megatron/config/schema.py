@@ -332,7 +332,7 @@ class Config(Section):
 
     @property
     def eval_sets(self) -> dict[str, EvalSet]:
-        """Every set that is evaluated, by name, with its own or the default length and grader."""
+        """Every set that is evaluated, by name, with its own or the default length, grader and template."""
         heldout = {} if self.data.eval is None else {HELDOUT: EvalSet(path=self.data.eval)}
         longest = self.eval.max_response_tokens or self.rollout.max_response_tokens
         return {
@@ -340,10 +340,15 @@ class Config(Section):
                 update={
                     "max_response_tokens": one.max_response_tokens or longest,
                     "reward": one.reward or self.reward,
+                    "prompt_template": one.prompt_template or self.data.prompt_template,
                 }
             )
             for name, one in (heldout | self.eval.sets).items()
         }
+
+    def data_of(self, one: EvalSet) -> DataConfig:
+        """How the rows of one of `eval_sets` are read."""
+        return self.data.model_copy(update={"prompt_template": one.prompt_template})
 
     @property
     def response_tokens(self) -> dict[str, int]:

@@ -168,7 +168,9 @@ class _Setting:
             own = chosen.reward != config.reward or rewards is None
             sets[name] = Evaluated(
                 chosen,
-                PromptSource(chosen.path, self.tokenizer, config.data, config.run.seed, tools=self.tools).once(),
+                PromptSource(
+                    chosen.path, self.tokenizer, config.data_of(chosen), config.run.seed, tools=self.tools
+                ).once(),
                 pools.enter_context(RewardPool(chosen.reward)) if own else rewards,
                 episodes,
             )

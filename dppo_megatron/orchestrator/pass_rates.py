@@ -40,6 +40,7 @@ def measure(bank: Path, pass_reward: float = 1.0) -> str:
     graded, right = sum(m.graded for m in found), sum(m.right for m in found)
     always, never = sum(m.graded == m.right > 0 for m in found), sum(m.graded > 0 == m.right for m in found)
     share = f"{right / graded:.1%} right" if graded else "none right"
+    share += f" (reward of at least {pass_reward:g})"
     return f"{len(found)} prompts, {graded} graded answers, {share}; {always} prompts always solved, {never} never"
 
 

@@ -98,7 +98,10 @@ def test_prompts_are_kept_by_their_pass_rate_and_the_others_counted(measured, tm
         "  left out: 1 without a graded answer",
         "  left out: 1 not sampled",
     ]
-    assert measure(measured) == "6 prompts, 19 graded answers, 52.6% right; 1 prompts always solved, 1 never"
+    assert (
+        measure(measured)
+        == "6 prompts, 19 graded answers, 52.6% right (reward of at least 1); 1 prompts always solved, 1 never"
+    )
 
 
 def test_what_cannot_be_kept_is_an_error(measured, tmp_path):

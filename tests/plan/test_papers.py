@@ -1,0 +1,56 @@
+"""The configs of the papers: each with every method of their README passes all rules, and fits what it names."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.checks import load_config, slurm
+from dppo_megatron.plan import Cluster, RankBuilder, hardware, make_plan, report
+
+ROOT = Path(__file__).parents[2]
+PAPERS = ROOT / "examples/papers"
+CONFIGS = sorted(PAPERS.glob("*.yaml"))
+OPTIONS = re.findall(r"^\| ([^|`]+) \| `(--set .*)` \|$", (PAPERS / "README.md").read_text(), re.MULTILINE)
+NODES = re.compile(r"--nodes (\d+) --gpus-per-node 8 --gpu (\S+)")
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)  # paths of the configs
+
+
+def overrides(options: str) -> list[str]:
+    return [word for word in shlex.split(options) if word != "--set"]
+
+
+def test_the_readme_names_every_config_and_many_methods():
+    text = (PAPERS / "README.md").read_text()
+    assert all(f"`{path.name}`" in text for path in CONFIGS)
+    assert len(CONFIGS) == 5
+    assert len(OPTIONS) == 16
+
+
+@pytest.mark.parametrize(("method", "options"), OPTIONS, ids=[name for name, _ in OPTIONS])
+def test_every_method_goes_with_every_config_it_is_for(method, options):
+    for path in CONFIGS:
+        if "experts only" not in method or "a3b" in path.stem:
+            config = load_config(path, overrides(options))
+            assert config.checkpoint.keep_rollouts == 0
+            assert config.optimizer.weight_decay == 0.01
+            assert {one.n for one in config.eval_sets.values()} <= {16, 32}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_each_fits_the_machines_that_it_names(path):
+    nodes, gpu = NODES.search(path.read_text()).groups()
+    with RankBuilder() as builder:
+        plan = make_plan(load_config(path), Cluster(int(nodes), 8, hardware(gpu)), builder)
+    assert plan.fits, report(plan, [])
+    assert "with checkpoint.keep_rollouts = 0" in report(plan, [])
+    assert slurm.problems(plan.config, None) == []
+    assert plan.config.slurm.trainer_nodes == int(nodes)
