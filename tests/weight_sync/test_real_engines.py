@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -16,7 +17,8 @@ import pytest
 from dppo_megatron.engines.sglang.server import sglang_python
 from dppo_megatron.fleet.registry import free_port
 from tests.support.engines import EXPERTS, Reference, engine_config, make_model, running_server
-from tests.weight_sync.trainer_process import PROBE
+from tests.support.faults import Proxy
+from tests.weight_sync.trainer_process import PROBE, WAIT
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 TOLERANCE = 1e-4
@@ -176,38 +178,67 @@ def test_an_engine_killed_during_an_update_is_named_within_the_time_out(dense, t
     assert second["seconds"] < 3 * 10
 
 
-def test_a_frozen_engine_is_left_out_within_the_time_out(two_servers, dense, tmp_path):
-    """The other one goes on with the new policy, and so do the trainer's ranks, whose collectives end sooner than
-    health checks find out."""
+class FreezesAt:
+    """Before a server: `family` stands still from a moment after a request to the route `phases[number]` in publish
+    `number`, until the next publish begins."""
+
+    def __init__(self, family: list[psutil.Process], out: Path, phases: dict[int, str]):
+        self._family, self._out, self._phases = family, out, phases
+        self.frozen: list[str] = []
+
+    async def __call__(self, path, body, forward):
+        number = max((int(file.suffix[1:]) for file in self._out.parent.glob(f"{self._out.name}.*")), default=0)
+        if self._phases.get(number) != path:
+            return await forward()
+        del self._phases[number]
+        reply = asyncio.ensure_future(forward())
+        await asyncio.sleep(0.02)
+        self.frozen.append(path)
+        for process in self._family:
+            process.suspend()
+        while not Path(f"{self._out}.{number + 1}").exists():
+            await asyncio.sleep(0.01)
+        self.thaw()
+        return await reply
+
+    def thaw(self) -> None:
+        for process in self._family:
+            process.resume()
+
+
+@pytest.mark.parametrize(
+    ("transport", "phases"),
+    [
+        ("shared_storage", ("load_weights", "score", "held_weights")),
+        ("broadcast", ("join_weight_group", "receive_weights", "score", "held_weights")),
+    ],
+)
+def test_an_engine_frozen_in_any_phase_is_left_out(two_servers, dense, tmp_path, transport, phases):
+    """The other one goes on with the new policy, and so do the trainer's ranks, whose collectives may take less time
+    than it takes to find out. The next publish has both again, or nothing would freeze in it."""
     a, b = dense
     server = listening(two_servers[1])
-    family = [server, *server.children(recursive=True)]
-    checks = {"health_interval_s": 1, "health_timeout_s": 4, "health_failures": 3}
-    processes, out = publish(
-        tmp_path,
-        a,
-        two_servers,
-        [a, b, a],
-        ranks=2,
-        parallel={"tensor": 2, "timeout_s": 10},
-        engine=checks,
-        transport="broadcast",
-        bucket_bytes=4096,
-        timeout_s=20,
-    )
+    routes = {2 * place + 1: f"/dppo/{phase}" for place, phase in enumerate(phases)}
+    hook = FreezesAt([server, *server.children(recursive=True)], tmp_path / "records.json", dict(routes))
+    settings = {"shared_storage": {}, "broadcast": {"bucket_bytes": 4096}}[transport]
     try:
-        while not Path(f"{out}.2").exists():
-            time.sleep(0.001)
-        for process in family:
-            process.suspend()
-        while not Path(f"{out}.3").exists():
-            assert processes[0].poll() is None
-            time.sleep(0.05)
+        with Proxy(two_servers[1], hook) as proxy:
+            processes, out = publish(
+                tmp_path,
+                a,
+                [two_servers[0], proxy.url],
+                [a, WAIT, b, WAIT] * (len(phases) // 2) + [a] * (len(phases) % 2),
+                ranks=2,
+                parallel={"tensor": 2, "timeout_s": 10},
+                engine={"health_interval_s": 0.5, "health_timeout_s": 2, "health_failures": 3},
+                transport=transport,
+                timeout_s=10,
+                **settings,
+            )
+            records = finished(processes, out, 300)
     finally:
-        for process in family:
-            process.resume()
-    first, second, _ = finished(processes, out)
-    assert first["engines"] == 2
-    assert second["engines"] == 1
-    assert second["seconds"] < 3 * 20
-    assert np.abs(np.array(second["scores"][two_servers[0]]) - Reference(b).score(PROBE)).max() < TOLERANCE
+        hook.thaw()
+    assert hook.frozen == list(routes.values())
+    for record, policy in zip(records, (a, b) * 2, strict=False):
+        assert record["engines"] == 1
+        assert np.abs(np.array(record["scores"][two_servers[0]]) - Reference(policy).score(PROBE)).max() < TOLERANCE

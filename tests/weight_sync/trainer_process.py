@@ -2,7 +2,7 @@
 
 Run with CONFIG_JSON OUT POLICY...: it publishes each directory as versions 1, 2, ... and leaves what every engine then
 says of PROBE in OUT (JSON); a file OUT.<version> appears before each publish. The policy `update` is the last one after
-an update, and also written to OUT.<version>.weights.
+an update, and also written to OUT.<version>.weights. `wait` stands for no publish: it lasts until every engine is idle.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-UPDATE = "update"
+UPDATE, WAIT = "update", "wait"
+WAIT_S = 60.0
 PROBE = np.array([7, 21, 21, 50, 4, 63, 12, 30, 9, 44, 18, 2], dtype=np.int32)
 
 
 def main(config_path: str, out: str, *policies: str) -> None:
     warnings.simplefilter("ignore")
     from dppo_megatron.actor import Actor, init_layout
+    from dppo_megatron.common.ranks import Ranks
     from dppo_megatron.config import Config
     from dppo_megatron.engines.kinds import build_engine
     from dppo_megatron.fleet.live_engines import LiveEngines
@@ -45,6 +47,11 @@ def main(config_path: str, out: str, *policies: str) -> None:
     for version, policy in enumerate(policies, 1):
         if version > 1:
             publisher.onload_actor()
+        if policy == WAIT:
+            if layout.rank == 0:
+                Path(f"{out}.{version}").touch()
+            Ranks(2 * WAIT_S).from_rank_zero(lambda: _wait_until_idle(engines), "the engines to be idle")
+            continue
         if policy == UPDATE:
             actor.train_update(micro_batches(sequences(), 1), build_objective("dppo_binary_tv"))
             save_hf(actor.model_chunks, f"{out}.{version}.weights", config.model.path)
@@ -66,6 +73,16 @@ def main(config_path: str, out: str, *policies: str) -> None:
         Path(out).write_text(json.dumps(records))
     publisher.close()
     layout.close()
+
+
+def _wait_until_idle(engines) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        answers, silent = engines.start(lambda live: live.answering()).result()
+        if not silent and all(info.updating_s is None for info in answers.values()):
+            return
+        assert time.monotonic() < deadline, silent
+        time.sleep(0.1)
 
 
 def _scores(engines) -> dict[str, list[float]]:
