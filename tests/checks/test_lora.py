@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dppo_megatron.checks import settings_problems
+from dppo_megatron.checks import objective, serving, settings_problems
 from dppo_megatron.config import Config
+from dppo_megatron.hf import parse_hf_config
+from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE
 from tests.support.configs import make_config
 
 ADAPTER = {"lora": "adapter"}
@@ -39,3 +41,20 @@ def test_what_cannot_be_combined_is_refused(changes, told):
     problems = settings_problems(config(**changes))
     assert len(problems) == (told is not None)
     assert told is None or told in problems[0]
+
+
+@pytest.mark.parametrize(("model", "refused"), [(QWEN3, False), (QWEN3_MOE, True), (DEEPSEEK, True)])
+def test_engines_take_adapters_of_dense_models_alone(model, refused):
+    engine = {"max_model_len": 64}
+    found = serving.problems(config(weight_sync=ADAPTER, engine=engine), parse_hf_config(model, "x"))
+    assert any("adapters of experts or of latent attention" in problem for problem in found) == refused
+    assert serving.problems(config(engine=engine), parse_hf_config(model, "x")) == []
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_a_reference_must_be_what_training_starts_from(coefficient):
+    settings = {"reference_kl": "k3", "reference_kl_coefficient": coefficient} if coefficient else {}
+    made = config(model={"lora": {"r": 8, "adapter": "other"}}, objective={"settings": settings})
+    found = objective.problems(made, [])
+    assert any("model.lora.adapter = other: the reference of" in problem for problem in found) == bool(coefficient)
+    assert objective.problems(config(objective={"settings": settings}), []) == []
