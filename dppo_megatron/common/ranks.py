@@ -9,8 +9,10 @@ collective, so it may take as long as somebody reports that work goes on (`alive
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import itertools
+import os
 import pickle
 import time
 import zlib
@@ -34,6 +36,7 @@ _NAMES_SHOWN = 8
 _SIGNATURE = "sha256"
 _secret = b""  # that of the run, which values are signed with
 
+_attempts: WeakKeyDictionary[dist.Store, bytes] = WeakKeyDictionary()  # what this one is known by, by store
 _numbers: WeakKeyDictionary[dist.Store, Iterator[int]] = WeakKeyDictionary()  # of this process's agreements, by store
 
 
@@ -78,6 +81,7 @@ class Ranks:
         self.rank, self.size = rank, size
         self._timeout_s = store.timeout.total_seconds() if timeout_s is None else timeout_s
         self._store = dist.PrefixStore("agreements", store)
+        self._of_attempt = store
         self._number = _numbers.setdefault(store, itertools.count())
         self._poll_s = max(POLL_S, POLL_S_PER_RANK * size)
         self._reported = 0.0
@@ -143,6 +147,16 @@ class Ranks:
             self._wait([everyone], what, missing)
             return self._take(everyone, self.size - 1)
 
+    def begin_attempt(self) -> None:
+        """From now on values that were signed with the run's secret in an earlier attempt, and heard, are refused."""
+        if self.size == 1:
+            return
+        mine = os.urandom(16)
+        everyone = self.gather(mine, "every rank's part of what this attempt is known by")
+        if everyone[self.rank] != mine:
+            raise RanksForged(f"rank {self.rank}: the store holds values of an earlier attempt of this run")
+        _attempts[self._of_attempt] = hashlib.sha256(b"".join(everyone)).digest()
+
     def new_name(self) -> str:
         """The same on every rank, and never again."""
         return f"name-{next(self._number)}" if self.size > 1 else ""
@@ -188,7 +202,7 @@ class Ranks:
 
     def _set(self, key: str, value: Any) -> None:
         data = zlib.compress(pickle.dumps(value), 1)
-        data = _signature(key, data) + data
+        data = self._signature(key, data) + data
         parts = range(0, len(data), MOST_BYTES)
         for index, first in enumerate(parts):
             self._store.set(f"{key}/part-{index}", data[first : first + MOST_BYTES])
@@ -202,11 +216,14 @@ class Ranks:
             for used in (key, *parts, *([f"{key}/readers"] if readers > 1 else [])):
                 self._store.delete_key(used)
         size = len(_signature(key, b""))
-        if not hmac.compare_digest(data[:size], _signature(key, data[size:])):
+        if not hmac.compare_digest(data[:size], self._signature(key, data[size:])):
             raise RanksForged(
                 f"rank {self.rank}: what the store holds as {key} is not of a rank with this run's secret"
             )
         return pickle.loads(zlib.decompress(data[size:]))
+
+    def _signature(self, key: str, data: bytes) -> bytes:
+        return _signature(key, _attempts.get(self._of_attempt, b"") + data)
 
     @contextmanager
     def _waiting_for(self, what: str) -> Iterator[None]:

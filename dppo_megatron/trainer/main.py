@@ -8,7 +8,7 @@ from functools import partial
 from dppo_megatron.actor import Actor, Layout, init_layout
 from dppo_megatron.bank import BankReader
 from dppo_megatron.common.open_files import raise_limit
-from dppo_megatron.common.ranks import authenticate
+from dppo_megatron.common.ranks import Ranks, authenticate
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
@@ -49,6 +49,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     make_secret(config)
     authenticate(read_secret(config))
     layout = init_layout(config)
+    Ranks().begin_attempt()
     setup_logging(f"trainer-{layout.rank}", run.root)
     objective = build_objective(config.objective.name, **config.objective.settings)
     control = Control(config.run.stall_timeout_s)

@@ -153,6 +153,34 @@ def test_a_value_of_somebody_who_reached_the_store_is_not_unpickled(tmp_path, mo
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_value_of_an_earlier_attempt_is_refused_though_it_bears_the_runs_secret(monkeypatch):
+    monkeypatch.setattr(agreements, "_secret", b"of this run")
+
+    def attempt(store: dist.Store) -> list[Ranks]:
+        ranks = [Ranks.over(dist.PrefixStore("p", store), rank, 2, 5) for rank in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(Ranks.begin_attempt, ranks))
+        return ranks
+
+    first, second = dist.HashStore(), dist.HashStore()
+    before, now = attempt(first), attempt(second)
+    with ThreadPoolExecutor(1) as pool:  # what rank 0 says of the same agreement in both
+        pool.submit(before[0].from_rank_zero, lambda: "old", "a value").result()
+    for name in ("1", "1/part-0"):
+        second.set(f"p/agreements/{name}", first.get(f"p/agreements/{name}"))
+    with pytest.raises(RanksForged, match="rank 1: what the store holds as 1 "):
+        now[1].from_rank_zero(dict, "a value")
+    assert before[1].from_rank_zero(dict, "a value") == "old"
+
+
+def test_an_attempt_does_not_begin_with_the_values_of_another(monkeypatch):
+    monkeypatch.setattr(agreements, "_secret", b"of this run")
+    store = dist.HashStore()
+    Ranks.over(store, 0, 2, 5)._set("0/all", [b"old", b"older"])
+    with pytest.raises(RanksForged, match="rank 1: the store holds values of an earlier attempt"):
+        Ranks.over(store, 1, 2, 5).begin_attempt()
+
+
 def _unreadable() -> None:
     b"\xff".decode()
 
