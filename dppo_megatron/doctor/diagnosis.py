@@ -19,6 +19,7 @@ from .vocabulary import Vocabulary
 SIGNS = (
     signs_of_rollouts.constant_reward,
     signs_of_training.no_learning_signal,
+    signs_of_training.reward_stands_still,
     signs_of_training.rewards_failed,
     signs_of_rollouts.cloned_samples,
     signs_of_rollouts.other_temperature,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from .sign import Evidence, sign
 from .steps import Past, Step
 
+STILL = 50  # steps
+
 
 @sign("everything masked", "a smaller optimizer.lr or fewer updates a step; check delta against the divergence's unit")
 def everything_masked(step: Step, past: Past) -> Evidence:
@@ -81,6 +83,19 @@ def no_learning_signal(step: Step, past: Past) -> Evidence:
     if mean is not None and past.reward_means and _improved(step, past):
         return None  # solved, by and by
     return f"in {without:.0f} of {groups} groups all samples have the same reward"
+
+
+@sign("reward stands still", "read answers with low reward; another optimizer.lr, delta or grader; easier prompts")
+def reward_stands_still(step: Step, past: Past) -> Evidence:
+    """With a signal, for fifty steps, and not because the prompts are solved."""
+    means = past.reward_means[-STILL:]
+    if len(past.reward_means) < STILL or not step.setting("optimizer.lr"):
+        return None
+    span, few = past.highest_reward - past.lowest_reward, STILL // 5
+    before, now = sum(means[:few]) / few, sum(means[-few:]) / few
+    if now > before + 0.02 * span or now > past.highest_reward - 0.1 * span:
+        return None
+    return f"mean reward {now:.3g}, {before:.3g} {STILL} steps before"
 
 
 @sign("engine and trainer differ from the start", "compare temperature, dtype and model of engine and trainer")

@@ -21,7 +21,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")]  # of
 
 
 class StudyFile(Section):
-    base: FilePath = Field(description="config of every run; relative to the study file")
+    base: FilePath = Field(description="config of every run")
     settings: Settings = Field(default={}, description="of every run, on top of base")
     methods: dict[Name, Settings] = Field(
         min_length=1, description="the first one is what the others are compared with"
@@ -55,7 +55,6 @@ class Cell:
 @dataclass(frozen=True, slots=True)
 class Study:
     file: StudyFile
-    base: Path
     cells: tuple[Cell, ...]
 
 
@@ -75,20 +74,21 @@ def read_study(path: Path, directory: Path) -> Study:
         problems += [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
     if problems:
         raise ConfigError(str(path), problems)
-    base = path.parent / file.base
-    return Study(file, base, tuple(_cells(file, base, directory)))
+    return Study(file, tuple(_cells(file, directory)))
 
 
-def _cells(file: StudyFile, base: Path, directory: Path) -> Iterator[Cell]:
+def _cells(file: StudyFile, directory: Path) -> Iterator[Cell]:
     for seed in file.seeds:
         for condition, of_condition in file.conditions.items():
             for method, of_method in file.methods.items():
                 settings = {**file.settings, **of_condition, **of_method, "run.seed": seed}
                 settings["run.dir"] = str(directory / "runs" / method / condition / f"seed-{seed}")
                 try:
-                    config = load_config(base, overrides(settings))
+                    config = load_config(file.base, overrides(settings))
                 except ConfigError as error:
-                    raise ConfigError(f"{method} / {condition} / seed {seed}, on {base}", error.violations) from None
+                    raise ConfigError(
+                        f"{method} / {condition} / seed {seed}, on {file.base}", error.violations
+                    ) from None
                 yield Cell(method, condition, seed, config, _hash(config))
 
 

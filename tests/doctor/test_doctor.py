@@ -204,6 +204,31 @@ def test_engine_and_trainer_that_differ_from_the_start(tmp_path, model):
     assert diagnose(run).findings["engine and trainer differ from the start"].since == 1
 
 
+def of_metrics(tmp_path: Path, rewards: list[float]) -> Path:
+    """A run without its bank."""
+    config = {"optimizer": {"lr": 1e-4}, "rollout": {"prompts_per_step": GROUPS}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = [HEALTHY_ROW | {"step": i, "time": float(i), "rollout/reward_mean": r} for i, r in enumerate(rewards, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def noisy(rise: float, steps: int = 80) -> list[float]:
+    rng = np.random.default_rng(1)
+    return [float(r) for r in 0.4 + rise * np.arange(steps) / steps + 0.05 * rng.normal(size=steps)]
+
+
+def test_a_reward_that_stands_still(tmp_path):
+    findings = diagnose(of_metrics(tmp_path, noisy(0.0))).findings
+    assert list(findings) == ["reward stands still"]
+    assert findings["reward stands still"].since > 50
+
+
+@pytest.mark.parametrize("rewards", [noisy(0.3), [0.2 + 0.1 * min(i, 8) for i in range(80)]], ids=["rises", "solved"])
+def test_a_reward_that_does_not_stand_still(rewards, tmp_path):
+    assert diagnose(of_metrics(tmp_path, rewards)).findings == {}
+
+
 def solved(step: int, row: Row, groups: Groups) -> Groups:
     """Ever more prompts are answered by all samples."""
     row["train/entropy"] = 1.0 / 4**step
