@@ -152,11 +152,28 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
             if os.getpid() != own:  # foreign code forked, and this is the child
                 os._exit(0)
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it left behind would end the next sample
+            _open_streams()
             _reply(channel, number, reply)
             request = _request(channel, number + 1)
             reply = {"parts": answer(request)}
     except (EOFError, OSError):  # the pool is gone, or foreign code closed the channel
         os._exit(0)
+
+
+def _open_streams() -> None:
+    """stdout and stderr, where a sample closed them: the next one may print."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
+        try:
+            getattr(sys, name).flush()  # what is left would fail whoever closes it
+        except Exception:
+            setattr(sys, name, os.fdopen(descriptor, "w", errors="backslashreplace", closefd=False))
 
 
 def _request(channel: Channel, number: int) -> bytes:

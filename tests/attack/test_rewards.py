@@ -64,6 +64,12 @@ def test_a_process_that_is_ruined_costs_its_own_sample_alone(seed):
         check(["ok"] * 8, *asyncio.run(rewards.score(PROMPT, ["ok"] * 8)))
 
 
+def test_streams_that_one_sample_closed_are_open_for_the_next():
+    names = ["close stdout", "print", "close stdout", "ok"]
+    with pool("sync", workers=1) as rewards:
+        check(names, *asyncio.run(rewards.score(PROMPT, names)))
+
+
 @pytest.mark.parametrize("name", ["rubbish", "one byte", "much rubbish", "not JSON"])
 def test_rubbish_on_the_channel_is_no_wait(name, caplog):
     with pool("sync", workers=1, timeout_s=60.0) as rewards:
