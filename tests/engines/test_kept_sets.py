@@ -82,7 +82,7 @@ def test_sets_of_interrupted_and_crowded_samples_are_their_own(served):
             engine.generate(group("full", n=2, max_tokens=60, topk=3)),
             engine.generate(group("cut", n=4, max_tokens=200, first_seed=50, **truncated(served))),
         )
-        while (await engine.info()).running < 4:
+        while not (await engine.info()).running:  # the short ones may have ended when the server answers
             await asyncio.sleep(0.002)
         await engine.generate(group("pace", n=1, max_tokens=12))
         await engine.abort("cut")
