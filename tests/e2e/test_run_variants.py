@@ -38,6 +38,10 @@ VARIANTS = {
     },
     "fp16_engine": {"engine": {"dtype": "fp16"}, "weight_sync": {"probe_tolerance": 0.05}},
     "lora": {"model": {"lora": {"r": 4}}, "weight_sync": {"transport": "broadcast"}},
+    "lora_adapter": {
+        "model": {"lora": {"r": 4, "targets": ["q_proj", "v_proj", "down_proj"]}},
+        "weight_sync": {"lora": "adapter"},
+    },
     # Both as all examples for GPUs have it, and an exact trainer with engines as they are there.
     "bf16": {"model": {"dtype": "bf16"}, **BF16},
     "bf16_engine": BF16,
