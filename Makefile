@@ -33,12 +33,15 @@ quickstart: install
 	$(BIN)/python examples/quickstart/run.py
 
 PYTEST := $(BIN)/python -m pytest --durations=25 --durations-min=1
+# Much of a test is waiting: for a server, for a time-out. WORKERS=0 runs all in one process.
+WORKERS ?= 2
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test: install
-	$(PYTEST) tests
+	$(PYTEST) tests $(SIDE_BY_SIDE)
 
 test-cpu: install
-	$(PYTEST) tests -m "not engines and not faults and not slurm and not integrations"
+	$(PYTEST) tests $(SIDE_BY_SIDE) -m "not engines and not faults and not slurm and not integrations"
 
 test-all: test-cpu test-megatron-next test-engines test-integrations test-slurm
 
@@ -69,7 +72,7 @@ test-slurm: install
 	$(AS_ROOT) $(PYTEST) tests/slurm -m slurm
 
 test-engines: install sglang
-	$(PYTEST) tests -m engines
+	$(PYTEST) tests $(SIDE_BY_SIDE) -m engines
 	$(PYTEST) tests/faults -m faults
 
 test-integrations: $(INTEGRATIONS_STAMP)

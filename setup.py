@@ -50,6 +50,7 @@ setup(
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",  # two processes: much of a test is waiting
             "hypothesis>=6.100",
             "peft>=0.17",  # what we save as an adapter it must load
             "ruff>=0.9",
