@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from dppo_megatron.bank import BankReader
 from tests.support.runs import config_tree, run, start, wait_until, write_config
 
 pytestmark = pytest.mark.slow
@@ -58,3 +59,31 @@ def test_other_settings_are_no_resume(configured, engine):
     changed = run("eval", config, "--url", engine.url, "--resume", "--set", "eval.sets.sums.n=8", check=False)
     assert changed.returncode == 2
     assert "eval.sets.sums.n = 8: the run was started with 64" in changed.stderr
+
+
+def test_a_bank_is_filled_without_a_trainer_and_prompts_are_kept_by_it(task, engine, tmp_path):
+    """Killed half-way and continued; the answers that count are all there, once."""
+    tree = config_tree(task, tmp_path / "run", urls=(engine.url,))
+    tree["rollout"]["max_concurrent_groups"] = 1
+    config = write_config(tree, tmp_path / "c.yaml")
+    arguments = ("sample", config, "--n", "16", "--prompts", "200")
+    process = start(*arguments, output=tmp_path / "out")
+    bank = tmp_path / "run/samples/bank"
+    wait_until(lambda: len(list(bank.glob("*.jsonl"))) > 2, "groups", process, tmp_path / "out")
+    process.kill()
+    process.wait()
+    refused = run(*arguments, check=False)
+    assert refused.returncode == 2
+    assert "already holds a run; pass --resume" in refused.stderr
+    done = run(*arguments, "--resume")
+    assert "200 prompts, 3200 graded answers" in done.stdout
+    reader = BankReader(bank)
+    entries = reader.entries(0, reader.refresh())
+    assert sorted(entry.position for entry in entries) == list(range(200))
+    assert {entry.max_version for entry in entries} == {0}
+    out = tmp_path / "some.jsonl"
+    shown = run("data", "filter", "--bank", bank, "--pass-rate", "0:0.9", "--pass-reward", "0.5", out).stdout
+    rates = [json.loads(line)["pass_rate"] for line in out.read_text().splitlines()]
+    assert 0 < len(rates) <= 200
+    assert max(rates) <= 0.9
+    assert " not sampled" in shown
