@@ -110,7 +110,7 @@ $(STAMP): requirements/cpu.lock setup.py
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/cpu.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@# For the kernels' interpreter tests; kept apart, for vLLM's CPU build would take it for the sign of a GPU.
-	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton-interpreter triton==3.9.0
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/triton-interpreter triton==3.9.0
 	touch $(STAMP)
 
 sglang: $(SGLANG_STAMP)
