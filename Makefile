@@ -35,7 +35,7 @@ quickstart: install
 PYTEST := $(BIN)/python -m pytest --durations=25 --durations-min=1
 # Much of a test is waiting: for a server, for a time-out. WORKERS=0 runs all in one process.
 WORKERS ?= 2
-SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 test: install
 	$(PYTEST) tests $(SIDE_BY_SIDE)

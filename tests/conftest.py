@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,18 +22,24 @@ os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(PATHS))
 BY_FILE = ("e2e", "parallel", "attack")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two processes of pytest take a folder at a time, so that no server and no ranks are started twice."""
-    for item in items:
-        if item.config.pluginmanager.hasplugin("xdist"):  # .venv-integrations has none
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Of two processes of pytest each takes a folder at a time, so that no server and no ranks are started twice."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    return ByFolder(config, log)
 
 
-def _group(item: pytest.Item) -> str:
-    folder, file = item.path.relative_to(ROOT / "tests").parts[0], item.path.stem
-    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    if folder == "engines" and "server" in parameters:
-        return "-".join(parameters["server"])
+def group(nodeid: str) -> str:
+    """Tests of one group run in one process: those of a folder or file, of the engines' contract those of a server."""
+    file, _, test = nodeid.partition("::")
+    _, folder, *_ = file.split("/")
+    if folder == "engines" and (server := re.search(r"(vllm|sglang)-(dense|moe)", test)):
+        return server[0]
     return file if folder in BY_FILE else folder
 
 

@@ -31,7 +31,7 @@ def test_the_readme_names_every_config_and_many_methods():
     text = (PAPERS / "README.md").read_text()
     assert all(f"`{path.name}`" in text for path in CONFIGS)
     assert len(CONFIGS) == 5
-    assert len(OPTIONS) == 16
+    assert len(OPTIONS) == 17
 
 
 @pytest.mark.parametrize(("method", "options"), OPTIONS, ids=[name for name, _ in OPTIONS])
