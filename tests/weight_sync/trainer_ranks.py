@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from dppo_megatron import hf
@@ -21,6 +22,7 @@ from tests.support.models import build_gpt
 from tests.support.ranks import megatron_group
 
 TIMEOUT_S = 2.0
+TOKENS = np.arange(len(SCORES) + 1, dtype=np.int32)  # of the weight check
 
 
 @dataclass
@@ -84,7 +86,7 @@ def trainer(models: Path, run: Path, family: str, *, tp=1, pp=1, ep=1, engines=1
             by_url = {engine.url: engine for engine in t.engines}
             book = {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(by_url)}
             thread = EngineThread(lambda: LiveEngines(config, lambda: book, lambda _, url: by_url[url]))
-        t.publisher = build_publisher(config, actor, thread, None if thread is None else SCORES)
+        t.publisher = build_publisher(config, actor, thread, None if thread is None else TOKENS)
         try:
             yield t
         finally:
