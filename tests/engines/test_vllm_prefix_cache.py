@@ -26,5 +26,6 @@ def reader(*, native: bool) -> ExpertsReader:
     ("native", "experts", "skipped"), [(False, True, True), (True, True, False), (False, False, False)]
 )
 def test_only_recorded_experts_need_every_position_computed(native, experts, skipped):
-    params = _params(group("g", experts=experts), 1, reader(native=native))
+    kept = SimpleNamespace(native=False)
+    params = _params(group("g", experts=experts), 1, reader(native=native), kept)
     assert bool(params.skip_reading_prefix_cache) == skipped
