@@ -85,7 +85,6 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         **{f"qwen3:{name}": layout for name, layout in PAIRS.items()},
         **{f"qwen3_moe:{name}": layout for name, layout in {**PAIRS, **EXPERT_PAIRS}.items()},
         "deepseek:ep2_tp2": EXPERT_PAIRS["ep2_tp2"],
-        "qwen3+kept:tp4": {"tensor": 4},
     },
 }
 DPPO = {"name": "dppo_topk_tv", "aggregation": "token_mean", "settings": {"delta": 0.1}}

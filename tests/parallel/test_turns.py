@@ -83,7 +83,7 @@ def turn_models(tmp_path_factory) -> Path:
         generator = torch.Generator().manual_seed(5)
         with BankWriter(root.parent / "turns" / name, PROMPTS, fsync=False) as bank, torch.no_grad():
             for position in range(PROMPTS):
-                bank.append(with_turns(_group(policy, position, generator)))
+                bank.append(with_turns(_group(policy, position, generator, truncated=False)))
     return root
 
 
