@@ -14,7 +14,7 @@ from dppo_megatron.config import Config, save_resolved
 from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
 from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.fleet.registry import engine_urls, forget_all
+from dppo_megatron.fleet.registry import engine_urls
 from dppo_megatron.launch.driver import GRACE_S
 from dppo_megatron.launch.local_processes import LocalLauncher, dppo_command, engine_plans
 from dppo_megatron.observability.durations import duration
@@ -63,7 +63,7 @@ def run_study(study: Study, directory: Path, say: Callable[[str], None], only: i
         todo = [cell for cell in todo if cell is study.cells[only]]
     say(f"{len(study.cells)} runs, {len(todo)} to do{_expected(directory, len(todo))}")
     for cells in _by_engine(study, todo):
-        with _shared_engine(study, cells, directory, say) as settings:
+        with _shared_engine(cells, directory, say) as settings:
             for cell in cells:
                 started = time.monotonic()
                 failed = _train(cell, settings)
@@ -93,12 +93,10 @@ def _engine_key(config: Config) -> str:
 
 
 @contextmanager
-def _shared_engine(
-    study: Study, cells: Sequence[Cell], directory: Path, say: Callable[[str], None]
-) -> Iterator[list[str]]:
+def _shared_engine(cells: Sequence[Cell], directory: Path, say: Callable[[str], None]) -> Iterator[list[str]]:
     """Settings by which runs reach engines that serve all of them; none where each starts its own."""
     config = cells[0].config
-    if len(cells) == 1 or not study.file.share_engine or config.weight_sync.transport != "shared_storage":
+    if len(cells) == 1 or config.weight_sync.transport != "shared_storage":
         yield []
         return
     run = RunDir(directory / "engine")
@@ -114,7 +112,6 @@ def _shared_engine(
     run.make()
     save_resolved(config, run.config)
     make_secret(config)
-    forget_all(run)
     launcher = LocalLauncher(run)
     servers = [launcher.start(plan) for plan in engine_plans(config)]
 
