@@ -120,7 +120,11 @@ def test_few_tokens(tmp_path):
         (EXPERTS, {}, {"world_size": 2, "tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}),
         (LATENT, {}, {}),
         (DENSE, {"lora": {"r": 16}}, {}),
-        (EXPERTS, {"lora": {"r": 8}}, {"world_size": 2, "tensor": 2, "sequence": True, "expert": 2}),
+        (
+            EXPERTS,
+            {"lora": {"r": 8}},
+            {"world_size": 2, "tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
+        ),
     ],
 )
 def test_layouts(tmp_path, hf, model, parallel):
