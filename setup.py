@@ -38,6 +38,7 @@ setup(
     packages=find_packages(include=["dppo_megatron", "dppo_megatron.*"]),
     package_data={
         "dppo_megatron.slurm": ["templates/*.j2"],
+        "dppo_megatron.view": ["page/*"],
         "dppo_megatron.engines.sglang.plugin": ["*.dist-info/*"],  # by which SGLang finds it
     },
     install_requires=["torch>=2.6"],

@@ -112,6 +112,12 @@ class BankReader:
             found += self._entries_of_segment(segment, list(numbers))
         return found
 
+    def segments(self) -> list[tuple[int, int]]:
+        """[start, stop) in the training order of every segment that has groups: of a run those of one step each."""
+        numbers = np.array(self._segments)
+        ends = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+        return [(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True) if b > a]
+
     def read(
         self, entry: BankEntry, samples: Sequence[int] | None = None, parts: Sequence[str] = PARTS
     ) -> RolloutGroup:

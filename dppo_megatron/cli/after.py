@@ -43,6 +43,27 @@ def report(
 
 
 @app.command()
+def view(
+    root: Annotated[Path, typer.Argument(metavar="RUN_OR_BANK", help="run directory, or a bank alone")],
+    out: Annotated[Path | None, typer.Option(help="HTML file to write; default: RUN_OR_BANK/view.html")] = None,
+    model: Annotated[Path | None, typer.Option(help="whose tokenizer; default: the run's model.path")] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="in the browser")] = False,
+) -> None:
+    """Write curves, rollouts and their tokens to one HTML file, which needs no server and no network.
+
+    Of runs that go on, ended or crashed; what cannot be read is said on the page.
+    """
+    import webbrowser
+
+    from dppo_megatron.view import write_view
+
+    path = write_view(root, out, model)
+    typer.echo(path)
+    if open_it:
+        webbrowser.open(path.absolute().as_uri())
+
+
+@app.command()
 def doctor(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="run directory, of a run that goes on or ended")],
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,

@@ -40,3 +40,10 @@ class Vocabulary:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """Of every token by itself, with the space before it where it has one; empty for ids that there are not."""
+        before = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]  # some decoders strip what comes first
+        start = len(self.decode(before))
+        found = self._tokenizer.decode_batch([[*before, token] for token in ids], skip_special_tokens=False)
+        return [text[start:] for text in found]

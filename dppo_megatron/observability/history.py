@@ -92,11 +92,12 @@ def load_history(run_dir: Path, label: str) -> History:
     if not rows:
         raise ReportError(f"{run_dir / METRICS_FILE} holds no metrics: name the directory of a run that trained")
     masked = tuple(read_records(run_dir / MASKED_TOKENS_FILE))
-    return History(label, _settings(run_dir / CONFIG_FILE), rows, tuple(times), masked)
+    return History(label, read_settings(run_dir), rows, tuple(times), masked)
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def read_settings(run_dir: Path) -> dict[str, Any]:
     """Empty where there is no config, or none that can be read: the curves do not depend on it."""
+    path = run_dir / CONFIG_FILE
     try:
         return read_tree(path)[0] if path.is_file() else {}
     except ConfigError:

@@ -1,0 +1,5 @@
+"""A run or a bank as one HTML file that needs no server and no network: docs/view.md."""
+
+from .write import write_view
+
+__all__ = ["write_view"]

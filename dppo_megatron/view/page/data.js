@@ -1,0 +1,47 @@
+// What the page holds: base64 of gzip in script elements, most of it safetensors. Nothing is fetched.
+
+const KINDS = { U8: Uint8Array, I32: Int32Array, F32: Float32Array };
+
+async function load(blob) {
+  const name = `blob-${blob}`;
+  if (!document.getElementById(name) && document.readyState === "loading")
+    await new Promise((done) => document.addEventListener("DOMContentLoaded", done));
+  const text = atob(document.getElementById(name).textContent);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(plain).arrayBuffer();
+}
+
+async function loadJson(name) {
+  return JSON.parse(new TextDecoder().decode(await load(name)));
+}
+
+// {name: typed array}; what the file says of itself is in `of`.
+async function loadTensors(name) {
+  const buffer = await load(name);
+  const size = Number(new DataView(buffer).getBigUint64(0, true));
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, size)));
+  const found = { of: header.__metadata__ ? JSON.parse(header.__metadata__.of) : null };
+  delete header.__metadata__;
+  for (const [key, { dtype, data_offsets: [begin, end] }] of Object.entries(header)) {
+    const Kind = KINDS[dtype];
+    found[key] = new Kind(buffer, 8 + size + begin, (end - begin) / Kind.BYTES_PER_ELEMENT);
+  }
+  return found;
+}
+
+// An element with a class, properties and children; strings become text and never HTML.
+function make(tag, name, ...children) {
+  const element = document.createElement(tag);
+  if (name) element.className = name;
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+function shown(value) {
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? "–" : String(value);
+  if (Number.isInteger(value)) return String(value);
+  const size = Math.abs(value);
+  return size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+}

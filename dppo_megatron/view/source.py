@@ -1,0 +1,115 @@
+"""What is there to be looked at, however damaged: settings, metrics, groups of the bank, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from dppo_megatron.bank import BankEntry, BankError, BankReader
+from dppo_megatron.bank.files import is_local
+from dppo_megatron.config import Config, ConfigError, read_config
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.observability.history import History, ReportError, load_history, read_settings
+from dppo_megatron.run_dir import RunDir
+
+MOST_ROLLOUTS = 100_000  # of a larger bank some steps are shown, evenly spaced
+
+
+class ViewError(ExpectedError, ValueError):
+    """There is nothing to look at."""
+
+
+@dataclass
+class Source:
+    """`root` holds a run, or a bank alone."""
+
+    root: Path
+    is_run: bool
+    history: History
+    bank: Path
+    notes: list[str] = field(default_factory=list)  # what is missing or could not be read, for the page
+    lost: int = 0  # groups that could not be read
+    first_lost: str = ""
+
+    @classmethod
+    def of(cls, root: Path) -> Source:
+        """Raises `ViewError` for a directory that is neither a run nor a bank."""
+        run = RunDir(root)
+        if any(root.glob("segment-*.jsonl")):
+            return cls(root, False, History(root.name, {}, {}, ()), root)
+        if not (run.config.exists() or run.metrics.exists() or run.bank.is_dir()):
+            raise ViewError(f"{root}: neither a run (config.yaml, metrics.jsonl) nor a bank (segment-000000.jsonl)")
+        notes = []
+        try:
+            history = load_history(root, root.resolve().name)
+        except ReportError:
+            history = History(root.resolve().name, read_settings(root), {}, ())
+            notes.append("No metrics: the run has not ended its first step.")
+        bank = Path(history.setting("rollout.bank", str) or run.bank)
+        return cls(root, True, history, bank, notes)
+
+    def config(self) -> Config | None:
+        """None where there is none, or none that this version of the package takes."""
+        if not self.is_run:
+            return None
+        try:
+            return read_config(RunDir(self.root).config)
+        except ConfigError as error:
+            self.notes.append(f"Settings are not known, advantages are the reward minus the group's mean: {error}")
+            return None
+
+    def groups_of_steps(self) -> Iterator[tuple[int, list[BankEntry]]]:
+        """(step from 1, its groups in training order); reads the index alone.
+
+        Step s of a run trains on `rollout.prompts_per_step` groups. A bank alone has a segment for each step.
+        """
+        reader = self.reader = BankReader(self.bank)
+        try:
+            reader.refresh()
+        except BankError as error:
+            self.notes.append(f"The bank cannot be read to its end: {error}")
+        if self.bank.is_dir() and not is_local(self.bank):
+            self.notes.append("The bank lies on a network file system: what came in the last minute may be missing.")
+        size = self.history.setting("rollout.prompts_per_step", int) or 0
+        if size > 0:
+            total = reader.num_groups
+            pieces = [(begin, min(begin + size, total)) for begin in range(0, total, size)]
+        else:
+            pieces = reader.segments()
+        shown = self._some(pieces)
+        for number in shown:
+            try:
+                yield number + 1, reader.entries(*pieces[number])
+            except BankError as error:
+                self.lose(error, pieces[number][1] - pieces[number][0])
+
+    def _some(self, pieces: list[tuple[int, int]]) -> list[int]:
+        """Numbers of the steps to show."""
+        if not pieces:
+            return []
+        try:
+            samples = self.reader.entries(*pieces[0])
+        except BankError:
+            samples = []
+        each = sum(entry.num_samples for entry in samples) or 1
+        most = max(1, MOST_ROLLOUTS // each)
+        if len(pieces) <= most:
+            return list(range(len(pieces)))
+        chosen = np.unique(np.linspace(0, len(pieces) - 1, most).round().astype(int)).tolist()
+        self.notes.append(
+            f"{len(chosen):,} of {len(pieces):,} steps are in the table, evenly spaced, so that it has about "
+            f"{MOST_ROLLOUTS:,} rollouts."
+        )
+        return chosen
+
+    def lose(self, error: Exception, groups: int = 1) -> None:
+        """Counts groups that could not be read."""
+        self.lost += groups
+        self.first_lost = self.first_lost or str(error)
+
+    def all_notes(self) -> list[str]:
+        lost = f"{self.lost:,} groups cannot be read, the first: {self.first_lost}"
+        return self.notes + ([lost] if self.lost else [])

@@ -1,0 +1,199 @@
+"""What the page holds of a run, of a crashed one and of a bank alone. The page itself: test_page.py."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load as load_tensors
+from typer.testing import CliRunner
+
+from dppo_megatron.bank import BankReader
+from dppo_megatron.cli import app
+from dppo_megatron.config import read_config
+from dppo_megatron.trainer.step_samples import StepSamples
+from dppo_megatron.view import rows, source, tokens, write_view
+
+from .runs import GROUPS, HOSTILE, SAMPLES, STEPS, TURNS_AT, write_bank, write_run
+
+BEFORE = Path(__file__).parents[1] / "data" / "run_before"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("view"))
+
+
+class Page:
+    def __init__(self, path: Path):
+        self.html = path.read_text()
+        found = re.findall(r'<script type="text/plain" id="blob-([a-z0-9-]+)">([A-Za-z0-9+/=]*)</script>', self.html)
+        self.blobs = {name: gzip.decompress(base64.b64decode(data)) for name, data in found}
+        self.head = json.loads(self.blobs["head"])
+        self.table = load_tensors(self.blobs["table"])
+
+    @property
+    def notes(self) -> str:
+        return "\n".join(self.head["notes"])
+
+    def tensors(self, name: str) -> dict[str, np.ndarray]:
+        return load_tensors(self.blobs[name])
+
+
+@pytest.fixture(scope="module")
+def page(run) -> Page:
+    return Page(write_view(run))
+
+
+def trained(page: Page) -> np.ndarray:
+    return page.table["set"] == 0
+
+
+def test_a_row_for_each_sample_with_what_the_index_says(run, page):
+    reader = BankReader(run / "bank")
+    entries = reader.entries(0, reader.refresh())
+    table = {name: values[trained(page)] for name, values in page.table.items()}
+    prompts = [entry.position for entry in entries for _ in range(entry.num_samples)]
+    assert table["prompt"].tolist() == prompts
+    np.testing.assert_array_equal(table["reward"], np.concatenate([e.rewards for e in entries]))
+    np.testing.assert_array_equal(table["tokens"], np.concatenate([e.sampled for e in entries]))
+    assert table["step"].tolist() == [1 + p // GROUPS for p in table["prompt"]]
+    assert table["staleness"].tolist() == [min(step - 1, 1) for step in table["step"]]
+    assert table["detail"].all()
+    assert page.head["notes"] == []
+
+
+def test_advantages_are_those_that_the_trainer_computes(run, page):
+    reader, config = BankReader(run / "bank"), read_config(run / "config.yaml")
+    entries = reader.entries(0, reader.refresh())
+    expected = []
+    for begin in range(0, STEPS * GROUPS, GROUPS):
+        of_step = entries[begin : begin + GROUPS]
+        found = StepSamples.of(of_step, config).advantages
+        expected += [a[e.trajectories] for a, e in zip(found, of_step, strict=True)]
+    np.testing.assert_array_equal(page.table["advantage"][trained(page)], np.concatenate(expected))
+    assert not np.array_equal(np.concatenate(expected), page.table["reward"][trained(page)])
+
+
+def test_a_group_holds_the_tokens_of_the_bank(run, page):
+    reader = BankReader(run / "bank")
+    group = reader.read(reader.entries(0, reader.refresh())[TURNS_AT])
+    found = page.tensors(f"group-{TURNS_AT}")
+    assert len(group.rollouts) == SAMPLES + 1  # a trajectory has two branches
+    fields = {"ids": "token_ids", "logprob": "rollout_logprob", "topk_logprob": "rollout_topk_logprob"}
+    for name in ("ids", "logprob", "versions", "topk_ids", "topk_logprob", "spans"):
+        field = fields.get(name, name)
+        np.testing.assert_array_equal(found[name], np.concatenate([getattr(r, field) for r in group.rollouts]), name)
+    counts = [[len(r.token_ids), len(r.versions), len(r.spans)] for r in group.rollouts]
+    assert found["counts"].tolist() == counts
+    texts = json.loads(page.blobs["texts"])
+    assert {texts[str(token)] for token in found["ids"].tolist()} == {chr(t + 30) for t in found["ids"].tolist()}
+
+
+def test_answers_of_evaluations_are_rows_of_their_set(page):
+    table = {name: values[~trained(page)] for name, values in page.table.items()}
+    assert page.head["sets"] == ["training", "sums"]
+    assert (table["set"].tolist(), table["step"].tolist(), table["reward"].tolist()) == ([1, 1], [2, 2], [1.0, 0.0])
+    (record,) = json.loads(page.blobs["answers-0"])
+    assert record["samples"][0]["text"] == HOSTILE
+
+
+def test_curves_have_every_metric_of_every_step(page):
+    curves = page.tensors("curves")
+    assert curves["steps"].tolist() == [1, 2, 3, 4]
+    np.testing.assert_allclose(curves["m:rollout/reward_mean"], [0.32, 0.34, 0.36, 0.38])
+    assert page.head["metrics"]["train/grad_norm"][0] == "1"
+    assert page.head["summary"]["steps"] == "4"
+
+
+class _Elements(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+
+def test_no_text_of_a_run_becomes_html_and_nothing_is_fetched(tmp_path):
+    run = write_run(tmp_path / "<img src=x onerror=alert(1)>")
+    found = _Elements()
+    found.feed(Page(write_view(run)).html)
+    assert "img" not in found.tags
+    assert found.tags.count("script") == 1 + 4 + 1 + STEPS * GROUPS  # program, head, table, curves, texts, answers
+    assert not {"src", "href", "onerror"} & {name for name, _ in found.attributes}
+    policy = dict(found.attributes)["content"]
+    assert ("http-equiv", "Content-Security-Policy") in found.attributes, policy
+
+
+def test_a_run_that_was_killed_in_its_first_step(tmp_path):
+    run = write_run(tmp_path)
+    (run / "metrics.jsonl").write_text('{"step": 1, "ti')
+    index = sorted((run / "bank").glob("*.jsonl"))[-1]
+    index.write_bytes(index.read_bytes()[:-200])
+    head = run / "bank" / "head.json"
+    head.write_text(json.dumps({k: v for k, v in json.loads(head.read_text()).items() if k != "closed"}))
+    with (run / "answers" / "sums" / "v000002.jsonl").open("a") as file:
+        file.write('{"position": 1, "samp')
+    page = Page(write_view(run))
+    whole = STEPS * GROUPS - 1
+    assert len(np.unique(page.table["prompt"][trained(page)])) == whole
+    assert "has not ended its first step" in page.notes
+    assert "v000002.jsonl: 1 lines are no answers" in page.notes
+
+
+def test_what_is_damaged_is_said_and_the_rest_shown(tmp_path):
+    run = write_run(tmp_path)
+    first, *_, last = sorted((run / "bank").glob("*.bin"))
+    data = bytearray(first.read_bytes())
+    data[-9] ^= 1
+    first.write_bytes(data)
+    last.unlink()
+    (run / "config.yaml").write_text("rollout: {prompts_per_step: 3}\nnothing: here\n")
+    page = Page(write_view(run))
+    assert page.table["detail"][trained(page)].sum() < trained(page).sum() == SAMPLES * STEPS * GROUPS + 1
+    assert "4 groups cannot be read, the first: " in page.notes
+    assert "Settings are not known" in page.notes
+    assert "No tokenizer.json" in page.notes
+    index = run / "bank" / "segment-000001.jsonl"
+    index.write_bytes(index.read_bytes().replace(b'"rewards"', b'"reworse"', 1))
+    page = Page(write_view(run))
+    assert "The bank cannot be read to its end: " in page.notes
+    assert page.table["step"][trained(page)].tolist() == [1] * GROUPS * SAMPLES
+
+
+def test_a_bank_alone_and_one_of_an_earlier_version(tmp_path):
+    page = Page(write_view(write_bank(tmp_path / "bank")))
+    assert page.table["step"].tolist() == [1 + p // GROUPS for p in page.table["prompt"]]
+    assert np.isnan(page.table["staleness"]).all()
+    assert len(page.tensors("curves")) == 1
+    old = Page(write_view(BEFORE / "bank", tmp_path / "old.html", BEFORE / "model"))
+    assert (len(old.table["step"]), old.table["step"].max()) == (64, 4)
+    assert json.loads(old.blobs["texts"])["3"] == "1"
+
+
+def test_more_than_the_page_may_hold_is_sampled_and_said(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "TOKEN_SAMPLES", 2 * SAMPLES + 1)
+    monkeypatch.setattr(source, "MOST_ROLLOUTS", 2 * GROUPS * SAMPLES)
+    monkeypatch.setattr(rows, "ANSWER_BYTES", 100)
+    page = Page(write_view(run, tmp_path / "a.html"))
+    assert "2 of 4 steps are in the table, evenly spaced" in page.notes
+    assert "Tokens of 2 of 6 groups are in this file, drawn at random (seed 0)" in page.notes
+    assert "Of the answers of evaluations every " in page.notes
+    assert set(page.table["step"][trained(page)].tolist()) == {1, 4}
+    assert write_view(run, tmp_path / "b.html").read_bytes() == (tmp_path / "a.html").read_bytes()
+
+
+def test_the_command_names_the_file_and_refuses_what_is_neither(run, tmp_path):
+    result = CliRunner().invoke(app, ["view", str(run), "--out", str(tmp_path / "page.html")])
+    assert (result.exit_code, result.output.strip()) == (0, str(tmp_path / "page.html"))
+    with pytest.raises(source.ViewError, match="neither a run"):
+        write_view(tmp_path)
