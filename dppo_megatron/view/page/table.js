@@ -12,7 +12,7 @@ function columnsOf(data, sets) {
     ["prompt", "prompt", "60px", "place in the prompt order"],
     ["sample", "sample", "60px", "number in its group"],
     ["reward", "reward", "62px", "by the verifier; – where it gave none"],
-    ["advantage", "advantage", "80px", "by the run's own settings"],
+    ["advantage", "advantage", "84px", "by the run's own settings"],
     ["tokens", "tokens", "56px", "that the policy sampled"],
     ["masked", "masked", "62px", "share of the tokens that the trust region masked, where it was stored"],
     ["staleness", "stale", "48px", "policy versions between the group's oldest token and training"],
