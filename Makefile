@@ -1,11 +1,12 @@
 # make quickstart     train a small policy end to end on this machine's CPU, real parts, about ten minutes
 # make test           what to run before a commit: real Megatron-core ranks, a real vLLM server, a run that learns
-# make test-all       every test there is: test-cpu, test-megatron-next, test-engines, test-integrations and test-slurm
+# make test-all       every test there is: test-cpu, test-megatron-next, test-engines, test-integrations, test-browser, test-slurm
 # make test-cpu       all that this environment suffices for: test, the slow ones and test-parallel
 # make test-parallel  every parallel layout trains as one process does; kill -9 and resume in several of them
 # make test-megatron-next  one layout of each kind, and resuming, with the newest Megatron-core; two minutes
 # make test-engines   the engine contract, weight transports and faults, on real vLLM and SGLang servers
 # make test-integrations  our losses inside TRL, verl and SkyRL, in .venv-integrations (1.7 GB, made when needed)
+# make test-browser   the page of `dppo-megatron view` in headless Chromium, which it installs (Debian, as root or with sudo)
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
 # make attack         tests/attack with another seed and more cases: ATTACK_SEED=N ATTACK_CASES=N make attack
 # make test-gpu       on a machine with a GPU, eight minutes: kernels, training, offload, a colocated engine; writes a file
@@ -27,7 +28,7 @@ INTEGRATIONS_STAMP := $(INTEGRATIONS_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart test test-all test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations attack lint docs-check format install sglang clean
+.PHONY: quickstart test test-all test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-browser attack lint docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -41,9 +42,9 @@ test: install
 	$(PYTEST) tests $(SIDE_BY_SIDE)
 
 test-cpu: install
-	$(PYTEST) tests $(SIDE_BY_SIDE) -m "not engines and not faults and not slurm and not integrations"
+	$(PYTEST) tests $(SIDE_BY_SIDE) -m "not engines and not faults and not slurm and not integrations and not browser"
 
-test-all: test-cpu test-megatron-next test-engines test-integrations test-slurm
+test-all: test-cpu test-megatron-next test-engines test-integrations test-browser test-slurm
 
 test-parallel: install
 	$(PYTEST) tests/parallel -m ""
@@ -70,6 +71,19 @@ test-slurm: install
 	@{ command -v slurmctld && command -v munged; } >/dev/null || $(AS_ROOT) sh -c '$(APT) || { apt-get update -qq && $(APT); }' \
 	  || echo "Slurm is not installed, and apt-get cannot install it here"
 	$(AS_ROOT) $(PYTEST) tests/slurm -m slurm
+
+# Where it cannot be installed, the tests say so and are skipped.
+CHROMIUM := apt-get install -y -qq --no-install-recommends chromium-headless-shell
+DRIVER := $(CURDIR)/$(VENV)/browser
+$(DRIVER)/.installed: requirements/browser.lock $(STAMP)
+	rm -rf $(DRIVER)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(DRIVER) --requirement requirements/browser.lock
+	touch $@
+
+test-browser: install $(DRIVER)/.installed
+	@{ command -v chromium-headless-shell || command -v chromium || command -v google-chrome; } >/dev/null || \
+	  $(AS_ROOT) sh -c '$(CHROMIUM) || { apt-get update -qq && $(CHROMIUM); }' || echo "Chromium cannot be installed here"
+	PYTHONPATH=$(DRIVER) $(PYTEST) tests/view -m browser
 
 test-engines: install sglang
 	$(PYTEST) tests $(SIDE_BY_SIDE) -m engines

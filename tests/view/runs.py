@@ -68,7 +68,7 @@ def write_bank(directory: Path, steps: int = STEPS, groups: int = GROUPS, **kwar
                 made = with_turns(made)
             if position == 0:
                 prompt = replace(made.prompt, text=HOSTILE.replace("\ud800", ""), answer="</script>")
-                rollouts = make_group(0, 1, text="<!--</script><b>x</b>").rollouts
+                rollouts = make_group(0, 1, **{**kwargs, "text": "<!--</script><b>x</b>"}).rollouts
                 made = replace(made, prompt=prompt, rollouts=rollouts)
             writer.append(made)
     return directory

@@ -1,0 +1,212 @@
+"""The page in a real browser without a network: `make test-browser` installs the browser and what drives it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.view import write_view
+
+from .runs import GROUPS, HOSTILE, SAMPLES, STEPS, TOPK, TURNS_AT, write_bank, write_run
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
+
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
+ROLLOUTS, WRITE_S, SHOW_MS = 10_000, 2.0, 1000.0
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser does it")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed: make test-browser does it where apt-get can")
+    with api.sync_playwright() as started:
+        # Root has no sandbox of the browser's kind, and /dev/shm of a container may be small.
+        found = started.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def show(browser) -> Iterator[Callable]:
+    """f(file) -> the page once its table is drawn. At the end: it asked for nothing else and complained of nothing."""
+    context = browser.new_context(viewport={"width": 1500, "height": 1000}, offline=True)
+    asked, said = [], []
+
+    def opened(path: Path):
+        page = context.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(path.as_uri())
+        page.locator(".row").first.wait_for()
+        assert asked.pop() == path.as_uri()
+        return page
+
+    yield opened
+    context.close()
+    assert (asked, said) == ([], [])
+
+
+@pytest.fixture(scope="module")
+def page(show, tmp_path_factory):
+    return show(write_view(write_run(tmp_path_factory.mktemp("view"))))
+
+
+@pytest.fixture(autouse=True)
+def fresh(request):
+    """Filters of the shared page are emptied before each test."""
+    if "page" in request.fixturenames:
+        for field in request.getfixturevalue("page").locator(".filters input").all():
+            field.fill("")
+
+
+def column(page, key: str) -> list[str]:
+    heads = page.locator(".heads .line:first-child > div").evaluate_all("all => all.map(one => one.dataset.sort)")
+    return page.locator(f".row > div:nth-child({heads.index(key) + 1})").all_text_contents()
+
+
+def open_row(page, **filters: str) -> None:
+    for key, value in filters.items():
+        page.locator(f"[data-filter={key}]").fill(value)
+    of, prompt = column(page, "set")[0], column(page, "prompt")[0]
+    page.locator(".row").first.click()
+    page.locator("#rollout h2", has_text=re.compile(rf"^{of}, .*, prompt {prompt}$")).wait_for()
+
+
+def colours(page) -> list[str]:
+    return page.locator(".tokens i").evaluate_all("all => all.map(one => one.style.background)")
+
+
+def test_a_row_for_every_rollout_and_answer(page):
+    assert page.locator("#count").text_content() == str(STEPS * GROUPS * SAMPLES + 1 + 2)  # a branch, two answers
+    assert column(page, "step")[:5] == ["1"] * 5
+    assert page.locator("#title").text_content() == "run"
+
+
+def test_sorting_by_a_heading_both_ways(page):
+    head = page.locator("[data-sort=tokens]")
+    head.click()
+    downwards = list(map(int, column(page, "tokens")))
+    head.click()
+    upwards = list(map(int, column(page, "tokens")))
+    assert downwards == sorted(downwards, reverse=True)
+    assert upwards == sorted(upwards)
+    assert downwards[0] > upwards[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "typed", "fits"),
+    [
+        ("step", "2", lambda v: v == "2"),
+        ("step", "2..3", lambda v: v in "23"),
+        ("reward", ">0.5", lambda v: float(v) > 0.5),
+        ("advantage", "<0", lambda v: float(v) < 0),
+        ("set", "SUM", lambda v: v == "sums"),
+        ("end", "trunc", lambda v: v == "truncated"),
+    ],
+)
+def test_filters(page, key, typed, fits):
+    page.locator(f"[data-filter={key}]").fill(typed)
+    values = column(page, key)
+    assert values
+    assert all(map(fits, values))
+    assert page.locator("#count").text_content().startswith(f"{len(values)} of ")
+
+
+def test_tokens_have_the_colour_of_the_chosen_quantity(page):
+    open_row(page, prompt="5")
+    page.locator("#quantity").select_option("version")
+    seen = colours(page)
+    assert len(seen) == int(column(page, "tokens")[0])
+    assert len(set(seen)) == 2  # half is of version 0, half of version 1
+    assert seen[0] != seen[-1]
+    page.locator("#quantity").select_option("logprob")
+    assert len(set(colours(page))) > 2
+    assert {"mass", "entropy"} < set(page.locator("#quantity option").evaluate_all("all => all.map(one => one.value)"))
+
+
+def test_a_token_under_the_pointer_shows_the_engines_list(page):
+    open_row(page, prompt="5")
+    page.locator(".tokens i").first.hover()
+    tip = page.locator("#tip")
+    tip.wait_for()
+    assert tip.locator(".list tr").count() == 1 + TOPK
+    drawn = tip.locator(".drawn td").first.text_content()
+    assert drawn.strip('"') == page.locator(".tokens i").first.text_content()
+    page.locator("#title").hover()
+    tip.wait_for(state="hidden")
+
+
+def test_environment_spans_and_branches_are_told_apart(page):
+    open_row(page, prompt=str(TURNS_AT))
+    assert page.locator(".tokens .environment").count() > 0
+    assert page.locator(".turn").all_text_contents() == ["turn 1", "turn 2"]
+    page.get_by_role("button", name="0, branch 2").click()
+    page.locator(".tokens .inherited").first.wait_for()
+    assert "trajectory 0, branch 2 of 2" in page.locator(".facts").text_content()
+    page.locator(".tokens .environment").first.hover()
+    assert "no loss here" in page.locator("#tip").text_content()
+
+
+def test_the_samples_of_a_group_side_by_side(page):
+    open_row(page, prompt="5")
+    page.locator("#many").click()
+    assert page.locator(".sample").count() == SAMPLES
+    lengths = page.locator(".tokens").evaluate_all("all => all.map(one => one.querySelectorAll('i').length)")
+    samples = map(int, column(page, "sample"))
+    assert dict(enumerate(lengths)) == dict(zip(samples, map(int, column(page, "tokens")), strict=True))
+    page.locator("#many").click()
+    assert page.locator(".sample").count() == 1
+
+
+def test_texts_are_shown_and_never_run(page):
+    open_row(page, set="sums")
+    shown = page.locator(".tokens").text_content()
+    assert shown.startswith(HOSTILE[:-1])  # the lone surrogate is shown as the browser likes
+    open_row(page, set="training", prompt="0")
+    assert "".join(page.locator(".tokens i").all_text_contents()) == "<!--</script><b>x</b>"
+    assert page.locator("img, #rollout b:not(.facts b):not(.box b)").count() == 0
+
+
+def test_arrows_go_from_row_to_row(page):
+    open_row(page, set="training")
+    page.locator("#table").focus()
+    page.keyboard.press("ArrowDown")
+    page.locator(".row.open:nth-child(2)").wait_for()
+    assert page.locator(".row.open").count() == 1
+
+
+def test_a_click_on_a_curve_filters_the_table_to_the_step(page):
+    assert page.locator(".curve").count() >= 4
+    page.locator("[data-metric='rollout/reward_mean'] svg").click(position={"x": 1, "y": 20})
+    assert set(column(page, "step")) == {"1"}
+    page.locator("#curves-filter").fill("time/")
+    assert {"time/step_s", "time/wait_s"} <= set(
+        page.locator(".curve").evaluate_all("all => all.map(c => c.dataset.metric)")
+    )
+
+
+def test_ten_thousand_rollouts_are_written_and_shown_in_time(show, tmp_path):
+    samples, groups = 16, 25
+    bank = write_bank(tmp_path / "bank", ROLLOUTS // samples // groups, groups, samples=samples, length=60)
+    started = time.process_time()  # the machine may be busy with other tests
+    path = write_view(bank)
+    assert time.process_time() - started <= WRITE_S
+    took = []
+    for _ in range(3):
+        page = show(path)
+        assert page.locator("#count").text_content().startswith("10,0")
+        assert page.locator(".row").count() < 100
+        page.wait_for_timeout(200)
+        took.append(page.evaluate("performance.getEntriesByName('table-shown')[0].startTime"))
+        open_row(page, prompt="77")
+        page.close()
+    print(f"shown after {took} ms")
+    assert min(took) <= SHOW_MS
