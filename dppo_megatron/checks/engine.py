@@ -82,7 +82,6 @@ def _adapters(config: Config) -> list[str]:
     why_not = (
         (not m.lora.r, "the run trains no adapters (model.lora.r = 0)"),
         (m.lora.r > MOST_LORA_RANK, f"engines take adapters of r at most {MOST_LORA_RANK} (model.lora.r = {m.lora.r})"),
-        (e.kind != "vllm", f"only vLLM engines are told apart by the adapter they hold (engine.kind = {e.kind})"),
         (
             e.quantization != "none",
             f"FP8 weights are made at each publish (engine.quantization = {e.quantization})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dppo_megatron.config import Config
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 def problems(config: Config, hf: HFModelConfig | None) -> list[str]:
     """Both servers split attention by whole heads, and FP8 by whole blocks. `hf`: None for an unreadable model."""
     from dppo_megatron.hf import fp8
+    from dppo_megatron.hf.peft import adapter_shapes
 
     if not config.samples or hf is None:
         return []
@@ -37,6 +39,16 @@ def problems(config: Config, hf: HFModelConfig | None) -> list[str]:
             "weight_sync.lora = adapter: no engine here multiplies by adapters of experts or of latent attention; "
             "set it to merged"
         )
+    if (
+        config.weight_sync.lora == "adapter"
+        and engine.kind == "sglang"
+        and _in_part(adapter_shapes(hf, config.model.lora))
+    ):
+        out.append(
+            f"model.lora.targets = {', '.join(config.model.lora.targets)}: of layers that it fuses, SGLang takes "
+            "adapters with q_proj and v_proj, or with gate_proj, alone; name those too, or set weight_sync.lora to "
+            "merged"
+        )
     tensor, kv_heads = engine.tensor_parallel, hf.num_kv_heads
     if hf.num_heads % tensor:
         out.append(f"engine.tensor_parallel = {tensor}: does not divide {hf.num_heads} attention heads; lower it")
@@ -53,6 +65,21 @@ def problems(config: Config, hf: HFModelConfig | None) -> list[str]:
             if width % (tensor * fp8.BLOCK)
         ]
     return out
+
+
+def _in_part(names: Iterable[str]) -> bool:
+    """Whether an adapter of these tensors, in PEFT's names, has a part of a fused layer that SGLang does not take."""
+    layers: dict[str, set[str]] = {}
+    for name in names:
+        module, _, _ = name.partition(".lora_")
+        block, _, projection = module.rpartition(".")
+        layers.setdefault(block, set()).add(projection)
+    return any(
+        ("q_proj" in found) != ("v_proj" in found)
+        or ("k_proj" in found and "q_proj" not in found)
+        or ("up_proj" in found and "gate_proj" not in found)
+        for found in layers.values()
+    )
 
 
 def _feed_forwards(hf: HFModelConfig) -> dict[str, int]:

@@ -133,6 +133,23 @@ def module_shares(name: str, module: Any, seen: set[int]) -> Shares:
     return shares
 
 
+def adapter_shares(name: str, layer: Any, a: Iterable[torch.Tensor], b: Iterable[torch.Tensor]) -> Shares:
+    """What a worker multiplies with for the adapter of one module of vLLM's or SGLang's, `layer`: A's and B's of the
+    layers that it fuses, in their order, without room that is not used."""
+    shares: Shares = {}
+    classes = {cls.__name__ for cls in type(layer).__mro__}
+    rank, size = place(layer)
+    replicas = getattr(layer, "num_kv_head_replicas", 1)
+    for parts, sharded in ((a, "RowParallelLinear"), (b, "ColumnParallelLinear")):
+        whole = sharded not in classes or size == 1
+        for index, part in enumerate(parts):
+            if not whole and index > 0 and replicas > 1 and rank % replicas:
+                continue  # keys and values of one head are on several workers, of which one counts
+            if value := bit_sum(part):  # 0 where the adapter has nothing for the layer
+                add_shares(shares, {group_of(f"{name}.weight"): (0, value) if whole else (value, 0)})
+    return shares
+
+
 def add_shares(shares: Shares, more: Shares) -> None:
     for group, share in more.items():
         before = shares.get(group, (0, 0))

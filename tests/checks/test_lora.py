@@ -25,7 +25,7 @@ def config(r: int = 8, **sections: dict) -> Config:
         ({"weight_sync": ADAPTER}, None),
         ({"r": 0, "weight_sync": ADAPTER}, "the run trains no adapters (model.lora.r = 0)"),
         ({"r": 1024, "weight_sync": ADAPTER}, "engines take adapters of r at most 512"),
-        ({"weight_sync": ADAPTER, "engine": {"kind": "sglang"}}, "only vLLM engines"),
+        ({"weight_sync": ADAPTER, "engine": {"kind": "sglang"}}, None),
         ({"weight_sync": ADAPTER, "engine": {"quantization": "fp8_block"}}, "FP8 weights are made at each publish"),
         ({"weight_sync": ADAPTER, "engine": {"placement": "colocated"}}, "give their weights back"),
         ({"weight_sync": ADAPTER | {"transport": "broadcast"}}, "adapters travel as files"),
@@ -49,6 +49,26 @@ def test_engines_take_adapters_of_dense_models_alone(model, refused):
     found = serving.problems(config(weight_sync=ADAPTER, engine=engine), parse_hf_config(model, "x"))
     assert any("adapters of experts or of latent attention" in problem for problem in found) == refused
     assert serving.problems(config(engine=engine), parse_hf_config(model, "x")) == []
+
+
+@pytest.mark.parametrize(
+    ("targets", "lost"),
+    [
+        (["q_proj", "v_proj", "o_proj"], False),
+        (["gate_proj", "down_proj"], False),
+        (["q_proj", "k_proj"], True),
+        (["v_proj"], True),
+        (["k_proj"], True),
+        (["q_proj", "v_proj", "up_proj"], True),
+        (["q_proj", "layers.0.self_attn.v_proj"], True),
+    ],
+)
+def test_parts_of_fused_layers_that_sglang_would_not_take_are_refused(targets, lost):
+    for kind in ("vllm", "sglang"):
+        engine = {"max_model_len": 64, "kind": kind}
+        made = config(weight_sync=ADAPTER, engine=engine, model={"lora": {"r": 8, "targets": targets}})
+        found = serving.problems(made, parse_hf_config(QWEN3, "x"))
+        assert any("of layers that it fuses" in problem for problem in found) == (lost and kind == "sglang")
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])

@@ -10,6 +10,8 @@ from uuid import UUID
 import numpy as np
 import pytest
 
+from dppo_megatron.config.lora import LoraConfig
+from dppo_megatron.config.schema import Config
 from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, InvalidSample
 from dppo_megatron.engines.sglang import client as sglang_client
 from dppo_megatron.engines.sglang.client import SglangEngine
@@ -19,7 +21,7 @@ from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.weights.broadcast_plan import TensorSpec, WeightGroupPlan
 from dppo_megatron.weights.manifest import Manifest
-from tests.support.engines import EOS, MAX_MODEL_LEN, VOCAB, engine_config, group, make_model
+from tests.support.engines import EOS, MAX_MODEL_LEN, VOCAB, engine_config, group, make_adapter, make_model
 from tests.support.fakes.http_server import against, http
 
 REQUEST = group("g", n=2, max_tokens=3, topk=2, prompt=np.array([4, 5, 6]))
@@ -33,6 +35,7 @@ SERVER = {
     "skip_tokenizer_init": True,
     "speculative_algorithm": None,
     "preferred_sampling_params": None,
+    "enable_lora": None,
 }
 
 
@@ -247,6 +250,38 @@ def test_servers_that_do_not_suit(config, model):
     unfit = {"enable_deterministic_inference": False, "skip_tokenizer_init": False, "speculative_algorithm": "EAGLE"}
     info = against(config, description(model, **unfit), SglangEngine.info)
     assert len(info.problems) == 3
+
+
+def with_adapters(config: Config) -> Config:
+    how = config.weight_sync.model_copy(update={"lora": "adapter"})
+    lora = config.model.model_copy(update={"lora": LoraConfig(r=4, targets=("self_attn.q_proj", "v_proj"))})
+    return config.model_copy(update={"weight_sync": how, "model": lora})
+
+
+def test_a_server_without_our_plugin_is_sent_no_adapter(config, model, tmp_path):
+    """It would take its file for one of weights, all of them unknown, and label the start weights with the version."""
+    config = with_adapters(config)
+    make_adapter(tmp_path / "v4", model, config.model.lora, seed=1)
+    replies = description(model) | {
+        "/weights_checker": [say({"success": False, "message": "Unsupported action='dppo_nccl'"}, 400)]
+    }
+    with pytest.raises(EngineIncompatible, match=r"loading policy 4 .*PYTHONPATH lacks the folder"):
+        against(config, replies, lambda engine: engine.load_weights(tmp_path / "v4", 4))
+
+
+@pytest.mark.parametrize(("adapters", "enabled"), [(True, True), (True, None), (False, True)])
+def test_a_server_takes_adapters_or_whole_models(config, model, adapters, enabled):
+    """It would load whole weights into layers beside an adapter, or none of an adapter, and report success."""
+    config = with_adapters(config) if adapters else config
+    info = against(config, description(model, enable_lora=enabled), SglangEngine.info)
+    assert ["--enable-lora" in problem for problem in info.problems] == [True] * (adapters != bool(enabled))
+    command = sglang_command(config, 1, model, 0, device="cuda")
+    assert ("--enable-lora" in command) == adapters
+    if adapters:
+        first = command.index("--lora-target-modules") + 1
+        assert command[first : first + 2] == ["q_proj", "v_proj"]
+        with pytest.raises(EngineRefused, match="no adapter in PEFT's format"):
+            against(config, description(model), lambda engine: engine.load_weights(model, 4))
 
 
 def test_seeds_are_needed_only_where_the_run_wants_them(config, model):

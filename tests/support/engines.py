@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -12,17 +13,23 @@ import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from dppo_megatron.config.lora import LoraConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
 from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
 from dppo_megatron.engines.secret import make_secret, read_secret
 from dppo_megatron.fleet.registry import free_port
+from dppo_megatron.hf import read_hf_config
+from dppo_megatron.hf.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_shapes
 from tests.support.configs import make_config
+
+if TYPE_CHECKING:
+    import torch
 
 VOCAB = 64
 MAX_MODEL_LEN = 512
@@ -71,6 +78,21 @@ def make_model(directory: Path, seed: int, *, experts: int = 0, dense_layers: Se
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(directory)
     return directory
+
+
+def make_adapter(directory: Path, model: Path, lora: LoraConfig, seed: int, **changes: Any) -> dict[str, torch.Tensor]:
+    """Writes a random adapter for `model` as one is published, with `changes` of adapter_config.json; its tensors."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    shapes = adapter_shapes(read_hf_config(model), lora)
+    tensors = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    directory.mkdir()
+    save_file(tensors, directory / ADAPTER_WEIGHTS)
+    written = {"peft_type": "LORA", "r": lora.r, "lora_alpha": lora.r, "target_modules": list(lora.targets)}
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(written | changes))
+    return tensors
 
 
 def group(

@@ -33,14 +33,10 @@ from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.fingerprint import Fingerprint
 
 from .plugin.dppo_sglang_plugin import HELD_WEIGHTS, UNTOLD
-from .weights import UPDATING, SglangWeights
+from .weights import UPDATING, SglangWeights, ask_plugin
 from .wire import child_ids, decode_group, decode_score, encode_group, encode_score, parse_version
 
 CONTEXT_MARGIN = 8  # positions of --context-length that SGLang keeps back from prompt and response
-NO_PLUGIN = (
-    "its PYTHONPATH lacks the folder engines/sglang/plugin of dppo_megatron, with which `dppo-megatron engine` starts "
-    "it; or set weight_sync.fingerprint to false"
-)
 NO_SLEEP = "an SGLang server keeps its memory; engine.placement = colocated needs engine.kind = vllm"
 
 
@@ -60,6 +56,7 @@ class SglangEngine:
         self._model_path = config.model.path
         self._max_logprobs = config.engine.max_logprobs
         self._seeded = config.engine.seeded
+        self._adapters = config.weight_sync.lora == "adapter"
         self._generate_timeout_s = config.request_timeout_s
         self._update_timeout_s = config.weight_sync.timeout_s
         self._running: dict[str, GenerateRequest] = {}  # request id -> as the server knows it
@@ -70,7 +67,8 @@ class SglangEngine:
         self._end_tokens: frozenset[int] = frozenset()
         self._first_use = asyncio.Lock()
         self._calls = EngineCalls(self.url, read_secret(config), "is it an SGLang server of at least 0.5.23?")
-        self._weights = SglangWeights(self._calls, start_model(config), config.weight_sync.timeout_s)
+        adapters = config.model.lora if self._adapters else None
+        self._weights = SglangWeights(self._calls, start_model(config), config.weight_sync.timeout_s, adapters)
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         what = f"generation of group {request.request_id}"
@@ -129,19 +127,10 @@ class SglangEngine:
 
     async def held_weights(self) -> Fingerprint:
         what = "fingerprints of its weights"
-        try:
-            body = {"action": HELD_WEIGHTS, "selector": "target"}
-            reply = await self._calls.json(what, "/weights_checker", self._update_timeout_s, body=body)
-            workers = [
-                {group: None if value == UNTOLD else value.split() for group, value in rank["checksums"].items()}
-                for rank in reply["ranks"]
-            ]
-        except EngineRefused as error:
-            if "Unsupported action" in str(error):
-                raise EngineIncompatible(f"{error}: {NO_PLUGIN}") from None
-            raise EngineError(str(error)) from None  # SGLang answers so whatever goes wrong, a lack of memory too
-        except (KeyError, TypeError, AttributeError) as error:
-            raise EngineError(f"engine {self.url}: {what}: garbled reply: {error}") from None
+        told = await ask_plugin(self._calls, what, HELD_WEIGHTS, self._update_timeout_s)
+        workers = [
+            {group: None if value == UNTOLD else value.split() for group, value in rank.items()} for rank in told
+        ]
         return held_weights(self.url, workers)
 
     async def sleep(self) -> None:
@@ -171,7 +160,7 @@ class SglangEngine:
                 running=sum(sent.n for sent in self._running.values()),
                 routed_experts=bool(server["enable_return_routed_experts"]),
                 kept="sampling_mask_max_tokens" in server,
-                problems=tuple(_unfit_settings(server, self._model, self._seeded)),
+                problems=tuple(_unfit_settings(server, self._model, self._seeded, self._adapters)),
                 workers=server["tp_size"],
                 weight_group=self._weights.group,
                 updating_s=updating_s,
@@ -302,8 +291,15 @@ def _vocab_size(served: Path, own: Path) -> int:
         return read_hf_config(own).vocab_size
 
 
-def _unfit_settings(server: dict[str, Any], model: HFModelConfig, seeded: bool) -> list[str]:
+def _unfit_settings(server: dict[str, Any], model: HFModelConfig, seeded: bool, adapters: bool) -> list[str]:
     problems = []
+    if adapters and not server["enable_lora"]:
+        problems.append(
+            "it takes no adapter (weight_sync.lora = adapter); start it with --enable-lora, --max-lora-rank and "
+            "--lora-target-modules"
+        )
+    if server["enable_lora"] and not adapters:
+        problems.append("it takes nothing but adapters; start it without --enable-lora, or set weight_sync.lora")
     if model.family == "qwen3_moe" and model.tied_embeddings:
         problems.append(
             "SGLang leaves the head of a Qwen3-MoE with tied embeddings unset; store lm_head.weight and set "

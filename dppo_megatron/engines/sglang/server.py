@@ -56,6 +56,13 @@ def sglang_command(
     if config.rollout.top_k > 0:  # equal probabilities may leave more; a request with still more is aborted
         command += ["--sampling-mask-max-tokens", str(max(4096, 2 * config.rollout.top_k))]
     cpu = (device or device_here()) == "cpu"
+    if config.weight_sync.lora == "adapter":
+        lora = config.model.lora
+        command += [
+            *("--enable-lora", "--max-loras-per-batch", "1", "--max-lora-rank", str(lora.r), "--lora-strict-loading"),
+            *("--lora-target-modules", *sorted({target.rpartition(".")[2] for target in lora.targets})),
+            *(("--lora-backend", "torch_native") if cpu else ()),
+        ]
     if engine.kv_cache_bytes is not None or cpu:
         tokens = (engine.kv_cache_bytes or CPU_KV_CACHE_BYTES) // _kv_bytes_per_token(config, model_path)
         command += ["--max-total-tokens", str(tokens)]

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import get_args
 from uuid import uuid4
 
+from dppo_megatron.config.lora import LoraConfig
 from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, EngineCalls
-from dppo_megatron.engines.protocol import EngineError, EngineRefused, EngineTimeout, UpdateMode
+from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, UpdateMode
+from dppo_megatron.hf import read_hf_config
+from dppo_megatron.hf.peft import adapter_problems
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.manifest import BadWeights, Manifest, UnreadableWeights
 from dppo_megatron.weights.process_group import Rendezvous, WeightGroupError, nccl_problem
@@ -22,6 +25,10 @@ from .plugin.dppo_sglang_plugin import NCCL
 IDLE_POLL_S = 0.05
 CLEAN_UP_TIMEOUT_S = 5.0  # after a failure; the server may not answer at all
 INCONSISTENT = "inconsistent"  # label of weights that are neither the old nor the new ones
+NO_PLUGIN = (
+    "its PYTHONPATH lacks the folder engines/sglang/plugin of dppo_megatron, with which `dppo-megatron engine` starts "
+    "it; fingerprints (weight_sync.fingerprint), adapters (weight_sync.lora) and broadcasts over NCCL need it"
+)
 UPDATING = "updating-"  # their label while an update goes on; followed by its name
 
 
@@ -36,13 +43,14 @@ class _Group:
 
 class SglangWeights:
     """Updates through the server's own routes, one at a time, each within `timeout_s`. What the server would load
-    although it is not the model of `model_path` is refused here."""
+    although it is not the model of `model_path`, or an adapter of `adapters` for it, is refused here."""
 
-    def __init__(self, calls: EngineCalls, model_path: Path, timeout_s: float):
+    def __init__(self, calls: EngineCalls, model_path: Path, timeout_s: float, adapters: LoraConfig | None = None):
         self.url = calls.url
         self._calls = calls
         self._model_path = model_path
         self._update_timeout_s = timeout_s
+        self._adapters = adapters
         self._manifest: Manifest | None = None
         self._updates = asyncio.Lock()
         self._group: _Group | None = None
@@ -60,6 +68,8 @@ class SglangWeights:
         async with self._updates:
             deadline = time.monotonic() + self._update_timeout_s
             await asyncio.to_thread(self._check_weights, what, path)
+            if self._adapters is not None:  # SGLang alone would take its file for one of weights, all of them unknown
+                await ask_plugin(self._calls, what, NCCL)
             if mode == "wait":
                 await self._wait_until_idle(what, deadline)
             async with self._paused(what, mode, deadline):
@@ -88,13 +98,8 @@ class SglangWeights:
 
     async def _check_nccl(self, what: str, plan: WeightGroupPlan) -> None:
         """Raises `EngineRefused` where the server's environment has another NCCL than the trainer's."""
-        body = {"action": NCCL, "selector": "target"}
-        reply = await self._calls.json("its version of NCCL", "/weights_checker", body=body)
-        try:
-            version = reply["ranks"][0]["checksums"][NCCL]
-        except (KeyError, IndexError, TypeError) as error:
-            raise EngineError(f"engine {self.url}: {what}: its version of NCCL: garbled reply: {error}") from None
-        if problem := nccl_problem(plan.nccl, version):
+        told = await ask_plugin(self._calls, "its version of NCCL", NCCL)
+        if problem := nccl_problem(plan.nccl, told[0].get(NCCL, "")):
             raise EngineRefused(f"engine {self.url}: {what}: {problem}")
 
     async def _init_group(self, what: str, plan: WeightGroupPlan, sender: int) -> None:
@@ -171,9 +176,13 @@ class SglangWeights:
         await self._calls.call(what, "/update_weight_version", timeout_s, body=body)
 
     def _check_weights(self, what: str, path: Path) -> None:
-        """Raises `EngineRefused` unless `path` holds exactly the tensors of the run's model; SGLang would load the
-        ones it knows, keep the old ones of those it misses, and report success."""
-        self._check_manifest(what, lambda: Manifest.read(path))
+        """Raises `EngineRefused` unless `path` holds exactly the tensors of the run's model, or of an adapter for it;
+        SGLang would load the ones it knows, keep the old ones of those it misses, and report success."""
+        if self._adapters is None:
+            return self._check_manifest(what, lambda: Manifest.read(path))
+        folded = self._adapters.model_copy(update={"alpha": float(self._adapters.r)})
+        if problems := adapter_problems(path, read_hf_config(self._model_path), folded):
+            raise EngineRefused(f"engine {self.url}: {what}: {'; '.join(problems)}")
 
     def _check_manifest(self, what: str, make: Callable[[], Manifest]) -> None:
         try:
@@ -217,6 +226,25 @@ class SglangWeights:
             if isinstance(error, EngineRefused):
                 raise EngineError(f"{error}; the weights may be incomplete, load them again") from error
             raise
+
+
+async def ask_plugin(
+    calls: EngineCalls, what: str, action: str, timeout_s: float = CONTROL_TIMEOUT_S
+) -> list[dict[str, str]]:
+    """What our plug-in reports of each worker, one at least. Raises `EngineIncompatible` for a server without it."""
+    try:
+        body = {"action": action, "selector": "target"}
+        reply = await calls.json(what, "/weights_checker", timeout_s, body=body)
+        told = [{group: str(value) for group, value in rank["checksums"].items()} for rank in reply["ranks"]]
+    except EngineRefused as error:
+        if "Unsupported action" in str(error):
+            raise EngineIncompatible(f"{error}: {NO_PLUGIN}") from None
+        raise EngineError(str(error)) from None  # SGLang answers so whatever goes wrong, a lack of memory too
+    except (KeyError, TypeError, AttributeError) as error:
+        raise EngineError(f"engine {calls.url}: {what}: garbled reply: {error}") from None
+    if not told:
+        raise EngineError(f"engine {calls.url}: {what}: garbled reply: no worker reports")
+    return told
 
 
 def _left(deadline: float) -> float:

@@ -7,13 +7,15 @@ Python reads this file at start because the server's PYTHONPATH names this direc
   one native function that is needed, the hash of seeded sampling, is in `seeded_sampling`.
 - Seeded sampling comes with `--enable-deterministic-inference`, which knows GPU attention only and replaces GPU
   kernels. The CPU's own torch attention, one request at a time, is admitted, and there is nothing to replace.
-- Returning routed experts pins its host buffer through CUDA even where there is none; the pinning is skipped.
+- Returning routed experts pins its host buffer through CUDA even where there is none, and adapters (LoRA, by SGLang's
+  backend in plain torch) pin their tables of the batch; the pinning is skipped.
 """
 
 import importlib.abc
 import importlib.machinery
 import sys
 import types
+from functools import partial
 
 ABSENT = ("sgl_kernel", "torchvision")
 
@@ -71,9 +73,32 @@ def skip_pinning(module):
     module._cuda_host_register = lambda *_args, **_kwargs: None
 
 
+class TorchWithoutPinning:
+    """torch, whose factories do not pin what they make."""
+
+    def __getattr__(self, name):
+        import torch
+
+        found = getattr(torch, name)
+        return partial(_unpinned, found) if name in ("tensor", "zeros") else found
+
+
+def _unpinned(factory, *arguments, pin_memory=False, **options):
+    return factory(*arguments, **options)
+
+
+def skip_pinning_of_adapters(module):
+    module.torch = TorchWithoutPinning()
+    import torch
+
+    torch.Tensor.pin_memory = lambda tensor, *_args: tensor
+
+
 ADJUSTED = {
     "sglang.srt.arg_groups.choices": admit_torch_attention,
     "sglang.srt.batch_invariant_ops": replace_no_kernels,
+    "sglang.srt.lora.backend.torch_backend": skip_pinning_of_adapters,
+    "sglang.srt.lora.layers": skip_pinning_of_adapters,
     "sglang.srt.mem_cache.pool_host.common": skip_pinning,
 }
 

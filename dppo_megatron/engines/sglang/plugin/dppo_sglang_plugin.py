@@ -1,23 +1,39 @@
-"""Adds to SGLang's /weights_checker: the fingerprints of what a worker's model holds, and its version of NCCL.
+"""What a stock SGLang server learns from us: to tell what its workers hold, and to serve a policy that is an adapter.
 
 SGLang finds the metadata beside this file because the server's PYTHONPATH names the folder (see
-`engines/sglang/server.py`); nothing of dppo_megatron is installed in its environment. Its weights are loaded in place
-and computed with as they are, so the parameters are what it holds.
+`engines/sglang/server.py`); nothing of dppo_megatron is installed in its environment.
+
+- /weights_checker reports fingerprints, of the parameters, which are loaded in place and computed with as they are, and
+  of the adapter that the kernels read; and the version of NCCL.
+- /update_weights_from_disk of a server with --enable-lora takes a directory with an adapter. It takes the place of the
+  one before it, as weights do, and every request is answered by it: a request that names an adapter would keep its own
+  to its end, under a version that is not the adapter's.
 """
 
 import importlib.util
+import weakref
+from itertools import pairwise
 from pathlib import Path
 
 HELD_WEIGHTS = "dppo_held_weights"
 UNTOLD = "untold"  # instead of the two numbers of a group
 NCCL = "dppo_nccl"
 FINGERPRINT = Path(__file__).parents[3] / "weights" / "fingerprint.py"
+ADAPTER_CONFIG = "adapter_config.json"
+POLICY = "policy"  # SGLang's name of the adapter; there is no other
+
+_managers = weakref.WeakKeyDictionary()  # model -> SGLang's manager of the adapter that it serves
 
 
 def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+    manager = "sglang.srt.lora.lora_manager.LoRAManager"
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", handle, HookType.AROUND)
+    HookRegistry.register(f"{updater}.update_weights_from_disk", update_from_disk, HookType.AROUND)
+    HookRegistry.register(f"{manager}.fetch_new_loras", fetch, HookType.AROUND)
+    HookRegistry.register(f"{manager}.prepare_lora_batch", prepare, HookType.AROUND)
 
 
 def handle(original, checker, action, *arguments, role, **options):
@@ -44,8 +60,63 @@ def nccl_version():
 def held_weights(model):
     fingerprint, shares, seen = _fingerprint(), {}, set()
     for name, module in model.named_modules():
-        fingerprint.add_shares(shares, fingerprint.module_shares(name, module, seen))
+        if not hasattr(module, "lora_backend"):  # beside an adapter it names the parameters of the layer inside
+            fingerprint.add_shares(shares, fingerprint.module_shares(name, module, seen))
+    manager = _managers.get(model)
+    if manager is None or POLICY not in manager.loras:
+        return shares
+    slot, rank = manager.memory_pool.get_buffer_id(POLICY), manager.loras[POLICY].config.r
+    for modules in manager.lora_modules:
+        for name, module in modules.items():
+            a, b = module.lora_a[slot], module.lora_b[slot][:, :rank]
+            fused = len(a) // manager.max_lora_rank
+            parts = [b[top:bottom] for top, bottom in pairwise(module.lora_offsets)]
+            more = fingerprint.adapter_shares(name, module.base_layer, [a[: fused * rank]], parts)
+            fingerprint.add_shares(shares, more)
     return shares
+
+
+def update_from_disk(original, updater, model_path, load_format, **options):
+    manager = updater.get_model_runner().lora_manager
+    is_adapter = (Path(model_path) / ADAPTER_CONFIG).is_file()
+    if manager is None and not is_adapter:
+        return original(updater, model_path, load_format, **options)
+    if manager is None:
+        return False, f"{model_path}: an adapter; start the server with --enable-lora and --max-lora-rank to load it"
+    if not is_adapter:
+        return False, f"{model_path}: no adapter, and a server with --enable-lora takes nothing else; start it without"
+    try:
+        load_adapter(manager, model_path)
+    except Exception as error:  # one that is raised would end the server
+        return False, f"{model_path}: {type(error).__name__}: {error}"
+    return True, "Succeeded to load the adapter."
+
+
+def load_adapter(manager, directory):
+    """Puts it into the place of the one before it, where the kernels read it."""
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    _managers[manager.base_model] = manager
+    adapter = LoRARef(lora_id=POLICY, lora_name=POLICY, lora_path=str(directory), pinned=False)
+    for step in (manager.unload_lora_adapter, manager.load_lora_adapter):
+        result = step(adapter)
+        if not result.success:
+            raise RuntimeError(result.error_message)
+    manager.fetch_new_loras({POLICY})
+
+
+def fetch(original, manager, new_loras, running_loras=()):
+    return original(manager, *(set(_answered_by(manager, names)) for names in (new_loras, running_loras)))
+
+
+def prepare(original, manager, forward_batch):
+    forward_batch.lora_ids = _answered_by(manager, forward_batch.lora_ids)
+    return original(manager, forward_batch)
+
+
+def _answered_by(manager, names):
+    """The policy, once there is one, instead of the weights alone."""
+    return [POLICY if name is None and POLICY in manager.loras else name for name in names]
 
 
 def _fingerprint():

@@ -12,7 +12,8 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
-from dppo_megatron.weights.fingerprint import Shares, add_shares, bit_sum, group_of, place
+from dppo_megatron.weights import fingerprint
+from dppo_megatron.weights.fingerprint import Shares, add_shares
 from dppo_megatron.weights.manifest import BadWeights
 
 NUMBER = 1  # vLLM's of the adapter; there is no other
@@ -51,14 +52,6 @@ def adapter_shares(model_runner: Any) -> Shares:
         layer = getattr(module, "base_layer", None)
         if layer is None or not hasattr(module, "lora_a_stacked"):
             continue
-        classes = {cls.__name__ for cls in type(layer).__mro__}
-        rank, size = place(layer)
-        replicas = getattr(layer, "num_kv_head_replicas", 1)
-        for side, sharded in (("lora_a_stacked", "RowParallelLinear"), ("lora_b_stacked", "ColumnParallelLinear")):
-            whole = sharded not in classes or size == 1
-            for index, tensor in enumerate(getattr(module, side)):
-                if not whole and index > 0 and replicas > 1 and rank % replicas:
-                    continue  # keys and values of one head are on several workers, of which one counts
-                if value := bit_sum(tensor[slot].contiguous()):  # 0 where the adapter has nothing for the layer
-                    add_shares(shares, {group_of(f"{name}.weight"): (0, value) if whole else (value, 0)})
+        of_slot = ([t[slot] for t in getattr(module, side)] for side in ("lora_a_stacked", "lora_b_stacked"))
+        add_shares(shares, fingerprint.adapter_shares(name, layer, *of_slot))
     return shares

@@ -1,16 +1,19 @@
-"""What counts as held of an adapter by vLLM workers: the tensors that its kernels multiply with, shard by shard."""
+"""What counts as held of an adapter by workers: the tensors that an engine's kernels multiply with, shard by shard."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from dppo_megatron.engines.sglang.plugin import dppo_sglang_plugin
 from dppo_megatron.engines.vllm.extension.adapter import NUMBER, adapter_in, adapter_shares
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
-from dppo_megatron.weights.fingerprint import Fingerprint, add, of_workers
+from dppo_megatron.weights.fingerprint import Fingerprint, Shares, add, of_workers
 from dppo_megatron.weights.manifest import BadWeights
 
 R, ROOM = 2, 8  # of the adapter, and of the slots
@@ -59,6 +62,38 @@ def worker(rank: int, size: int, replicas: int = 1) -> Any:
     return SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
 
 
+def sglang_shares(rank: int, size: int, replicas: int = 1) -> Shares:
+    """Of a worker of SGLang's with the same adapter: it lays out A's and B's one below another, by the adapter's r."""
+
+    def laid_out(parts: Sequence[torch.Tensor], room: int, dim: int) -> torch.Tensor:
+        tensor = torch.cat(parts)
+        held = torch.full((*tensor.shape[:dim], room, *tensor.shape[dim + 1 :]), 3.0)  # what is beyond is not read
+        held.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        return torch.stack([torch.full_like(held, 7.0), held])
+
+    model, layers = torch.nn.Module(), {}
+    for name, module in worker(rank, size, replicas).lora_manager._adapter_manager.modules.items():
+        if ".layers." in name:
+            a, b = [t[1, 0, :R] for t in module.lora_a_stacked], [t[1, 0, :, :R] for t in module.lora_b_stacked]
+            layers[name] = SimpleNamespace(
+                base_layer=module.base_layer,
+                lora_a=laid_out(a, ROOM * len(a), 0),
+                lora_b=laid_out(b, ROOM, 1),
+                lora_offsets=(0, *accumulate(map(len, b))),
+            )
+    dppo_sglang_plugin._managers[model] = SimpleNamespace(
+        loras={dppo_sglang_plugin.POLICY: SimpleNamespace(config=SimpleNamespace(r=R))},
+        memory_pool=SimpleNamespace(get_buffer_id=lambda name: 1),
+        max_lora_rank=ROOM,
+        lora_modules=[{}, layers],
+    )
+    return dppo_sglang_plugin.held_weights(model)
+
+
+def vllm_shares(*place: int) -> Shares:
+    return adapter_shares(worker(*place))
+
+
 def sent() -> Fingerprint:
     out: Fingerprint = {}
     for name in "qkvo":
@@ -67,9 +102,10 @@ def sent() -> Fingerprint:
     return out
 
 
+@pytest.mark.parametrize("shares", [vllm_shares, sglang_shares])
 @pytest.mark.parametrize(("size", "replicas"), [(1, 1), (2, 1), (2, 2), (4, 2)])
-def test_workers_hold_what_was_sent(size, replicas):
-    held, unequal = of_workers([adapter_shares(worker(rank, size, replicas)) for rank in range(size)])
+def test_workers_hold_what_was_sent(shares, size, replicas):
+    held, unequal = of_workers([shares(rank, size, replicas) for rank in range(size)])
     assert not unequal
     assert held == sent()
 
