@@ -89,7 +89,10 @@ def test_sets_of_interrupted_and_crowded_samples_are_their_own(served):
         await engine.load_weights(served.models["a"], 1, "keep")
         return await running
 
-    together, _, _, cut = served.use(crowd)
+    for _ in range(5):  # on a busy machine the samples to be cut may have ended before the call to abort them
+        together, _, _, cut = served.use(crowd)
+        if any(rollout.finish_reason == "abort" for rollout in cut):
+            break
     alone = served.use(lambda engine: engine.generate(request))
     for one, other in zip(together, alone, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
@@ -105,7 +108,8 @@ def megatron_logprobs(rank: Rank, batch: TokenBatch) -> dict[tuple[int, str], to
     """By tensor-parallel size and kind of head: ln pi of the targets."""
     found = {}
     for logits in ("stored", "fused"):
-        with rank.actor("a", settings={"logits": logits}, tensor=rank.world_size) as actor:
+        layout = {"tensor": rank.world_size, "sequence": rank.world_size > 1}  # experts need sequence parallelism
+        with rank.actor("a", settings={"logits": logits}, **layout) as actor:
             found[rank.world_size, logits] = actor.logprobs([batch])[0]
     return found
 

@@ -78,7 +78,8 @@ async def play(engine: Engine, config: Config, chat: bool) -> tuple[list[Rollout
             row = text[: 4 + position]
             rendered = f"<U>{row}<A>" if chat else row
             ids = np.array(tokenizer.encode(rendered, add_special_tokens=False), np.int32)
-            begun.append(episodes.play(Prompt(position, position, ids, rendered, "", {"prompt": row}), rewards))
+            # A trajectory that is cut at its longest is graded by its text, and is trained on only if it can be.
+            begun.append(episodes.play(Prompt(position, position, ids, rendered, "0", {"prompt": row}), rewards))
         return list(await asyncio.gather(*begun)), returned
 
 
