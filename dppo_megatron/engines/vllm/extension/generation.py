@@ -38,6 +38,9 @@ async def sample_group(
             ]
             await asyncio.sleep(0)  # they begin
             keep_rows(engine, names)
+        samples = [child.result().outputs[0] for child in children]
+        routed = await experts.read(samples, names, len(prompt)) if request.routed_experts else None
+        sets = await kept.read(samples, names, len(prompt)) if request.kept else (None, None)
     except BaseException as error:
         if request.routed_experts:
             await experts.forget(names)
@@ -46,9 +49,6 @@ async def sample_group(
         if isinstance(error, ExceptionGroup):
             raise error.exceptions[0] from None
         raise
-    samples = [child.result().outputs[0] for child in children]
-    routed = await experts.read(samples, names, len(prompt)) if request.routed_experts else None
-    sets = await kept.read(samples, names, len(prompt)) if request.kept else (None, None)
     return _flatten(samples, request.topk, routed, sets)
 
 
