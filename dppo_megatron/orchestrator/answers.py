@@ -7,17 +7,44 @@ SET/v000020.json    what they are of (settings, prompts, policy) and, once all a
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from dppo_megatron.common.files import read_json, write_atomic, write_json
+from pydantic import Field
+
+from dppo_megatron.common.files import DamagedFile, parse_as, read_json, write_atomic, write_json
 from dppo_megatron.observability.tail import read_records
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Sample:
+    text: str
+    reward: Annotated[float, Field(allow_inf_nan=False)]
+    failed: bool
+    tokens: Annotated[int, Field(ge=0)]
+    finish: str
+    versions: Annotated[list[int], Field(min_length=2, max_length=2)]
+    final: str | None = None
+
+
+@dataclass
+class _Record:
+    position: Annotated[int, Field(ge=0)]
+    row: int
+    prompt: str
+    answer: str
+    samples: list[_Sample]
 
 
 class Answers:
     """Those of one set under one policy. `of`: whatever must be equal for the answers that are there to count."""
 
-    def __init__(self, directory: Path, version: int, of: dict[str, Any]):
+    def __init__(self, directory: Path, version: int, of: dict[str, Any], *, prompts: int, n: int):
+        """`prompts` at positions from 0, `n` answers to each."""
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"v{version:06d}.jsonl"
         self._head = self.path.with_suffix(".json")
@@ -25,8 +52,10 @@ class Answers:
         self.records: dict[int, dict[str, Any]] = {}  # by position
         if self._found() == self._of:
             for record in read_records(self.path):
+                if not _is_whole(record, prompts, n):
+                    log.warning("%s: a damaged record; its prompt is answered again", self.path)
                 # What was answered while the next policy came is answered again: that may be another one this time.
-                if all(sample["versions"] == [version, version] for sample in record["samples"]):
+                elif all(sample["versions"] == [version, version] for sample in record["samples"]):
                     self.records[record["position"]] = record
         write_atomic(self.path, "".join(map(_line, self.records.values())))
         write_json(self._head, {"of": self._of})
@@ -44,6 +73,14 @@ class Answers:
 
     def finish(self, metrics: dict[str, Any]) -> None:
         write_json(self._head, {"of": self._of, "metrics": metrics}, indent=1)
+
+
+def _is_whole(record: dict[str, Any], prompts: int, n: int) -> bool:
+    try:
+        found = parse_as(_Record, json.dumps(record).encode(), "a record")
+    except DamagedFile:
+        return False
+    return found.position < prompts and len(found.samples) == n
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -100,7 +100,7 @@ class Evaluator:
         }
         if one.episodes is not None:
             of["environment"] = self._config.environment.model_dump(mode="json")
-        answers = Answers(self._answers / name, version, of)
+        answers = Answers(self._answers / name, version, of, prompts=len(one.prompts), n=one.settings.n)
         if answers.records:
             log.info("%s: %d of %d prompts were answered before", name, len(answers.records), len(one.prompts))
         running = asyncio.gather(
@@ -237,8 +237,9 @@ def scores(name: str, chosen: EvalSet, records: Sequence[Mapping[str, Any]], sec
     if error is not None:
         found[f"avg@{chosen.n}_stderr"] = error
     found |= {f"pass@{k}": pass_at(k, right) for k in ks(chosen.n)}
-    if "final" in flat[0]:
-        found[f"maj@{chosen.n}"] = majority(right, [[sample["final"] for sample in answers] for answers in samples])
+    if any("final" in sample for sample in flat):
+        finals = [[sample.get("final") for sample in answers] for answers in samples]
+        found[f"maj@{chosen.n}"] = majority(right, finals)
     found |= {
         "reward_mean": float(rewards.mean()),
         "failed_share": float(failed.mean()),

@@ -115,6 +115,36 @@ def test_answers_of_another_policy_or_of_other_settings_do_not_count(config, tmp
         assert len(again.requests) == 2 * change.get("count", 5)
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["samples"], None),
+        (["samples"], []),
+        (["samples", 0], 7),
+        (["samples", 0, "reward"], "right"),
+        (["samples", 0, "reward"], float("nan")),
+        (["samples", 0, "versions"], [0]),
+        (["samples", 0, "tokens"], -1),
+        (["samples", 0, "failed"], 3),
+        (["position"], "2"),
+        (["position"], 77),
+    ],
+)
+def test_a_prompt_whose_record_is_damaged_is_answered_again(config, tmp_path, path, value):
+    expected = evaluate(config, engine_of(config, tmp_path))
+    answers = config.run.dir / "answers/aime/v000000.jsonl"
+    records = [json.loads(line) for line in answers.read_text().splitlines()]
+    *parents, last = path
+    place = records[2]
+    for key in parents:
+        place = place[key]
+    place[last] = value
+    answers.write_text("".join(json.dumps(record) + "\n" for record in records))
+    again = engine_of(config, tmp_path)
+    assert without_seconds(evaluate(config, again)) == without_seconds(expected)
+    assert len(again.requests) == 1
+
+
 def test_a_run_evaluates_every_set_on_schedule_and_once(tmp_path):
     config = sampling_config(tmp_path / "run", sets=SETS)
     w = World(config)
