@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import numpy as np
 from dppo_megatron.bank import BankReader
 from dppo_megatron.common.files import write_atomic
 from dppo_megatron.config import Config, read_config
-from dppo_megatron.data.files import read_rows
-from dppo_megatron.data.prompts import parse_row, renderer
+from dppo_megatron.data.prompts import PromptFile
 from dppo_megatron.data.tokenizer import load_tokenizer
+from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.types import Prompt
 
@@ -63,14 +63,15 @@ def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: floa
     if config.data.more:
         raise PassRateError("data.more: rows of several files cannot be told apart by their number; sample one file")
     found = _pass_rates(bank, pass_reward)
-    render = renderer(load_tokenizer(config.model.path) if config.data.chat_template else None, config.data)
+    file = _prompts(config)
     lines, counts = [], Counter[str]()
-    for number, columns in read_rows(config.data.train):
-        measured = found.pop(number - 1, None)
+    for row in file.rows:
+        measured = found.pop(row.number - 1, None)
         if measured is None:
             counts["not sampled"] += 1
             continue
-        _check_row(number, columns, measured.prompt, config, render)
+        if (row.text, row.answer) != (measured.prompt.text, measured.prompt.answer):
+            raise PassRateError(f"{file.path}: row {row.number} is not the prompt that was sampled; restore the file")
         rate = measured.right / measured.graded if measured.graded else None
         if rate is None:
             counts["without a graded answer"] += 1
@@ -79,17 +80,27 @@ def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: floa
         elif rate > highest:
             counts[f"with a pass rate above {highest:g}"] += 1
         else:
-            row = {**columns, "pass_rate": rate, "pass_answers": measured.graded}
-            lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            kept = {**row.columns, "pass_rate": rate, "pass_answers": measured.graded}
+            lines.append(json.dumps(kept, ensure_ascii=False, default=str) + "\n")
+    counts["not sampled"] += file.total - len(file.rows)  # dropped, for they are too long
     if found:
         raise PassRateError(f"{config.data.train}: has no row {min(found) + 1}, which the bank has; restore the file")
     report = [f"{out}: {len(lines)} of {len(lines) + counts.total()} prompts"]
-    report += [f"  left out: {count} {why}" for why, count in counts.most_common()]
+    report += [f"  left out: {count} {why}" for why, count in counts.most_common() if count]
     if not lines:
         raise PassRateError("\n".join([f"{bank}: no prompt is left", *report[1:]]))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, "".join(lines))
     return "\n".join(report)
+
+
+def _prompts(config: Config) -> PromptFile:
+    """As they were sampled: a chat template shows them the environment's tools."""
+    tools: list[dict[str, Any]] = []
+    if config.environment.name is not None:
+        with EnvironmentPool(config.environment) as environments:
+            tools = asyncio.run(environments.tools())
+    return PromptFile(config.data.train, load_tokenizer(config.model.path), config.data, tools)
 
 
 def _pass_rates(bank: Path, pass_reward: float) -> dict[int, Measured]:
@@ -106,14 +117,3 @@ def _pass_rates(bank: Path, pass_reward: float) -> dict[int, Measured]:
     if not found:
         raise PassRateError(f"{bank}: holds no group; name a bank that `sample` or a run filled")
     return found
-
-
-def _check_row(
-    number: int, columns: dict[str, Any] | ValueError, prompt: Prompt, config: Config, render: Callable[[Any], str]
-) -> None:
-    path = config.data.train
-    if isinstance(columns, ValueError):
-        raise PassRateError(f"{path}: line {number}: {columns}")
-    row = parse_row(number, columns, config.data, render)
-    if (row.text, row.answer) != (prompt.text, prompt.answer):
-        raise PassRateError(f"{path}: row {number} is not the prompt that was sampled; restore the file")

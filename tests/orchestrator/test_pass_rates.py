@@ -16,6 +16,7 @@ from dppo_megatron.orchestrator.pass_rates import PassRateError, keep, measure
 from tests.support.bank import make_group
 from tests.support.configs import make_config
 from tests.support.fakes.orchestrator import World, sampling_config
+from tests.support.tokenizers import save_character_model
 
 # Of the four answers to each row, which are right; None: the verifier failed.
 ANSWERS = {0: [0, 0, 0, 0], 1: [1, 0, 0, 0], 2: [1, 1, None, 0], 3: [1, 1, 1, 1], 4: [None] * 4, 5: [1, 1, 1, 0]}
@@ -67,6 +68,7 @@ def measured(tmp_path):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = make_config(
         run={"dir": tmp_path / "samples"},
+        model={"path": save_character_model(tmp_path / "model")},
         data={"train": tmp_path / "train.jsonl", "prompt_column": "question", "prompt_template": "Q: {prompt}"},
     )
     with BankWriter(tmp_path / "samples/bank", 4) as bank:
@@ -78,6 +80,33 @@ def measured(tmp_path):
             bank.append(replace(group, prompt=prompt, rewards=rewards, reward_failed=failed))
     save_resolved(config, tmp_path / "samples/config.yaml")
     return tmp_path / "samples/bank"
+
+
+@pytest.mark.parametrize(
+    ("data", "environment", "text"),
+    [
+        ({"chat_template": True}, {"name": "tests.environments.worlds:Table"}, "[look_up][double]<user>What?"),
+        ({"max_prompt_tokens": 3, "overlong": "truncate"}, {}, "at?"),
+        ({"max_prompt_tokens": 5, "overlong": "drop"}, {}, "What?"),
+    ],
+)
+def test_rows_are_read_as_they_were_when_sampled(tmp_path, data, environment, text):
+    """With the environment's tools before a chat, cut or dropped."""
+    train = tmp_path / "train.jsonl"
+    train.write_text('{"prompt": "What?", "answer": "1"}\n{"prompt": "And, longer, what?", "answer": "1"}\n')
+    tools = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + "<user>{{ messages[0].content }}"
+    config = make_config(
+        run={"dir": tmp_path / "samples"},
+        model={"path": save_character_model(tmp_path / "model", chat_template=tools)},
+        data={"train": train, **data},
+        environment=environment,
+    )
+    with BankWriter(tmp_path / "samples/bank", 4) as bank:
+        group = make_group(0)
+        bank.append(replace(group, prompt=replace(group.prompt, row=0, text=text, answer="1")))
+    save_resolved(config, tmp_path / "samples/config.yaml")
+    shown = keep(tmp_path / "samples/bank", tmp_path / "out.jsonl", 0, 1)
+    assert shown.endswith("1 of 2 prompts\n  left out: 1 not sampled")
 
 
 def kept(path):
