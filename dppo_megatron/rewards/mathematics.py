@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+from fractions import Fraction
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -21,6 +22,9 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 LONGEST = 512  # characters of an answer; of MATH the longest has 159
 DEEPEST = 10  # levels of braces; the parser's time grows by a factor with each
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([0-9]+)\}\s*\{([0-9]+)\}")
+_SIGN = re.compile(r"\s*([-+/])\s*")
+_NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+|/[0-9]+)?")
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 # math-verify would read 5\,000 as 5 * 000.
 _SPACE_IN_NUMBER = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|~|\{,\})(?=[0-9]{3}(?![0-9]))")
@@ -50,7 +54,7 @@ class Math:
 
     def final_answer(self, response_text: str) -> str | None:
         found = last_answer(response_text, LONGEST)
-        return None if found is None else plain(found)
+        return None if found is None else _one_spelling(plain(found))
 
     def check_answer(self, answer: str) -> None:
         parsed = _parsed(plain(answer))
@@ -87,6 +91,15 @@ def plain(answer: str) -> str:
         if answer == before:
             break
     return _SPACE_IN_NUMBER.sub("", answer) if len(answer) <= LONGEST else answer
+
+
+def _one_spelling(answer: str) -> str:
+    """Of an integer, a fraction or a finite decimal: the same text for the same number. Others stay as they are."""
+    text = _SIGN.sub(r"\1", _FRACTION.sub(r"\1/\2", answer))
+    try:
+        return str(Fraction(text)) if _NUMBER.fullmatch(text) else answer
+    except ZeroDivisionError:
+        return answer
 
 
 def _word(answer: str) -> str | None:

@@ -78,6 +78,24 @@ def test_what_surrounds_an_answer_does_not_count(prompt, text):
     assert Math()(prompt("35"), text) == 0
 
 
+@pytest.mark.parametrize(
+    ("spellings", "vote"),
+    [
+        (["25", "025", "+25", "$25$", r"\boxed{25}", "25.0", "50/2"], "25"),
+        (["1/2", r"\frac{1}{2}", r"\dfrac{2}{4}", "0.5", "0.50"], "1/2"),
+        ([r"-\frac{3}{4}", "-0.75", "-3/4", "- 0.75"], "-3/4"),
+        (["1/0"], "1/0"),
+        (["1 2"], "1 2"),
+        ([r"\sqrt{2}"], r"\sqrt{2}"),
+        (["(1, 2)"], "(1, 2)"),
+    ],
+)
+def test_numbers_of_one_value_are_one_vote(spellings, vote):
+    """math-verify says so too, of every pair."""
+    assert {Math().final_answer(f"so \\boxed{{{text}}}") for text in spellings} == {vote}
+    assert all(equal(spellings[0], other) for other in spellings)
+
+
 @pytest.mark.parametrize("answer", ["", "  ", "?", "$$", "{" * 20, "1+" * 300, "\\frac{1}{", "0.\\overline{3}"])
 def test_an_answer_column_that_cannot_be_read_is_ungradable(prompt, answer):
     with pytest.raises(ValueError, match="no number, expression or word"):
