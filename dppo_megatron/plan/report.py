@@ -70,6 +70,8 @@ def _disk(plan: Plan) -> Iterator[str]:
         whole = f"{_size(total.bank_bytes)} in all {config.train.steps} steps"
         kept = f"{_size(total.kept_bank_bytes)} with checkpoint.keep_rollouts = {keep or 0}"
         most = f"{whole}; {kept}" if keep is None else f"{kept}; without it {whole}"
+        for name, size in total.answer_bytes.items():
+            yield f"answers of {name} at most {_size(size)} a prompt in each of {total.evaluations} evaluations"
         yield f"the bank grows by at most {_size(total.bank_bytes_per_step)} a step, to at most {most}"
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dppo_megatron.bank.shapes import Shapes
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
+from dppo_megatron.config.evaluation import EvalSet
 from dppo_megatron.hf import HFModelConfig, ModelError, WeightMap
 from dppo_megatron.hf.peft import adapter_shapes
 
@@ -17,7 +18,7 @@ from .engines import published_bytes
 from .ranks import RankModel
 
 _BANK = ("bank_bytes_per_step", "bank_bytes", "kept_bank_bytes")
-_TEXT_BYTES = 8  # of a prompt's text, for each token; assumed
+_TEXT_BYTES = 8  # of a text, for each token; assumed
 _SAMPLE_BYTES = 256  # of a sample in the blob's metadata, or in the index line: sizes, checksums, reward
 _GROUP_BYTES = 1024  # of a group likewise, and its share of begin and end lines
 
@@ -36,6 +37,8 @@ class Totals:
     bank_bytes_per_step: int
     bank_bytes: int  # of the whole run
     kept_bank_bytes: int  # most at any time with checkpoint.keep_rollouts, or with 0 where it is not set
+    evaluations: int
+    answer_bytes: Mapping[str, int]  # by set: of the answers to one of its prompts in one evaluation
 
 
 def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Totals:
@@ -59,7 +62,21 @@ def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Tot
         checkpoint_bytes=checkpoint,
         published_bytes=published_bytes(hf, config) if config.samples else 0,
         **(bank_disk(hf, config) if config.samples else dict.fromkeys(_BANK, 0)),
+        evaluations=_evaluations(config),
+        answer_bytes={name: _answer_bytes(config, one) for name, one in config.eval_sets.items()},
     )
+
+
+def _evaluations(config: Config) -> int:
+    """Policies that every set is answered by: the first, the last, and those of the schedule."""
+    every, steps = config.eval.every, config.train.steps
+    return len({0, steps} | (set(range(every, steps, every)) if every else set()))
+
+
+def _answer_bytes(config: Config, one: EvalSet) -> int:
+    assert one.max_response_tokens is not None
+    texts = config.data.max_prompt_tokens + one.n * one.max_response_tokens
+    return texts * _TEXT_BYTES + one.n * _SAMPLE_BYTES + _GROUP_BYTES
 
 
 def _parameters(hf: HFModelConfig, ranks: Sequence[RankModel]) -> int:

@@ -266,6 +266,16 @@ def test_disk_is_what_is_kept(builder):
     assert "published" not in disk("weight_sync.transport=broadcast")
 
 
+def test_disk_has_the_answers_of_evaluations(builder):
+    sets = ["eval.sets={aime: {path: a.jsonl, n: 32, temperature: 0.7, max_response_tokens: 8000}}"]
+    plan = make_plan(
+        config("qwen3_8b", "eval.every=15", "train.steps=100", *sets), Cluster(2, 8, hardware("h100-80")), builder
+    )
+    assert plan.totals.evaluations == 8  # 0, 15, ..., 90 and 100
+    assert 32 * 8000 * 8 < plan.totals.answer_bytes["aime"] < 32 * 8000 * 8 * 1.05
+    assert "answers of aime at most 2.0 MiB a prompt in each of 8 evaluations" in report(plan, [])
+
+
 @pytest.mark.slow
 def test_what_is_frozen_has_neither_gradients_nor_optimizer_nor_a_copy_as_reference(builder):
     """r (inputs + outputs) for each projection of 36 layers of Qwen3-8B; a checkpoint holds 14 bytes of each."""
