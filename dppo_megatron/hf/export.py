@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,19 +21,8 @@ from .megatron_model import ParallelRanks, ShardGroup, infer_layout, named_weigh
 from .parse_config import read_hf_config
 from .rules import Entry
 from .safetensors_file import TensorInfo
-from .safetensors_writer import (
-    DEFAULT_SHARD_BYTES,
-    Part,
-    PartWriter,
-    assemble,
-    check_space,
-    copy_metadata,
-    create_staging,
-    publish,
-    refuse_existing,
-    refuse_incomplete,
-    staging_of,
-)
+from .safetensors_writer import DEFAULT_SHARD_BYTES, Part, PartWriter, assemble, copy_metadata
+from .staged import write_staged
 from .turns import Turns
 from .weight_map import WeightMap
 
@@ -165,7 +153,6 @@ def save_hf(
     ranks = ranks or ParallelRanks.current()
     directory = Path(directory)
     everyone = Ranks()
-    staging = staging_of(directory)
     stored = dtype or next((w.dtype for _, w in named_weights(model_chunks)), None)
     expected = {name: TensorInfo(stored, shape) for name, shape in WeightMap(config).hf_tensors().items()}
     if quantization is not None:
@@ -173,13 +160,7 @@ def save_hf(
 
     turns = Turns(everyone, f"writes to {directory}")
 
-    def prepare() -> None:
-        if everyone.rank == 0:
-            refuse_existing(directory, overwrite)
-            create_staging(directory)
-            check_space(staging, sum(info.nbytes for info in expected.values()))
-
-    def write() -> list[Part]:
+    def write(staging: Path) -> list[Part]:
         failure = None
         exported = export_weights(
             model_chunks, config, dtype, ranks=ranks, quantization=quantization, before_gather=turns
@@ -197,22 +178,11 @@ def save_hf(
                 raise failure
             return writer.close()
 
-    def finish() -> None:
-        if everyone.rank == 0:
-            parts = [part for of_rank in written for part in of_rank]
-            refuse_incomplete(directory, parts, expected)
-            assemble(staging, parts)
-            copy_metadata(template_dir, staging, stored, quantization and fp8.quantization_config(config))
-            publish(staging, directory, overwrite)
+    def complete(staging: Path, parts: list[Part]) -> None:
+        assemble(staging, parts)
+        copy_metadata(template_dir, staging, stored, quantization and fp8.quantization_config(config))
 
-    try:
-        everyone.on_every_rank(prepare, f"{directory} to be prepared")
-        written = everyone.on_every_rank(write, f"the weights of {directory} to be written")
-        everyone.on_every_rank(finish, f"{directory} to be completed")
-    except Exception:
-        if everyone.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
+    write_staged(directory, expected, everyone, write=write, complete=complete, overwrite=overwrite)
 
 
 def _export(

@@ -7,7 +7,6 @@ model's own files.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,22 +23,15 @@ from .errors import ModelError
 from .export import export_adapters
 from .hf_config import HFModelConfig
 from .lora import Adapter, adapter_entry, adapters_of
-from .megatron_model import ParallelRanks
+from .megatron_model import ParallelRanks, named_weights
 from .rules import HFTensor
 from .safetensors_file import SafetensorsFile, TensorInfo, info_of
 from .safetensors_reader import read_header
-from .safetensors_writer import (
-    Part,
-    PartWriter,
-    create_staging,
-    publish,
-    refuse_existing,
-    refuse_incomplete,
-    staging_of,
-)
+from .safetensors_writer import Part, PartWriter
+from .staged import write_staged
 from .turns import Turns
 from .weight_map import WeightMap
-from .weight_source import all_finite
+from .weight_source import all_finite, shape_problems
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -75,16 +67,11 @@ def save_peft(
     written, whenever they multiply by alpha / r. All else: as in `save_hf`.
     """
     directory, everyone = Path(directory), Ranks()
-    staging = staging_of(directory)
     turns = Turns(everyone, f"writes to {directory}")
-    stored = lora.model_copy(update={"alpha": float(lora.r)}) if folded else lora
+    stored = dtype or next((weight.dtype for _, weight in named_weights(model_chunks)), None)
+    expected = {name: TensorInfo(stored, shape) for name, shape in adapter_shapes(config, lora).items()}
 
-    def prepare() -> None:
-        if everyone.rank == 0:
-            refuse_existing(directory, overwrite)
-            create_staging(directory)
-
-    def write() -> list[Part]:
+    def write(staging: Path) -> list[Part]:
         # Small beside a model: the source ranks keep what they gather, so that no rank waits for a disk.
         exported = dict(export_adapters(model_chunks, config, dtype, before_gather=turns))
         with PartWriter(staging, f"{everyone.rank:05d}", alive=everyone.alive) as writer:
@@ -96,22 +83,12 @@ def save_peft(
                 writer.add(name, tensor)
             return writer.close()
 
-    def finish() -> None:
-        if everyone.rank == 0:
-            parts = [part for of_rank in written for part in of_rank]
-            refuse_incomplete(directory, parts, adapter_shapes(config, lora))
-            _join(staging, parts, everyone.alive)
-            write_atomic(staging / ADAPTER_CONFIG, json.dumps(_config(stored, base), indent=2, sort_keys=True) + "\n")
-            publish(staging, directory, overwrite)
+    def complete(staging: Path, parts: list[Part]) -> None:
+        _join(staging, parts, everyone.alive)
+        written = lora.model_copy(update={"alpha": float(lora.r)}) if folded else lora
+        write_atomic(staging / ADAPTER_CONFIG, json.dumps(_config(written, base), indent=2, sort_keys=True) + "\n")
 
-    try:
-        everyone.on_every_rank(prepare, f"{directory} to be prepared")
-        written = everyone.on_every_rank(write, f"the adapters of {directory} to be written")
-        everyone.on_every_rank(finish, f"{directory} to be completed")
-    except Exception:
-        if everyone.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
+    write_staged(directory, expected, everyone, write=write, complete=complete, overwrite=overwrite)
 
 
 def load_peft(
@@ -162,17 +139,10 @@ def adapter_problems(directory: str | Path, config: HFModelConfig, lora: LoraCon
     out += [f"{ADAPTER_CONFIG}: {key} = {saved[key]!r} is not supported" for key in _OTHER_ADAPTERS if saved.get(key)]
     if saved.get("bias", "none") != "none":
         out.append(f"{ADAPTER_CONFIG}: bias = {saved['bias']!r} is not supported; only none is")
-    return out + _tensor_problems(adapter_shapes(config, lora), found)
-
-
-def _tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, TensorInfo]) -> list[str]:
-    out = []
-    for name, shape in expected.items():
-        if name not in found:
-            out.append(f"{name}: missing, expected shape {shape}; model.lora.targets must be those it was made with")
-        elif found[name].shape != shape:
-            out.append(f"{name}: shape {found[name].shape}, expected {shape}")
-    return out + [f"{name}: unexpected" for name in found if name not in expected]
+    unlike = shape_problems(adapter_shapes(config, lora), found)
+    if unlike:
+        unlike[0] += "; model.lora.r and model.lora.targets must be those that it was made with"
+    return out + unlike
 
 
 def _tensors(adapter: Adapter) -> list[HFTensor]:

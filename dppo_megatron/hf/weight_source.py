@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -63,18 +63,28 @@ def source_problems(weight_map: WeightMap, source: WeightSource) -> list[str]:
 
 def header_problems(weight_map: WeightMap, source: WeightSource) -> list[str]:
     """Of these what shows without reading a tensor."""
-    expected, found = weight_map.hf_tensors(), source.tensors
     tied = weight_map.config.tied_embeddings
+
+    def may_be_there(name: str) -> bool:
+        return weight_map.is_ignored(name) or (tied and name == _HEAD)
+
+    return shape_problems(weight_map.hf_tensors(), source.tensors, may_be_there)
+
+
+def shape_problems(
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, TensorInfo],
+    may_be_there: Callable[[str], bool] = lambda name: False,
+) -> list[str]:
+    """Every missing, misshaped and unexpected tensor, one line each."""
     out = []
     for name, shape in expected.items():
         if name not in found:
             out.append(f"{name}: missing, expected shape {shape}")
         elif found[name].shape != shape:
             out.append(f"{name}: shape {found[name].shape}, expected {shape}")
-    for name, info in found.items():
-        if not (name in expected or weight_map.is_ignored(name) or (tied and name == _HEAD)):
-            out.append(f"{name}: unexpected, shape {info.shape}")
-    return out
+    unexpected = (name for name in found if name not in expected and not may_be_there(name))
+    return out + [f"{name}: unexpected, shape {found[name].shape}" for name in unexpected]
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -1,0 +1,61 @@
+"""A directory of weights that many ranks write: it appears with everything in it, or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dppo_megatron.common.ranks import Ranks
+
+from .safetensors_file import TensorInfo
+from .safetensors_writer import (
+    Part,
+    check_space,
+    create_staging,
+    publish,
+    refuse_existing,
+    refuse_incomplete,
+    staging_of,
+)
+
+
+def write_staged(
+    directory: Path,
+    expected: Mapping[str, TensorInfo],
+    everyone: Ranks,
+    *,
+    write: Callable[[Path], list[Part]],
+    complete: Callable[[Path, list[Part]], None],
+    overwrite: bool = False,
+) -> None:
+    """Every rank `write`s parts of `expected` to a folder beside `directory`; rank 0 then makes them what readers find,
+    by `complete(folder, parts of all ranks)`, and gives it its name when all is on the disk.
+
+    Collective over all ranks: three agreements. Raises on every rank what any rank raised: `ModelError` without enough
+    disk space, for an existing directory without `overwrite` and for tensors that are missing, unknown or written
+    twice, `OSError`. Nothing is left behind then.
+    """
+    staging = staging_of(directory)
+
+    def prepare() -> None:
+        if everyone.rank == 0:
+            refuse_existing(directory, overwrite)
+            create_staging(directory)
+            check_space(staging, sum(info.nbytes for info in expected.values()))
+
+    def finish() -> None:
+        if everyone.rank == 0:
+            parts = [part for of_rank in written for part in of_rank]
+            refuse_incomplete(directory, parts, expected)
+            complete(staging, parts)
+            publish(staging, directory, overwrite)
+
+    try:
+        everyone.on_every_rank(prepare, f"{directory} to be prepared")
+        written = everyone.on_every_rank(lambda: write(staging), f"the weights of {directory} to be written")
+        everyone.on_every_rank(finish, f"{directory} to be completed")
+    except Exception:
+        if everyone.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
