@@ -52,7 +52,8 @@ def evaluate_model(
     run_dir = RunDir(config.run.dir)
     # A run on given answers or given rollouts has no engines; its evaluation samples all the same.
     config = _with(config, objective=ObjectiveConfig(), rollout={"bank": None}, engine={"urls": tuple(urls)})
-    config = _with(config, weight_sync={"lora": "merged"})  # whole models alone are evaluated
+    if model is not None:
+        config = _with(config, weight_sync={"lora": "merged"})  # whole models alone are loaded
     if urls:
         config = _with(config, engine={"count": 1, "secret_file": config.engine.secret_file or run_dir.secret})
     problems = sampling.lengths(config) + evaluation.problems(config) + unusable_directory(config)
