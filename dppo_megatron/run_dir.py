@@ -36,6 +36,11 @@ class RunDir:
         return self.root / "bank"
 
     @property
+    def open_turns(self) -> Path:
+        """The journals of groups that take turns with an environment and are not in the bank yet."""
+        return self.root / "open_turns"
+
+    @property
     def weights(self) -> Path:
         return self.root / "weights"
 

@@ -106,6 +106,13 @@ def read_up_to(file: int, size: int, offset: int) -> np.ndarray:
     return buffer[:found]
 
 
+def split_lines(path: Path) -> tuple[list[bytes], bytes]:
+    """The lines of an index file that end with a newline, and what stands behind them."""
+    content = path.read_bytes() if path.exists() else b""
+    end = content.rfind(b"\n") + 1
+    return [line + b"\n" for line in content[:end].split(b"\n")[:-1]], content[end:]
+
+
 def is_local(directory: Path) -> bool:
     place = directory.resolve()
     mounts = [m for m in psutil.disk_partitions(all=True) if place.is_relative_to(m.mountpoint)]

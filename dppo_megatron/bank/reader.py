@@ -135,7 +135,7 @@ class BankReader:
             with path.open("rb", buffering=0) as file:
                 if entry.shapes is None:
                     return _only(format1.decode_group(_whole_blob(file.fileno(), entry)), chosen, parts)
-                return _read_samples(file.fileno(), entry, chosen, parts)
+                return read_samples(file.fileno(), entry, chosen, parts)
         except FileNotFoundError:
             raise BankCorruption(f"{where}: the file is gone; restore it, or train from a later step") from None
         except OSError as error:
@@ -224,7 +224,8 @@ def _whole_blob(file: int, entry: BankEntry) -> bytes:
     return _piece(file, entry.size, entry.offset, entry.crc32, "the blob").tobytes()
 
 
-def _read_samples(file: int, entry: BankEntry, samples: Sequence[int], parts: Sequence[str]) -> RolloutGroup:
+def read_samples(file: int, entry: BankEntry, samples: Sequence[int], parts: Sequence[str] = PARTS) -> RolloutGroup:
+    """Samples of the group of an entry; `file` is the descriptor of the blobs. Raises `ValueError` and `OSError`."""
     assert entry.parts is not None
     assert entry.part_crc is not None
     size, crc = entry.front

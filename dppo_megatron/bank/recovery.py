@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .errors import RESTORE, BankCorruption
-from .files import Closed, Head, read_up_to, segment_numbers, segment_paths
+from .files import Closed, Head, read_up_to, segment_numbers, segment_paths, split_lines
 from .ledger import Ledger, file_size
 from .lines import GROUP_START, parse_group_line, starts_with_sealed
 
@@ -31,7 +31,7 @@ def recover(directory: Path) -> Ledger:
     """
     head = Head.read(directory)
     numbers = segment_numbers(directory) or [0]
-    lines, tail = _split(segment_paths(directory, numbers[-1])[1])
+    lines, tail = split_lines(segment_paths(directory, numbers[-1])[1])
     ledger = _read(directory, lines)
     if problem := ledger.contradiction(head):
         raise BankCorruption(problem)
@@ -52,7 +52,7 @@ def _read(directory: Path, last: list[bytes]) -> Ledger:
     """All segments' lines, of the last one those in `last`."""
     ledger = Ledger(directory)
     for number in segment_numbers(directory)[:-1]:
-        lines, tail = _split(segment_paths(directory, number)[1])
+        lines, tail = split_lines(segment_paths(directory, number)[1])
         for line in lines:
             ledger.add(line)
         if tail:
@@ -61,13 +61,6 @@ def _read(directory: Path, last: list[bytes]) -> Ledger:
     for line in last:
         ledger.add(line)
     return ledger
-
-
-def _split(path: Path) -> tuple[list[bytes], bytes]:
-    """The lines that end with a newline, and what stands behind them."""
-    content = path.read_bytes() if path.exists() else b""
-    end = content.rfind(b"\n") + 1
-    return [line + b"\n" for line in content[:end].split(b"\n")[:-1]], content[end:]
 
 
 def _refuse_tail(ledger: Ledger, tail: bytes, closed: Closed | None) -> None:

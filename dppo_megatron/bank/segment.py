@@ -83,6 +83,12 @@ class Segment:
         finally:
             self._close_files()
 
+    def remove(self) -> None:
+        """Closes both files and deletes them; what else is written fails. Harmless when repeated."""
+        self._close_files()
+        for path in (self._index_path, self._data_path):  # in this order a crash leaves none without its blobs
+            path.unlink(missing_ok=True)
+
     def _open_files(self) -> list[int]:
         return [descriptor for descriptor in (self._data, self._index) if descriptor >= 0]
 

@@ -63,7 +63,7 @@ class Dialogue:
     @property
     def token_ids(self) -> np.ndarray:
         """[S] int32, all tokens so far: what the next turn is sampled behind."""
-        return _ids(self.branches[-1])
+        return ids_of(self.branches[-1])
 
     def add_turn(self, sampled: Rollout) -> None:
         text = self.codec.decode(sampled.token_ids, skip_special_tokens=False)
@@ -79,18 +79,17 @@ class Dialogue:
             return False
         self.messages += [{"role": "assistant", "content": self._last_words()}, *said]
         text = self.render(self.messages)
-        kept, rest = _beginning(branch, text)
+        kept, rest = beginning(branch, text)
         if len(kept) == len(branch):
             self._put(branch, turn, rest)
             return False
-        new = [replace(piece, origin=INHERITED, sampled=None) if piece.origin == POLICY else piece for piece in kept]
+        new = inherited(kept)
         self._put(new, turn, rest)
         self.branches.append(new)
         return True
 
     def _put(self, branch: list[Piece], turn: int, text: str) -> None:
-        if ids := self.codec.encode(text, add_special_tokens=False) if text else []:
-            branch.append(Piece(ENVIRONMENT, turn, text, np.array(ids, np.int32)))
+        branch += put(self.codec, turn, text)
 
     def _last_words(self) -> str:
         """The last turn as a template takes it: without the token that ended it."""
@@ -107,10 +106,21 @@ class Dialogue:
         return out
 
 
+def put(codec: Codec, turn: int, text: str) -> list[Piece]:
+    """What is said behind `turn`; nothing where it has no token."""
+    ids = codec.encode(text, add_special_tokens=False) if text else []
+    return [Piece(ENVIRONMENT, turn, text, np.array(ids, np.int32))] if ids else []
+
+
+def inherited(pieces: Sequence[Piece]) -> list[Piece]:
+    """As another branch begins with them."""
+    return [replace(piece, origin=INHERITED, sampled=None) if piece.origin == POLICY else piece for piece in pieces]
+
+
 def opening_tokens(branch: Sequence[Piece]) -> np.ndarray:
     """[P] int32, the tokens before any that a policy sampled."""
     sampled = (i for i, piece in enumerate(branch) if piece.origin != ENVIRONMENT)
-    return _ids(branch[: next(sampled, len(branch))])
+    return ids_of(branch[: next(sampled, len(branch))])
 
 
 def common_beginning(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -139,7 +149,7 @@ def as_rollout(branch: Sequence[Piece], prompt_tokens: int, finish_reason: str, 
             experts = np.concatenate([experts, rollout.routed_experts[len(experts) :]])
     parts = {name: [getattr(rollout, name) for rollout in own] for name in OF_TOKENS}
     return Rollout(
-        token_ids=_ids(branch)[prompt_tokens:],
+        token_ids=ids_of(branch)[prompt_tokens:],
         finish_reason=finish_reason,
         routed_experts=experts,
         spans=np.array(spans, np.int32),
@@ -148,7 +158,7 @@ def as_rollout(branch: Sequence[Piece], prompt_tokens: int, finish_reason: str, 
     )
 
 
-def _beginning(branch: Sequence[Piece], text: str) -> tuple[list[Piece], str]:
+def beginning(branch: Sequence[Piece], text: str) -> tuple[list[Piece], str]:
     """(the pieces with which `text` begins, what follows them)"""
     for number, piece in enumerate(branch):
         if not text.startswith(piece.text):
@@ -157,5 +167,5 @@ def _beginning(branch: Sequence[Piece], text: str) -> tuple[list[Piece], str]:
     return list(branch), text
 
 
-def _ids(pieces: Sequence[Piece]) -> np.ndarray:
+def ids_of(pieces: Sequence[Piece]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int32), *(piece.token_ids for piece in pieces)])

@@ -22,6 +22,7 @@ from dppo_megatron.types import ENVIRONMENT, Prompt, Rollout, RolloutGroup
 
 from .dialogue import Dialogue, Piece, Render, as_rollout, common_beginning, opening_tokens
 from .interface import EnvironmentFailed, EnvironmentNameError
+from .journals import Journals, Turns
 from .pool import EnvironmentPool, Session
 
 if TYPE_CHECKING:
@@ -38,12 +39,14 @@ class Seat:
     """One trajectory of a group.
 
     first: the request of its first turn, as if that were all; its id names the trajectory among those that are played,
-    max_tokens is the limit of all tokens after the prompt. recorded: in the metrics.
+    max_tokens is the limit of all tokens after the prompt. turns: those that are finished already. recorded: in the
+    metrics.
     """
 
     prompt: Prompt
     first: GenerateRequest
     rewards: RewardPool
+    turns: Turns
     recorded: bool
 
 
@@ -76,8 +79,10 @@ class Episodes:
         tools: Sequence[dict[str, Any]],
         stop_token_ids: Sequence[int],
         routing: tuple[int, int] | None,
+        journals: Journals | None = None,
     ):
-        """routing: (layers with experts, experts of a token) of the model, where the config wants routes."""
+        """routing: (layers with experts, experts of a token) of the model, where the config wants routes. journals:
+        where the turns of training prompts are kept until the bank has their group."""
         self._config = config
         self._sample = sample
         self._environments = environments
@@ -90,6 +95,7 @@ class Episodes:
                 log.warning("the chat template shows no tools: the policy is not told of those of the environment")
         self._stop_token_ids = tuple(stop_token_ids)
         self._routing = routing
+        self._journals = journals
         self._counts: Counter[str] = Counter()
         self._told = False
 
@@ -109,18 +115,22 @@ class Episodes:
             routed_experts=rollout.routing_replay,
             **rollout.truncation,
         )
-        return self._group(prompt, await self._play_all(prompt, request, rewards, recorded=True))
+        turns = [Turns() for _ in request.seeds]
+        if self._journals is not None:
+            turns = await self._journals.turns(prompt.position, request.n, rollout.temperature)
+        return self._group(prompt, await self._play_all(prompt, request, rewards, turns, recorded=True))
 
     async def play_request(self, prompt: Prompt, request: GenerateRequest, rewards: RewardPool) -> list[Trajectory]:
         """`request.n` trajectories that are not trained on, as `request` says of their first turn."""
-        return await self._play_all(prompt, request, rewards, recorded=False)
+        return await self._play_all(prompt, request, rewards, [Turns() for _ in request.seeds], recorded=False)
 
     async def _play_all(
-        self, prompt: Prompt, request: GenerateRequest, rewards: RewardPool, recorded: bool
+        self, prompt: Prompt, request: GenerateRequest, rewards: RewardPool, turns: list[Turns], recorded: bool
     ) -> list[Trajectory]:
         name = request.request_id
         firsts = [replace(request, request_id=f"{name}.{i}", n=1, seeds=(s,)) for i, s in enumerate(request.seeds)]
-        playing = [asyncio.create_task(self._trajectory(Seat(prompt, f, rewards, recorded))) for f in firsts]
+        seats = [Seat(prompt, first, rewards, own, recorded) for first, own in zip(firsts, turns, strict=True)]
+        playing = [asyncio.create_task(self._trajectory(seat)) for seat in seats]
         try:
             return await asyncio.gather(*playing)
         finally:
@@ -132,12 +142,27 @@ class Episodes:
         played = max(self._counts["trajectories"], 1)
         metrics = {"environment/turns_mean": self._counts["turns"] / played}
         metrics["environment/rewritten_histories"] = float(self._counts["rewritten"])
+        metrics["environment/replayed_turns"] = float(self._counts["replayed"])
         self._counts.clear()
         return metrics | self._environments.take_metrics()
 
     async def _trajectory(self, seat: Seat) -> Trajectory:
-        """What a failed environment leaves: the turns before it, without a reward."""
+        """What a failed environment leaves: the turns before it, without a reward.
+
+        Where its process died, a new one is led by its seed and the turns so far to where it was, once.
+        """
+        trajectory, failure = await self._attempt(seat)
+        if failure is not None and failure.reason == "died":
+            log.warning("environment of prompt row %d died (%s): it is replayed", seat.prompt.row, failure)
+            seat.turns.rewind()
+            trajectory, failure = await self._attempt(seat)
+        if failure is not None:
+            self._environments.count(seat.prompt, failure)
+        return trajectory
+
+    async def _attempt(self, seat: Seat) -> tuple[Trajectory, EnvironmentFailed | None]:
         dialogue: Dialogue | None = None
+        failed: EnvironmentFailed | None = None
         finish, turn_rewards = "abort", list[float | None]()
         reward = None
         async with self._environments.session() as session:
@@ -148,12 +173,12 @@ class Episodes:
                 if reward is None:
                     reward = await self._reward_of_text(seat, dialogue)
             except EnvironmentFailed as failure:
-                self._environments.count(seat.prompt, failure)
+                failed = failure
         branches = [] if dialogue is None else dialogue.finished()
         if seat.recorded:
             self._counts.update(trajectories=1, turns=0 if dialogue is None else dialogue.turns)
         given = [value or 0.0 for value in turn_rewards] if any(v is not None for v in turn_rewards) else []
-        return Trajectory(branches, finish, reward, given)
+        return Trajectory(branches, finish, reward, given), failed
 
     async def _begin(self, seat: Seat, session: Session) -> Dialogue:
         prompt, data = seat.prompt, self._config.data
@@ -187,8 +212,7 @@ class Episodes:
             left = seat.first.max_tokens - (len(behind) - prompt_tokens)
             if left < 1:
                 return "length"
-            request = partial(self._request, seat, turn, behind, min(left, limits.max_turn_tokens or left))
-            (sampled,) = await self._sample(request, f"prompt {seat.prompt.position}, turn {turn}")
+            sampled = await self._turn(seat, turn, behind, min(left, limits.max_turn_tokens or left))
             dialogue.add_turn(sampled)
             turn_rewards.append(None)
             if sampled.finish_reason == "length":
@@ -204,6 +228,20 @@ class Episodes:
             if rewritten:
                 self._say_rewritten()
         return "length"
+
+    async def _turn(self, seat: Seat, turn: int, behind: np.ndarray, tokens: int) -> Rollout:
+        """A turn that was finished before, or a new one, which is on disk when this returns."""
+        if (finished := seat.turns.take(behind)) is not None:
+            self._counts["replayed"] += 1
+            return finished
+        if seat.turns.left:
+            raise EnvironmentFailed(
+                "replay", f"turn {turn}: it does not say again what it said before the process that played it died"
+            )
+        request = partial(self._request, seat, turn, behind, tokens)
+        (sampled,) = await self._sample(request, f"prompt {seat.prompt.position}, turn {turn}")
+        await seat.turns.add(behind, sampled)
+        return sampled
 
     def _request(self, seat: Seat, turn: int, behind: np.ndarray, tokens: int, attempt: int) -> GenerateRequest:
         seed = np.random.SeedSequence([*seat.first.seeds, turn, attempt]).generate_state(1, np.uint64)[0]

@@ -43,7 +43,10 @@ class Step(NamedTuple):
 
 
 class EnvironmentFailed(Exception):
-    """The environment gave no answer: the trajectory has no reward. `reason`: raised | timeout | died | not_finite."""
+    """The environment gave no answer: the trajectory has no reward.
+
+    `reason`: raised | timeout | died | not_finite | replay (it does not repeat itself after a process died).
+    """
 
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)

@@ -104,6 +104,7 @@ _ROLLOUT = (
 _ENVIRONMENT = (
     ("environment/turns_mean", "count", "turns of the policy in a trajectory, mean"),
     ("environment/rewritten_histories", "count", "times a chat template changed earlier turns, so that a branch began"),
+    ("environment/replayed_turns", "count", "turns of an earlier process or environment that were not sampled again"),
 )
 _ENGINE = (
     ("engine/serving", "count", "engines that served when the step's last group was done"),

@@ -18,6 +18,7 @@ from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineTimeout, EngineUnavailable
 from dppo_megatron.engines.serving import start_model
 from dppo_megatron.environments.episodes import Episodes
+from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.fleet.pool import EnginePool, FixedEngines
 from dppo_megatron.fleet.registry import engine_services, engine_urls
@@ -91,7 +92,11 @@ async def _fill_bank(config: Config, prompts: int | None) -> None:
     sampler = Sampler(pool)
     with BankWriter(run.bank, groups) as bank, contextlib.ExitStack() as pools:
         rewards = pools.enter_context(RewardPool(config.reward))
-        episodes = await setting.episodes(pools, sampler)
+        journals = None
+        if config.environment.name is not None:
+            journals = Journals(run.open_turns, bank.done_positions())
+            pools.callback(journals.close)
+        episodes = await setting.episodes(pools, sampler, journals)
         played = dict if episodes is None else episodes.take_metrics
         async with pool:
             await Orchestrator(
@@ -111,6 +116,7 @@ async def _fill_bank(config: Config, prompts: int | None) -> None:
                 ),
                 stop_token_ids=setting.stop_token_ids,
                 episodes=episodes,
+                journals=journals,
                 prompts_in_all=prompts,
             ).run()
 
@@ -140,7 +146,9 @@ class _Setting:
 
         self.tools: list[dict[str, Any]] = []  # of the environment, once there are `episodes`
 
-    async def episodes(self, pools: contextlib.ExitStack, sampler: Sampler) -> Episodes | None:
+    async def episodes(
+        self, pools: contextlib.ExitStack, sampler: Sampler, journals: Journals | None = None
+    ) -> Episodes | None:
         """What plays `environment` of the config, until `pools` closes; None without one."""
         config = self._config
         if config.environment.name is None:
@@ -156,6 +164,7 @@ class _Setting:
             tools=self.tools,
             stop_token_ids=self.stop_token_ids,
             routing=None if experts is None else (sum(experts.layers), experts.top_k),
+            journals=journals,
         )
 
     def evaluator(

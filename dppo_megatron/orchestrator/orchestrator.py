@@ -2,7 +2,7 @@
 
 The bank is the only state. Which prompts are done, and how many groups the trainer can count on, is read from it, so
 an orchestrator that is killed and started again loses at most the groups that were being sampled, and its seeds
-make it sample those the same again.
+make it sample those the same again. With an environment it loses no finished turn: their journals are read, too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dppo_megatron.bank import BankTimeout, BankWriter
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.environments.episodes import Episodes
+from dppo_megatron.environments.journals import Journals
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.types import Prompt, RolloutGroup
 from dppo_megatron.weights.published import POLL_S, PublishedFollower, PublishedPolicy
@@ -75,12 +76,14 @@ class Orchestrator:
         recorder: StepRecorder,
         stop_token_ids: Sequence[int],
         episodes: Episodes | None = None,
+        journals: Journals | None = None,
         prompts_in_all: int | None = None,
     ):
-        """episodes: where the policy answers in turns. prompts_in_all: groups to fill the bank with, all by the policy
-        there is; None = what a trainer needs."""
+        """episodes: where the policy answers in turns; journals: of these. prompts_in_all: groups to fill the bank
+        with, all by the policy there is; None = what a trainer needs."""
         self._config = config
         self._episodes = episodes
+        self._journals = journals
         self._prompts_in_all = prompts_in_all
         self._sampler = sampler
         self._prompts = prompts
@@ -113,9 +116,9 @@ class Orchestrator:
                 await self._evaluate_if_due()
                 most = rollout.max_concurrent_groups if len(self._writes) <= MOST_WRITES else 0
                 while begun < wanted and len(running) < most and self._may_begin(begun):
-                    last_step = self._bound.last_step(self._published.current.version)
                     self._recorder.count_started(begun // rollout.prompts_per_step)
                     prompt = self._prompts.prompt(next(positions))
+                    last_step = self._bound.last_step(self._oldest_version(prompt, begun))
                     running[asyncio.create_task(self._produce(prompt))] = Running(prompt, last_step)
                     begun += 1
                 done, _ = await asyncio.wait(
@@ -148,6 +151,18 @@ class Orchestrator:
         policy = self._published.current
         return policy is not None and policy.version >= self._bound.needed_version(group)
 
+    def _oldest_version(self, prompt: Prompt, group: int) -> int:
+        """That group number `group` may hold: turns of an earlier process count, where they are not too old for it."""
+        current = self._published.current.version
+        oldest = None if self._journals is None else self._journals.oldest_version(prompt.position)
+        if oldest is None:
+            return current
+        if oldest < self._bound.needed_version(group):
+            log.warning("prompt %d: its turns of policy %d are too old now; it begins anew", prompt.position, oldest)
+            self._journals.remove(prompt.position)
+            return current
+        return min(oldest, current)
+
     def _store(self, finished: list[tuple[int, RolloutGroup]], running: dict[asyncio.Task, Running]) -> None:
         """Moves finished groups to the bank, the most urgent first, as long as the running ones stay in time."""
         finished.sort(key=lambda entry: entry[0])
@@ -158,7 +173,13 @@ class Orchestrator:
                 return
             _, first = finished.pop(0)
             self._recorder.count_finished(group // self._config.rollout.prompts_per_step, first)
-            self._writes.append(self._bank.begin_append(first))
+            self._write(first.prompt.position, self._bank.begin_append(first))
+
+    def _write(self, position: int, record: Future) -> None:
+        """Remembers a record on its way to the disk; once it is there, the prompt's journal is not needed."""
+        self._writes.append(record)
+        if self._journals is not None:
+            record.add_done_callback(lambda done: done.exception() or self._journals.remove(position))
 
     def _take_written(self) -> None:
         """Raises what a finished write raised."""
@@ -202,7 +223,8 @@ class Orchestrator:
     def _give_up(self, task: asyncio.Task, late: Running) -> None:
         task.cancel()  # which aborts it in the engine
         detail = f"not done when step {late.last_step} needed its last group, and no later step may train on it"
-        self._writes.append(self._bank.begin_drop(late.prompt.position, late.prompt.row, TOO_STALE, detail))
+        position, row = late.prompt.position, late.prompt.row
+        self._write(position, self._bank.begin_drop(position, row, TOO_STALE, detail))
         self._recorder.count_given_up()
         log.warning("prompt %d: given up, %s", late.prompt.position, detail)
 
@@ -212,8 +234,8 @@ class Orchestrator:
         keeps = self._filter.keeps(group, step)
         if not keeps:
             self._recorder.count_dropped(step, group)
-            dropped = self._bank.begin_drop(group.prompt.position, group.prompt.row, NO_SIGNAL, describe_drop(group))
-            self._writes.append(dropped)
+            position, row = group.prompt.position, group.prompt.row
+            self._write(position, self._bank.begin_drop(position, row, NO_SIGNAL, describe_drop(group)))
         return keeps
 
     async def _produce(self, prompt: Prompt) -> RolloutGroup:

@@ -17,6 +17,7 @@ from dppo_megatron.bank.checks import check_group
 from dppo_megatron.config.environment import EnvironmentConfig
 from dppo_megatron.environments import EnvironmentFailed
 from dppo_megatron.environments.episodes import Episodes
+from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.environments.worker import environment_problem
 from dppo_megatron.rewards import RewardPool
@@ -37,10 +38,18 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(save_character_model(tmp_path_factory.mktemp("tokenizer") / "m"))
 
 
+class Killed(Exception):
+    pass
+
+
 def play(
-    tokenizer, world: str, turns, *, answers=("7",), samples: int = 2, chat: bool = False, text="Hi", **environment
-):
-    """The groups of prompts with `answers`; in turn t every trajectory says turns[t], cut to the request's limit."""
+    tokenizer, world: str, turns, *, answers=("7",), samples: int = 2, chat: bool = False, text="Hi",
+    journals: Path | None = None, killed_at: int | None = None, **environment
+):  # fmt: skip
+    """The groups of prompts with `answers`; in turn t every trajectory says turns[t], cut to the request's limit.
+
+    The last request for turn `killed_at` raises Killed. journals: their directory.
+    """
     rollout = {"group_size": samples, "max_response_tokens": environment.pop("longest", 200), "topk_logprobs": 2}
     config = make_config(
         rollout=rollout,
@@ -55,6 +64,10 @@ def play(
         request = make(0)
         requests.append(request)
         turn = int(request.request_id.split(".")[2].split("-")[0])
+        if turn == killed_at:
+            if sum(f".{turn}-" in r.request_id for r in requests) < samples:  # until all have come so far
+                await asyncio.sleep(60)
+            raise Killed
         ids = [*tokenizer.encode(turns[min(turn, len(turns) - 1)], add_special_tokens=False), EOS]
         cut = ids[: request.max_tokens]
         lists = np.tile(np.array([2, 3], np.int32), (len(cut), 1))
@@ -70,7 +83,7 @@ def play(
             tools = await environments.tools()
             episodes = Episodes(
                 config, sample=sample, environments=environments, tokenizer=tokenizer, tools=tools,
-                stop_token_ids=(EOS,), routing=None,
+                stop_token_ids=(EOS,), routing=None, journals=None if journals is None else Journals(journals, ()),
             )  # fmt: skip
             groups = []
             for position, answer in enumerate(answers):
@@ -100,7 +113,9 @@ def test_turns_alternate_and_their_rewards_add_up(tokenizer):
     assert [r.finish_reason for r in group.rollouts] == ["stop", "stop"]
     assert [rewards.tolist() for rewards in group.turn_rewards] == [[1.0, 2.0]] * 2
     assert group.rewards.tolist() == [3.0, 3.0]
-    assert metrics == {"environment/turns_mean": 2.0, "environment/rewritten_histories": 0.0}
+    assert metrics == {
+        "environment/turns_mean": 2.0, "environment/rewritten_histories": 0.0, "environment/replayed_turns": 0.0,
+    }  # fmt: skip
     # Each request's prompt is all tokens so far.
     second = [r for r in requests if r.request_id.split(".")[2].startswith("1")]
     assert [tokenizer.decode(r.token_ids) for r in second] == ["Hiab<eos>[ab]"] * 2

@@ -115,3 +115,29 @@ class Unprintable(Echo):
 
     def step(self, text):
         return "\ud800", None, self.turn > 0 or super().step(text)[2]
+
+
+class Moody(Echo):
+    """Says in every process something else."""
+
+    def step(self, text):
+        said, reward, done = super().step(text)
+        return f"{said}{os.getpid()}", reward, done
+
+
+class DiesOnce(Echo):
+    """Its process ends at turn `at`, unless that happened before in this directory."""
+
+    def __init__(self, directory, turns, at):
+        super().__init__(turns)
+        self.directory, self.at = directory, at
+
+    def step(self, text):
+        if self.turn == self.at:
+            try:
+                os.mkdir(self.directory)
+            except FileExistsError:
+                pass
+            else:
+                os._exit(3)
+        return super().step(text)

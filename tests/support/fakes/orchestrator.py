@@ -16,6 +16,7 @@ from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
+from dppo_megatron.environments.journals import Journals
 from dppo_megatron.fleet.pool import FixedEngines
 from dppo_megatron.fleet.registry import forget_all
 from dppo_megatron.fleet.sampling import Sampler
@@ -124,6 +125,7 @@ class World:
     broken: Callable[[int], bool] = lambda position: False
     training_s: float = 0.0  # from a step's last group to the next policy
     last_version: int | None = None  # the trainer dies after publishing it
+    journals: Journals | None = None
     prompts_in_all: int | None = None  # no trainer: one policy answers so many
 
     @property
@@ -169,6 +171,7 @@ class World:
                     sampler.take_metrics,
                     alone=self.prompts_in_all is not None,
                 ),
+                journals=self.journals,
                 prompts_in_all=self.prompts_in_all,
                 **parts,
             )

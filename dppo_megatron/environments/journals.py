@@ -1,0 +1,115 @@
+"""What keeps a turn from being sampled twice: the finished turns of all trajectories that are played."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from dppo_megatron.bank.files import segment_paths
+from dppo_megatron.bank.journal import Journal
+from dppo_megatron.types import Rollout
+
+log = logging.getLogger(__name__)
+
+Write = Callable[[np.ndarray, Rollout], Awaitable[None]]
+
+
+class Turns:
+    """The finished turns of one trajectory, by the tokens that they were sampled behind.
+
+    Whoever plays it again, because a process died, takes each turn from here instead of sampling it.
+    """
+
+    def __init__(self, found: Iterable[tuple[np.ndarray, Rollout]] = (), write: Write | None = None):
+        """found: of an earlier process. write: returns once a turn is on disk."""
+        self._finished = [(_key(behind), sampled) for behind, sampled in found]
+        self._write = write
+        self.rewind()
+
+    def rewind(self) -> None:
+        """The trajectory begins again."""
+        self._left = list(self._finished)
+
+    @property
+    def left(self) -> int:
+        """Turns that have not been taken."""
+        return len(self._left)
+
+    def take(self, behind: np.ndarray) -> Rollout | None:
+        """The first turn left that was sampled behind these tokens ([P] int32)."""
+        key = _key(behind)
+        for place, (other, sampled) in enumerate(self._left):
+            if other == key:
+                del self._left[place]
+                return sampled
+        return None
+
+    async def add(self, behind: np.ndarray, sampled: Rollout) -> None:
+        """Returns once the turn is on disk: nobody may act on it before. Raises `BankWriteError`."""
+        if self._write is not None:
+            await self._write(behind, sampled)
+        self._finished.append((_key(behind), sampled))
+
+
+class Journals:
+    """The journals of the groups that are played, in `directory`, which is made. Raises `BankError`, as its methods do.
+
+    done: positions of the prompts that the bank has; their journals are removed.
+    """
+
+    def __init__(self, directory: Path, done: Collection[int]):
+        directory.mkdir(exist_ok=True)
+        self._directory = directory
+        self._thread = ThreadPoolExecutor(1, "journal")  # the event loop waits for no disk
+        self._open: dict[int, Journal] = {}
+        for path in sorted(directory.glob("segment-*.bin")):
+            position = int(path.stem.rpartition("-")[2])
+            if position in done:
+                for file in segment_paths(directory, position):
+                    file.unlink(missing_ok=True)
+            else:
+                self._open[position] = Journal(directory, position)
+        if turns := sum(len(journal.found) for journal in self._open.values()):
+            log.info("%d groups go on behind %d turns that an earlier process finished", len(self._open), turns)
+
+    def oldest_version(self, position: int) -> int | None:
+        """Of the policies that sampled what an earlier process left of a group; None where it left nothing."""
+        found = self._open[position].found if position in self._open else []
+        return min((int(group.rollouts[0].versions.min()) for group in found), default=None)
+
+    async def turns(self, position: int, trajectories: int, temperature: float) -> list[Turns]:
+        """Of each trajectory of a group. Once for a group."""
+        loop = asyncio.get_running_loop()
+        if position not in self._open:
+            self._open[position] = await loop.run_in_executor(self._thread, Journal, self._directory, position)
+        journal = self._open[position]
+
+        async def write(number: int, behind: np.ndarray, sampled: Rollout) -> None:
+            await loop.run_in_executor(self._thread, journal.add, number, behind, sampled, temperature)
+
+        found: list[list[tuple[np.ndarray, Rollout]]] = [[] for _ in range(trajectories)]
+        for group in journal.found:
+            (sampled,) = group.rollouts
+            found[sampled.trajectory or 0].append((group.prompt.token_ids, sampled))
+        journal.found.clear()
+        return [Turns(of_one, partial(write, number)) for number, of_one in enumerate(found)]
+
+    def remove(self, position: int) -> None:
+        """The bank has the group, or the group is to begin anew. May be called in any thread."""
+        if (journal := self._open.pop(position, None)) is not None:
+            self._thread.submit(journal.remove)  # behind what is being written
+
+    def close(self) -> None:
+        """Returns once everything is written or removed."""
+        self._thread.shutdown()
+
+
+def _key(behind: np.ndarray) -> bytes:
+    return blake2b(np.ascontiguousarray(behind).data, digest_size=16).digest()

@@ -1,0 +1,35 @@
+"""Turns that an earlier orchestrator finished, in the orchestrator's accounts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dppo_megatron.bank import BankWriter
+from dppo_megatron.bank.journal import Journal
+from dppo_megatron.environments.journals import Journals
+from tests.support.bank import make_group
+from tests.support.fakes.orchestrator import World, sampling_config
+
+GROUPS = 4
+
+
+@pytest.mark.parametrize(("stored", "anew"), [(0, False), (7, False), (8, True)])
+def test_turns_of_an_earlier_process_count_for_staleness(tmp_path, caplog, stored, anew):
+    """Of policy 0 and at staleness 1 they may be trained on in steps 0 and 1, so as one of the groups 0 to 7."""
+    w = World(sampling_config(tmp_path / "run", max_staleness=1))
+    with BankWriter(w.run.bank, GROUPS, fsync=False) as bank:
+        for position in range(1, stored + 1):
+            bank.append(make_group(position))
+    w.journals = Journals(tmp_path / "turns", ())
+    journal = Journal(tmp_path / "turns", 0)
+    sampled = make_group(0).rollouts[0]
+    journal.add(0, np.ones(3, np.int32), replace(sampled, versions=np.zeros_like(sampled.versions)), 1.0)
+    w.journals = Journals(tmp_path / "turns", ())
+    assert w.journals.oldest_version(0) == 0
+    w.run_attempt(w.engine())
+    w.journals.close()
+    assert ("begins anew" in caplog.text) == anew
+    assert list((tmp_path / "turns").iterdir()) == []  # the bank has the group
