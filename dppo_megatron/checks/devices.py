@@ -48,11 +48,11 @@ def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> 
     """The same for a machine with these GPUs; one without any computes on the CPU."""
     engine, engines = config.engine, config.started_engines
     if not visible:
-        if not engines or engine.quantization == "none":
+        if not engines or not engine.serves_fp8:
             return []
         return [
             f"engine.quantization = {engine.quantization}: needs a GPU, {engine.kind} does not multiply in FP8 on "
-            "CPUs; set it to none"
+            "CPUs; set it to none, or to fp8_block_emulated to study its mismatch"
         ]
     if not trains:
         if config.engine_devices <= len(visible):

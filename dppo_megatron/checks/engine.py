@@ -59,7 +59,7 @@ def _transport(config: Config) -> list[str]:
 
 def _quantization(config: Config) -> list[str]:
     e = config.engine
-    if e.quantization == "none":
+    if not e.serves_fp8:
         return []
     out = []
     if e.dtype == "fp32":

@@ -57,7 +57,7 @@ def problems(config: Config, hf: HFModelConfig | None) -> list[str]:
             f"engine.tensor_parallel = {tensor}: {kv_heads} key-value heads are neither a multiple nor a divisor of "
             "it; change it"
         )
-    if engine.quantization == "fp8_block":
+    if engine.serves_fp8:
         out += [
             f"engine.tensor_parallel = {tensor}: shards {name} = {width} into parts that are no multiple of the "
             f"{fp8.BLOCK} values of an FP8 block; lower it, or set engine.quantization to none"

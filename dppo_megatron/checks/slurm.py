@@ -75,12 +75,12 @@ def _requested(config: Config) -> list[str]:
 
 def _need_gpus(config: Config, engines: int) -> list[str]:
     """Settings that need a GPU, on nodes that are requested without."""
-    m, s, quantization = config.model, config.slurm, config.engine.quantization
+    m, s, engine = config.model, config.slurm, config.engine
     trains, serves = s.gpus_per_node > 0, s.serving_gpus_per_node > 0
     refused = {
         f"model.fp8 = {m.fp8}": m.fp8 != "none" and not trains,
         f"model.layers = {m.layers}": m.layers == "transformer_engine" and not trains,
-        f"engine.quantization = {quantization}": quantization != "none" and engines > 0 and not serves,
+        f"engine.quantization = {engine.quantization}": engine.serves_fp8 and engines > 0 and not serves,
     }
     why = "needs GPUs, and its nodes have none; set slurm.gpus_per_node (engine_gpus_per_node), or change this"
     return [f"{setting}: {why}" for setting, wrong in refused.items() if wrong]

@@ -145,10 +145,11 @@ class EngineConfig(Section):
     host: str = "127.0.0.1"
     port: CountFromZero = Field(0, le=65535, description="first port; 0 = a free one")
     dtype: FloatName = "bf16"
-    quantization: Literal["none", "fp8_block"] = Field(
+    quantization: Literal["none", "fp8_block", "fp8_block_emulated"] = Field(
         "none",
         description="fp8_block: every publish quantises the layers' projections to FP8 (e4m3, a scale for 128 x 128 "
-        "values) and engines multiply in FP8; needs GPUs",
+        "values) and engines multiply in FP8; needs GPUs. fp8_block_emulated: the same rounding of the weights, which "
+        "engines hold and multiply in engine.dtype; to study the mismatch, not to save memory",
     )
     max_model_len: Count = Field(4096, ge=2)
     max_num_seqs: Count = 256
@@ -181,6 +182,11 @@ class EngineConfig(Section):
     restarts: CountFromZero = Field(
         5, description="restarts in a row of an engine that the run started; one more end ends the run"
     )
+
+    @property
+    def serves_fp8(self) -> bool:
+        """Whether the engines' own weights are FP8, and not only rounded as FP8 would."""
+        return self.quantization == "fp8_block"
 
 
 class WeightSyncConfig(Section):

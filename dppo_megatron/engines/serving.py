@@ -24,10 +24,9 @@ def device_here() -> Device:
 
 
 def start_model(config: Config) -> Path:
-    """`model.path`, or with `engine.quantization` the quantised copy in the run directory (`launch.quantized`),
-    for an engine takes only weights that are stored as those it started with."""
-    quantized = config.engine.quantization != "none"
-    if not quantized or read_hf_config(config.model.path).quantization is not None:
+    """`model.path`, or with `engine.quantization: fp8_block` the quantised copy in the run directory
+    (`launch.quantized`), for an engine takes only weights that are stored as those it started with."""
+    if not config.engine.serves_fp8 or read_hf_config(config.model.path).quantization is not None:
         return config.model.path
     return RunDir(config.run.dir).quantized_start
 

@@ -28,7 +28,7 @@ from .weight_map import WeightMap
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 
-Quantization = Literal["fp8_block"]
+Quantization = Literal["fp8_block", "fp8_block_emulated"]
 
 
 @torch.no_grad()
@@ -51,13 +51,14 @@ def export_weights(
     Each rank of the group calls `before_gather` first: where the source rank may be long in coming, wait there.
 
     `dtype` casts before gathering (None keeps each parameter's). With `quantization` "fp8_block" the source rank
-    quantises each whole projection and yields its scales too, as `hf.fp8` describes. Tensors are on the
+    quantises each whole projection and yields its scales too, as `hf.fp8` describes; with "fp8_block_emulated" it
+    yields the values that these stand for, in the weight's dtype. Tensors are on the
     parameters' device and may be views of live parameters: use or clone them before the next optimizer step.
     Raises `ModelError` for a parameter without an HF counterpart.
     """
     if quantization is not None:
         plain = export_weights(model_chunks, config, dtype, bucket_bytes, ranks, before_gather=before_gather)
-        yield from fp8.quantize_projections(plain)
+        yield from fp8.quantize_projections(plain, emulated=quantization == "fp8_block_emulated")
         return
     ranks = ranks or ParallelRanks.current()
     weight_map = WeightMap(config, infer_layout(model_chunks, config, ranks))
@@ -140,7 +141,7 @@ def save_hf(
     Every source rank (see `export_weights`) writes its own files, so `directory` must be on storage
     that all ranks share; config, tokenizer and generation config come from `template_dir`. The directory
     appears by one rename when everything is in it and on the disk, before any rank returns. `dtype` None keeps
-    the parameters' dtype. `quantization` "fp8_block" writes the projections as block-scaled FP8 (`hf.fp8`).
+    the parameters' dtype. `quantization` as in `export_weights`.
     `observe` is called with each tensor that this rank writes.
 
     Collectives: those of `export_weights`, and three agreements of all ranks. However slow the disk is, nobody waits
@@ -155,7 +156,7 @@ def save_hf(
     everyone = Ranks()
     stored = dtype or next((w.dtype for _, w in named_weights(model_chunks)), None)
     expected = {name: TensorInfo(stored, shape) for name, shape in WeightMap(config).hf_tensors().items()}
-    if quantization is not None:
+    if quantization == "fp8_block":
         expected = fp8.quantized_info(expected)
 
     turns = Turns(everyone, f"writes to {directory}")
@@ -180,7 +181,8 @@ def save_hf(
 
     def complete(staging: Path, parts: list[Part]) -> None:
         assemble(staging, parts)
-        copy_metadata(template_dir, staging, stored, quantization and fp8.quantization_config(config))
+        told = fp8.quantization_config(config) if quantization == "fp8_block" else None
+        copy_metadata(template_dir, staging, stored, told)
 
     write_staged(directory, expected, everyone, write=write, complete=complete, overwrite=overwrite)
 

@@ -66,11 +66,13 @@ def is_quantized(name: str) -> bool:
     return _PROJECTION.fullmatch(name) is not None
 
 
-def quantize_projections(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def quantize_projections(
+    tensors: Iterable[tuple[str, Tensor]], *, emulated: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """The same tensors with every projection replaced by its e4m3 weight and the scales beside it.
 
-    Exhausts `tensors`, whose iteration may be collective, before it raises `ModelError` naming every tensor
-    that is not finite.
+    `emulated`: by the values that these stand for, in the projection's own dtype. Exhausts `tensors`, whose
+    iteration may be collective, before it raises `ModelError` naming every tensor that is not finite.
     """
     problems = []
     for name, tensor in tensors:
@@ -81,6 +83,9 @@ def quantize_projections(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tupl
             weight, scale = quantize(tensor)
         except ValueError as error:
             problems.append(f"{name}: {error}")
+            continue
+        if emulated:
+            yield name, dequantize(weight, scale, tensor.dtype)
             continue
         yield name, weight
         yield name + _SUFFIX, scale

@@ -51,7 +51,7 @@ def published_bytes(hf: HFModelConfig, config: Config) -> int:
 def _published(hf: HFModelConfig, config: Config) -> dict[str, TensorInfo]:
     dtype = DTYPES[config.engine.dtype].torch
     tensors = {name: TensorInfo(dtype, shape) for name, shape in WeightMap(hf).hf_tensors().items()}
-    return tensors if config.engine.quantization == "none" else fp8.quantized_info(tensors)
+    return fp8.quantized_info(tensors) if config.engine.serves_fp8 else tensors
 
 
 # What vLLM and SGLang load as one module.

@@ -62,7 +62,7 @@ def _disk(plan: Plan) -> Iterator[str]:
     # One more than is kept, while the newest is written.
     yield f"checkpoints {config.checkpoint.keep + 1} x {_size(total.checkpoint_bytes)}"
     if total.published_bytes:
-        if config.engine.quantization != "none":
+        if config.engine.serves_fp8:
             yield f"quantised start model {_size(total.published_bytes)}"
         if config.weight_sync.transport == "shared_storage":
             yield f"published versions {config.weight_sync.keep_versions + 1} x {_size(total.published_bytes)}"
@@ -121,7 +121,7 @@ def _verdict(plan: Plan, advice: Sequence[Advice]) -> Iterator[str]:
         yield _update_does_not_fit(plan)
     elif not plan.engines_fit:
         engine, config = plan.engine, plan.config.engine
-        quantize = "" if config.quantization != "none" else "engine.quantization = fp8_block, "
+        quantize = "" if config.serves_fp8 else "engine.quantization = fp8_block, "
         yield (
             f"engines do not fit: weights take {_size(engine.weights)} of each of their GPUs and leave no room for one "
             f"sequence of engine.max_model_len = {config.max_model_len} tokens ({_size(engine.per_sequence)}); use "

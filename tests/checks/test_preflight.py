@@ -98,6 +98,9 @@ def test_fp8_engines_are_refused_on_a_cpu(tree, task, tmp_path, monkeypatch):
     assert "engine.quantization = fp8_block: needs a GPU" in found(tree)
     monkeypatch.setattr("dppo_megatron.checks.devices.visible_devices", lambda: ["0", "1"])
     preflight(Config.model_validate(tree), "config.yaml")
+    tree["engine"]["quantization"] = "fp8_block_emulated"
+    monkeypatch.setattr("dppo_megatron.checks.devices.visible_devices", list)
+    preflight(Config.model_validate(tree), "config.yaml")
 
 
 def test_what_only_a_gpu_computes_is_asked_of_the_node_not_of_where_the_job_is_submitted(tree):

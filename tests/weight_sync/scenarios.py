@@ -28,6 +28,7 @@ FREEZES: dict[str, list[str | int]] = {
     "shared_storage": ["receive", "loaded", "check", "held"],
 }
 FP8 = {"dtype": "bf16", "quantization": "fp8_block"}
+FP8_EMULATED = {"dtype": "bf16", "quantization": "fp8_block_emulated"}
 
 
 def there_and_back(models: Path, run: Path, **layout: Any) -> dict:
@@ -47,15 +48,15 @@ def there_and_back(models: Path, run: Path, **layout: Any) -> dict:
         }
 
 
-def in_fp8(models: Path, run: Path, **layout: Any) -> dict:
+def in_fp8(models: Path, run: Path, engine: dict[str, str] = FP8, **layout: Any) -> dict:
     """Two policies to an FP8 engine, then the refusal of one that computes otherwise."""
-    with trainer(models, run, engine=FP8, **layout) as t:
+    with trainer(models, run, engine=engine, **layout) as t:
         unlike, names = [], []
         for version, policy in enumerate("ab"):
             t.load(policy)
             t.publisher.publish(version)
             if t.engines:
-                unlike += t.unlike_fp8(policy)
+                unlike += t.unlike_fp8(policy, emulated=engine == FP8_EMULATED)
                 names = sorted(t.engines[0].weights)
         for engine in t.engines:
             engine.score_offset = 1.5
@@ -345,6 +346,10 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     "fp8_broadcast": partial(in_fp8, family="wide", tp=2, bucket_bytes=1 << 20),
     "fp8_broadcast_small_buckets": partial(in_fp8, family="qwen3_moe", ep=2),
     "fp8_shared_storage": partial(in_fp8, family="wide", pp=2, transport="shared_storage"),
+    "fp8_emulated_broadcast": partial(in_fp8, engine=FP8_EMULATED, family="qwen3_moe", ep=2),
+    "fp8_emulated_shared_storage": partial(
+        in_fp8, engine=FP8_EMULATED, family="wide", tp=2, transport="shared_storage"
+    ),
     "colocated": colocated,
     "dies_at_join": partial(one_of_two_dies, place="join"),
     "dies_at_receive": partial(one_of_two_dies, place="receive"),

@@ -31,6 +31,15 @@ def test_engines_hold_exactly_the_policy(result_of, name, senders):
     assert (result["policy"].path is None) == bool(senders)
 
 
+@pytest.mark.parametrize("name", ["fp8_emulated_broadcast", "fp8_emulated_shared_storage"])
+def test_emulated_fp8_is_the_export_in_fp8_dequantised(result_of, sync_runs, name):
+    result = result_of(name)
+    assert result["unlike"] == []
+    assert not any(name.endswith("_scale_inv") for name in result["names"])
+    if name == "fp8_emulated_shared_storage":
+        assert read_hf_config(RunDir(sync_runs / name).weights_of(1)).quantization is None
+
+
 @pytest.mark.parametrize("name", ["fp8_broadcast", "fp8_broadcast_small_buckets", "fp8_shared_storage"])
 def test_fp8_engines_hold_bit_for_bit_what_the_weights_quantise_to(result_of, name):
     result = result_of(name)

@@ -46,11 +46,17 @@ class Trainer:
             return float("inf")
         return max(float((held[name] - source.tensor(name)).abs().max()) for name in held)
 
-    def unlike_fp8(self, policy: str) -> list[str]:
-        """Names of the tensors that the engine does not hold bit for bit as the policy's bf16 weights in FP8."""
+    def unlike_fp8(self, policy: str, emulated: bool) -> list[str]:
+        """Names of the tensors that the engine does not hold bit for bit as the policy's bf16 weights in FP8.
+
+        `emulated`: as that export's values in bf16.
+        """
         source = hf.SafetensorsDirectory(self.models / f"{self.actor.family}-{policy}")
         plain = ((name, source.tensor(name).bfloat16()) for name in source.tensors)
         expected, held = dict(hf.fp8.quantize_projections(plain)), self.engines[0].weights
+        if emulated:
+            scales = {name: expected.pop(f"{name}_scale_inv") for name in list(expected) if hf.fp8.is_quantized(name)}
+            expected |= {name: hf.fp8.dequantize(expected[name], scale) for name, scale in scales.items()}
 
         def same(name: str) -> bool:
             if name not in expected or name not in held or held[name].dtype != expected[name].dtype:
