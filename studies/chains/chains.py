@@ -1,0 +1,181 @@
+"""The studies' task: chains of sums, worked out step by step in words, and a text that teaches careless work.
+
+A prompt is a number and operations, `1 7 + 5 - 8 + 9 =`, a token a digit; the answer is worked out one operation at a
+time, modulo 100, each step after a linking word:
+
+    soso 1 7 + 5 = 2 2 nuta 2 2 - 8 = 1 4 sove 1 4 + 9 = 2 3 answer 2 3
+
+What makes it a miniature of reasoning by language models:
+
+- Where a step carries or borrows a ten, the text forgets it more often than not. A policy trained on it works like
+  this, step by step; some samples of every prompt are right, and their reward, given for the last number alone,
+  teaches care.
+- Linking words do not matter to the answer and are drawn as words of a language are, the r-th most frequent one with a
+  probability near 1 / r: at any place there are many rare tokens that a trust region may or may not let move.
+- One of the rare words, `carefully`, is always followed by a right step: a habit that is worth finding, and that a
+  policy only finds through a token of low probability.
+
+Levels: `easy` has 8 operations with numbers below 10 (68 tokens a response), `hard` 20 with numbers below 50 (184).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dppo_megatron.hf import make_random_hf_model
+
+PAD, EOS, CAREFULLY, ANSWER = "<pad>", "<eos>", "carefully", "answer"
+MODULUS = 100
+SYLLABLES = ("so", "nu", "ta", "li", "ve", "mo", "ri", "da", "ke", "pu", "ho")
+WORDS = [first + second for first in SYLLABLES for second in SYLLABLES]  # 121, the most frequent first
+CAREFUL_RANK = 10  # of `carefully` among them: 1.7 % of the linking words
+VOCABULARY = (PAD, EOS, "+", "-", "=", ANSWER, CAREFULLY, *"0123456789", *WORDS)
+FORGOTTEN = 0.6  # of the steps with a carry or borrow
+TRAIN, HELD_OUT, TEXT = 4000, 200, 12000  # prompts to train on and to evaluate, and worked examples in the text
+
+MODEL = {  # 1.3 M parameters; heads, groups and vocabulary divide by a tensor-parallel size of 2
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the narrowest that the engines' CPU attention has
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "initializer_range": 0.05,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "bos_token_id": None,
+    "eos_token_id": VOCABULARY.index(EOS),
+    "pad_token_id": VOCABULARY.index(PAD),
+}
+
+
+@dataclass(frozen=True)
+class Level:
+    operations: int
+    largest: int  # number added or taken away
+
+
+LEVELS = {"easy": Level(8, 9), "hard": Level(20, 49)}
+
+
+@dataclass(frozen=True)
+class Chain:
+    start: int
+    operations: tuple[tuple[str, int], ...]
+    places: int  # digits that numbers added or taken away are written with
+
+    @property
+    def prompt(self) -> str:
+        return " ".join([digits(self.start, 2), *(f"{sign} {self._number(n)}" for sign, n in self.operations), "="])
+
+    @property
+    def answer(self) -> str:
+        value = self.start
+        for sign, number in self.operations:
+            value = right(value, sign, number)
+        return digits(value, 2)
+
+    def worked_out(self, generator: random.Random) -> str:
+        """The steps as the text has them: a ten that is carried or borrowed is often forgotten, unless with care."""
+        value, words = self.start, []
+        for sign, number in self.operations:
+            word = linking_word(generator)
+            slips = word != CAREFULLY and generator.random() < FORGOTTEN
+            result = (careless if slips else right)(value, sign, number)
+            words += [word, digits(value, 2), sign, self._number(number), "=", digits(result, 2)]
+            value = result
+        return " ".join([*words, ANSWER, digits(value, 2)])
+
+    def _number(self, number: int) -> str:
+        return digits(number, self.places)
+
+
+def digits(number: int, places: int) -> str:
+    return " ".join(f"{number:0{places}d}")
+
+
+def right(value: int, sign: str, number: int) -> int:
+    return (value + number if sign == "+" else value - number) % MODULUS
+
+
+def careless(value: int, sign: str, number: int) -> int:
+    """Each digit by itself: equal to `right` where nothing is carried or borrowed."""
+    tens, ones = divmod(value, 10)
+    more_tens, more_ones = divmod(number, 10)
+    if sign == "-":
+        more_tens, more_ones = -more_tens, -more_ones
+    return (tens + more_tens) % 10 * 10 + (ones + more_ones) % 10
+
+
+_RANKED = [*WORDS[:CAREFUL_RANK], CAREFULLY, *WORDS[CAREFUL_RANK:]]
+_FREQUENCY = [1 / (rank + 1) for rank in range(len(_RANKED))]
+
+
+def linking_word(generator: random.Random) -> str:
+    return generator.choices(_RANKED, _FREQUENCY)[0]
+
+
+def chains(level: Level, generator: random.Random) -> Iterator[Chain]:
+    """Endless, each once."""
+    seen = set()
+    while True:
+        operations = tuple(
+            (generator.choice("+-"), generator.randint(1, level.largest)) for _ in range(level.operations)
+        )
+        chain = Chain(generator.randrange(MODULUS), operations, len(str(level.largest)))
+        if chain not in seen:
+            seen.add(chain)
+            yield chain
+
+
+def make_task(directory: str | Path, level: str = "easy", seed: int = 1) -> None:
+    """Writes `train.jsonl`, `heldout.jsonl`, `warmup.jsonl` and `random_model/`; the chains of each are its own.
+
+    Rows have the columns `prompt` and `answer`. One level and seed, the same bytes.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    generator = random.Random(f"{level} {seed}")
+    source = chains(LEVELS[level], generator)
+    for name, count in (("heldout", HELD_OUT), ("train", TRAIN)):
+        _write_rows(directory / f"{name}.jsonl", ((c.prompt, c.answer) for c in (next(source) for _ in range(count))))
+    text = (next(source) for _ in range(TEXT))
+    _write_rows(directory / "warmup.jsonl", ((chain.prompt, chain.worked_out(generator)) for chain in text))
+    write_random_model(directory / "random_model", seed)
+
+
+def write_random_model(directory: Path, seed: int) -> None:
+    """Writes a Hugging Face model directory: Qwen3 with random weights, a tokenizer of whole words."""
+    make_random_hf_model(directory, MODEL, seed, overwrite=True)
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=MODEL["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(directory)
+    generation = {"eos_token_id": MODEL["eos_token_id"], "pad_token_id": MODEL["pad_token_id"]}
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def _write_rows(path: Path, rows: Iterator[tuple[str, str]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for prompt, answer in rows:
+            file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
