@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.checks import load_config, slurm
+from dppo_megatron.checks import load_config, preflight, slurm
+from dppo_megatron.config import ConfigError
 from dppo_megatron.plan import Cluster, RankBuilder, hardware, make_plan, report
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,10 @@ def _in_the_repository(monkeypatch):
     monkeypatch.chdir(ROOT)  # paths of the configs
 
 
+def row_of(path: Path) -> str:
+    return next(line for line in (PAPERS / "README.md").read_text().splitlines() if f"`{path.name}`" in line)
+
+
 def overrides(options: str) -> list[str]:
     return [word for word in shlex.split(options) if word != "--set"]
 
@@ -31,7 +36,27 @@ def test_the_readme_names_every_config_and_many_methods():
     text = (PAPERS / "README.md").read_text()
     assert all(f"`{path.name}`" in text for path in CONFIGS)
     assert len(CONFIGS) == 5
-    assert len(OPTIONS) == 17
+    assert len(OPTIONS) == 18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_nothing_but_files_is_missing(path):
+    """As `validate` sees it: the model's weights and tokenizer, and prompts."""
+    with pytest.raises(ConfigError) as refused:
+        preflight(load_config(path), str(path))
+    problems = {line.split(" = ")[0] for line in str(refused.value).splitlines()[1:]}
+    assert problems - {"  - neither model.safetensors nor model.safetensors.index.json: no weights to read"} == {
+        f"  - {name}" for name in ("model.path", "data.train", "eval.sets.aime24.path", "eval.sets.aime25.path")
+    }
+
+
+def test_engines_of_an_asynchronous_run_have_as_many_nodes_as_the_trainer():
+    options = dict(OPTIONS)["asynchronous (not in the papers)"]
+    for path in CONFIGS:
+        nodes = load_config(path).slurm.trainer_nodes
+        config = load_config(path, [*overrides(options), f"slurm.engine_nodes={nodes}"])
+        assert slurm.problems(config, None) == []
 
 
 @pytest.mark.parametrize(("method", "options"), OPTIONS, ids=[name for name, _ in OPTIONS])
@@ -51,6 +76,8 @@ def test_each_fits_the_machines_that_it_names(path):
     with RankBuilder() as builder:
         plan = make_plan(load_config(path), Cluster(int(nodes), 8, hardware(gpu)), builder)
     assert plan.fits, report(plan, [])
+    spare = re.search(r"fits: (\S+ GiB) of", report(plan, []))[1]
+    assert f"{int(nodes) * 8} GPUs, {spare} of each to spare |" in row_of(path)
     assert "with checkpoint.keep_rollouts = 0" in report(plan, [])
     assert slurm.problems(plan.config, None) == []
     assert plan.config.slurm.trainer_nodes == int(nodes)
