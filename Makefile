@@ -1,6 +1,6 @@
 # make quickstart     train a small policy end to end on this machine's CPU, real parts, about ten minutes
 # make test           what to run before a commit: real Megatron-core ranks, a real vLLM server, a run that learns
-# make test-all       every test there is: test-cpu, test-megatron-next, test-engines, test-integrations, test-browser, test-slurm
+# make test-all       every test there is: test-cpu, study-smoke, test-megatron-next, test-engines, test-integrations, test-browser, test-slurm
 # make test-cpu       all that this environment suffices for: test, the slow ones and test-parallel
 # make test-parallel  every parallel layout trains as one process does; kill -9 and resume in several of them
 # make test-megatron-next  one layout of each kind, and resuming, with the newest Megatron-core; two minutes
@@ -8,6 +8,7 @@
 # make test-integrations  our losses inside TRL, verl and SkyRL, in .venv-integrations (1.7 GB, made when needed)
 # make test-browser   the page of `dppo-megatron view` in headless Chromium, which it installs (Debian, as root or with sudo)
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
+# make study-smoke    the parts of a study at work: task, start policy, one method, two seeds, two minutes
 # make attack         tests/attack with another seed and more cases: ATTACK_SEED=N ATTACK_CASES=N make attack
 # make test-gpu       on a machine with a GPU, eight minutes: kernels, training, offload, a colocated engine; writes a file
 # make lint           ruff, mypy on the public surface, retired words, docs-check
@@ -28,7 +29,7 @@ INTEGRATIONS_STAMP := $(INTEGRATIONS_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart test test-all test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-browser attack lint docs-check format install sglang clean
+.PHONY: quickstart study-smoke test test-all test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-browser attack lint docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -44,7 +45,7 @@ test: install
 test-cpu: install
 	$(PYTEST) tests $(SIDE_BY_SIDE) -m "not engines and not faults and not slurm and not integrations and not browser"
 
-test-all: test-cpu test-megatron-next test-engines test-integrations test-browser test-slurm
+test-all: test-cpu study-smoke test-megatron-next test-engines test-integrations test-browser test-slurm
 
 test-parallel: install
 	$(PYTEST) tests/parallel -m ""
@@ -88,6 +89,11 @@ test-browser: install $(DRIVER)/.installed
 test-engines: install sglang
 	$(PYTEST) tests $(SIDE_BY_SIDE) -m engines
 	$(PYTEST) tests/faults -m faults
+
+study-smoke: install
+	rm -rf runs/chains-smoke
+	$(BIN)/python studies/chains/prepare.py --root runs/chains-smoke --updates 10
+	$(BIN)/dppo-megatron study studies/chains/smoke.yaml --out runs/chains-smoke/study
 
 test-integrations: $(INTEGRATIONS_STAMP)
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_VENV)/bin/python -m pytest --durations=10 --durations-min=1 tests/integrations -m ""

@@ -1,7 +1,7 @@
 """Makes the chains' task and its start policy, once for all runs of a study.
 
-python studies/chains/prepare.py                      # runs/chains, level easy
-python studies/chains/prepare.py --level hard --seed 2
+    python studies/chains/prepare.py                      # runs/chains, level easy, some ten minutes on two cores
+    python studies/chains/prepare.py --level hard --root runs/chains-hard
 """
 
 from __future__ import annotations
@@ -14,19 +14,30 @@ from pathlib import Path
 
 from chains import LEVELS, make_task
 
-ROOT = Path("runs/chains")
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--level", choices=LEVELS, default="easy")
     parser.add_argument("--seed", type=int, default=1, help="of the task, the random model and the text's order")
+    parser.add_argument("--root", type=Path, default="runs/chains", help="directory of task/ and warmup/, made anew")
+    parser.add_argument("--updates", type=int, default=600, help="of the start policy; fewer only to try it out")
     arguments = parser.parse_args()
-    for made in (ROOT / "task", ROOT / "warmup"):
+    task, warmup = arguments.root / "task", arguments.root / "warmup"
+    for made in (task, warmup):
         shutil.rmtree(made, ignore_errors=True)
-    make_task(ROOT / "task", arguments.level, arguments.seed)
-    warmup = [sys.executable, "-m", "dppo_megatron", "train", str(Path(__file__).parent / "warmup.yaml")]
-    return subprocess.run([*warmup, "--set", f"run.seed={arguments.seed}"]).returncode
+    make_task(task, arguments.level, arguments.seed)
+    settings = {
+        "run.dir": warmup,
+        "run.seed": arguments.seed,
+        "model.path": task / "random_model",
+        "data.train": task / "warmup.jsonl",
+        "train.steps": arguments.updates,
+        "optimizer.warmup_updates": min(20, arguments.updates - 1),
+    }
+    command = [sys.executable, "-m", "dppo_megatron", "train", str(Path(__file__).parent / "warmup.yaml")]
+    for name, value in settings.items():
+        command += ["--set", f"{name}={value}"]
+    return subprocess.run(command).returncode
 
 
 if __name__ == "__main__":
