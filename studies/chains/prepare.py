@@ -1,7 +1,7 @@
 """Makes the chains' task and its start policy, once for all runs of a study.
 
-    python studies/chains/prepare.py                      # runs/chains, level easy, some ten minutes on two cores
-    python studies/chains/prepare.py --level hard --root runs/chains-hard
+python studies/chains/prepare.py                      # runs/chains, level easy, some ten minutes on two cores
+python studies/chains/prepare.py --level hard --root runs/chains-hard
 """
 
 from __future__ import annotations
