@@ -24,7 +24,7 @@ from pathlib import Path
 
 APART = Path(sys.prefix) / "triton-interpreter"  # where `make install` puts Triton on a machine without a GPU
 CAPABILITIES = (80, 90, 100)
-TOPK = (1, 21, 64)  # the target alone; K = 20 and the target; the longest that the fused merge takes
+TOPK = (1, 21, 64, 128)  # the target alone; K = 20 and the target; the longest that the fused merge takes; more
 LABEL = re.compile(r"\s*(\.L_\w+):")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
 BACK = re.compile(r"BRA.*?`\((\.L_\w+)\)")

@@ -23,19 +23,35 @@ _PROGRAMS = 1024
 
 
 @triton.jit
+def _without(z, place, offset, tile: tl.constexpr):
+    """z with -inf in the columns at `offset` [up to 32, a power of 2].
+
+    A warp holds 32 in one register of each thread and finds the least by itself, so more are walked 32 at a time.
+    """
+    if offset.shape[1] > 1:
+        left, right = tl.split(tl.reshape(offset, (offset.shape[0], offset.shape[1] // 2, 2)))
+        z = _without(z, place, left, tile)
+        z = _without(z, place, right, tile)
+    else:
+        pending = tl.reshape(offset, (offset.shape[0],))
+        pending = tl.where((pending >= 0) & (pending < tile), pending, tile)
+        column = tl.min(pending, axis=0)
+        while column < tile:  # once for each id in the tile: to compare all with every column costs 5 times the rest
+            z = tl.where(place == column, float("-inf"), z)
+            pending = tl.where(pending == column, tile, pending)
+            column = tl.min(pending, axis=0)
+    return z
+
+
+@triton.jit
 def _add_tile(z, place, m, s, u, scale, offset, tile: tl.constexpr, entropy: tl.constexpr):
     """m, s, u [lanes] of a row after one more tile z [lanes, chunk], without the columns that `offset` names.
 
     Every lane of a thread keeps sums of its own, so that no thread waits for another inside the loop over tiles.
-    place: [lanes, chunk] int32, the columns' offsets inside the tile. offset: [n] int32, those of the row's ids; the
-    ones outside the tile are not in it. scale: log2(e) / tau, so u is in units of ln 2.
+    place: [lanes, chunk] int32, the columns' offsets inside the tile. offset: int32, those of the row's ids, see
+    `_without`; the ones outside the tile are not in it. scale: log2(e) / tau, so u is in units of ln 2.
     """
-    pending = tl.where((offset >= 0) & (offset < tile), offset, tile)
-    column = tl.min(pending, axis=0)
-    while column < tile:  # once for each id in the tile: to compare all n with every column costs 5 times the rest
-        z = tl.where(place == column, float("-inf"), z)
-        pending = tl.where(pending == column, tile, pending)
-        column = tl.min(pending, axis=0)
+    z = _without(z, place, offset, tile)
     top = tl.maximum(m, tl.max(z, axis=1))
     safe = tl.where(top == float("-inf"), 0.0, top)
     d = (z - tl.expand_dims(safe, 1)) * scale
@@ -90,7 +106,9 @@ def forward_kernel(
     u = tl.zeros((lanes,), acc)
     begin = split * tiles_per_split
     full = columns // tile
+    together: tl.constexpr = 32 if n_padded > 32 else n_padded
     offset = tl.where(is_local, local, -1).to(tl.int32) - begin * tile
+    offset = tl.reshape(offset, (together, n_padded // together))
     where = line + begin.to(tl.int64) * tile * column_stride + place * column_stride
     # Whole tiles without a mask: masked by an odd width, loads would not be vectorised.
     for _ in range(begin, tl.minimum(begin + tiles_per_split, full)):
