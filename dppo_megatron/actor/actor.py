@@ -28,6 +28,7 @@ from . import megatron_version, offload, precision
 from .batch.packing import Packer
 from .batch.routing import RoutingReplay
 from .checkpoint import save_load
+from .checkpoint.sharded import ShardedSave
 from .checkpoint.writer import BackgroundWrite
 from .forward import LossStep
 from .layout import Layout
@@ -90,6 +91,7 @@ class Actor:
             self.optimizer_on_device = on_host.on_device
         self.skipped_in_a_row = 0
         self.lr_scale = 1.0  # of the schedule's learning rate in updates to come; a checkpoint keeps it
+        self.sharded_save = ShardedSave()
         self._writing: BackgroundWrite | None = None
         self.routing = RoutingReplay(self.hf, self.model_chunks) if config.rollout.routing_replay else None
         self.packer = Packer.of(self.hf, config, layout, self.routing.held_layers if self.routing else None)

@@ -8,29 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed.checkpoint
 from megatron.core import __version__ as version
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
-
-from dppo_megatron.common.ranks import Ranks
 
 _OLDEST, _NEWEST = (0, 16), (0, 19)
 
@@ -82,69 +68,6 @@ def replicated_linear() -> type:
 def drop_replay_registry() -> None:
     """Forget the routers that registered themselves: Megatron's list of them is of the process, not of a model."""
     RouterReplay.global_router_replay_instances.clear()
-
-
-def save_sharded(state: dict[str, Any], directory: Path, files: FileSystemBase) -> None:
-    """torch_dist save into an existing empty directory. Collective; returns when `files` has every rank's part.
-
-    Data-parallel ranks share what all of them hold.
-    """
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    strategy = FullyParallelSaveStrategyWrapper(_SaveInProcess(files), group)
-    with _torch_failures_as_errors():
-        dist_checkpointing.save(state, str(directory), sharded_strategy=strategy)
-
-
-class _SaveInProcess(TorchDistSaveShardedStrategy):
-    """Megatron's own save forks writers and starts a manager process even when it waits for them.
-
-    That costs seconds, needs psutil (without it the save hangs) and a guarded __main__, and forks a process
-    that has communication threads. Same shards, same format, written by this process.
-    """
-
-    def __init__(self, files: FileSystemBase):
-        super().__init__("torch_dist", 1)
-        self._files = files
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        shards, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        writer = _PatientWriter(checkpoint_dir, sync_files=False)
-        writer.fs = self._files
-        torch.distributed.checkpoint.save(
-            torch_dist.mcore_to_pyt_state_dict(shards, False),
-            storage_writer=writer,
-            planner=torch_dist.MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            ),
-        )
-
-
-class _PatientWriter(torch.distributed.checkpoint.FileSystemWriter):
-    """Ranks that have written wait for the others in no collective, which would have the time-out of training's."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        finally:
-            Ranks().barrier("the checkpoint's shards to be written")
-
-
-def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """torch_dist load into the shards that `state` describes. Collective."""
-    with _torch_failures_as_errors():
-        return dist_checkpointing.load(state, str(directory))
-
-
-@contextmanager
-def _torch_failures_as_errors() -> Iterator[None]:
-    """torch raises what is no `Exception`, with every rank's traceback."""
-    try:
-        yield
-    except torch.distributed.checkpoint.CheckpointException as failed:
-        reasons = (f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in failed.failures.items())
-        raise OSError("; ".join(reasons)) from failed
 
 
 def _select_accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.common.hardware import Hardware
@@ -31,12 +31,14 @@ class Item:
 class Memory:
     """A rank's memory: what is always there, and what each phase of a step adds while it runs.
 
-    host: what it keeps, pinned, in the memory of its node; empty on a CPU, whose memory that is.
+    host: what it keeps, pinned, in the memory of its node. saved: what a checkpoint holds there until it is written.
+    Both are empty on a CPU, whose memory that is.
     """
 
     static: tuple[Item, ...]
     phases: dict[str, tuple[Item, ...]]
     host: tuple[Item, ...]
+    saved: tuple[Item, ...]
 
     @property
     def static_bytes(self) -> int:
@@ -85,7 +87,8 @@ def estimate(
         "saving a checkpoint": _saving(model, config, hardware),
         "loading a checkpoint": _loading(model, config, hardware),
     }
-    return Memory(_static(model, hf, config, load, work), phases, _on_host(model, config) if hardware.cuda else ())
+    host, saved = (_on_host(model, config), _saved(model, config)) if hardware.cuda else ((), ())
+    return Memory(_static(model, hf, config, load, work), phases, host, saved)
 
 
 def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, work: Work) -> tuple[Item, ...]:
@@ -239,13 +242,18 @@ def _publishing(model: RankModel, config: Config, hardware: Hardware) -> tuple[I
 
 def _saving(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item, ...]:
     held = _optimizer_if_offloaded(model, config, hardware.cuda)
-    if not config.parallel.distributed_optimizer:
-        return (*held, Item("exchange of optimizer state", 0, "none: every rank holds all of it"))
-    why = "parts of the optimizer's state, given and received"
-    items = [*held, Item("exchange of optimizer state", _exchange(model), why)]
-    if not hardware.cuda:
-        items.append(_host_copy(model))
-    return tuple(items)
+    exchange = Item("exchange of optimizer state", 0, "none: every rank holds all of it")
+    if config.parallel.distributed_optimizer:
+        exchange = replace(exchange, bytes=_exchange(model), why="parts of the optimizer's state, given and received")
+    return (*held, exchange, *(() if hardware.cuda else _saved(model, config)))
+
+
+def _saved(model: RankModel, config: Config) -> tuple[Item, ...]:
+    """The one copy that a save makes on the host. What is written while it waits is copied tensor by tensor."""
+    if config.checkpoint.asynchronous:
+        size = _shard(model, True) * (3 * FP32 + DTYPES[config.model.dtype].bytes)
+        return (Item("checkpoint being written", size, "all that this rank saves, with checkpoint.asynchronous"),)
+    return (_host_copy(model),) if config.parallel.distributed_optimizer else ()
 
 
 def _loading(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item, ...]:

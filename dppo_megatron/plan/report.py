@@ -89,9 +89,10 @@ def _rank(plan: Plan) -> Iterator[str]:
         rows.append(("libraries", hardware.reserved_bytes, why))
     rows.append(("margin", hardware.margin_bytes, f"{MARGIN:.0%} for fragmentation"))
     rows.append(("needed", plan.cluster.need(memory), f"of {hardware.memory_bytes / GIB:.1f} GiB"))
-    for item in memory.host:
-        count = min(plan.config.parallel.world_size, plan.cluster.gpus_per_node)
-        rows.append((f"host: {item.name}", item.bytes, f"pinned, {_size(count * item.bytes)} on a node; {item.why}"))
+    count = min(plan.config.parallel.world_size, plan.cluster.gpus_per_node)
+    for kind, items in (("pinned, ", memory.host), ("", memory.saved)):
+        for item in items:
+            rows.append((f"host: {item.name}", item.bytes, f"{kind}{_size(count * item.bytes)} on a node; {item.why}"))
     width = max(len(name) for name, _, _ in rows)
     yield from (f"  {name:<{width}}  {size / GIB:>8.2f} GiB  {why}".rstrip() for name, size, why in rows)
     if plan.config.parallel.expert > 1:

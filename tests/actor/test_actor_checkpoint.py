@@ -29,6 +29,20 @@ def test_resume_is_bit_identical(request, world):
         assert equal_bits, layout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
+def test_what_cannot_change_between_saves_is_gathered_once(request, world):
+    """Unless a rank's shards are others than in the save before (the third), or lie elsewhere (the fourth)."""
+    values = request.getfixturevalue(world)(scenarios.saved_again)
+    assert values["listed"] == [True] * 5
+    assert values["equal"] == [True] * 5
+    objects = [count["objects"] for count in values["counts"]]
+    assert objects[1] == objects[4] == 0
+    assert objects[0] == objects[2] > 0
+    assert 0 < objects[3] < objects[0]
+    assert values["counts"][1]["bytes"] < 1000
+
+
 def test_retention_pointer_and_leftovers(one_rank):
     values = one_rank(scenarios.checkpoint_files)
     assert values["missing"] is None

@@ -226,7 +226,8 @@ def _stuck_while_writing(models: Path, directory: Path) -> None:
 
     def half(files: HostFiles, _moved: object) -> None:
         path, stream = next(iter(files._files.items()))
-        path.write_bytes(stream.getvalue()[: len(stream.getvalue()) // 2])
+        content = b"".join(stream.drain())
+        path.write_bytes(content[: len(content) // 2])
         (directory / "half").touch()
         time.sleep(600)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +89,8 @@ def _peak(profile: torch.profiler.profile, created: int) -> int:
 
 
 def measure_checkpoints(config: Config, directory: Path) -> list[tuple[int, int]]:
-    """What saving and loading a checkpoint take on each rank beside what training holds: peaks of tensor bytes."""
+    """What saving and loading a checkpoint take on each rank beside what training holds: peaks of tensor bytes, and of
+    files in memory while it is saved."""
     with Ranks(config.parallel.world_size) as ranks:
         return ranks.run(_measure_checkpoints, config=config, directory=directory)
 
@@ -103,18 +105,25 @@ def _measure_checkpoints(rank: int, config: Config, directory: Path) -> tuple[in
         actor = Actor(config, layout)
         materialise_state(actor.optimizer)
         actor.save_checkpoint(directory, 1, {}, keep=1)  # what is made once and kept
-        save = _growth(lambda: actor.save_checkpoint(directory, 2, {}, keep=1))
+        actor.finish_checkpoint()
+        save = _growth(lambda: actor.save_checkpoint(directory, 2, {}, keep=1), files=True)
+        actor.finish_checkpoint()
         return save, _growth(lambda: actor.load_checkpoint(directory))
     finally:
         layout.close()
 
 
-def _growth(act: Callable[[], object]) -> int:
+def _growth(act: Callable[[], object], *, files: bool = False) -> int:
+    """Peak of the bytes of tensors; with `files` and of what Python holds, as files in memory are."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        if files:
+            tracemalloc.start()
         act()
+        held = tracemalloc.get_traced_memory()[1]  # nothing where it has not started
+        tracemalloc.stop()
     now = peak = 0
     events = (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
     for _, change in sorted((e.start_ns(), e.nbytes()) for e in events):
         now += change
         peak = max(peak, now)
-    return peak
+    return peak + held

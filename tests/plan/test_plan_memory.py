@@ -63,13 +63,14 @@ LATENT = {
 }
 
 
-def config(directory: Path, hf: dict, model: dict, parallel: dict, tokens: int) -> Config:
+def config(directory: Path, hf: dict, model: dict, parallel: dict, tokens: int, **sections: dict) -> Config:
     (directory / "config.json").write_text(json.dumps(hf))
     return make_config(
         model={"path": str(directory), "dtype": "fp32", **model},
         parallel=parallel,
         train={"steps": 1, "micro_batch_tokens": tokens},
         rollout={"bank": "unused"},
+        **sections,
     )
 
 
@@ -132,9 +133,19 @@ def test_layouts(tmp_path, hf, model, parallel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{}, {"world_size": 2}, {"world_size": 2, "tensor": 2, "sequence": True}])
-def test_a_checkpoint_takes_what_is_planned(tmp_path, parallel):
-    made = config(tmp_path, DENSE, {"dtype": "bf16"}, parallel, TOKENS)
+@pytest.mark.parametrize(
+    ("parallel", "asynchronous"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"world_size": 2}, False),
+        ({"world_size": 2}, True),
+        ({"world_size": 2, "tensor": 2, "sequence": True}, False),
+    ],
+)
+def test_a_checkpoint_takes_what_is_planned(tmp_path, parallel, asynchronous):
+    """An asynchronous one, too, holds what it writes once."""
+    made = config(tmp_path, DENSE, {"dtype": "bf16"}, parallel, TOKENS, checkpoint={"asynchronous": asynchronous})
     with RankBuilder() as builder:
         (rank,) = builder.build(made)
     load = Load(TOKENS, TOKENS, 1)

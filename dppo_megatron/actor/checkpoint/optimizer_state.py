@@ -6,11 +6,13 @@ rank 0 had it; here is what follows from these three.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 
 from . import optimizer_shards
 from .errors import CheckpointError
@@ -31,6 +33,13 @@ def sharded_optimizer_state(
         for part in _parts(optimizer)
     ]
     return dict(enumerate(states)) if len(states) > 1 else states[0]
+
+
+def host_copies(state: dict[Any, Any]) -> Iterator[Tensor]:
+    """What `sharded_optimizer_state` copied to the host, which is the checkpoint's alone."""
+    for part in [state] if "optimizer" in state else state.values():
+        for shards in part.get("param_state", {}).values():
+            yield from (shard.data for shard in shards.values())
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:

@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from dppo_megatron.actor import megatron_version
 from dppo_megatron.actor.layout import Layout, seed_everything
 from dppo_megatron.actor.lora import frozen_sum, sharded_adapters
 from dppo_megatron.actor.model import PolicyModel
@@ -33,7 +32,8 @@ from .directory import REMEDY, RNG, complete, final_path, newest, partial_path
 from .errors import CheckpointError
 from .generators import generators_state, set_generators
 from .only_data import check_extra_states, check_files, checked_metadata, data_only, load_data, reason
-from .optimizer_state import load_optimizer_state, materialise_state, sharded_optimizer_state
+from .optimizer_state import host_copies, load_optimizer_state, materialise_state, sharded_optimizer_state
+from .sharded import ShardedSave, load_sharded
 from .writer import BackgroundWrite, DiskFiles, HostFiles
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class Checkpointed(Protocol):
     schedule: OptimizerParamScheduler
     skipped_in_a_row: int
     lr_scale: float
+    sharded_save: ShardedSave
 
 
 def save(actor: Checkpointed, directory: Path, step: int, state: dict[str, Any], keep: int) -> BackgroundWrite | None:
@@ -87,7 +88,9 @@ def save(actor: Checkpointed, directory: Path, step: int, state: dict[str, Any],
             partial.mkdir(parents=True)
 
     def write() -> None:
-        megatron_version.save_sharded(_sharded_state(actor, loading=False), partial, files)
+        shards = _sharded_state(actor, loading=False)
+        files.adopt(host_copies(shards["optimizer"]))
+        actor.sharded_save.save(shards, partial, files)
         if layout.data_parallel_rank == 0 and layout.context_rank == 0:
             (partial / RNG).mkdir(exist_ok=True)
             torch.save(generators_state(), partial / RNG / _rng_name(layout))
@@ -134,7 +137,7 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
     digest = Ranks().from_rank_zero(lambda: check_files(path), f"what is in {path}")
     try:
         with data_only(), checked_metadata(digest):
-            loaded = megatron_version.load_sharded(_sharded_state(actor, loading=True), path)
+            loaded = load_sharded(_sharded_state(actor, loading=True), path)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}; {REMEDY}") from error
     check_extra_states(loaded, path)

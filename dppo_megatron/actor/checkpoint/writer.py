@@ -13,13 +13,19 @@ import io
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from dppo_megatron.common.files import SteadyFile, write_atomic
+from dppo_megatron.hf.safetensors_file import bytes_of
 
 from .errors import CheckpointError
 
@@ -27,15 +33,19 @@ _FIRST_POLL_S, _POLL_S = 0.02, 1.0  # the storage may be slow to list, and there
 _ANNOUNCED, _FAILED, _MOVED = "written-by", "failed", "moved"
 
 
-class _Kept(io.BytesIO):
-    """Whoever writes it closes it, which would drop the contents; they go with the object."""
+class Files(FileSystem):
+    """A file system for torch's checkpoint writer."""
 
-    def close(self) -> None:
-        pass
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Of `tensors` and their views `hold` need not make copies: nobody else writes them, or needs them later."""
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """What the writer is to write for `tensor`."""
+        return tensor
 
 
-class DiskFiles(FileSystem):
-    """A file system for torch's checkpoint writer whose files end on the device; `moved` is called as they grow."""
+class DiskFiles(Files):
+    """Files end on the device; `moved` is called as they grow."""
 
     def __init__(self, moved: Callable[[], None]) -> None:
         self._moved = moved
@@ -46,15 +56,61 @@ class DiskFiles(FileSystem):
             yield file
 
 
-class HostFiles(FileSystem):
-    """A file system for torch's checkpoint writer that keeps what it is given; `write` puts it on the disk."""
+class _Kept(io.RawIOBase):
+    """A file as the pieces it was written in. Those in `held`, by their address, it keeps as they are, not copied."""
+
+    def __init__(self, held: dict[int, Tensor]):
+        self._held = held
+        self._pieces: deque[bytes | memoryview] = deque()
+        self._size = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        held = self._held.pop(np.frombuffer(view, np.uint8).ctypes.data, None)
+        same = held is not None and held.nbytes == view.nbytes
+        self._pieces.append(bytes_of(held) if same else bytes(view))
+        self._size += view.nbytes
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self._size
+
+    def close(self) -> None:
+        """Whoever writes it closes it, and the contents stay."""
+
+    def drain(self) -> Iterator[bytes | memoryview]:
+        while self._pieces:
+            yield self._pieces.popleft()
+
+
+class HostFiles(Files):
+    """Files are kept in memory; `write` puts them on the disk.
+
+    Tensors are held once, as they are: torch.save hands their memory on, and what is held is of nobody else.
+    """
 
     def __init__(self) -> None:
         self._files: dict[Path, _Kept] = {}
+        self._adopted: set[int] = set()  # the beginnings of storages
+        self._held: dict[int, Tensor] = {}  # until they are written, by address
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        self._adopted.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        own = tensor.is_cpu and tensor.untyped_storage().data_ptr() in self._adopted
+        if own and tensor.is_contiguous() and tensor.numel():
+            # A storage of just these bytes: torch.save writes the whole one behind a view.
+            tensor = torch.frombuffer(bytes_of(tensor), dtype=tensor.dtype).view(tensor.shape)
+        else:
+            tensor = tensor.to("cpu", copy=True)
+        self._held[tensor.data_ptr()] = tensor
+        return tensor
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.BytesIO]:
-        stream = self._files[Path(path)] = _Kept()
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[_Kept]:
+        stream = self._files[Path(path)] = _Kept(self._held)
         yield stream
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
@@ -67,11 +123,12 @@ class HostFiles(FileSystem):
         del self._files[Path(path)]
 
     def write(self, moved: Callable[[], None] = lambda: None) -> None:
-        """Each file whole and synced; its memory is freed when it is. `moved` is called whenever more is there."""
+        """Each file whole and synced; its memory is freed as it is. `moved` is called whenever more is there."""
         while self._files:
             path, stream = self._files.popitem()
             with SteadyFile(path, moved) as file:
-                file.write(stream.getbuffer())
+                for piece in stream.drain():
+                    file.write(piece)
 
 
 class BackgroundWrite:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.actor.scenarios.parts import fingerprint, same, topk, train
+from tests.actor.scenarios.parts import everywhere, fingerprint, same, topk, train
 from tests.support.actor_cases import actor_config, pack, sequences
 from tests.support.actor_ranks import Rank
 from tests.support.crafted import RunsCode
@@ -153,6 +155,58 @@ def resume(rank: Rank) -> Any:
             torch.distributed.all_reduce(equal, op=torch.distributed.ReduceOp.MIN)
         results[name] = (state, bool(equal), expected["loss"] == got["loss"])
     return results
+
+
+@contextmanager
+def said() -> Iterator[dict[str, int]]:
+    """What this rank tells the others inside: objects of torch's collectives, and bytes of agreements."""
+    from torch.distributed import distributed_c10d
+
+    from dppo_megatron.common.ranks import Ranks
+
+    counts = {"objects": 0, "bytes": 0}
+    as_tensor, set_value = distributed_c10d._object_to_tensor, Ranks._set
+
+    def counted_object(*arguments: Any) -> Any:
+        counts["objects"] += 1
+        return as_tensor(*arguments)
+
+    def counted_value(ranks: Any, key: str, value: Any) -> None:
+        counts["bytes"] += len(pickle.dumps(value))
+        set_value(ranks, key, value)
+
+    distributed_c10d._object_to_tensor, Ranks._set = counted_object, counted_value
+    try:
+        yield counts
+    finally:
+        distributed_c10d._object_to_tensor, Ranks._set = as_tensor, set_value
+
+
+def saved_again(rank: Rank) -> Any:
+    """What ranks tell each other in the first save and in those after it, where they know less or other of the last,
+    and what each of these wrote: whether it lists the same contents, and whether it loads to the same bits."""
+    from dppo_megatron.hf.torch_dist_metadata import read_metadata
+
+    counts, listed, equal = [], [], []
+    layout = {"model": "qwen3_moe", "tensor": 2, "sequence": True} if rank.world_size == 2 else {}
+    with rank.actor(**layout) as actor:
+        for step in range(5):
+            train(actor, sequences(), updates=1)
+            known = actor.sharded_save
+            if step == 2 and rank.rank == 0:
+                known._described = b"other shards"
+            if step == 3 and rank.rank == rank.world_size - 1:
+                known._writer._known.results = []
+            with said() as count:
+                actor.save_checkpoint(rank.directory / f"{step}", step, {"step": step}, keep=1)
+            counts.append(count)
+            metadata = read_metadata(rank.directory / f"{step}" / f"step-{step:06d}")
+            listed.append((metadata.state_dict_metadata, metadata.storage_data))
+            bits = fingerprint(actor)
+            train(actor, sequences(), updates=1)
+            actor.load_checkpoint(rank.directory / f"{step}")
+            equal.append(everywhere(same(bits, fingerprint(actor))))
+    return {"counts": counts, "listed": [one == listed[0] for one in listed], "equal": equal}
 
 
 def late_rank(rank: Rank) -> Any:

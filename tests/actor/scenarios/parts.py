@@ -45,3 +45,10 @@ def fingerprint(actor) -> dict[str, torch.Tensor]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def everywhere(fact: bool) -> bool:
+    """True where it is true on every rank."""
+    value = torch.tensor(fact)
+    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN)
+    return bool(value)

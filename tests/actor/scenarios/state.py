@@ -9,19 +9,12 @@ from typing import Any
 
 import torch
 
-from tests.actor.scenarios.parts import fingerprint, same, topk, train
+from tests.actor.scenarios.parts import everywhere, fingerprint, same, topk, train
 from tests.support.actor_cases import micro_batches, pack, sequences
 from tests.support.actor_ranks import Rank
 
 LIMIT_S = 4  # of a collective, and of a disk that takes nothing
 ASYNCHRONOUS = {"checkpoint": {"asynchronous": True, "timeout_s": 30}}
-
-
-def everywhere(fact: bool) -> bool:
-    """True where it is true on every rank."""
-    value = torch.tensor(fact)
-    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN)
-    return bool(value)
 
 
 class Gate:

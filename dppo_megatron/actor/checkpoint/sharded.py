@@ -1,0 +1,187 @@
+"""Megatron's torch_dist shards: saved by torch's own writer in this process, and loaded.
+
+Who saves what, and where it stands in the checkpoint, Megatron and torch work out from every rank's description of its
+shards, which each save would send to every rank. It follows from model and layout alone: the first save asks for it,
+those after it agree in a few bytes of each rank that nobody's shards are others, and write as the one before did.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, apply_factories
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from dppo_megatron.common.ranks import Ranks
+
+from .writer import Files
+
+
+class ShardedSave:
+    """Saves the shards of one actor, as often as it likes."""
+
+    def __init__(self) -> None:
+        self._writer = _SaveInProcess()
+        self._strategy: FullyParallelSaveStrategyWrapper | _SaveInProcess | None = None
+        self._described = b""
+
+    def save(self, state: dict[str, Any], directory: Path, files: Files) -> None:
+        """torch_dist save into an existing empty directory. Collective; returns when `files` has every rank's part.
+
+        Data-parallel ranks share what all of them hold.
+        """
+        apply_factories(state)
+        described = _digest(state)
+        strategy, self._strategy = self._strategy, None  # after an error nothing counts as known
+        known = strategy is not None and described == self._described
+        if not all(Ranks().gather(known, "whether the shards are those of the last checkpoint")):
+            strategy, known = self._begin(), False
+        self._writer.files = files
+        with _torch_failures_as_errors():
+            dist_checkpointing.save(
+                state, str(directory), sharded_strategy=strategy, validate_access_integrity=not known
+            )
+        self._strategy, self._described = strategy, described
+
+    def _begin(self) -> FullyParallelSaveStrategyWrapper | _SaveInProcess:
+        self._writer = _SaveInProcess()
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if group.size() == 1:  # nobody to share with, but Megatron would check each time what cannot differ
+            return self._writer
+        return FullyParallelSaveStrategyWrapper(self._writer, group, do_cache_distribution=True)
+
+
+def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """torch_dist load into the shards that `state` describes. Collective."""
+    with _torch_failures_as_errors():
+        return dist_checkpointing.load(state, str(directory))
+
+
+def _digest(state: dict[str, Any]) -> bytes:
+    """Of what this rank's shards are, not of what is in them."""
+    shards = [repr(value.without_data()) for value in nested_values(state) if isinstance(value, ShardedBase)]
+    return hashlib.sha256("\n".join(shards).encode()).digest()
+
+
+@dataclass
+class _Known:
+    """What a save worked out: of this rank, and on rank 0 of all."""
+
+    plan: SavePlan  # as this rank made it
+    agreed: SavePlan  # as it was given back
+    results: list[WriteResult]
+    metadata: Metadata | None
+    results_of_all: list[list[WriteResult]]
+
+
+class _SaveInProcess(torch_dist.TorchDistSaveShardedStrategy):
+    """Megatron's own save forks writers and starts a manager process even when it waits for them.
+
+    That costs seconds, needs psutil (without it the save hangs) and a guarded __main__, and forks a process
+    that has communication threads. Same shards, same format, written by this process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+        self.files = Files()
+        self._known: _Known | None = None
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        ranks = Ranks()
+        shards, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        state = torch_dist.mcore_to_pyt_state_dict(shards, False)
+        planner, writer = _Planner(self.files), _Writer(checkpoint_dir, self.files)
+
+        def as_before() -> bool:
+            planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
+            return planner.create_local_plan() == (self._known and self._known.plan)
+
+        if all(ranks.on_every_rank(as_before, "the plan of a checkpoint")):
+            self._write_as_before(planner, writer, ranks)
+            return
+        plan = planner.plan
+        torch.distributed.checkpoint.save(state, storage_writer=writer, planner=planner)
+        self._known = _Known(plan, writer.plan, writer.results, writer.metadata, writer.results_of_all)
+
+    def _write_as_before(self, planner: _Planner, writer: _Writer, ranks: Ranks) -> None:
+        known = self._known
+        what = "the checkpoint's shards to be written"
+
+        def write() -> bool:
+            before, known.results = known.results, writer.write(planner.finish_plan(known.agreed), planner).value()
+            return known.results == before
+
+        if not all(ranks.on_every_rank(write, what)):  # objects among the shards have other sizes
+            everyones = [None] * ranks.size if ranks.rank == 0 else None
+            torch.distributed.gather_object(known.results, everyones)
+            known.results_of_all = everyones or []
+        ranks.from_rank_zero(lambda: writer.finish(known.metadata, known.results_of_all), what)
+
+
+class _Planner(torch_dist.MCoreSavePlanner):
+    """Gives torch's writer the memory that `files` may keep."""
+
+    def __init__(self, files: Files):
+        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._files = files
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = super().resolve_data(write_item)
+        return self._files.hold(data) if isinstance(data, Tensor) else data
+
+
+class _Writer(torch.distributed.checkpoint.FileSystemWriter):
+    """Remembers what it did.
+
+    Ranks that have written wait for the others in no collective, which would have the time-out of training's.
+    """
+
+    def __init__(self, directory: Path, files: Files):
+        super().__init__(directory, sync_files=False)
+        self.fs = files
+        self.plan: SavePlan | None = None
+        self.results: list[WriteResult] = []
+        self.metadata: Metadata | None = None
+        self.results_of_all: list[list[WriteResult]] = []
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            written = self.write(plan, planner)
+            self.plan, self.results = plan, written.value()
+            return written
+        finally:
+            Ranks().barrier("the checkpoint's shards to be written")
+
+    def write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.metadata, self.results_of_all = metadata, results
+
+
+@contextmanager
+def _torch_failures_as_errors() -> Iterator[None]:
+    """torch raises what is no `Exception`, with every rank's traceback."""
+    try:
+        yield
+    except torch.distributed.checkpoint.CheckpointException as failed:
+        reasons = (f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in failed.failures.items())
+        raise OSError("; ".join(reasons)) from failed
