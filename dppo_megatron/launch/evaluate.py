@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,17 @@ from dppo_megatron.checks import evaluation, sampling
 from dppo_megatron.checks.devices import gpu_problems, visible_devices
 from dppo_megatron.checks.resume import changed_settings, unusable_directory
 from dppo_megatron.common.files import read_json, write_json
-from dppo_megatron.common.process import exit_reason
-from dppo_megatron.config import Config, ConfigError, read_config, save_resolved
+from dppo_megatron.config import Config, ConfigError, read_config
 from dppo_megatron.config.schema import ObjectiveConfig
 from dppo_megatron.convert.files import checkpoint_at, fingerprint_of, template_for
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineIncompatible
-from dppo_megatron.fleet.registry import engine_urls, forget_all
-from dppo_megatron.observability.logs import last_lines
+from dppo_megatron.fleet.registry import forget_all
 from dppo_megatron.orchestrator.main import evaluate_once
 from dppo_megatron.run_dir import RunDir
 
-from .driver import GRACE_S
-from .local_processes import LocalLauncher, engine_plans
+from .own_engines import running_engines
 
-LAST_LINES = 25
 MODEL = "model.json"  # what is evaluated
 
 Metrics = dict[str, dict[str, float]]  # by set
@@ -44,8 +40,8 @@ def evaluate_model(
     once, and ends them. With `urls` those engines are used, which must serve no run meanwhile: they load the model, or
     where it is None give the answers of what they serve.
 
-    Raises `ConfigError` without sets, with too few GPUs or when what was interrupted was another evaluation, and
-    `RuntimeError` with the engine's last lines when it does not start.
+    Raises `ConfigError` without sets, with too few GPUs or when what was interrupted was another evaluation, and what
+    `running_engines` raises for engines that do not start.
     """
     if not config.eval_sets:
         raise ConfigError(source, ["data.eval: not set, and eval.sets is empty; name a file of held-out prompts"])
@@ -76,28 +72,16 @@ def evaluate_model(
         if problems:
             raise ConfigError(source, problems)
         forget_all(run)
-    save_resolved(config, run.config)
     write_json(directory / MODEL, identity)
-    launcher = LocalLauncher(run)
-    servers = [launcher.start(plan) for plan in engine_plans(config, trains=False)]
-
-    def check() -> None:
-        for server in servers:
-            if (code := server.poll()) is not None:
-                lines = "\n".join(last_lines(server.log, LAST_LINES))
-                raise RuntimeError(f"{server.name} ended while starting ({exit_reason(code)}):\n{lines}")
-
     try:
-        return asyncio.run(
-            _evaluate(config, partial(engine_urls, config, run, check), model if urls else None, identity)
-        )
+        with running_engines(config, trains=False) as answering:
+            return asyncio.run(_evaluate(config, answering, model if urls else None, identity))
     finally:
-        launcher.end(servers, GRACE_S)
         shutil.rmtree(run.quantized_start, ignore_errors=True)  # as large as the model, and of no more use
 
 
-async def _evaluate(config: Config, urls: Callable[[], list[str]], load: Path | None, identity: Any) -> Metrics:
-    engines = [build_engine(config, url) for url in urls()]
+async def _evaluate(config: Config, urls: Sequence[str], load: Path | None, identity: Any) -> Metrics:
+    engines = [build_engine(config, url) for url in urls]
     try:
         version = 0
         if config.engine.urls:

@@ -12,11 +12,10 @@ from pathlib import Path
 from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config, save_resolved
 from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
-from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.fleet.registry import engine_urls
 from dppo_megatron.launch.driver import GRACE_S
-from dppo_megatron.launch.local_processes import LocalLauncher, dppo_command, engine_plans
+from dppo_megatron.launch.local_processes import dppo_command
+from dppo_megatron.launch.own_engines import running_engines
 from dppo_megatron.observability.durations import duration
 from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.run_dir import RunDir
@@ -53,7 +52,7 @@ def run_study(study: Study, directory: Path, say: Callable[[str], None], only: i
     """`only`: the run of that number alone, from 0, for a task of a job array.
 
     A run that fails is a row, too; one that was stopped goes on from its checkpoint when the study does. Raises
-    `StudyError` when an engine that runs share does not start.
+    `EngineStartError` when an engine that runs share does not start.
     """
     directory.mkdir(parents=True, exist_ok=True)
     todo = missing(study, directory)
@@ -109,24 +108,9 @@ def _shared_engine(cells: Sequence[Cell], directory: Path, say: Callable[[str], 
             ),
         }
     )
-    run.make()
-    save_resolved(config, run.config)
-    make_secret(config)
-    launcher = LocalLauncher(run)
-    servers = [launcher.start(plan) for plan in engine_plans(config)]
-
-    def check() -> None:
-        for server in servers:
-            if (code := server.poll()) is not None:
-                lines = "\n".join(last_lines(server.log, 25))
-                raise StudyError(f"{server.name} ended while starting ({exit_reason(code)}):\n{lines}")
-
-    try:
-        urls = engine_urls(config, run, check)
+    with running_engines(config) as urls:
         say(f"{len(cells)} runs share {len(urls)} engine{'s' if len(urls) > 1 else ''}")
         yield [f"engine.urls={json.dumps(urls)}", f"engine.secret_file={config.engine.secret_file or run.secret}"]
-    finally:
-        launcher.end(servers, GRACE_S)
 
 
 def _train(cell: Cell, settings: Sequence[str]) -> str | None:

@@ -1,0 +1,45 @@
+"""Engines for something other than a run: started on this machine, waited for, and ended with what needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dppo_megatron.common.process import Child, exit_reason
+from dppo_megatron.config import Config, save_resolved
+from dppo_megatron.fleet.registry import engine_urls
+from dppo_megatron.observability.logs import last_lines
+from dppo_megatron.run_dir import RunDir
+
+from .driver import GRACE_S
+from .engine import EngineStartError
+from .local_processes import LocalLauncher, engine_plans
+
+LAST_LINES = 25
+
+
+@contextmanager
+def running_engines(config: Config, *, trains: bool = True) -> Iterator[list[str]]:
+    """URLs of the engines of `config`, once all of them answer; those that it starts are ended on leaving, however.
+
+    Their config, logs and registrations are in `run.dir`. `trains`: the first GPUs are left to trainer ranks. Raises
+    `EngineStartError` with the last lines of an engine that ends while starting, and `ServiceTimeout` naming those
+    that did not register within `engine.start_timeout_s`.
+    """
+    run = RunDir(config.run.dir)
+    run.make()
+    save_resolved(config, run.config)
+    launcher, servers = LocalLauncher(run), list[Child]()
+
+    def check() -> None:
+        for server in servers:
+            if (code := server.poll()) is not None:
+                why = f"{server.name} ended while starting: {exit_reason(code)}. Its last lines ({server.log}):"
+                raise EngineStartError("\n  ".join((why, *last_lines(server.log, LAST_LINES))))
+
+    try:
+        for plan in engine_plans(config, trains=trains):
+            servers.append(launcher.start(plan))
+        yield engine_urls(config, run, check)
+    finally:
+        launcher.end(servers, GRACE_S)
