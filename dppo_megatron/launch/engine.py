@@ -19,6 +19,7 @@ from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.fleet.registry import forget, free_port, port_in_use, register
+from dppo_megatron.hf.peft import ADAPTER_CONFIG
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
@@ -82,11 +83,12 @@ def run_engine(config: Config, index: int) -> int:
 def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int]:
     """Model directory and version. The policy that was published last, so that an engine that restarts is current; the
     start model as version 0 where no directory holds all of it: none was published yet, or an adapter, which the run
-    loads then, or it was broadcast, and the trainer sends it again."""
+    loads then, or it was broadcast, and the trainer sends it again. Also where the run went from one to the other."""
     published = PublishedPolicy.read(run.published)
-    if published is None or published.path is None or config.weight_sync.lora == "adapter":
+    path = None if published is None or published.path is None else Path(published.path)
+    if path is None or config.weight_sync.lora == "adapter" or (path / ADAPTER_CONFIG).is_file():
         return ensure_start_model(config, index), 0
-    return Path(published.path), published.version
+    return path, published.version
 
 
 def _wait_healthy(config: Config, url: str, server: subprocess.Popen) -> None:

@@ -16,6 +16,9 @@ import pytest
 from dppo_megatron.engines.protocol import EngineTimeout
 from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.launch import engine as launched
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weights.published import PublishedPolicy
+from tests.support.configs import make_config
 
 SETTINGS = SimpleNamespace(
     engine=SimpleNamespace(health_interval_s=0.05, health_timeout_s=0.3, health_failures=2),
@@ -116,3 +119,26 @@ def test_one_that_updates_its_weights_is_killed_only_when_that_takes_too_long(se
 def test_the_exit_code_of_one_that_ended(server):
     url, process = server
     assert watch(url, process, process.kill) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("published", "serves", "expected"),
+    [
+        ("model", "merged", ("v3", 3)),
+        ("adapter", "adapter", ("start", 0)),
+        ("adapter", "merged", ("start", 0)),
+        ("model", "adapter", ("start", 0)),
+    ],
+)
+def test_an_engine_starts_with_a_whole_model_and_adapters_with_that_of_the_run(tmp_path, published, serves, expected):
+    """Also where a resumed run publishes the other kind from now on (weight_sync.lora)."""
+    path = tmp_path / "v3"
+    path.mkdir()
+    (path / ("config.json" if published == "model" else "adapter_config.json")).write_text("{}")
+    config = make_config(
+        run={"dir": tmp_path}, model={"path": tmp_path / "start"}, data={"train": "t"}, weight_sync={"lora": serves}
+    )
+    run = RunDir(tmp_path)
+    PublishedPolicy(3, str(path), 0.0).write(run.published)
+    model, version = launched._policy_to_serve(config, run, 0)
+    assert (model.name, version) == expected
