@@ -24,7 +24,7 @@ DEEPEST = 10  # levels of braces; the parser's time grows by a factor with each
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([0-9]+)\}\s*\{([0-9]+)\}")
 _SIGN = re.compile(r"\s*([-+/])\s*")
-_NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+|/[0-9]+)?")
+_NUMBER = re.compile(r"[-+]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+|[0-9]+/[0-9]+)")
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 # math-verify would read 5\,000 as 5 * 000.
 _SPACE_IN_NUMBER = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|~|\{,\})(?=[0-9]{3}(?![0-9]))")
@@ -97,7 +97,7 @@ def _one_spelling(answer: str) -> str:
     """Of an integer, a fraction or a finite decimal: the same text for the same number. Others stay as they are."""
     text = _SIGN.sub(r"\1", _FRACTION.sub(r"\1/\2", answer))
     try:
-        return str(Fraction(text)) if _NUMBER.fullmatch(text) else answer
+        return str(Fraction(text.replace(",", ""))) if _NUMBER.fullmatch(text) else answer
     except ZeroDivisionError:
         return answer
 
