@@ -14,6 +14,7 @@ TRAIN = [
     "typer>=0.19",  # commands
     "rich>=13.9",  # progress and tables
     "httpx>=0.28",  # engine HTTP clients
+    "aiohttp>=3.10",  # the gateway that agents talk to
     "tenacity>=9",  # retries with back-off: common/retry.py
     "psutil>=6",  # process supervision; megatron-core's checkpoint writer needs it undeclared
     "safetensors>=0.5",  # weights and rollouts on disk

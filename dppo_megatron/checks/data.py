@@ -51,7 +51,7 @@ def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardCon
     """Rows that no response could be scored for. An environment may score by itself, whatever `reward` is."""
     from dppo_megatron.rewards import RewardError, RewardPool
 
-    if not config.samples or config.environment.name is not None:
+    if not config.samples or config.environment.source is not None:
         return []
     out = []
     for reward, graded in itertools.groupby(files, lambda entry: entry[1]):

@@ -1,4 +1,4 @@
-"""Rules of `environment`: its name leads to a class of which an environment can be made."""
+"""Rules of `environment`: its name leads to a class of which an environment can be made, or to an agent."""
 
 from __future__ import annotations
 
@@ -10,15 +10,31 @@ def problems(config: Config) -> list[str]:
     """Makes one in a process of its own."""
     from dppo_megatron.environments.worker import environment_problem
 
-    if config.environment.name is None and config.environment != EnvironmentConfig():
-        return ["environment.name = null: without it the section has no effect; set it, or remove the other settings"]
-    if config.environment.name is None or not config.samples:
+    environment, data = config.environment, config.data
+    if environment.source is None and environment != EnvironmentConfig():
+        return [
+            "environment.name = null: without it or environment.agent the section has no effect; set one, or remove "
+            "the other settings"
+        ]
+    if environment.source is None or not config.samples:
         return []
+    if environment.name is not None and environment.agent is not None:
+        return [
+            f"environment.agent = {environment.agent}: environment.name is {environment.name}, and a trajectory is of "
+            "one of them; remove the other"
+        ]
     out = []
-    if config.data.chat_template and config.data.overlong == "truncate":
+    if environment.agent is None and environment.host != EnvironmentConfig().host:
+        out.append(f"environment.host = {environment.host}: for agents, and environment.agent names none; remove it")
+    if environment.agent is not None and not data.chat_template:
+        out.append(
+            f"environment.agent = {environment.agent}: what it says are messages, which a chat template writes; set "
+            "data.chat_template = true"
+        )
+    if environment.agent is None and data.chat_template and data.overlong == "truncate":
         out.append(
             "data.overlong = truncate: an environment goes on from the whole prompt, which a chat template writes anew "
             "for every turn; use refuse or drop"
         )
-    problem = environment_problem(config.environment, chat=config.data.chat_template)
+    problem = environment_problem(environment, chat=data.chat_template)
     return [*out, problem] if problem else out

@@ -30,6 +30,7 @@ RESUMABLE_CHANGES = (
     "reward.workers",
     "environment.timeout_s",
     "environment.workers",
+    "environment.host",
 )
 
 

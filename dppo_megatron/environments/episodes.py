@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,12 @@ from dppo_megatron.engines.samples import absent_experts
 from dppo_megatron.rewards import RewardPool
 from dppo_megatron.types import ENVIRONMENT, Prompt, Rollout, RolloutGroup
 
+from .conversation import Conversation, Refused
 from .dialogue import Dialogue, Piece, Render, as_rollout, common_beginning, opening_tokens
 from .interface import EnvironmentFailed, EnvironmentNameError
 from .journals import Journals, Turns
 from .pool import EnvironmentPool, Session
+from .trajectory import Attempt, Gateway, Seat, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,38 +35,6 @@ log = logging.getLogger(__name__)
 
 Sample = Callable[[Callable[[int], GenerateRequest], str], Awaitable[tuple[Rollout, ...]]]
 """As `fleet.sampling.Sampler.sample`."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """One trajectory of a group.
-
-    first: the request of its first turn, as if that were all; its id names the trajectory among those that are played,
-    max_tokens is the limit of all tokens after the prompt. turns: those that are finished already. recorded: in the
-    metrics.
-    """
-
-    prompt: Prompt
-    first: GenerateRequest
-    rewards: RewardPool
-    turns: Turns
-    recorded: bool
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """reward: None where it failed. turn_rewards: empty where no turn has one."""
-
-    branches: list[list[Piece]]
-    finish_reason: str
-    reward: float | None
-    turn_rewards: list[float]
-
-    @property
-    def sampled(self) -> list[Rollout]:
-        """The turns of the policy."""
-        pieces = (piece for branch in self.branches for piece in branch)
-        return [piece.sampled for piece in pieces if piece.sampled is not None]
 
 
 class Episodes:
@@ -80,9 +51,10 @@ class Episodes:
         stop_token_ids: Sequence[int],
         routing: tuple[int, int] | None,
         journals: Journals | None = None,
+        gateway: Gateway | None = None,
     ):
         """routing: (layers with experts, experts of a token) of the model, where the config wants routes. journals:
-        where the turns of training prompts are kept until the bank has their group."""
+        where the turns of training prompts are kept until the bank has their group. gateway: of an agent."""
         self._config = config
         self._sample = sample
         self._environments = environments
@@ -90,12 +62,14 @@ class Episodes:
         self._render: Render | None = None
         if config.data.chat_template:
             self._render = lambda messages: render_chat(tokenizer, messages, tools)
+            self._render_with = partial(render_chat, tokenizer)
             asked = [{"role": "user", "content": "?"}]
             if tools and self._render(asked) == render_chat(tokenizer, asked):
                 log.warning("the chat template shows no tools: the policy is not told of those of the environment")
         self._stop_token_ids = tuple(stop_token_ids)
         self._routing = routing
         self._journals = journals
+        self._gateway = gateway
         self._counts: Counter[str] = Counter()
         self._told = False
 
@@ -161,24 +135,75 @@ class Episodes:
         return trajectory
 
     async def _attempt(self, seat: Seat) -> tuple[Trajectory, EnvironmentFailed | None]:
-        dialogue: Dialogue | None = None
-        failed: EnvironmentFailed | None = None
-        finish, turn_rewards = "abort", list[float | None]()
-        reward = None
+        attempt, failed = Attempt(), None
         async with self._environments.session() as session:
             try:
-                dialogue = await self._begin(seat, session)
-                finish = await self._play(seat, session, dialogue, turn_rewards)
-                reward = await session.finish()
-                if reward is None:
-                    reward = await self._reward_of_text(seat, dialogue)
+                await (self._alternate if self._gateway is None else self._converse)(seat, session, attempt)
+                if attempt.reward is None:
+                    attempt.reward = await self._reward_of_text(seat, attempt.branches)
             except EnvironmentFailed as failure:
-                failed = failure
-        branches = [] if dialogue is None else dialogue.finished()
+                attempt.reward, failed = None, failure
         if seat.recorded:
-            self._counts.update(trajectories=1, turns=0 if dialogue is None else dialogue.turns)
-        given = [value or 0.0 for value in turn_rewards] if any(v is not None for v in turn_rewards) else []
-        return Trajectory(branches, finish, reward, given), failed
+            self._counts.update(trajectories=1, turns=0 if attempt.played is None else attempt.played.turns)
+        rewards = attempt.turn_rewards
+        given = [value or 0.0 for value in rewards] if any(v is not None for v in rewards) else []
+        return Trajectory(attempt.branches, attempt.finish_reason, attempt.reward, given), failed
+
+    async def _converse(self, seat: Seat, session: Session, attempt: Attempt) -> None:
+        """Answers the requests of an agent until it returns."""
+        assert self._gateway is not None
+        broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asked = itertools.count()
+
+        async def sample(behind: np.ndarray, most: int | None) -> Rollout:
+            try:
+                return await self._turn(seat, next(asked), behind, self._left(seat, conversation, behind, most))
+            except Refused:
+                raise
+            except Exception as error:  # of engines or the disk: it ends the run, and not this request alone
+                if not broken.done():
+                    broken.set_exception(error)
+                raise Refused("the run cannot go on; its log says why") from None
+
+        conversation = attempt.played = Conversation(self._tokenizer, self._render_with, sample)
+        async with self._gateway.session(conversation) as key:
+            agent = asyncio.ensure_future(session.run_agent(seat.prompt, self._gateway.url, key))
+            try:
+                await asyncio.wait((agent, broken), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                agent.cancel()
+        if broken.done():
+            broken.result()
+        attempt.reward = agent.result()
+        attempt.finish_reason = "length" if conversation.truncated else "stop"
+        if seat.turns.left:
+            raise EnvironmentFailed("replay", "the agent does not ask again what it asked before a process died")
+        if not conversation.branches:
+            raise EnvironmentFailed("raised", "the agent returned without a turn of the policy")
+
+    def _left(self, seat: Seat, conversation: Conversation, behind: np.ndarray, most: int | None) -> int:
+        """Tokens that a turn may have. Raises `Refused`."""
+        limits, longest = self._config.environment, self._config.data.max_prompt_tokens
+        if conversation.turns >= limits.max_turns:
+            conversation.truncated = True
+            raise Refused(f"environment.max_turns = {limits.max_turns}: this trajectory has had them")
+        opening = len(opening_tokens(conversation.branches[0])) if conversation.branches else len(behind)
+        if opening > longest:
+            raise Refused(f"context_length_exceeded: {opening} tokens, data.max_prompt_tokens = {longest}")
+        left = seat.first.max_tokens - (len(behind) - opening)
+        if left < 1:
+            conversation.truncated = True
+            raise Refused(
+                f"context_length_exceeded: {len(behind) - opening} tokens after the prompt, "
+                f"rollout.max_response_tokens = {seat.first.max_tokens}"
+            )
+        return min(left, limits.max_turn_tokens or left, most or left)
+
+    async def _alternate(self, seat: Seat, session: Session, attempt: Attempt) -> None:
+        """Takes turns with an environment."""
+        dialogue = attempt.played = await self._begin(seat, session)
+        attempt.finish_reason = await self._play(seat, session, dialogue, attempt.turn_rewards)
+        attempt.reward = await session.finish()
 
     async def _begin(self, seat: Seat, session: Session) -> Dialogue:
         prompt, data = seat.prompt, self._config.data
@@ -234,7 +259,7 @@ class Episodes:
         if (finished := seat.turns.take(behind)) is not None:
             self._counts["replayed"] += 1
             return finished
-        if seat.turns.left:
+        if seat.turns.left and self._gateway is None:
             raise EnvironmentFailed(
                 "replay", f"turn {turn}: it does not say again what it said before the process that played it died"
             )
@@ -263,10 +288,10 @@ class Episodes:
                 "before. environment/rewritten_histories counts them"
             )
 
-    async def _reward_of_text(self, seat: Seat, dialogue: Dialogue) -> float | None:
+    async def _reward_of_text(self, seat: Seat, branches: list[list[Piece]]) -> float | None:
         """What `reward:` gives the last turn; None where the verifier failed."""
-        last = dialogue.finished()[-1][-1].token_ids
-        text = self._tokenizer.decode(last, skip_special_tokens=True)
+        last = max((p for branch in branches for p in branch if p.sampled is not None), key=lambda p: p.turn)
+        text = self._tokenizer.decode(last.token_ids, skip_special_tokens=True)
         (reward,), (failed,) = await seat.rewards.score(seat.prompt, [text], recorded=seat.recorded)
         return None if failed else float(reward)
 
@@ -276,9 +301,9 @@ class Episodes:
         token_ids = common_beginning([opening_tokens(branch) for branch in branches] or [prompt.token_ids])
         if not len(token_ids):
             raise EnvironmentNameError(
-                f"environment.name = {self._config.environment.name}: trajectories of prompt {prompt.position} begin "
-                "with different tokens, so the group has no prompt; what `reset` says and how the chat template begins "
-                "may not change"
+                f"{self._config.environment.described}: trajectories of prompt {prompt.position} begin with different "
+                "tokens, so the group has no prompt; what `reset` or an agent says first, and how the chat template "
+                "begins, may not change"
             )
         if not np.array_equal(token_ids, prompt.token_ids):
             prompt = replace(prompt, token_ids=token_ids, text=self._tokenizer.decode(token_ids))

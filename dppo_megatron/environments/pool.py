@@ -96,6 +96,10 @@ class Session:
     async def finish(self) -> float | None:
         return await self._ask(lambda worker: worker.finish())
 
+    async def run_agent(self, prompt: Prompt, url: str, key: str) -> float | None:
+        self._worker = await self._taken(self._pool.lease)
+        return await self._ask(lambda worker: worker.agent(prompt, url, key))
+
     def close(self) -> None:
         """Gives the worker back; one that was still asked something is ended."""
         worker, self._worker = self._worker, None

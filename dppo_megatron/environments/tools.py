@@ -32,6 +32,20 @@ def tool_calls(text: str) -> list[ToolCall]:
     return [] if call is None or call.problem else [call]
 
 
+def parse_turn(text: str, offered: bool) -> tuple[str, str, tuple[ToolCall, ...]]:
+    """(reasoning, content, calls) of a turn; offered: whether there are tools. What is no call stays content."""
+    reasoning, thought, rest = text.partition("</think>")
+    if not thought:
+        reasoning, rest = "", text
+    calls = tool_calls(rest) if offered else []
+    if any(call.problem for call in calls):
+        calls = []
+    content = rest
+    if calls:
+        content = _HERMES.sub("", rest) if _HERMES.search(rest) else ""
+    return reasoning.strip().removeprefix("<think>").strip(), content.strip(), tuple(calls)
+
+
 def _parse(text: str) -> ToolCall:
     try:
         call = json.loads(text)

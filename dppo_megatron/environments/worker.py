@@ -25,7 +25,7 @@ class EnvironmentWorker(Worker):
     """Every method raises `EnvironmentFailed` for what the environment did, and `WorkerError`."""
 
     def __init__(self, config: EnvironmentConfig):
-        hello = {"name": config.name, "settings": config.settings}
+        hello = {"setting": config.setting, "name": config.source, "settings": config.settings}
         super().__init__(__name__, hello, "environment", LARGEST_ANSWER)
         self._timeout_s = config.timeout_s
 
@@ -55,6 +55,13 @@ class EnvironmentWorker(Worker):
                 return reward
         raise WorkerError("its process sent a reply that is none")
 
+    def agent(self, prompt: Prompt, url: str, key: str) -> float | None:
+        """Runs the agent to its end; returns its reward, None where it gives none."""
+        match self._call("agent", prompt, url, key, what="for the agent to return"):
+            case float() | None as reward:
+                return reward
+        raise WorkerError("its process sent a reply that is none")
+
     def _call(self, kind: str, *arguments: Any, what: str) -> Any:
         match self.ask((kind, *arguments), self._timeout_s, what):
             case ["done", answer]:
@@ -65,21 +72,21 @@ class EnvironmentWorker(Worker):
 
 
 def environment_problem(config: EnvironmentConfig, *, chat: bool) -> str | None:
-    """Why no environment can be made in a process of its own, or its tools (without a chat template) not be shown; None
-    when all is well, or there is none."""
-    if config.name is None:
+    """Why no environment can be made in a process of its own, or its tools (without a chat template) not be shown, or
+    an agent not be imported; None when all is well, or there is none."""
+    if config.source is None:
         return None
     worker = EnvironmentWorker(config)
     try:
         if problem := worker.load():
             return problem
-        if worker.tools() and not chat:
+        if config.agent is None and worker.tools() and not chat:
             return (
                 f"environment.name = {config.name}: has tools, which only a chat template shows to the policy; set "
                 "data.chat_template = true, or give it `step` instead"
             )
     except (WorkerError, EnvironmentFailed) as error:
-        return f"environment.name = {config.name}: no environment can be made: {error}"
+        return f"{config.described}: no environment can be made: {error}"
     finally:
         worker.end()
     return None
@@ -96,11 +103,11 @@ def main(descriptor: int) -> None:
 
 def _load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
     try:
-        make = load_attribute("environment.name", hello["name"], EnvironmentNameError)
+        make = load_attribute(hello["setting"], hello["name"], EnvironmentNameError)
     except EnvironmentNameError as error:
         problem = str(error)
 
-        def no_environment(**_: Any) -> Any:
+        def no_environment(*_: Any) -> Any:
             raise EnvironmentNameError(problem)
 
         return problem, _Host(no_environment).answer
@@ -110,7 +117,8 @@ def _load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
 class _Host:
     """The environment in its process, and the event loop that its coroutines share."""
 
-    def __init__(self, make: Callable[[], Any]):
+    def __init__(self, make: Callable[..., Any]):
+        """make: the class, or the agent."""
         self._make = make
         self._environment: Any = None
         self._runner = asyncio.Runner()
@@ -157,6 +165,10 @@ class _Host:
         if hasattr(environment, "reward"):
             return as_outcome(self._wait(environment.reward()))
         return as_outcome(sum(self._rewards)) if self._rewards else None
+
+    def _agent(self, prompt: Prompt, url: str, key: str) -> float | Failure | None:
+        reward = self._wait(self._make(url, key, prompt.columns))
+        return None if reward is None else as_outcome(reward)
 
     def _wait(self, value: Any) -> Any:
         if not inspect.isawaitable(value):

@@ -23,6 +23,7 @@ from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.fleet.pool import EnginePool, FixedEngines
 from dppo_megatron.fleet.registry import engine_services, engine_urls
 from dppo_megatron.fleet.sampling import Sampler
+from dppo_megatron.gateway import Gateway
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.rewards import RewardPool
@@ -69,7 +70,7 @@ async def evaluate_once(
     setting = _Setting(config)
     RunDir(config.run.dir).rollout_metrics.unlink(missing_ok=True)  # sets that are done are reported again
     sampler = Sampler(FixedEngines(engines))
-    with contextlib.ExitStack() as pools:
+    async with contextlib.AsyncExitStack() as pools:
         episodes = await setting.episodes(pools, sampler)
         return await setting.evaluator(pools, episodes).start(version, policy, sampler)
 
@@ -90,10 +91,11 @@ async def _fill_bank(config: Config, prompts: int | None) -> None:
         config, services=lambda: engine_services(config, run), published=published, build=build_engine, check=check
     )
     sampler = Sampler(pool)
-    with BankWriter(run.bank, groups) as bank, contextlib.ExitStack() as pools:
+    async with contextlib.AsyncExitStack() as pools:
+        bank = pools.enter_context(BankWriter(run.bank, groups))
         rewards = pools.enter_context(RewardPool(config.reward))
         journals = None
-        if config.environment.name is not None:
+        if config.environment.source is not None:
             journals = Journals(run.open_turns, bank.done_positions())
             pools.callback(journals.close)
         episodes = await setting.episodes(pools, sampler, journals)
@@ -147,14 +149,18 @@ class _Setting:
         self.tools: list[dict[str, Any]] = []  # of the environment, once there are `episodes`
 
     async def episodes(
-        self, pools: contextlib.ExitStack, sampler: Sampler, journals: Journals | None = None
+        self, pools: contextlib.AsyncExitStack, sampler: Sampler, journals: Journals | None = None
     ) -> Episodes | None:
         """What plays `environment` of the config, until `pools` closes; None without one."""
         config = self._config
-        if config.environment.name is None:
+        if config.environment.source is None:
             return None
         environments = pools.enter_context(EnvironmentPool(config.environment))
-        self.tools = await environments.tools()
+        gateway = None
+        if config.environment.agent is None:
+            self.tools = await environments.tools()
+        else:
+            gateway = await pools.enter_async_context(Gateway(config.environment.host))
         experts = self._hf.moe if config.rollout.routing_replay else None
         return Episodes(
             config,
@@ -165,10 +171,11 @@ class _Setting:
             stop_token_ids=self.stop_token_ids,
             routing=None if experts is None else (sum(experts.layers), experts.top_k),
             journals=journals,
+            gateway=gateway,
         )
 
     def evaluator(
-        self, pools: contextlib.ExitStack, episodes: Episodes | None, rewards: RewardPool | None = None
+        self, pools: contextlib.AsyncExitStack, episodes: Episodes | None, rewards: RewardPool | None = None
     ) -> Evaluator:
         """`rewards`: of the run, used by the sets without a grader of their own; the others' are closed by `pools`."""
         config, run = self._config, RunDir(self._config.run.dir)

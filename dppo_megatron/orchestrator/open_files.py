@@ -13,7 +13,7 @@ def allow_open_files(config: Config) -> None:
     rollout = config.rollout
     # When an update interrupts all samples, each is continued by a request of its own; evaluations run beside them.
     needed = rollout.max_concurrent_groups * (rollout.group_size + 1) + OTHER_FILES
-    if config.environment.name is not None:
+    if config.environment.source is not None:
         needed += config.environment.workers + 2 * rollout.max_concurrent_groups  # their journals
     limit = raise_limit(needed)
     if needed > limit:

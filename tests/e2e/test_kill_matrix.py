@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,41 +11,12 @@ import numpy as np
 import psutil
 import pytest
 
-from dppo_megatron.bank import BankReader
 from dppo_megatron.bank.audit import Turn, audit
-from dppo_megatron.engines.vllm.extension.wire import decode_reply
-from dppo_megatron.types import Rollout, RolloutGroup
+from tests.support.engine_watch import Watch, groups_of
 from tests.support.faults import Proxy, command_line, kill
 from tests.support.runs import Engine, config_tree, descendants, end_session, run, start, start_engine, write_config
 
 PROMPTS, SAMPLES, TURNS = 12, 4, 3
-REQUEST = re.compile(r"group-(\d+)\.(\d+)\.(\d+)-")
-
-
-class Watch:
-    """Stands before an engine: which turns were asked for, and what it said. `at_reply` is told before the client."""
-
-    def __init__(self):
-        self.asked: list[Turn] = []
-        self.returned: dict[Turn, Rollout] = {}
-        self.at_request: Callable[[Turn], None] = lambda turn: None
-        self.at_reply: Callable[[Turn], None] = lambda turn: None
-
-    async def __call__(self, path, body, forward):
-        if path != "/dppo/generate":
-            return await forward()
-        position, seat, number = map(int, REQUEST.match(json.loads(body)["request_id"]).groups())
-        turn = (position, seat, number)
-        self.asked.append(turn)
-        self.at_request(turn)
-        reply = await forward()
-        header, arrays = decode_reply(reply)
-        self.returned[turn] = Rollout(
-            **{name: arrays[name] for name in ("token_ids", "rollout_logprob", "versions")},
-            finish_reason=header["finish_reasons"][0],
-        )
-        self.at_reply(turn)
-        return reply
 
 
 def at(number: int, act: Callable[[], None], nth: int = 1) -> Callable[[Turn], None]:
@@ -67,12 +37,6 @@ def tree_of(task: Path, directory: Path, urls: list[str]) -> dict:
     tree["rollout"] |= {"max_response_tokens": 40, "stop_token_ids": [2, 3, 4, 5, 6], "max_concurrent_groups": 2}
     tree["environment"] = {"name": "tests.environments.worlds:Unscored", "settings": {"turns": TURNS}, "workers": 2}
     return tree
-
-
-def groups_of(directory: Path) -> list[RolloutGroup]:
-    reader = BankReader(directory / "samples/bank")
-    groups = [reader.read(entry) for entry in reader.entries(0, reader.refresh())]
-    return sorted(groups, key=lambda group: group.prompt.position)
 
 
 class Life:

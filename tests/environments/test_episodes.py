@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.environments.worker import environment_problem
+from dppo_megatron.gateway import Gateway
 from dppo_megatron.rewards import RewardPool
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 from tests.support.configs import make_config
@@ -44,7 +46,7 @@ class Killed(Exception):
 
 def play(
     tokenizer, world: str, turns, *, answers=("7",), samples: int = 2, chat: bool = False, text="Hi",
-    journals: Path | None = None, killed_at: int | None = None, **environment
+    journals: Path | None = None, killed_at: int | None = None, agent: bool = False, **environment
 ):  # fmt: skip
     """The groups of prompts with `answers`; in turn t every trajectory says turns[t], cut to the request's limit.
 
@@ -54,7 +56,7 @@ def play(
     config = make_config(
         rollout=rollout,
         data={"train": "unused", "chat_template": chat},
-        environment={"name": f"{WORLDS}:{world}", "workers": 4, **environment},
+        environment={**({"agent": world} if agent else {"name": f"{WORLDS}:{world}"}), "workers": 4, **environment},
         reward={"name": "tests.support.rewards:even_digits"},
     )
     tokenizer.chat_template = TOOLS if chat else None
@@ -79,11 +81,15 @@ def play(
         )  # fmt: skip
 
     async def run() -> tuple[list[RolloutGroup], dict]:
-        with EnvironmentPool(config.environment) as environments, RewardPool(config.reward) as rewards:
-            tools = await environments.tools()
+        async with AsyncExitStack() as pools:
+            environments = pools.enter_context(EnvironmentPool(config.environment))
+            rewards = pools.enter_context(RewardPool(config.reward))
+            gateway = await pools.enter_async_context(Gateway("127.0.0.1")) if agent else None
+            tools = [] if agent else await environments.tools()
             episodes = Episodes(
                 config, sample=sample, environments=environments, tokenizer=tokenizer, tools=tools,
                 stop_token_ids=(EOS,), routing=None, journals=None if journals is None else Journals(journals, ()),
+                gateway=gateway,
             )  # fmt: skip
             groups = []
             for position, answer in enumerate(answers):

@@ -201,7 +201,7 @@ def house(tmp_path):
 def test_the_order_rule_sees_every_form_of_import(house, line):
     (house / PACKAGE / "objectives" / "fault.py").write_text(line)
     found = upward_imports(house, ORDER)
-    assert found == ["dppo_megatron.objectives.fault (line 2) imports dppo_megatron.trainer (line 12)"]
+    assert found == ["dppo_megatron.objectives.fault (line 2) imports dppo_megatron.trainer (line 13)"]
 
 
 def test_the_order_rule_refuses_a_neighbour_and_a_room_without_a_line(house):

@@ -1,0 +1,149 @@
+"""What an agent of the user says and is told, as tokens: a tree, for it may edit its history and ask side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.types import ENVIRONMENT, POLICY, Rollout
+
+from .dialogue import Codec, Piece, beginning, ids_of, inherited, put
+from .tools import ToolCall, parse_turn
+
+Message = dict[str, Any]  # of an OpenAI chat: role, content (text), tool_calls (arguments as an object)
+Tool = dict[str, Any]  # of an OpenAI chat: {"type": "function", "function": {name, description, parameters}}
+
+
+class Refused(Exception):
+    """What an agent asks for cannot be had; the message says why. It concerns this request alone."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of an agent. max_tokens: of the answer; None = what the run leaves."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the policy as an agent is told it. name: follows from the tokens before it."""
+
+    name: str
+    reasoning: str
+    content: str
+    calls: tuple[ToolCall, ...]
+    truncated: bool
+    prompt_tokens: int
+    tokens: int
+
+    def call_id(self, number: int) -> str:
+        return f"call_{self.name}_{number}"
+
+    @property
+    def message(self) -> Message:
+        """As an agent says it back."""
+        calls = [
+            {"id": self.call_id(i), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for i, c in enumerate(self.calls)
+        ]
+        return {"role": "assistant", "content": self.content, **({"tool_calls": calls} if calls else {})}
+
+
+Render = Callable[[Sequence[Message], Sequence[Tool]], str]
+"""A chat with the tools that are offered as the model reads it, up to where it answers. Raises `ValueError`."""
+
+Sample = Callable[[np.ndarray, int | None], Awaitable[Rollout]]
+"""(tokens before the turn [P] int32, the most tokens of it) -> the turn, which is on disk then. Raises `Refused`."""
+
+
+class Conversation:
+    """All requests of one agent, as the branches of one trajectory.
+
+    A request goes on behind the longest sampled history with which its text begins, and reads anew what it says
+    otherwise. A turn that the agent says back is written as it was sampled, whatever was parsed of it.
+    """
+
+    def __init__(self, codec: Codec, render: Render, sample: Sample):
+        self._codec = codec
+        self._render = render
+        self._sample = sample
+        self.branches: list[list[Piece]] = []  # each ends with a turn
+        self.turns = 0
+        self.truncated = False  # the last turn, or one was refused for its length
+        self._said: dict[str, str] = {}  # turns as an agent says them back -> as they were sampled
+        self._untold: dict[str, Turn] = {}  # by name
+
+    def finished(self) -> list[list[Piece]]:
+        """The branches as they are stored."""
+        return self.branches
+
+    async def ask(self, ask: Ask) -> Turn:
+        """Raises `Refused`, and what sampling raises."""
+        if ask.max_tokens is not None and not (type(ask.max_tokens) is int and ask.max_tokens > 0):
+            raise Refused(f"a limit of {ask.max_tokens!r} tokens: expected a positive integer")
+        try:
+            text = self._render([self._as_sampled(message) for message in ask.messages], ask.tools)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        text = text.encode(errors="backslashreplace").decode()  # with half of a surrogate pair no tokenizer takes it
+        branch, known = self._history(text)
+        kept = branch[:known]
+        rest = put(self._codec, kept[-1].turn if kept else 0, text[sum(len(piece.text) for piece in kept) :])
+        behind = ids_of([*kept, *rest])
+        if not len(behind):
+            raise Refused("there is no message")
+        name = blake2b(behind.data, digest_size=8).hexdigest()
+        if (untold := self._untold.pop(name, None)) is not None:
+            return untold
+        sampled = await self._sample(behind, ask.max_tokens)
+        if len(branch) > known:  # an earlier request of this agent went on from here otherwise
+            branch = inherited(kept)
+        if not any(branch is other for other in self.branches):
+            self.branches.append(branch)
+        whole = self._codec.decode(sampled.token_ids, skip_special_tokens=False)
+        branch += [*rest, Piece(POLICY, self.turns, whole, sampled.token_ids, sampled)]
+        self.turns += 1
+        return self._told(name, len(behind), sampled, offered=bool(ask.tools))
+
+    def hung_up(self, turn: Turn) -> None:
+        """The agent was not told `turn`: when it asks the same again, it is told that one."""
+        self._untold[turn.name] = turn
+
+    def _told(self, name: str, before: int, sampled: Rollout, offered: bool) -> Turn:
+        self.truncated = sampled.finish_reason == "length"
+        ids = sampled.token_ids if self.truncated else sampled.token_ids[:-1]
+        shown = self._codec.decode(ids, skip_special_tokens=True)
+        turn = Turn(name, *parse_turn(shown, offered), self.truncated, before, len(sampled.token_ids))
+        self._said[_key(turn.message)] = self._codec.decode(ids, skip_special_tokens=False)
+        return turn
+
+    def _as_sampled(self, message: Message) -> Message:
+        if message["role"] != "assistant" or (raw := self._said.get(_key(message))) is None:
+            return message
+        return {"role": "assistant", "content": raw}
+
+    def _history(self, text: str) -> tuple[list[Piece], int]:
+        """(the branch of which the text repeats most, its pieces up to there, the last of which is a turn)"""
+        best: tuple[list[Piece], int] = [], 0
+        most = 0
+        for branch in self.branches:
+            known = len(beginning(branch, text)[0])
+            while known and branch[known - 1].origin == ENVIRONMENT:
+                known -= 1
+            size = sum(len(piece.token_ids) for piece in branch[:known])
+            if size > most:
+                best, most = (branch, known), size
+        return best
+
+
+def _key(message: Message) -> str:
+    calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
+    return json.dumps([(message.get("content") or "").strip(), calls], sort_keys=True)

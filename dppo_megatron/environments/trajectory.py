@@ -1,0 +1,72 @@
+"""What is known of a trajectory before, while and after it is played."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.rewards import RewardPool
+from dppo_megatron.types import Prompt, Rollout
+
+from .conversation import Conversation
+from .dialogue import Dialogue, Piece
+from .journals import Turns
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One trajectory of a group.
+
+    first: the request of its first turn, as if that were all; its id names the trajectory among those that are played,
+    max_tokens is the limit of all tokens after the prompt. turns: those that are finished already. recorded: in the
+    metrics.
+    """
+
+    prompt: Prompt
+    first: GenerateRequest
+    rewards: RewardPool
+    turns: Turns
+    recorded: bool
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """reward: None where it failed. turn_rewards: empty where no turn has one."""
+
+    branches: list[list[Piece]]
+    finish_reason: str
+    reward: float | None
+    turn_rewards: list[float]
+
+    @property
+    def sampled(self) -> list[Rollout]:
+        """The turns of the policy."""
+        pieces = (piece for branch in self.branches for piece in branch)
+        return [piece.sampled for piece in pieces if piece.sampled is not None]
+
+
+@dataclass
+class Attempt:
+    """A trajectory that is being played; one that fails keeps what it has."""
+
+    played: Dialogue | Conversation | None = None
+    finish_reason: str = "abort"
+    reward: float | None = None
+    turn_rewards: list[float | None] = field(default_factory=list)
+
+    @property
+    def branches(self) -> list[list[Piece]]:
+        return [] if self.played is None else self.played.finished()
+
+
+class Gateway(Protocol):
+    """What agents reach the policy by."""
+
+    @property
+    def url(self) -> str: ...
+
+    def session(self, conversation: Conversation) -> AbstractAsyncContextManager[str]:
+        """The key by which requests reach the conversation."""
+        ...

@@ -1,0 +1,90 @@
+"""OpenAI Chat Completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from dppo_megatron.environments.conversation import Ask, Message, Turn
+
+from .interface import MODEL, Body, arguments_of, call, refuse_unless, text_of, tool
+
+PATH = "/v1/chat/completions"
+SERVED = {
+    "n": (None, 1),
+    "stop": (None, [], ""),
+    "tool_choice": (None, "auto"),
+    "response_format": (None, {"type": "text"}),
+    "logprobs": (None, False),
+    "logit_bias": (None, {}),
+}
+
+
+def read(body: Body) -> Ask:
+    refuse_unless(body, SERVED)
+    functions = [described["function"] for described in body.get("tools") or ()]
+    tools = [tool(f["name"], f.get("description"), f.get("parameters")) for f in functions]
+    return Ask(
+        [_message(message) for message in body["messages"]],
+        tools,
+        body.get("max_completion_tokens") or body.get("max_tokens"),
+    )
+
+
+def reply(turn: Turn, body: Body) -> Body:
+    message: Body = {"role": "assistant", "content": turn.content, **_reasoning(turn)}
+    if turn.calls:
+        message["tool_calls"] = _calls(turn)
+    choice = {"index": 0, "message": message, "finish_reason": _finish(turn), "logprobs": None}
+    return {**_head(turn, body, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
+
+
+def events(turn: Turn, body: Body) -> Iterator[Body]:
+    head = _head(turn, body, "chat.completion.chunk")
+
+    def chunk(delta: Body, finish: str | None = None) -> Body:
+        return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+    yield chunk({"role": "assistant", "content": turn.content, **_reasoning(turn)})
+    for number, called in enumerate(_calls(turn)):
+        yield chunk({"tool_calls": [{"index": number, **called}]})
+    yield chunk({}, _finish(turn))
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield {**head, "choices": [], "usage": _usage(turn)}
+
+
+def error(message: str, status: int) -> Body:
+    return {"error": {"message": message, "type": "invalid_request_error", "code": status}}
+
+
+def _message(message: Body) -> Message:
+    role = "system" if message["role"] == "developer" else message["role"]
+    out: Message = {"role": role, "content": text_of(message.get("content"))}
+    if calls := message.get("tool_calls"):
+        out["tool_calls"] = [call(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in calls]
+    return out | {name: message[name] for name in ("tool_call_id", "name") if message.get(name)}
+
+
+def _calls(turn: Turn) -> list[Body]:
+    return [
+        {"id": turn.call_id(i), "type": "function", "function": {"name": c.name, "arguments": arguments_of(c)}}
+        for i, c in enumerate(turn.calls)
+    ]
+
+
+def _reasoning(turn: Turn) -> Body:
+    return {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+
+
+def _finish(turn: Turn) -> str:
+    return "length" if turn.truncated else "tool_calls" if turn.calls else "stop"
+
+
+def _head(turn: Turn, body: Body, kind: str) -> Body:
+    model = body.get("model") or MODEL
+    return {"id": f"chatcmpl-{turn.name}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _usage(turn: Turn) -> Body:
+    total = turn.prompt_tokens + turn.tokens
+    return {"prompt_tokens": turn.prompt_tokens, "completion_tokens": turn.tokens, "total_tokens": total}

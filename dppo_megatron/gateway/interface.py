@@ -1,0 +1,67 @@
+"""What the three interfaces have in common: a request becomes an `Ask`, a `Turn` becomes a reply or its events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Protocol
+
+from dppo_megatron.environments.conversation import Ask, Message, Refused, Tool, Turn
+from dppo_megatron.environments.tools import ToolCall
+
+Body = dict[str, Any]
+MODEL = "policy"  # what replies call it that name no other
+
+
+class Interface(Protocol):
+    """One of the modules beside this one."""
+
+    PATH: str
+
+    def read(self, body: Body) -> Ask:
+        """Raises `Refused`, and KeyError, TypeError, ValueError or AttributeError for what is no request."""
+        ...
+
+    def reply(self, turn: Turn, body: Body) -> Body: ...
+
+    def events(self, turn: Turn, body: Body) -> Iterator[Body]:
+        """The reply as server-sent events; where one has a `type`, that is its name."""
+        ...
+
+    def error(self, message: str, status: int) -> Body: ...
+
+
+def refuse_unless(body: Body, served: Mapping[str, Collection[Any]]) -> None:
+    """Settings that would change what is sampled in a way that nobody does here."""
+    for name, values in served.items():
+        if name in body and body[name] not in values:
+            raise Refused(f"{name} = {json.dumps(body[name])[:100]}: not served here; leave it out")
+
+
+def text_of(content: str | list[Body] | None) -> str:
+    """The text of a message, whose parts are text alone."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if "text" not in part:
+            raise Refused(f"a part of type {part.get('type')!r}: the policy reads text alone")
+    return "".join(part["text"] for part in content)
+
+
+def call(id: str, name: str, arguments: str | Body) -> Body:
+    """A tool call as chat templates take it."""
+    given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": given}}
+
+
+def tool(name: str, description: str | None, parameters: Body | None) -> Tool:
+    function = {"name": name, "description": description or "", "parameters": parameters or {}}
+    return {"type": "function", "function": function}
+
+
+def arguments_of(called: ToolCall) -> str:
+    return json.dumps(called.arguments)
+
+
+def system(text: str) -> list[Message]:
+    return [{"role": "system", "content": text}] if text else []

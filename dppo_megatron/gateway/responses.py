@@ -1,0 +1,132 @@
+"""OpenAI Responses. Nothing is kept between requests: each brings all items."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from dppo_megatron.environments.conversation import Ask, Message, Refused, Turn
+
+from .chat import error
+from .interface import MODEL, Body, arguments_of, call, refuse_unless, system, text_of, tool
+
+__all__ = ["PATH", "error", "events", "read", "reply"]
+
+PATH = "/v1/responses"
+SERVED = {
+    "tool_choice": (None, "auto"),
+    "text": (None, {}, {"format": {"type": "text"}}),
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "background": (None, False),
+    "prompt": (None,),
+}
+
+
+def read(body: Body) -> Ask:
+    refuse_unless(body, SERVED)
+    messages = system(body.get("instructions") or "")
+    given = body["input"]
+    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
+        _put(messages, item)
+    for described in body.get("tools") or ():
+        if described["type"] != "function":
+            raise Refused(f"a tool of type {described['type']!r}: the policy calls functions alone")
+    tools = [tool(d["name"], d.get("description"), d.get("parameters")) for d in body.get("tools") or ()]
+    return Ask(messages, tools, body.get("max_output_tokens"))
+
+
+def reply(turn: Turn, body: Body) -> Body:
+    return _response(turn, body, _items(turn), "incomplete" if turn.truncated else "completed")
+
+
+def events(turn: Turn, body: Body) -> Iterator[Body]:
+    for number, event in enumerate(_events(turn, body)):
+        yield {**event, "sequence_number": number}
+
+
+def _events(turn: Turn, body: Body) -> Iterator[Body]:
+    begun = _response(turn, body, [], "in_progress")
+    yield {"type": "response.created", "response": begun}
+    yield {"type": "response.in_progress", "response": begun}
+    for place, item in enumerate(_items(turn)):
+        at = {"item_id": item["id"], "output_index": place}
+        empty = {**item, **({"status": "in_progress"} if "status" in item else {})}
+        match item["type"]:
+            case "message":
+                (part,) = item["content"]
+                text, inside = part["text"], {**at, "content_index": 0}
+                yield {"type": "response.output_item.added", "output_index": place, "item": {**empty, "content": []}}
+                yield {"type": "response.content_part.added", **inside, "part": {**part, "text": ""}}
+                yield {"type": "response.output_text.delta", **inside, "delta": text, "logprobs": []}
+                yield {"type": "response.output_text.done", **inside, "text": text, "logprobs": []}
+                yield {"type": "response.content_part.done", **inside, "part": part}
+            case "function_call":
+                given = item["arguments"]
+                yield {"type": "response.output_item.added", "output_index": place, "item": {**empty, "arguments": ""}}
+                yield {"type": "response.function_call_arguments.delta", **at, "delta": given}
+                yield {
+                    "type": "response.function_call_arguments.done", **at, "arguments": given, "name": item["name"],
+                }  # fmt: skip
+            case _:
+                yield {"type": "response.output_item.added", "output_index": place, "item": empty}
+        yield {"type": "response.output_item.done", "output_index": place, "item": item}
+    ended = reply(turn, body)
+    yield {"type": f"response.{ended['status']}", "response": ended}
+
+
+def _put(messages: list[Message], item: Body) -> None:
+    """Adds an item; the items of one turn are one message, as chat templates have it."""
+    match item.get("type", "message"):
+        case "message":
+            role = "system" if item["role"] == "developer" else item["role"]
+            messages.append({"role": role, "content": text_of(item["content"])})
+        case "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            called = call(item["call_id"], item["name"], item["arguments"])
+            messages[-1].setdefault("tool_calls", []).append(called)
+        case "function_call_output":
+            content = text_of(item["output"])
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+        case "reasoning":
+            pass  # the policy's own turns are known as they were sampled
+        case other:
+            raise Refused(f"an input item of type {other!r}: messages, function calls and their outputs are served")
+
+
+def _items(turn: Turn) -> list[Body]:
+    items: list[Body] = []
+    if turn.reasoning:
+        thought = [{"type": "summary_text", "text": turn.reasoning}]
+        items.append({"type": "reasoning", "id": f"rs_{turn.name}", "summary": thought})
+    if turn.content or not turn.calls:
+        part = {"type": "output_text", "text": turn.content, "annotations": [], "logprobs": []}
+        items.append(
+            {"type": "message", "id": f"msg_{turn.name}", "role": "assistant", "status": "completed", "content": [part]}
+        )
+    for number, called in enumerate(turn.calls):
+        id = turn.call_id(number)
+        items.append(
+            {
+                **{"type": "function_call", "id": f"fc_{id}", "call_id": id, "status": "completed"},
+                **{"name": called.name, "arguments": arguments_of(called)},
+            }
+        )
+    return items
+
+
+def _response(turn: Turn, body: Body, output: list[Body], status: str) -> Body:
+    usage = {
+        **{"input_tokens": turn.prompt_tokens, "output_tokens": turn.tokens},
+        **{"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}},
+        "total_tokens": turn.prompt_tokens + turn.tokens,
+    }
+    return {
+        **{"id": f"resp_{turn.name}", "object": "response", "created_at": int(time.time()), "status": status},
+        **{"model": body.get("model") or MODEL, "output": output, "error": None},
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        **{"instructions": body.get("instructions"), "metadata": {}, "parallel_tool_calls": True},
+        **{"tool_choice": "auto", "tools": body.get("tools") or [], "temperature": None, "top_p": None},
+        "usage": None if status == "in_progress" else usage,
+    }

@@ -1,0 +1,137 @@
+"""The server that agents talk to: it knows sessions by their keys, and gives each request to its conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from aiohttp import web
+
+from dppo_megatron.environments.conversation import Conversation, Refused, Turn
+from dppo_megatron.errors import ExpectedError
+
+from . import chat, messages, responses
+from .interface import MODEL, Body, Interface
+
+INTERFACES: tuple[Interface, ...] = (chat, responses, messages)
+LARGEST_REQUEST = 64 << 20  # bytes
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+
+
+@dataclass
+class _Session:
+    conversation: Conversation
+    running: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class Gateway:
+    """Listens on `host` while it is open, at a port of its own. An asynchronous context manager.
+
+    A session is known by its key, which nobody can guess: in `Authorization: Bearer`, in `x-api-key`, or in the URL as
+    /sessions/KEY/v1/... Without one every route answers 401, on loopback, too.
+    """
+
+    def __init__(self, host: str):
+        self._host = host
+        self._sessions: dict[str, _Session] = {}
+        app = web.Application(client_max_size=LARGEST_REQUEST)
+        for place in ("", "/sessions/{key}"):
+            app.router.add_get(f"{place}/v1/models", self._models)
+            for interface in INTERFACES:
+                app.router.add_post(place + interface.PATH, partial(self._answer, interface))
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self.url = ""
+
+    async def __aenter__(self) -> Gateway:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, 0)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ExpectedError(
+                f"environment.host = {self._host}: {error.strerror}; give an address of this machine"
+            ) from None
+        self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    @asynccontextmanager
+    async def session(self, conversation: Conversation) -> AsyncIterator[str]:
+        """The key by which requests reach the conversation, until the last of them is answered."""
+        key = secrets.token_urlsafe(24)
+        session = self._sessions[key] = _Session(conversation)
+        try:
+            yield key
+        except BaseException:
+            for task in session.running:
+                task.cancel()
+            raise
+        finally:
+            del self._sessions[key]
+        await asyncio.gather(*session.running, return_exceptions=True)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request, chat)
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def _answer(self, interface: Interface, request: web.Request) -> web.StreamResponse:
+        session = self._session(request, interface)
+        try:
+            body = await request.json()
+            ask = interface.read(body)
+        except Refused as refused:
+            return _error(interface, str(refused))
+        except MALFORMED as error:
+            return _error(interface, f"not a request of {interface.PATH}: {type(error).__name__}: {error}")
+        asking = asyncio.create_task(session.conversation.ask(ask))
+        session.running.add(asking)
+        try:
+            turn = await asking
+        except Refused as refused:
+            return _error(interface, str(refused))
+        finally:
+            session.running.discard(asking)
+        try:
+            return await _send(interface, request, turn, body)
+        except ConnectionError:
+            session.conversation.hung_up(turn)
+            raise
+
+    def _session(self, request: web.Request, interface: Interface) -> _Session:
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        for key in (request.match_info.get("key"), request.headers.get("x-api-key"), bearer):
+            if key in self._sessions:
+                return self._sessions[key]
+        message = "no such session: bring the key that the agent was called with, as API key or in the URL"
+        raise web.HTTPUnauthorized(text=json.dumps(interface.error(message, 401)), content_type="application/json")
+
+
+async def _send(interface: Interface, request: web.Request, turn: Turn, body: Body) -> web.StreamResponse:
+    """Raises ConnectionError where nobody listens any more."""
+    if request.transport is None or request.transport.is_closing():
+        raise ConnectionResetError
+    if not body.get("stream"):
+        reply = web.json_response(interface.reply(turn, body))
+        await reply.prepare(request)
+        await reply.write_eof()
+        return reply
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await stream.prepare(request)
+    for event in interface.events(turn, body):
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        await stream.write(f"{name}data: {json.dumps(event)}\n\n".encode())
+    if interface is chat:
+        await stream.write(b"data: [DONE]\n\n")
+    await stream.write_eof()
+    return stream
+
+
+def _error(interface: Interface, message: str) -> web.Response:
+    return web.json_response(interface.error(message, 400), status=400)

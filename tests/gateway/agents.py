@@ -1,0 +1,54 @@
+"""Agents of the tests: plain functions that ask for turns over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+
+
+def ask(url: str, api_key: str, messages: list) -> dict:
+    body = json.dumps({"messages": messages}).encode()
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/chat/completions", body, headers)) as reply:
+        return json.load(reply)["choices"][0]["message"]
+
+
+def talks(url, api_key, task, turns=3, dies_in=None):
+    """Says back what was said; the reward is the number of turns. Its process ends once in this directory."""
+    messages = [{"role": "user", "content": task["prompt"]}]
+    for turn in range(turns):
+        messages.append(ask(url, api_key, messages))
+        if turn == 1 and dies_in is not None and not os.path.exists(dies_in):
+            os.mkdir(dies_in)
+            os._exit(3)
+        messages.append({"role": "user", "content": f"[{messages[-1]['content']}]"})
+    return turns
+
+
+async def unscored(url, api_key, task):
+    """Leaves the reward to `reward:` of the config."""
+    ask(url, api_key, [{"role": "user", "content": task["prompt"]}])
+
+
+def silent(url, api_key, task):
+    return 1.0
+
+
+def endless(url, api_key, task):
+    talks(url, api_key, task, turns=99)
+
+
+async def with_openai(url, api_key, task):
+    """Through the published client, and back through Anthropic's: one conversation."""
+    from anthropic import AsyncAnthropic
+    from openai import AsyncOpenAI
+
+    openai = AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key)
+    messages = [{"role": "user", "content": task["prompt"]}]
+    reply = await openai.chat.completions.create(model="policy", messages=messages)
+    messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+    messages.append({"role": "user", "content": "1+1="})
+    anthropic = AsyncAnthropic(base_url=url, api_key=api_key)
+    said = await anthropic.messages.create(model="policy", max_tokens=16, messages=messages)
+    return float(len(said.content[0].text) % 2)
