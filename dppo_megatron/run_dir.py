@@ -91,6 +91,11 @@ class RunDir:
         return self.root / "answers"
 
     @property
+    def tokens(self) -> Path:
+        """What the trainer saw of every token of some sequences, see `trainer/token_log.py`."""
+        return self.root / "tokens"
+
+    @property
     def restarts(self) -> Path:
         return self.root / "restarts.jsonl"
 

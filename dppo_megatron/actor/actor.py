@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from dppo_megatron.objectives import Metric, Objective, reduce_metrics
 from dppo_megatron.types import TokenBatch
 
 from . import megatron_version, offload, precision
-from .batch.packing import Packer
+from .batch.packing import MicroBatch, Packer
 from .batch.routing import RoutingReplay
 from .checkpoint import save_load
 from .checkpoint.sharded import ShardedSave
@@ -150,7 +150,12 @@ class Actor:
                 self.optimizer.reload_model_params()
 
     def train_update(
-        self, micro_batches: Sequence[TokenBatch], objective: Objective, *, another_follows: bool = False
+        self,
+        micro_batches: Sequence[TokenBatch],
+        objective: Objective,
+        *,
+        another_follows: bool = False,
+        observe: Callable[[MicroBatch, Tensor], None] | None = None,
     ) -> UpdateStats:
         """One optimizer update on this data-parallel rank's `micro_batches`; all ranks of a replica pass the same.
 
@@ -158,8 +163,8 @@ class Actor:
         so is the gradient: it does not depend on how the batch was split. Data-parallel ranks pass equally
         many micro-batches. An update whose gradients or logits are not finite changes nothing and is reported
         as skipped. `another_follows` promises that the next call is this one again, with no use of the weights in
-        between: they are then gathered behind its forward pass. Raises TrainingDiverged after
-        `optimizer.max_skipped_in_a_row` skipped updates, ValueError without micro-batches.
+        between: they are then gathered behind its forward pass. `observe`: see `LossStep`. Raises
+        TrainingDiverged after `optimizer.max_skipped_in_a_row` skipped updates, ValueError without micro-batches.
         """
         started = time.perf_counter()
         prepared = self.packer.whole_rounds(micro_batches)
@@ -167,7 +172,7 @@ class Actor:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         masked = torch.zeros(self.hf.vocab_size, dtype=torch.long, device=self.layout.device)
-        step = LossStep(objective, self.hf.vocab_size, self.layout, masked)
+        step = LossStep(objective, self.hf.vocab_size, self.layout, masked, observe=observe)
         with self._gather.behind_forward():
             results = self._forward_backward(
                 forward_step_func=step,

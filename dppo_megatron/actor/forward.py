@@ -36,12 +36,16 @@ class MicroBatchResult:
     metrics: dict[str, Metric]
 
 
+TOKEN_VALUES = ("logprob", "entropy", "divergence", "masked")
+
+
 @dataclass(frozen=True)
 class LossStep:
     """`forward_step` of Megatron's schedules for one update with one objective.
 
     masked: [V] int64 on the device, how often each token id was outside the trust region, over all calls.
     checks: to be read when all micro-batches are done, before their gradients are used.
+    observe: called with each micro-batch and TOKEN_VALUES [4, n] fp32 of its loss rows, without gradient.
     """
 
     objective: Objective
@@ -49,6 +53,7 @@ class LossStep:
     layout: Layout
     masked: Int[Tensor, " V"]
     checks: DeferredChecks = field(default_factory=DeferredChecks)
+    observe: Callable[[MicroBatch, Tensor], None] | None = None
 
     def __call__(self, data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(data)
@@ -84,6 +89,9 @@ class LossStep:
             vocab_size=self.vocab_size,
         )
         self.masked.index_add_(0, rows.target_ids[own], out.masked_tokens[own].long())
+        if self.observe is not None:
+            seen = (stats.logprob, stats.entropy, out.divergence, out.masked_tokens)
+            self.observe(batch, torch.stack([values.detach()[own].float() for values in seen]))
         loss = (rows.loss_weight * out.loss)[own].sum()
         metrics = {"entropy": mean_metric(stats.entropy, rows.mask), **out.metrics}
         if own != slice(None) and self.layout.context_rank > 0:  # every rank has measured the whole sequences

@@ -237,6 +237,11 @@ class TrackingConfig(Section):
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "dppo_megatron"
     wandb_name: str | None = None
+    token_sequences: CountFromZero = Field(
+        0,
+        description="sequences of each step of which RUN/tokens keeps the trainer's log-prob, entropy, divergence and "
+        "mask of every token, for `dppo-megatron view`; 17 bytes a token",
+    )
 
 
 class SlurmConfig(Section):

@@ -34,12 +34,23 @@ VISIBLE_S = 120.0  # within which a network file system shows every node what ra
 
 
 @dataclass(frozen=True, slots=True)
+class StoredSequence:
+    """A sequence of which every token is stored: see `token_log`."""
+
+    micro_batch: int  # of this data-parallel rank
+    number: int  # in it
+    position: int  # of the prompt
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateBatch:
     """One optimizer update: this data-parallel rank's micro-batches. Every rank has the same number of them."""
 
     micro_batches: list[TokenBatch]
     sequences: int  # computed over all ranks
     tokens: int  # computed over all ranks
+    stored: tuple[StoredSequence, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +211,27 @@ class BankBatches:
         }
         topk = self._config.rollout.topk_logprobs if "topk" in self._parts else 0
         micro_batches = [pack([read[g][i] for g, i in computed[indices]], topk=topk) for indices in plan[self._rank]]
-        return UpdateBatch(micro_batches, len(computed), sum(lengths))
+        stored = self._stored(entries, computed, plan[self._rank])
+        return UpdateBatch(micro_batches, len(computed), sum(lengths), stored)
+
+    def _stored(
+        self, entries: Sequence[BankEntry], computed: np.ndarray, plan: list[list[int]]
+    ) -> tuple[StoredSequence, ...]:
+        """This rank's of the sequences to store: those of groups drawn one after the other, until they suffice.
+
+        computed: [C, 2] group and sample of all that are computed, which `plan` has by micro-batch.
+        """
+        wanted = -(-self._config.tracking.token_sequences // self._config.train.updates_per_step)
+        if not wanted:
+            return ()
+        drawn = np.random.default_rng([self._config.run.seed, entries[0].position]).permutation(len(entries))
+        chosen = set(np.argsort(np.argsort(drawn)[computed[:, 0]], kind="stable")[:wanted].tolist())
+        return tuple(
+            StoredSequence(batch, number, entries[computed[c, 0]].position, int(computed[c, 1]))
+            for batch, indices in enumerate(plan)
+            for number, c in enumerate(indices)
+            if c in chosen
+        )
 
 
 def parts_of(actor: Actor) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from .checkpoints import Checkpoints
 from .control import Control, StopRequested
 from .metrics import MismatchHistory, StepMetrics
 from .policy_logprobs import PolicyLogprobs
+from .token_log import TokenLog
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ def train(
     checkpoints: Checkpoints,
     control: Control,
     recorder: Recorder,
+    token_log: TokenLog,
     first_step: int,
 ) -> int:
     """Trains from `first_step` to `train.steps`; returns the number of steps that are done.
@@ -78,12 +80,14 @@ def train(
             acceptance.begin()
             for number, update in enumerate(batch.updates, 1):
                 another = number < len(batch.updates)
-                stats = actor.train_update(update.micro_batches, method, another_follows=another)
+                observe = token_log.observer(update)
+                stats = actor.train_update(update.micro_batches, method, another_follows=another, observe=observe)
                 metrics.add_update(stats, update)
             metrics.add(acceptance.settle(batch, step))
             mismatches.add(step, metrics.mismatch)
             metrics.check_mismatch(config.rollout.max_mismatch_kl, step)
             step += 1
+            token_log.write(step)
             if colocated:
                 save_if_due(metrics)  # publish offloads the actor, and a checkpoint needs it
             if publisher is not None:

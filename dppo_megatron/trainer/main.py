@@ -32,6 +32,7 @@ from .control import Control
 from .loop import train
 from .policy_logprobs import PolicyLogprobs
 from .recorder import RankZeroRecorder
+from .token_log import TokenLog
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
                 checkpoints=checkpoints,
                 control=control,
                 recorder=recorder,
+                token_log=TokenLog(config, layout, first_step),
                 first_step=first_step or 0,
             )
         if done == config.train.steps:

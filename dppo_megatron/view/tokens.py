@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from safetensors.numpy import save
 
 from dppo_megatron.bank import BankEntry, BankError
+from dppo_megatron.common.tensors import packed
 from dppo_megatron.doctor.vocabulary import Vocabulary
 from dppo_megatron.types import POLICY, RolloutGroup
 
 from .source import Source
+from .trained import VALUES, TrainedTokens
 
 # Groups are drawn until they are so many: bytes before compression, samples.
 TOKEN_BYTES, TOKEN_SAMPLES = 48 << 20, 20_000
@@ -37,10 +38,12 @@ class Used:
         return dict(zip(ids, vocabulary.texts(ids), strict=True))
 
 
-def chosen_groups(source: Source, entries: Sequence[BankEntry]) -> list[int]:
-    """Numbers of the groups whose tokens the page holds, ascending."""
+def chosen_groups(source: Source, entries: Sequence[BankEntry], trained: TrainedTokens) -> list[int]:
+    """Numbers of the groups whose tokens the page holds, ascending: those of which the trainer stored some first."""
     sizes = np.array([(_bytes(entry), entry.num_samples) for entry in entries], np.int64).reshape(-1, 2)
     order = np.random.default_rng(_SEED).permutation(len(entries))
+    stored = trained.positions
+    order = np.array(sorted(order, key=lambda number: entries[number].position not in stored), int)
     within = (np.cumsum(sizes[order], axis=0) <= (TOKEN_BYTES, TOKEN_SAMPLES)).all(axis=1)
     if within.all():
         return list(range(len(entries)))
@@ -57,7 +60,7 @@ def _bytes(entry: BankEntry) -> int:
 
 
 def packed_groups(
-    source: Source, entries: Sequence[BankEntry], chosen: Sequence[int], used: Used
+    source: Source, entries: Sequence[BankEntry], chosen: Sequence[int], trained: TrainedTokens, used: Used
 ) -> Iterator[tuple[int, bytes]]:
     """(number, safetensors) of the chosen groups that can be read."""
     for number in chosen:
@@ -66,10 +69,10 @@ def packed_groups(
         except BankError as error:
             source.lose(error)
             continue
-        yield number, _packed(group, used)
+        yield number, _packed(group, trained, used)
 
 
-def _packed(group: RolloutGroup, used: Used) -> bytes:
+def _packed(group: RolloutGroup, trained: TrainedTokens, used: Used) -> bytes:
     """Samples end to end. `spans` [J, 3] as in the bank; `counts` [n, 3]: tokens, sampled tokens, spans of each."""
     rollouts = group.rollouts
     spans = [np.array([[POLICY, len(r.token_ids), 0]]) if r.spans is None else r.spans for r in rollouts]
@@ -88,6 +91,9 @@ def _packed(group: RolloutGroup, used: Used) -> bytes:
         used.add(arrays["topk_ids"].reshape(-1))
     if rollouts[0].kept_counts is not None:
         arrays["kept"] = np.concatenate([r.kept_counts for r in rollouts])
+    if group.prompt.position in trained.positions:
+        of_samples = [trained.of(group.prompt.position, i, len(r.versions)) for i, r in enumerate(rollouts)]
+        arrays |= {f"trainer_{name}": part for name, part in zip(VALUES, np.concatenate(of_samples, 1), strict=True)}
     of = {
         "prompt": group.prompt.text,
         "answer": group.prompt.answer,
@@ -96,4 +102,4 @@ def _packed(group: RolloutGroup, used: Used) -> bytes:
         "trajectory": [i if r.trajectory is None else r.trajectory for i, r in enumerate(rollouts)],
         "turn_rewards": None if group.turn_rewards is None else [rewards.tolist() for rewards in group.turn_rewards],
     }
-    return save(arrays, metadata={"of": json.dumps(of)})  # ASCII: a text may hold what UTF-8 has not
+    return packed(arrays, {"of": json.dumps(of)})  # ASCII: a text may hold what UTF-8 has not

@@ -6,15 +6,15 @@ import base64
 import gzip
 import html
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save
 
 from dppo_megatron.common.files import write_atomic
+from dppo_megatron.common.tensors import packed
 from dppo_megatron.doctor.vocabulary import Vocabulary
 from dppo_megatron.observability.history import History
 from dppo_megatron.observability.names import METRICS
@@ -23,6 +23,7 @@ from dppo_megatron.observability.summary import summary_rows
 from .rows import COLUMNS, Answers, Columns, Training, answer_rows, training_rows
 from .source import Source
 from .tokens import Used, chosen_groups, packed_groups
+from .trained import TrainedTokens
 
 STYLES = ("page.css",)
 SCRIPTS = ("data.js", "curves.js", "table.js", "tokens.js", "main.js")
@@ -36,18 +37,19 @@ def write_view(root: Path, out: Path | None = None, model: Path | None = None) -
     """
     source = Source.of(root)
     training, answers = training_rows(source, source.config()), answer_rows(source)
-    chosen = chosen_groups(source, training.entries)
+    trained = TrainedTokens(source)
+    chosen = chosen_groups(source, training.entries, trained)
     used = Used()
-    packed = packed_groups(source, training.entries, chosen, used)
-    groups = {number: _blob(f"group-{number}", data) for number, data in packed}
+    read = packed_groups(source, training.entries, chosen, trained, used)
+    groups = {number: _blob(f"group-{number}", data) for number, data in read}
     model = model or (Path(path) if (path := source.history.setting("model.path", str)) else None)
     vocabulary = None if model is None else Vocabulary.load(model)
     if groups and vocabulary is None:
         where = model or "a model directory"
         source.notes.append(f"No tokenizer.json in {where}: tokens are shown by their ids; --model names one.")
     texts = used.texts(vocabulary)
-    blobs = [_blob("table", save(_table(training, answers, groups.keys())))]
-    blobs.append(_blob("curves", save(_curves(source.history))))
+    blobs = [_blob("table", packed(_table(training, answers, groups.keys(), trained)))]
+    blobs.append(_blob("curves", packed(_curves(source.history))))
     after = [_blob("texts", json.dumps(texts).encode())]
     after += [_blob(f"answers-{i}", json.dumps(records).encode()) for i, records in enumerate(answers.files)]
     blobs.insert(0, _blob("head", json.dumps(_head(source, answers)).encode()))
@@ -56,12 +58,16 @@ def write_view(root: Path, out: Path | None = None, model: Path | None = None) -
     return out
 
 
-def _table(training: Training, answers: Answers, detailed: Any) -> Columns:
+def _table(training: Training, answers: Answers, detailed: Collection[int], trained: TrainedTokens) -> Columns:
     columns = {name: np.concatenate([training.columns[name], answers.columns[name]]) for name in COLUMNS}
     has_tokens = np.zeros(len(training.entries), np.uint8)
     has_tokens[list(detailed)] = 1
     rows = [has_tokens[training.columns["source"]], np.ones(len(answers.columns["set"]), np.uint8)]
-    return {**columns, "detail": np.concatenate(rows)}
+    masked = np.full(len(columns["set"]), np.nan, np.float32)
+    if trained.positions:
+        keys = zip(training.columns["prompt"].tolist(), training.columns["sample"].tolist(), strict=True)
+        masked[: len(training.columns["set"])] = [trained.masked_share(*key) for key in keys]
+    return {**columns, "detail": np.concatenate(rows), "masked": masked}
 
 
 def _curves(history: History) -> dict[str, np.ndarray]:

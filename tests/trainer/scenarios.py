@@ -61,6 +61,7 @@ def train_one(config, layout) -> dict[str, Any]:
     from dppo_megatron.trainer.loop import train
     from dppo_megatron.trainer.main import head
     from dppo_megatron.trainer.policy_logprobs import PolicyLogprobs
+    from dppo_megatron.trainer.token_log import TokenLog
 
     objective = build_objective(config.objective.name, **config.objective.settings)
     actor = Actor(config, layout)
@@ -89,6 +90,7 @@ def train_one(config, layout) -> dict[str, Any]:
         checkpoints=Never(),
         control=Ready(),
         recorder=Recorded(records),
+        token_log=TokenLog(config, layout, None),
         first_step=0,
     )
     return {

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from dppo_megatron.bank import BankWriter
 from dppo_megatron.config.load import save_resolved
@@ -96,3 +97,24 @@ def write_run(root: Path, **kwargs) -> Path:
     record = {"position": 0, "row": 0, "prompt": "1+1=", "answer": "2", "samples": [sample, {**sample, "reward": 0.0}]}
     (answers / "v000002.jsonl").write_text(json.dumps(record) + "\n")
     return run
+
+
+def write_trained_tokens(run: Path, position: int) -> None:
+    """As the trainer stores the tokens of a group, but for its last sample; every other token is masked."""
+    step, group = position // GROUPS + 1, make_group(position, position // GROUPS + 1)
+    rollouts = group.rollouts[:-1]
+    counts = [len(r.versions) for r in rollouts]
+    index = np.concatenate([np.arange(count) for count in counts])
+    logprob = np.concatenate([r.rollout_logprob for r in rollouts]) + np.where(index % 2, 0.5, -0.25)
+    arrays = {
+        "position": np.full(len(counts), position, np.int32),
+        "sample": np.arange(len(counts), dtype=np.int32),
+        "counts": np.array(counts, np.int32),
+        "index": index.astype(np.int32),
+        "logprob": logprob.astype(np.float32),
+        "entropy": np.ones(len(index), np.float32),
+        "divergence": np.full(len(index), 0.125, np.float32),
+        "masked": (index % 2).astype(np.uint8),
+    }
+    (run / "tokens").mkdir(exist_ok=True)
+    save_file(arrays, run / "tokens" / f"step-{step:06d}-r000.safetensors")

@@ -12,11 +12,12 @@ import pytest
 
 from dppo_megatron.view import write_view
 
-from .runs import GROUPS, HOSTILE, SAMPLES, STEPS, TOPK, TURNS_AT, write_bank, write_run
+from .runs import GROUPS, HOSTILE, SAMPLES, STEPS, TOPK, TURNS_AT, write_bank, write_run, write_trained_tokens
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
+TRAINED_AT = 8
 ROLLOUTS, WRITE_S, SHOW_MS = 10_000, 2.0, 1000.0
 
 
@@ -56,7 +57,9 @@ def show(browser) -> Iterator[Callable]:
 
 @pytest.fixture(scope="module")
 def page(show, tmp_path_factory):
-    return show(write_view(write_run(tmp_path_factory.mktemp("view"))))
+    run = write_run(tmp_path_factory.mktemp("view"))
+    write_trained_tokens(run, TRAINED_AT)
+    return show(write_view(run))
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +145,19 @@ def test_a_token_under_the_pointer_shows_the_engines_list(page):
     assert drawn.strip('"') == page.locator(".tokens i").first.text_content()
     page.locator("#title").hover()
     tip.wait_for(state="hidden")
+
+
+def test_what_the_trainer_stored_colours_too(page):
+    open_row(page, prompt=str(TRAINED_AT), sample="0")
+    page.locator("#quantity").select_option("masked")
+    seen = colours(page)
+    assert [bool(colour) for colour in seen] == [i % 2 == 1 for i in range(len(seen))]
+    assert page.locator(".tokens i.masked").count() == len(seen) // 2
+    page.locator("#quantity").select_option("ratio")
+    assert "40, 100, 220" in colours(page)[0]  # below the engine's
+    assert "220, 60, 40" in colours(page)[1]
+    page.locator("[data-filter=sample]").fill("")
+    assert column(page, "masked").count("–") == 1  # nothing is stored of the last sample
 
 
 def test_environment_spans_and_branches_are_told_apart(page):

@@ -20,7 +20,7 @@ from dppo_megatron.config import read_config
 from dppo_megatron.trainer.step_samples import StepSamples
 from dppo_megatron.view import rows, source, tokens, write_view
 
-from .runs import GROUPS, HOSTILE, SAMPLES, STEPS, TURNS_AT, write_bank, write_run
+from .runs import GROUPS, HOSTILE, SAMPLES, STEPS, TURNS_AT, make_group, write_bank, write_run, write_trained_tokens
 
 BEFORE = Path(__file__).parents[1] / "data" / "run_before"
 
@@ -112,6 +112,24 @@ def test_curves_have_every_metric_of_every_step(page):
     assert page.head["summary"]["steps"] == "4"
 
 
+def test_what_the_trainer_stored_stands_at_its_tokens(tmp_path):
+    run = write_run(tmp_path)
+    write_trained_tokens(run, 5)
+    (run / "tokens" / "step-000009-r000.safetensors").write_bytes(b"cut")
+    page = Page(write_view(run))
+    found, group = page.tensors("group-5"), make_group(5, 2)
+    sizes = [len(r.versions) for r in group.rollouts]
+    stored = sum(sizes[:-1])
+    ratio = found["trainer_logprob"] - found["logprob"]
+    index = np.concatenate([np.arange(size) for size in sizes[:-1]])
+    np.testing.assert_allclose(ratio[:stored], np.where(index % 2, 0.5, -0.25), atol=1e-6)
+    assert np.isnan(found["trainer_divergence"][stored:]).all()
+    assert "trainer_logprob" not in page.tensors("group-6")
+    shares = page.table["masked"][page.table["prompt"] == 5]
+    np.testing.assert_allclose(shares, [*(size // 2 / size for size in sizes[:-1]), np.nan], rtol=1e-6)
+    assert "step-000009-r000.safetensors: not read" in page.notes
+
+
 class _Elements(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +142,7 @@ class _Elements(HTMLParser):
 
 
 def test_no_text_of_a_run_becomes_html_and_nothing_is_fetched(tmp_path):
-    run = write_run(tmp_path / "<img src=x onerror=alert(1)>")
+    run = write_run(tmp_path).rename(tmp_path / "<img src=x onerror=alert(1)>")
     found = _Elements()
     found.feed(Page(write_view(run)).html)
     assert "img" not in found.tags

@@ -14,7 +14,7 @@ function columnsOf(data, sets) {
     ["reward", "reward", "62px", "by the verifier; – where it gave none"],
     ["advantage", "advantage", "84px", "by the run's own settings"],
     ["tokens", "tokens", "56px", "that the policy sampled"],
-    ["masked", "masked", "62px", "share of the tokens that the trust region masked, where it was stored"],
+    ["masked", "masked", "64px", "share of the tokens that the trust region masked, where it was stored"],
     ["staleness", "stale", "48px", "policy versions between the group's oldest token and training"],
     ["version", "version", "60px", "oldest policy version in the group"],
     ["end", "end", "minmax(68px, 1fr)", "how it ended", (row) => end[data.failed[row] ? 2 : data.truncated[row]]],

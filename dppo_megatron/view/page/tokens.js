@@ -20,11 +20,13 @@ function quantitiesOf(group) {
     }
     return left > 1e-7 ? sum - left * Math.log(left) : sum;
   };
+  // Of some sequences alone the trainer stores its numbers; the others have NaN.
+  const stored = (values, of = (r) => values[r]) => values && values.some((value) => !Number.isNaN(value)) && of;
   const all = [
-    ["ratio", "ln r (trainer − engine)", "diverging", group.trainer_logprob && ((r) => group.trainer_logprob[r] - group.logprob[r])],
-    ["divergence", "divergence", "high", group.divergence && ((r) => group.divergence[r])],
-    ["masked", "masked", "flag", group.masked && ((r) => group.masked[r])],
-    ["trainer_entropy", "entropy (trainer)", "high", group.entropy && ((r) => group.entropy[r])],
+    ["ratio", "ln r (trainer − engine)", "diverging", stored(group.trainer_logprob, (r) => group.trainer_logprob[r] - group.logprob[r])],
+    ["divergence", "divergence", "high", stored(group.trainer_divergence)],
+    ["masked", "masked", "flag", stored(group.trainer_masked)],
+    ["trainer_entropy", "entropy (trainer)", "high", stored(group.trainer_entropy)],
     ["logprob", "log-prob (engine)", "low", (r) => group.logprob[r]],
     ["version", "version", "category", (r) => group.versions[r]],
     ["mass", `mass of the top ${k}`, "low", k && mass],
@@ -57,9 +59,9 @@ function scaleOf(quantity, group) {
   const at = (share) => (values.length ? values[Math.round(share * (values.length - 1))] : 0);
   const red = (t) => `rgba(220, 60, 40, ${(0.75 * Math.min(1, Math.max(0, t))).toFixed(3)})`;
   const blue = (t) => `rgba(40, 100, 220, ${(0.75 * Math.min(1, Math.max(0, t))).toFixed(3)})`;
-  const ramp = (from, to, a, b) => {
+  const ramp = (from, to, ...stops) => {
     const bar = make("span", "ramp");
-    bar.style.background = `linear-gradient(90deg, ${a}, ${b})`;
+    bar.style.background = `linear-gradient(90deg, ${stops.join(", ")})`;
     return make("span", "scale", shown(from), bar, shown(to));
   };
   if (quantity.kind === "category") {
@@ -78,7 +80,7 @@ function scaleOf(quantity, group) {
   }
   if (quantity.kind === "diverging") {
     const top = Math.max(Math.abs(at(0.01)), Math.abs(at(0.99))) || 1;
-    return { colour: (v) => (Number.isFinite(v) ? (v > 0 ? red(v / top) : blue(-v / top)) : ""), legend: ramp(-top, top, blue(1), red(1)) };
+    return { colour: (v) => (Number.isFinite(v) ? (v > 0 ? red(v / top) : blue(-v / top)) : ""), legend: ramp(-top, top, blue(1), red(0), red(1)) };
   }
   const low = quantity.kind === "low";
   const [none, full] = low ? [at(1), at(0.01)] : [at(0), at(0.99)];
@@ -109,7 +111,7 @@ function tokensOf(group, sample, texts, quantity, scale) {
         element.dataset.r = own;
         const colour = scale.colour(quantity.of(own));
         if (colour) element.style.background = colour;
-        if (group.masked && group.masked[own] > 0) element.classList.add("masked");
+        if (group.trainer_masked && group.trainer_masked[own] > 0) element.classList.add("masked");
         own++;
       }
       place.append(element);

@@ -1,0 +1,13 @@
+"""Arrays as a safetensors file. The library writes memory as it lies, so of a transposed array something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from safetensors.numpy import save
+
+
+def packed(arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:
+    """The file's bytes; strided arrays are copied first."""
+    return save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata)

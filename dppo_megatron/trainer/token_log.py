@@ -1,0 +1,104 @@
+"""What the updates saw of every token of some sequences: log-prob, entropy, divergence, mask. For `dppo-megatron view`.
+
+RUN/tokens/step-000012-r003.safetensors   of step 12 (counted from 1), written by rank 3; sequences end to end
+
+`position`, `sample` [n] int32: which sample of which prompt. `counts` [n] int32: values of each. `index` [N] int32:
+their places among the sample's sampled tokens, a part of them with context parallelism. `logprob`, `entropy` (nats) and
+`divergence` (the method's) fp32 [N], by the weights that the update started from; `masked` uint8 [N].
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from dppo_megatron.actor.batch.packing import MicroBatch
+from dppo_megatron.actor.forward import TOKEN_VALUES
+from dppo_megatron.actor.layout import Layout
+from dppo_megatron.common.files import write_atomic
+from dppo_megatron.common.tensors import packed
+from dppo_megatron.config import Config
+from dppo_megatron.run_dir import RunDir
+
+from .batches import StoredSequence, UpdateBatch
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d{6,})-r\d+\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    batch: MicroBatch
+    values: Tensor  # [4, n] fp32 on the device, of the loss rows
+    sequences: list[StoredSequence]
+
+
+class TokenLog:
+    """Of `tracking.token_sequences` sequences a step. No collectives; the host waits for the device in `write` alone.
+
+    Ranks of the last pipeline stage that hold different tokens write, the first of each tensor-parallel group.
+    """
+
+    def __init__(self, config: Config, layout: Layout, resume_step: int | None):
+        self._directory = RunDir(config.run.dir).tokens
+        self._writes = config.tracking.token_sequences > 0 and layout.is_last_stage and layout.tensor_rank == 0
+        self._rank = layout.rank
+        self._seen: list[_Seen] = []
+        if layout.rank == 0:  # before the first update, which no other rank ends without this one
+            for path in self._directory.glob("step-*"):
+                if (name := _NAME.fullmatch(path.name)) and int(name[1]) > (resume_step or 0):
+                    path.unlink()
+
+    def observer(self, update: UpdateBatch) -> Callable[[MicroBatch, Tensor], None] | None:
+        """For `Actor.train_update` of this update; None where this rank stores nothing of it."""
+        if not self._writes or not update.stored:
+            return None
+        of_batch: dict[int, list[StoredSequence]] = {}
+        for sequence in update.stored:
+            of_batch.setdefault(id(update.micro_batches[sequence.micro_batch]), []).append(sequence)
+
+        def observe(batch: MicroBatch, values: Tensor) -> None:
+            if batch.num_loss_tokens and (sequences := of_batch.get(id(batch.given))):
+                self._seen.append(_Seen(batch, values, sequences))
+
+        return observe
+
+    def write(self, step: int) -> None:
+        """step: the one that ended, from 1. A disk that refuses stops no run."""
+        seen, self._seen = self._seen, []
+        rows = [row for one in seen for row in _rows(one)]
+        if not rows:
+            return
+        names = ("position", "sample", "counts")
+        arrays = {name: np.array([row[0][i] for row in rows], np.int32) for i, name in enumerate(names)}
+        arrays["index"] = np.concatenate([row[1] for row in rows]).astype(np.int32)
+        values = dict(zip(TOKEN_VALUES, np.concatenate([row[2] for row in rows], axis=1), strict=True))
+        arrays |= values | {"masked": values["masked"].astype(np.uint8)}
+        path = self._directory / f"step-{step:06d}-r{self._rank:03d}.safetensors"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, packed(arrays))
+        except OSError as error:
+            log.warning("%s: cannot be written, and no more tokens are stored: %s", path, error)
+            self._writes = False
+
+
+def _rows(seen: _Seen) -> list[tuple[tuple[int, int, int], np.ndarray, np.ndarray]]:
+    """Of each sequence ((position, sample, count), index [count], values [4, count])."""
+    values, at = seen.values.cpu().numpy(), seen.batch.loss_rows.cpu().numpy()
+    given = seen.batch.given
+    mask, bounds = given.mask.cpu().numpy(), given.cu_seqlens.cpu().numpy()
+    found = []
+    for sequence in seen.sequences:
+        begin, end = bounds[sequence.number], bounds[sequence.number + 1]
+        own = np.flatnonzero((at >= begin) & (at < end))
+        own = own[np.argsort(at[own])]
+        index = (np.cumsum(mask[begin:end]) - 1)[at[own] - begin]
+        found.append(((sequence.position, sequence.sample, len(own)), index, values[:, own]))
+    return [row for row in found if len(row[1])]
