@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 from safetensors.numpy import load_file
 
 from dppo_megatron.bank import BankReader
-from tests.support.tiny_task import GROUPS, SAMPLES, STEPS, make_task
+from dppo_megatron.trainer.token_log import TokenLog
+from tests.support.tiny_task import GROUPS, SAMPLES, STEPS, make_task, task_config
 from tests.trainer.scenarios import train_cases
 
 ALL = GROUPS * SAMPLES
@@ -49,6 +51,7 @@ def case(directory: Path, count: int, **parallel) -> dict:
     return {"run": {"dir": str(directory)}, "tracking": {"token_sequences": count}, "parallel": parallel}
 
 
+@pytest.mark.slow
 def test_all_tokens_of_a_run_and_not_one_bit_of_its_weights_differs(ranks, task, tmp_path):
     cases = {name: case(tmp_path / name, n, world_size=1) for name, n in (("off", 0), ("some", 6), ("all", ALL))}
     (seen,) = ranks(1).run(train_cases, cases=cases, task=task, directory=tmp_path)
@@ -100,18 +103,13 @@ def test_the_same_in_every_layout(ranks, task, tmp_path):
     assert len(list((tmp_path / "context" / "tokens").iterdir())) == 2 * STEPS
 
 
-def test_a_resumed_run_drops_the_steps_that_it_repeats(task, tmp_path):
-    from types import SimpleNamespace
-
-    from dppo_megatron.trainer.token_log import TokenLog
-    from tests.support.tiny_task import task_config
-
+def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.mkdir()
     for step in (1, 2, 3):
         (tokens / f"step-{step:06d}-r001.safetensors").touch()
     (tokens / "step-notes.txt").touch()
     layout = SimpleNamespace(rank=0, tensor_rank=0, is_last_stage=True)
-    TokenLog(task_config(task, **{"run": {"dir": str(tmp_path)}}), layout, 2)
+    TokenLog(task_config(tmp_path, run={"dir": str(tmp_path)}), layout, 2)
     left = {path.name for path in tokens.iterdir()}
     assert left == {"step-000001-r001.safetensors", "step-000002-r001.safetensors", "step-notes.txt"}
