@@ -24,6 +24,7 @@ from dppo_megatron.common.files import write_atomic
 from dppo_megatron.common.tensors import packed
 from dppo_megatron.config import Config
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.types import TokenBatch
 
 from .batches import StoredSequence, UpdateBatch
 
@@ -34,8 +35,9 @@ _NAME = re.compile(r"step-(\d{6,})-r\d+\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    batch: MicroBatch
-    values: Tensor  # [4, n] fp32 on the device, of the loss rows
+    given: TokenBatch
+    rows: Tensor  # [n] int64 on the device, the loss rows of this rank in it
+    values: Tensor  # [4, n] fp32 on the device
     sequences: list[StoredSequence]
 
 
@@ -65,7 +67,7 @@ class TokenLog:
 
         def observe(batch: MicroBatch, values: Tensor) -> None:
             if batch.num_loss_tokens and (sequences := of_batch.get(id(batch.given))):
-                self._seen.append(_Seen(batch, values, sequences))
+                self._seen.append(_Seen(batch.given, batch.loss_rows, values, sequences))
 
         return observe
 
@@ -91,9 +93,8 @@ class TokenLog:
 
 def _rows(seen: _Seen) -> list[tuple[tuple[int, int, int], np.ndarray, np.ndarray]]:
     """Of each sequence ((position, sample, count), index [count], values [4, count])."""
-    values, at = seen.values.cpu().numpy(), seen.batch.loss_rows.cpu().numpy()
-    given = seen.batch.given
-    mask, bounds = given.mask.cpu().numpy(), given.cu_seqlens.cpu().numpy()
+    values, at = seen.values.cpu().numpy(), seen.rows.cpu().numpy()
+    mask, bounds = seen.given.mask.numpy(), seen.given.cu_seqlens.numpy()
     found = []
     for sequence in seen.sequences:
         begin, end = bounds[sequence.number], bounds[sequence.number + 1]

@@ -40,8 +40,9 @@ class TrainedTokens:
         found = np.full((len(VALUES), size), np.nan, np.float32)
         for path, part in self._places.get((position, sample), ()):
             index, values = self._read(path)
-            if len(index[part]) and index[part].max() < size:
-                found[:, index[part]] = values[:, part]
+            own = index[part]
+            if len(own) == part.stop - part.start and own.min() >= 0 and own.max() < size:  # else not of this sample
+                found[:, own] = values[:, part]
         return found
 
     def _add(self, path: Path) -> None:
