@@ -228,6 +228,7 @@ class Proxy:
         except aiohttp.ClientError:
             answer = None  # the engine is gone, and so is this connection
         if answer is None:
-            request.transport.abort()
+            if request.transport is not None:  # else whoever asked has hung up already
+                request.transport.abort()
             return web.Response(status=500)
         return web.Response(body=answer, status=status)

@@ -92,9 +92,14 @@ def served(request, tmp_path_factory) -> tuple[str, Path, str]:
 )
 def test_what_an_engine_kept_is_named(served, transport, faults):
     kind, model, url = served
-    directory = model.parent.parent / transport
-    by_version = dict(enumerate(faults, 3))
     settings = {"shared_storage": {}, "broadcast": {"bucket_bytes": 200_000}}[transport]
+    directory = model.parent.parent / transport
+    check_named(*publish_faults(kind, model, url, directory, faults, transport=transport, **settings))
+
+
+def publish_faults(kind: str, model: Path, url: str, directory: Path, faults: tuple[str, ...], **weight_sync):
+    """One publish for each of `faults`, after two without any and before another; what `check_named` takes."""
+    by_version = dict(enumerate(faults, 3))
     with Proxy(url, KeepsOld(kind, model, directory / "records.json", by_version)) as proxy:
         processes, out = publish(
             directory,
@@ -103,21 +108,24 @@ def test_what_an_engine_kept_is_named(served, transport, faults):
             [model, UPDATE, *(UPDATE for _ in faults), UPDATE],
             engine={"kind": kind},
             dtype="bf16",
-            transport=transport,
             timeout_s=60,
-            **settings,
+            **weight_sync,
         )
-        records = finished(processes, out, 300)
+        return finished(processes, out, 300), out, proxy.url, by_version
+
+
+def check_named(records: list[dict], out: Path, url: str, by_version: dict[int, str]) -> None:
     for version, record in enumerate(records, 1):
         fault, error = by_version.get(version), record.get("error", "")
         if fault is None:
             assert not error
             assert record["engines"] == 1
         elif fault == NOTHING:
-            assert proxy.url in error
+            assert url in error
         else:
             groups = changed_groups(weights(out, version - 1), weights(out, version))
-            shown = f"{', '.join(groups[:8])} and {len(groups) - 8} more" if fault == EVERYTHING else fault
+            everything = ", ".join(groups[:8]) + (f" and {len(groups) - 8} more" if len(groups) > 8 else "")
+            shown = everything if fault == EVERYTHING else fault
             assert f"holds other weights than the trainer sent: {shown}. Its version says otherwise" in error
 
 
