@@ -45,8 +45,8 @@ def write_view(root: Path, out: Path | None = None, model: Path | None = None) -
     model = model or (Path(path) if (path := source.history.setting("model.path", str)) else None)
     vocabulary = None if model is None else Vocabulary.load(model)
     if groups and vocabulary is None:
-        where = model or "a model directory"
-        source.notes.append(f"No tokenizer.json in {where}: tokens are shown by their ids; --model names one.")
+        why = f"No tokenizer.json can be read in {model}" if model else "No tokenizer is known"
+        source.notes.append(f"{why}: tokens are shown by their ids; --model DIR gives one.")
     texts = used.texts(vocabulary)
     blobs = [_blob("table", packed(_table(training, answers, groups.keys(), trained)))]
     blobs.append(_blob("curves", packed(_curves(source.history))))

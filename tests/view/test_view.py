@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -180,7 +181,7 @@ def test_what_is_damaged_is_said_and_the_rest_shown(tmp_path):
     assert page.table["detail"][trained(page)].sum() < trained(page).sum() == SAMPLES * STEPS * GROUPS + 1
     assert "4 groups cannot be read, the first: " in page.notes
     assert "Settings are not known" in page.notes
-    assert "No tokenizer.json" in page.notes
+    assert "No tokenizer is known" in page.notes
     index = run / "bank" / "segment-000001.jsonl"
     index.write_bytes(index.read_bytes().replace(b'"rewards"', b'"reworse"', 1))
     page = Page(write_view(run))
@@ -196,6 +197,25 @@ def test_a_bank_alone_and_one_of_an_earlier_version(tmp_path):
     old = Page(write_view(BEFORE / "bank", tmp_path / "old.html", BEFORE / "model"))
     assert (len(old.table["step"]), old.table["step"].max()) == (64, 4)
     assert json.loads(old.blobs["texts"])["3"] == "1"
+
+
+@pytest.mark.slow
+def test_whatever_file_is_damaged_a_page_is_written(tmp_path):
+    run = write_run(tmp_path)
+    write_trained_tokens(run, 5)
+    rng = random.Random(7)
+    files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.stat().st_size]
+    for _ in range(200):
+        path = rng.choice(files)
+        data = path.read_bytes()
+        at = rng.randrange(len(data))
+        changed = bytearray(data)
+        changed[at : at + rng.choice([0, 1, len(data)])] = rng.choice(
+            [b"", b"null", b"1e999", b"-1", rng.randbytes(40)]
+        )
+        path.write_bytes(changed)
+        write_view(run, tmp_path / "view.html")
+        path.write_bytes(data)
 
 
 def test_more_than_the_page_may_hold_is_sampled_and_said(run, tmp_path, monkeypatch):
