@@ -10,7 +10,7 @@ import yaml
 from make_task import write_sums
 
 from dppo_megatron.doctor import diagnose
-from tests.support.runs import records, run, write_config
+from tests.support.runs import Engine, records, run, write_config
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 HELD_OUT, STEPS = 200, 6
@@ -28,30 +28,42 @@ def shortened(name: str, run_dir: Path, sums: Path, **changes: dict) -> dict:
     return tree
 
 
-def test_dppo_teaches_sums_to_a_policy_raised_on_careless_text(task, request: pytest.FixtureRequest, tmp_path):
-    write_sums(tmp_path, seed=1)
-    heldout = tmp_path / "heldout.jsonl"
+@pytest.fixture(scope="module")
+def careless(task, request: pytest.FixtureRequest, tmp_path_factory) -> tuple[Path, Engine]:
+    """The sums and warmup/model, raised on careless text while the engine starts; and that engine."""
+    directory = tmp_path_factory.mktemp("careless")
+    write_sums(directory, seed=1)
+    heldout = directory / "heldout.jsonl"
     heldout.write_text("".join(heldout.read_text().splitlines(keepends=True)[:HELD_OUT]))
-
     warmup = shortened(
         "warmup.yaml",
-        tmp_path / "warmup",
-        tmp_path,
+        directory / "warmup",
+        directory,
         model={"path": str(task / "random_model")},
         parallel={"world_size": 1, "tensor": 1},
         train={"steps": 120},
         optimizer={"decay": "constant"},
     )
-    with ThreadPoolExecutor() as pool:  # the engine starts meanwhile
-        warmed_up = pool.submit(run, "train", write_config(warmup, tmp_path / "warmup.yaml"))
+    with ThreadPoolExecutor() as pool:
+        warmed_up = pool.submit(run, "train", write_config(warmup, directory / "warmup.yaml"))
         engine = request.getfixturevalue("engine")
         warmed_up.result()
+    return directory, engine
 
+
+@pytest.mark.parametrize(
+    "rollout",
+    [{}, pytest.param({"top_p": 0.95, "top_k": 12}, marks=pytest.mark.slow)],
+    ids=["whole", "truncated"],  # of fifteen tokens
+)
+def test_dppo_teaches_sums_to_a_policy_raised_on_careless_text(task, careless, tmp_path, rollout):
+    start, engine = careless
     dppo = shortened(
         "config.yaml",
         tmp_path / "dppo",
-        tmp_path,
-        model={"path": str(tmp_path / "warmup" / "model")},
+        start,
+        model={"path": str(start / "warmup" / "model")},
+        rollout=rollout,
         train={"steps": STEPS},
         engine={"urls": [engine.url], "secret_file": str(task / "secret")},
         checkpoint={"every": 0},
