@@ -16,6 +16,12 @@ from tests.support.tiny_task import GROUPS, SAMPLES, STEPS, make_task, task_conf
 from tests.trainer.scenarios import train_cases
 
 ALL = GROUPS * SAMPLES
+LAYOUTS = {
+    "tensor": {"tensor": 2},
+    "pipeline": {"pipeline": 2},
+    "context": {"context": 2},
+    "data": {},
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +84,25 @@ def test_all_tokens_of_a_run_and_not_one_bit_of_its_weights_differs(ranks, task,
         divergence = np.concatenate([values["divergence"] for values in of_step])
         np.testing.assert_allclose(divergence.mean(), record["policy/divergence_mean"], rtol=1e-5)
     assert any(values["masked"].any() for values in every.values())
+
+
+@pytest.mark.slow
+def test_the_same_in_every_layout(ranks, task, tmp_path):
+    small = {"optimizer": {"lr": 1e-5}}  # with the task's own, rounding grows from update to update
+    one = {"one": case(tmp_path / "one", ALL, world_size=1) | small}
+    ranks(1).run(train_cases, cases=one, task=task, directory=tmp_path)
+    cases = {name: case(tmp_path / name, ALL, world_size=2, **sizes) | small for name, sizes in LAYOUTS.items()}
+    ranks(2).run(train_cases, cases=cases, task=task, directory=tmp_path)
+    expected = stored(tmp_path / "one")
+    for name in LAYOUTS:
+        found = stored(tmp_path / name)
+        assert found.keys() == expected.keys()
+        for key, values in expected.items():
+            assert found[key]["index"].tolist() == values["index"].tolist()
+            for quantity in ("logprob", "entropy", "divergence"):
+                np.testing.assert_allclose(found[key][quantity], values[quantity], atol=1e-3, err_msg=name)
+    assert len(list((tmp_path / "tensor" / "tokens").iterdir())) == STEPS
+    assert len(list((tmp_path / "context" / "tokens").iterdir())) == 2 * STEPS
 
 
 def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path):
