@@ -21,7 +21,7 @@ Event = Literal["submitted", "started", "requeued", "failed", "stopped", "comple
 @dataclass(frozen=True, slots=True)
 class AttemptEvent:
     time: float  # unix seconds
-    job: Annotated[str, StringConstraints(pattern=r"^\d+$")]
+    job: Annotated[str, StringConstraints(pattern=r"^\d+(_\d+)?$")]  # of an array: JOB_TASK
     restart: int  # Slurm's count of this job's restarts
     event: Event
     cause: str  # why it began or ended

@@ -56,6 +56,12 @@ def test_an_attempt_that_recorded_no_end_was_ended_by_slurm(run):
     assert AttemptLog(run).why_restarted() == LOST
 
 
+@pytest.mark.parametrize("job", ["7", "7_12"])
+def test_a_task_of_a_job_array_finds_what_it_recorded(run, job):
+    AttemptLog(run).record("started", "submitted", job=job, restart=0)
+    assert [event.job for event in AttemptLog(run).events()] == [job]
+
+
 def test_a_requeued_job_goes_on_with_its_run_whatever_became_of_the_file(tmp_path, monkeypatch):
     """The user writes the next experiment into the file that was submitted, or removes it."""
     attempts = []
