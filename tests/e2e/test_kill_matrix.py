@@ -93,14 +93,17 @@ def test_no_finished_turn_is_lost_or_sampled_again(task, engine, tmp_path_factor
                 finished, before = life.finished(), len(watch.asked)
                 cells.append((f"orchestrator, turn {number}", finished, before))
             # kill -9 of an environment's process, and of an engine; each once in a life that goes on.
-            life = Life(tree_of(task, directory, [bad.url, good.url]), tmp_path)
+            tree = tree_of(task, directory, [bad.url, good.url])
+            tree["environment"]["workers"] = 1  # so that the one there is plays the turn
+            life = Life(tree, tmp_path)
             service = json.loads((victim.directory / "services/engine-0.json").read_text())
             doomed.at_request = at(1, lambda: kill(service["pid"]))
-            killed = Counter()
+            killed, hit = Counter(), set()
 
             def worker(turn: Turn) -> None:
-                if not killed[turn[2]]:
+                if not killed[turn[2]] and turn[:2] not in hit:  # each dies once
                     killed[turn[2]] += 1
+                    hit.add(turn[:2])
                     life.kill("environments.worker")
 
             watch.at_reply = worker
