@@ -87,8 +87,7 @@ test-browser: install $(DRIVER)/.installed
 	PYTHONPATH=$(DRIVER) $(PYTEST) tests/view -m browser
 
 test-engines: install sglang
-	$(PYTEST) tests $(SIDE_BY_SIDE) -m engines
-	$(PYTEST) tests/faults -m faults
+	$(PYTEST) tests $(SIDE_BY_SIDE) -m "engines or faults"
 
 study-smoke: install
 	rm -rf runs/chains-smoke
