@@ -27,7 +27,7 @@ def test_every_token_that_the_clients_were_told_is_in_the_bank_as_the_engine_sam
         tree["model"]["path"] = str(model)
         tree["data"]["chat_template"] = True
         tree["rollout"] |= {"max_response_tokens": 40, "stop_token_ids": [STAR]}
-        tree["environment"] = {"agent": "tests.gateway.agents:with_openai", "workers": 4, "max_turn_tokens": 12}
+        tree["environment"] = {"agent": "tests.gateway.published:converses", "workers": 4, "max_turn_tokens": 12}
         config = write_config(tree, tmp_path / "c.yaml")
         run("sample", config, "--n", str(SAMPLES), "--prompts", str(PROMPTS))
     stored = groups_of(tmp_path / "run")

@@ -21,9 +21,9 @@ def generate(request):
     return lambda engine: engine.generate(request)
 
 
-async def some_steps(engine):
-    """Returns once the request that was just sent runs and has sampled several tokens."""
-    while not (await engine.info()).running:
+async def some_steps(engine, sent):
+    """Returns once `sent`, the task of a request, runs in the engine and has sampled several tokens, or is over."""
+    while not sent.done() and not (await engine.info()).running:
         await asyncio.sleep(0.002)
     await engine.generate(group("pace", n=1, max_tokens=12))
 
@@ -184,7 +184,7 @@ def test_abort_returns_what_was_sampled_and_it_can_go_on(served):
         for attempt in range(5):  # on a busy machine it may end by itself
             request = group("to-abort", n=3, first_seed=attempt, max_tokens=480, topk=4, experts=experts)
             running = asyncio.ensure_future(engine.generate(request))
-            await some_steps(engine)
+            await some_steps(engine, running)
             await engine.abort("to-abort")
             if all(rollout.finish_reason == "abort" for rollout in await running):
                 break
@@ -208,7 +208,7 @@ def test_abort_returns_what_was_sampled_and_it_can_go_on(served):
 def test_another_client_may_use_the_ids_of_one_that_is_still_being_answered(served):
     async def two_clients(engine):
         first = asyncio.ensure_future(engine.generate(group("again", n=2, max_tokens=480)))
-        await some_steps(engine)
+        await some_steps(engine, first)
         later = build_engine(served.config, engine.url)
         rollouts = await later.generate(group("again", n=2, max_tokens=2))
         await engine.abort("again")
@@ -221,7 +221,7 @@ def test_another_client_may_use_the_ids_of_one_that_is_still_being_answered(serv
 def test_a_client_that_hangs_up_aborts_its_request(served):
     async def hang_up(engine):
         running = asyncio.ensure_future(engine.generate(group("left", n=2, max_tokens=480)))
-        await some_steps(engine)
+        await some_steps(engine, running)
         with pytest.raises(EngineRefused, match="already running"):
             await engine.generate(group("left", n=2, max_tokens=2))
         running.cancel()

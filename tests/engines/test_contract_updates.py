@@ -53,7 +53,7 @@ async def update_while_generating(engine, load, request, version, mode, caught):
     for _ in range(5):
         await load(engine, "a", 0, "abort")
         running = asyncio.ensure_future(engine.generate(request))
-        await some_steps(engine)
+        await some_steps(engine, running)
         await load(engine, "b", version, mode)
         rollouts = await running
         if all(caught(rollout) for rollout in rollouts):
@@ -109,7 +109,7 @@ def test_update_that_waits_in_vain_gives_up_and_keeps_serving(served, load):
 
     async def update(engine):
         running = asyncio.ensure_future(engine.generate(group("long", n=1, max_tokens=480)))
-        await some_steps(engine)
+        await some_steps(engine, running)
         with pytest.raises(EngineTimeout, match="loading policy 9"):
             await load(engine, "b", 9, "wait")
         return await running, await engine.version()

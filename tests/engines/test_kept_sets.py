@@ -11,6 +11,7 @@ import torch
 
 from dppo_megatron.data.packing import TokenSequence, pack
 from dppo_megatron.types import Prompt, TokenBatch
+from tests.engines.test_contract import some_steps
 from tests.support.actor_ranks import Rank, run_scenario
 from tests.support.engines import PROMPT, VOCAB, group
 
@@ -82,9 +83,7 @@ def test_sets_of_interrupted_and_crowded_samples_are_their_own(served):
             engine.generate(group("full", n=2, max_tokens=60, topk=3)),
             engine.generate(group("cut", n=4, max_tokens=200, first_seed=50, **truncated(served))),
         )
-        while not (await engine.info()).running:  # the short ones may have ended when the server answers
-            await asyncio.sleep(0.002)
-        await engine.generate(group("pace", n=1, max_tokens=12))
+        await some_steps(engine, running)
         await engine.abort("cut")
         await engine.load_weights(served.models["a"], 1, "keep")
         return await running

@@ -37,18 +37,3 @@ def silent(url, api_key, task):
 
 def endless(url, api_key, task):
     talks(url, api_key, task, turns=99)
-
-
-async def with_openai(url, api_key, task):
-    """Through the published client, and back through Anthropic's: one conversation."""
-    from anthropic import AsyncAnthropic
-    from openai import AsyncOpenAI
-
-    openai = AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key)
-    messages = [{"role": "user", "content": task["prompt"]}]
-    reply = await openai.chat.completions.create(model="policy", messages=messages)
-    messages.append({"role": "assistant", "content": reply.choices[0].message.content})
-    messages.append({"role": "user", "content": "1+1="})
-    anthropic = AsyncAnthropic(base_url=url, api_key=api_key)
-    said = await anthropic.messages.create(model="policy", max_tokens=16, messages=messages)
-    return float(len(said.content[0].text) % 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -73,8 +74,8 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Of a process that a test starts."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    """Of a process that a test starts. SIGABRT makes it say where its threads are."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **variables}
 
 
 def start(*arguments: str | Path, output: Path) -> subprocess.Popen:
@@ -85,10 +86,22 @@ def start(*arguments: str | Path, output: Path) -> subprocess.Popen:
 
 
 def run(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess:
-    result = subprocess.run(command(*arguments), env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    """Of a command that waits in vain: where its processes wait, and the ends of the logs that it names."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command(*arguments), env=environment(), text=True, **pipes) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            for member in [*descendants(process), process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.send_signal(signal.SIGABRT)
+            stdout, stderr = process.communicate()
+            logs = [log for line in stdout.splitlines() for log in Path(line.rpartition("logs in ")[2]).glob("*.log")]
+            ends = "\n".join(f"== {log}\n{log.read_text()[-12000:]}" for log in logs)
+            raise AssertionError(f"not over after {TIMEOUT_S} s\n{stdout}\n{stderr}\n{ends}") from None
     if check:
-        assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
-    return result
+        assert process.returncode == 0, f"{stdout}\n{stderr}"
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def engine_tree(task: Path, directory: Path) -> dict:
