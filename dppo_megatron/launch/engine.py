@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from .quantized import ensure_start_model
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+# A server that is asked to end waits for its last requests, and a dead engine core answers them no more.
+STOP_S = 15.0
 # Times engine.health_failures. The pool gives up on an engine earlier: it only avoids it, and it may answer again.
 FAILURES_BEFORE_KILL = 2
 
@@ -44,7 +47,7 @@ class EngineFrozen(ExpectedError, RuntimeError):
 def run_engine(config: Config, index: int) -> int:
     """Starts engine `index`, registers it as `engine-<index>` when healthy, and returns the server's exit code.
 
-    The server joins this process's session and output; SIGTERM and SIGINT are passed on. Raises `EngineStartError`
+    The server joins this process's session and output; SIGTERM and SIGINT end it. Raises `EngineStartError`
     when it ends while starting or does not answer within `engine.start_timeout_s`, and `EngineFrozen` when later it
     fails too many health checks in a row. In both cases it is dead then.
     """
@@ -66,8 +69,7 @@ def run_engine(config: Config, index: int) -> int:
         env={**os.environ, **server_environment(config, version)},
         preexec_fn=end_with_parent,
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.terminate())
+    _pass_on_signals(server)
     started = time.monotonic()
     _wait_healthy(config, url, server)
     log.info("engine-%d answers at %s after %.1f s", index, url, time.monotonic() - started)
@@ -78,6 +80,19 @@ def run_engine(config: Config, index: int) -> int:
         forget(run, f"engine-{index}", server.pid)
     log.info("engine-%d: the server ended (%s)", index, exit_reason(code))
     return code if code >= 0 else 128 - code
+
+
+def _pass_on_signals(server: subprocess.Popen[bytes]) -> None:
+    """SIGTERM and SIGINT end the server, by SIGKILL where it takes longer than `STOP_S`."""
+
+    def stop(*_: object) -> None:
+        server.terminate()
+        kill = threading.Timer(STOP_S, server.kill)
+        kill.daemon = True
+        kill.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
 
 
 def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int]:

@@ -121,6 +121,24 @@ def test_the_exit_code_of_one_that_ended(server):
     assert watch(url, process, process.kill) == -signal.SIGKILL
 
 
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+
+
+def test_a_server_that_does_not_end_when_it_is_asked_to_is_killed(monkeypatch):
+    monkeypatch.setattr(launched, "STOP_S", 0.2)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            launched._pass_on_signals(process)
+            signal.raise_signal(signal.SIGTERM)
+            assert process.wait(10) == -signal.SIGKILL
+        finally:
+            process.kill()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
     ("published", "serves", "expected"),
     [

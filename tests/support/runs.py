@@ -131,9 +131,9 @@ def wait_until(condition, what: str, process: subprocess.Popen, output: Path, ti
 def end_session(process: subprocess.Popen) -> None:
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(20)
+        process.wait(30)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

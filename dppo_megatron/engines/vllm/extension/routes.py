@@ -98,7 +98,7 @@ class DppoRoutes:
         config, parallel = self._engine.model_config, self._engine.vllm_config.parallel_config
         updating_s, version = self._updater.updating_s, self._updater.version
         if updating_s is None:  # only then does the engine core answer, and a frozen one shows
-            version = parse_version(await self._engine.get_weight_version())
+            version = parse_version(await _unless_gone(request, self._engine.get_weight_version()))
         return JSONResponse(
             {
                 "version": version,
@@ -272,7 +272,7 @@ def _error(status: int, error: BaseException) -> Response:
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
     """Result of `work`, which is cancelled (and so aborted in the engine) when the client hangs up.
 
-    The body must have been read: what else arrives is the disconnect.
+    The body must have been read, or be empty: what else arrives is the disconnect.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
