@@ -36,5 +36,5 @@ def problems(config: Config) -> list[str]:
             "data.overlong = truncate: an environment goes on from the whole prompt, which a chat template writes anew "
             "for every turn; use refuse or drop"
         )
-    problem = environment_problem(environment, chat=data.chat_template)
+    problem = environment_problem(environment, chat=data.chat_template, by_turn=config.objective.credit == "turn")
     return [*out, problem] if problem else out

@@ -36,6 +36,7 @@ def problems(config: Config) -> list[str]:
         out.append(
             "acceptance.bound = null: without it the section has no effect; set it, or remove the other settings"
         )
+    out += _credit(config)
     if config.checkpoint.keep_rollouts is not None and not config.samples:
         out.append(
             f"checkpoint.keep_rollouts = {config.checkpoint.keep_rollouts}: the run samples nothing, and deletes "
@@ -43,4 +44,29 @@ def problems(config: Config) -> list[str]:
         )
     if config.optimizer.min_lr > config.optimizer.lr:
         out.append(f"optimizer.min_lr = {config.optimizer.min_lr}: above optimizer.lr = {config.optimizer.lr}")
+    return out
+
+
+def _credit(config: Config) -> list[str]:
+    """That turns can have rewards, and that nothing takes those of trajectories for all there is."""
+    o = config.objective
+    if o.credit == "trajectory":
+        needless = f"objective.discount = {o.discount:g}: it is of returns from a turn on; set objective.credit to turn"
+        return [needless] if o.discount != 1 else []
+    out = []
+    if config.objective.supervised or (config.samples and config.environment.name is None):
+        out.append(
+            "objective.credit = turn: the method `step` of an environment gives rewards of turns, and environment.name "
+            "names none; set that, or credit to trajectory"
+        )
+    if o.advantage.startswith("batch"):
+        out.append(
+            f"objective.advantage = {o.advantage}: is over the batch, and objective.credit = turn compares turns of a "
+            "group; use group_mean, group_mean_std or leave_one_out"
+        )
+    if config.rollout.dynamic_sampling:
+        out.append(
+            "rollout.dynamic_sampling = true: drops groups of equal rewards, whose turns objective.credit = turn may "
+            "tell apart; set it to false"
+        )
     return out

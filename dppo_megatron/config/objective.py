@@ -10,13 +10,14 @@ from dppo_megatron.objectives import PRESETS, ObjectiveError
 from dppo_megatron.objectives.settings import (
     AdvantageKind,
     AggregationKind,
+    CreditKind,
     axis_problem,
     canonical,
     nearest,
     override,
 )
 
-from .section import Count, Section, refusal
+from .section import Count, Float, Section, refusal
 
 
 class ObjectiveConfig(Section):
@@ -27,6 +28,13 @@ class ObjectiveConfig(Section):
         "objective of your own takes what it likes",
     )
     advantage: AdvantageKind = "group_mean"
+    credit: CreditKind = Field(
+        "trajectory",
+        description="what advantage compares: rewards of trajectories, or what each turn and those after it earned",
+    )
+    discount: Float = Field(
+        1.0, gt=0, le=1, description="credit = turn: what a reward counts for the turn before the one that earned it"
+    )
     aggregation: AggregationKind = "seq_mean_token_sum_norm"
     horizon: Count | None = Field(
         None, description="divisor of seq_mean_token_sum_norm; default: rollout.max_response_tokens"

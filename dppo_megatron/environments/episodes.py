@@ -146,7 +146,8 @@ class Episodes:
         if seat.recorded:
             self._counts.update(trajectories=1, turns=0 if attempt.played is None else attempt.played.turns)
         rewards = attempt.turn_rewards
-        given = [value or 0.0 for value in rewards] if any(v is not None for v in rewards) else []
+        keeps = self._config.objective.credit == "turn" or any(value is not None for value in rewards)
+        given = [value or 0.0 for value in rewards] if keeps else []
         return Trajectory(attempt.branches, attempt.finish_reason, attempt.reward, given), failed
 
     async def _converse(self, seat: Seat, session: Session, attempt: Attempt) -> None:
@@ -203,6 +204,13 @@ class Episodes:
         """Takes turns with an environment."""
         dialogue = attempt.played = await self._begin(seat, session)
         attempt.finish_reason = await self._play(seat, session, dialogue, attempt.turn_rewards)
+        over, rewards = attempt.finish_reason == "stop", attempt.turn_rewards
+        if self._config.objective.credit == "turn" and over and all(value is None for value in rewards):
+            raise EnvironmentNameError(
+                f"objective.credit = turn: {self._config.environment.described} gave no turn of prompt "
+                f"{seat.prompt.position} a reward; let `step` return 0.0 for a turn that earned nothing, or set credit "
+                "to trajectory"
+            )
         attempt.reward = await session.finish()
 
     async def _begin(self, seat: Seat, session: Session) -> Dialogue:

@@ -36,6 +36,10 @@ class EnvironmentWorker(Worker):
                 return schemas
         raise WorkerError("its process sent a reply that is none")
 
+    def steps(self) -> bool:
+        """Whether the environment reads turns itself, and so can give each a reward."""
+        return bool(self._call("steps", what="for an environment to be made"))
+
     def reset(self, prompt: Prompt, seed: int) -> str | None:
         match self._call("reset", prompt, seed, what="for reset"):
             case str() | None as opening:
@@ -71,9 +75,9 @@ class EnvironmentWorker(Worker):
         raise WorkerError("its process sent a reply that is none")
 
 
-def environment_problem(config: EnvironmentConfig, *, chat: bool) -> str | None:
+def environment_problem(config: EnvironmentConfig, *, chat: bool, by_turn: bool = False) -> str | None:
     """Why no environment can be made in a process of its own, or its tools (without a chat template) not be shown, or
-    an agent not be imported; None when all is well, or there is none."""
+    its turns (`by_turn`) have no rewards, or an agent not be imported; None when all is well, or there is none."""
     if config.source is None:
         return None
     worker = EnvironmentWorker(config)
@@ -84,6 +88,11 @@ def environment_problem(config: EnvironmentConfig, *, chat: bool) -> str | None:
             return (
                 f"environment.name = {config.name}: has tools, which only a chat template shows to the policy; set "
                 "data.chat_template = true, or give it `step` instead"
+            )
+        if config.agent is None and by_turn and not worker.steps():
+            return (
+                f"objective.credit = turn: environment.name = {config.name} has no method `step`, which alone gives "
+                "turns their rewards; set credit to trajectory, or give it one"
             )
     except (WorkerError, EnvironmentFailed) as error:
         return f"{config.described}: no environment can be made: {error}"
@@ -134,6 +143,9 @@ class _Host:
 
     def _tools(self) -> list[dict[str, Any]]:
         return Tools(getattr(self._make(), "tools", ())).schemas
+
+    def _steps(self) -> bool:
+        return hasattr(self._make(), "step")
 
     def _reset(self, prompt: Prompt, seed: int) -> str | None:
         self._environment = self._make()

@@ -11,7 +11,7 @@ from torch import Tensor
 from .settings import ADVANTAGE_KINDS, ObjectiveError, nearest
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,55 @@ def group_advantages(
     return centred.to(rewards.dtype)
 
 
+def turn_advantages(
+    rewards: Float[Tensor, "G n"],
+    turn_rewards: Float[Tensor, "G n T"],
+    turns: Int[Tensor, "G n"],
+    valid: Bool[Tensor, "G n"] | None = None,
+    kind: str = "group_mean",
+    discount: float = 1.0,
+) -> Float[Tensor, "G n T"]:
+    """Advantage of every turn of every trajectory, 0 behind its last one.
+
+        A_k = R_k - baseline of the R_k of the group,   R_k = sum over l >= k of discount^(l - k) r_l
+
+    the return from turn k on (GTPO, arXiv 2511.14846; MT-GRPO, arXiv 2505.11821, for two turns), compared as `kind`,
+    one of groups, says with those of the trajectories that came to turn k. What no other came to has nothing to be
+    compared with and takes the advantage of its trajectory's first turn.
+
+    rewards: of the trajectories; what one exceeds the sum of its turns by is earned in its last turn. So without a
+    discount R_0 is the trajectory's reward, and A_0 the advantage of `group_advantages`.
+    turn_rewards, turns: of each turn, and how many there are. A trajectory with 0, none of whose turns had a reward,
+    has one advantage, that of the first turn, in all T. Returns that fp32 cannot tell apart are equal. Raises as
+    `group_advantages`, and for kinds of the batch.
+    """
+    if kind in ("batch_mean", "batch_normalised"):
+        raise ObjectiveError(f"advantage {kind!r} is over the batch, that of turns over groups; use another one")
+    valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
+    longest = turn_rewards.shape[2]
+    whole = turns == 0
+    number = torch.arange(longest, device=turns.device)
+    there = number < turns[:, :, None]
+    earned = torch.where(there, turn_rewards.double(), 0.0)
+    rest = rewards.double() - earned.sum(2)
+    last = (turns - 1).clamp(min=0)[:, :, None]
+    earned = earned.scatter_add(2, last, rest[:, :, None])
+    returns = torch.zeros_like(earned)
+    ahead = torch.zeros_like(rest)
+    for k in reversed(range(longest)):
+        ahead = returns[:, :, k] = earned[:, :, k] + discount * ahead
+    compared = (there | (whole[:, :, None] & (number == 0))) & valid[:, :, None]
+    rounding = 2.0**-21 * torch.where(valid, earned.abs().sum(2), 0.0).amax(1, keepdim=True)
+    out = torch.zeros_like(returns)
+    for k in range(longest):
+        counts = compared[:, :, k]
+        differ = _spread(returns[:, :, k], counts) > rounding
+        out[:, :, k] = group_advantages(torch.where(differ, returns[:, :, k], 0.0), counts, kind)
+    alone = compared & (compared.sum(1, keepdim=True) == 1)
+    as_whole = alone | (whole & valid)[:, :, None]
+    return torch.where(as_whole, out[:, :, :1], out).to(rewards.dtype)
+
+
 def reward_moments(rewards: Float[Tensor, "G n"], valid: Bool[Tensor, "G n"] | None = None) -> RewardMoments:
     """Moments of the group-centred rewards of some groups, for kind 'batch_normalised' over several ranks."""
     centred, valid, _ = _centred(rewards, valid)
@@ -90,9 +139,13 @@ def _centred(rewards: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Ten
     if valid.shape != rewards.shape:
         raise ObjectiveError(f"valid has shape {tuple(valid.shape)}, rewards has {tuple(rewards.shape)}")
     values = torch.where(valid, rewards.double(), 0.0)
-    largest = torch.where(valid, values, -torch.inf).amax(dim=1, keepdim=True)
-    smallest = torch.where(valid, values, torch.inf).amin(dim=1, keepdim=True)
     # Compared, not taken from a rounded mean: equal rewards of 0.1 must not leave 1e-17 for a std to blow up.
-    signal = largest > smallest
+    signal = _spread(values, valid) > 0
     mean = values.sum(dim=1, keepdim=True) / valid.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.where(valid & signal, values - mean, 0.0), valid, signal
+
+
+def _spread(values: Tensor, valid: Tensor) -> Float[Tensor, "G 1"]:
+    """Largest less smallest valid value of each group."""
+    largest = torch.where(valid, values, -torch.inf).amax(dim=1, keepdim=True)
+    return largest - torch.where(valid, values, torch.inf).amin(dim=1, keepdim=True)

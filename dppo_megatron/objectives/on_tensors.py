@@ -1,6 +1,6 @@
 """The public names of `objectives` that compute on tensors; the package imports them when they are first used."""
 
-from .advantages import RewardMoments, group_advantages, group_has_signal, reward_moments
+from .advantages import RewardMoments, group_advantages, group_has_signal, reward_moments, turn_advantages
 from .aggregation import BatchCounts, sequence_weights
 from .corrections import keep_finished, sequence_ids_from_cu_seqlens, soft_overlong_penalty
 from .inputs import TopKLogprobs
@@ -43,5 +43,6 @@ __all__ = [
     "sequence_weights",
     "soft_overlong_penalty",
     "sum_metric",
+    "turn_advantages",
     "unflatten_metrics",
 ]

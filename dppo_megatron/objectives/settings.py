@@ -21,6 +21,7 @@ class ObjectiveError(ExpectedError, ValueError):
 
 AdvantageKind = Literal["group_mean", "group_mean_std", "leave_one_out", "batch_normalised", "batch_mean"]
 AggregationKind = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "seq_mean_token_sum"]
+CreditKind = Literal["trajectory", "turn"]
 ADVANTAGE_KINDS: tuple[AdvantageKind, ...] = get_args(AdvantageKind)
 AGGREGATION_KINDS: tuple[AggregationKind, ...] = get_args(AggregationKind)
 

@@ -20,7 +20,7 @@ from dppo_megatron.hf import read_hf_config
 from dppo_megatron.objectives import Objective, sequence_weights
 from dppo_megatron.orchestrator.metrics import last_progress
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.types import TokenBatch
+from dppo_megatron.types import POLICY, Rollout, TokenBatch
 
 from .step_samples import StepSamples
 
@@ -133,6 +133,12 @@ class BankBatches:
 
     def _check(self, entries: Sequence[BankEntry]) -> None:
         rollout = self._config.rollout
+        trained = [e for e in entries if not e.reward_failed.all()]
+        if self._config.objective.credit == "turn" and trained and all(e.turn_rewards is None for e in trained):
+            raise ValueError(
+                f"objective.credit = turn: no group of this step in the bank (that of prompt {trained[0].position} is "
+                "the first) has rewards of turns; set it to trajectory"
+            )
         for entry in entries:
             if entry.temperature != rollout.temperature:
                 raise ValueError(
@@ -169,7 +175,7 @@ class BankBatches:
     def _sequences(
         self, entry: BankEntry, samples: Sequence[int], advantages: np.ndarray, weights: np.ndarray
     ) -> dict[int, TokenSequence]:
-        """The given samples of one group; advantages and weights are those of all of its trajectories."""
+        """The given samples of one group; advantages [n, T] and weights [n] are those of all of its trajectories."""
         group = self._reader.read(entry, samples, self._parts)
         replays = self._experts is not None and "routes" in self._parts
         if replays:
@@ -183,7 +189,7 @@ class BankBatches:
             i: TokenSequence.of_rollout(
                 group.prompt,
                 rollout,
-                advantage=float(advantages[trajectory]),
+                advantage=_of_tokens(advantages[trajectory], entry, trajectory, rollout),
                 loss_weight=float(weights[trajectory]),
                 temperature=group.temperature,
                 replay_routing=replays,
@@ -196,7 +202,9 @@ class BankBatches:
         advantages, weights = samples.advantages, samples.loss_weights(self._config)
         # A KL to another policy and an entropy bonus have a gradient where there is no advantage, too.
         own = self._objective
-        moves = (advantages != 0) | getattr(own, "moves_without_advantage", own.needs_reference or own.needs_entropy)
+        moves = (advantages != 0).any(axis=2) | getattr(
+            own, "moves_without_advantage", own.needs_reference or own.needs_entropy
+        )
         used = (samples.carrying > 0) & moves
         of_groups = [np.flatnonzero(used[g, e.trajectories] & (e.sampled > 0)) for g, e in enumerate(entries)]
         computed = np.array([(g, i) for g, of in enumerate(of_groups) for i in of])
@@ -232,6 +240,20 @@ class BankBatches:
             for number, c in enumerate(indices)
             if c in chosen
         )
+
+
+def _of_tokens(advantages: np.ndarray, entry: BankEntry, trajectory: int, rollout: Rollout) -> float | np.ndarray:
+    """That of all tokens that the policy sampled in a branch, or of each [R]; advantages [T] are those of the turns."""
+    if rollout.spans is None or len(advantages) == 1:
+        return float(advantages[0])
+    _, tokens, turns = rollout.spans[rollout.spans[:, 0] == POLICY].T
+    given = 0 if entry.turn_rewards is None else len(entry.turn_rewards[trajectory])
+    if given and turns.max() >= given:
+        raise ValueError(
+            f"objective.credit = turn: prompt {entry.position} in the bank has rewards of {given} turns of trajectory "
+            f"{trajectory}, of which turn {turns.max()} was sampled, too; set it to trajectory"
+        )
+    return np.repeat(advantages[turns if given else np.zeros_like(turns)], tokens)
 
 
 def parts_of(actor: Actor) -> tuple[str, ...]:

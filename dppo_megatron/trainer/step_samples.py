@@ -14,12 +14,18 @@ import torch
 
 from dppo_megatron.bank import BankEntry
 from dppo_megatron.config import Config
-from dppo_megatron.objectives import group_advantages, keep_finished, sequence_weights, soft_overlong_penalty
+from dppo_megatron.objectives import (
+    group_advantages,
+    keep_finished,
+    sequence_weights,
+    soft_overlong_penalty,
+    turn_advantages,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """G groups of n trajectories; every array is [G, n]."""
+    """G groups of n trajectories; every array but the last is [G, n]."""
 
     rewards: np.ndarray  # fp32, the verifier's
     valid: np.ndarray  # bool, False where the verifier gave none
@@ -29,7 +35,7 @@ class StepSamples:
     truncated: np.ndarray  # bool, ended by the length limit
     carrying: np.ndarray  # int32, tokens that carry loss: all that were sampled, or none
     penalties: np.ndarray  # fp32, added to the rewards: at most 0
-    advantages: np.ndarray  # fp32
+    advantages: np.ndarray  # fp32 [G, n, T], of each turn; T = 1: of all tokens
 
     @classmethod
     def of(cls, entries: Sequence[BankEntry], config: Config) -> StepSamples:
@@ -57,9 +63,7 @@ class StepSamples:
         if buffer := config.reward.overlong_buffer:
             limit = config.rollout.max_response_tokens
             penalties = soft_overlong_penalty(torch.from_numpy(lengths), limit, buffer).numpy()
-        advantages = group_advantages(
-            torch.from_numpy(rewards + penalties), valid=torch.from_numpy(valid), kind=config.objective.advantage
-        ).numpy()
+        advantages = _advantages(entries, rewards + penalties, valid, config)
         return cls(rewards, valid, lengths, sampled, branches, truncated, carrying, penalties, advantages)
 
     def part(self, groups: np.ndarray) -> StepSamples:
@@ -78,7 +82,7 @@ class StepSamples:
             "rollout/response_tokens_mean": float(self.sampled.mean()),
             "rollout/response_tokens_max": float(self.lengths.max()),
             "rollout/truncated_share": float(self.truncated.mean()),
-            "rollout/groups_without_signal": float((self.advantages == 0).all(axis=1).sum()),
+            "rollout/groups_without_signal": float((self.advantages == 0).all(axis=(1, 2)).sum()),
             "rollout/reward_failed": float((~self.valid).sum()),
         }
         if (self.branches > 1).any():
@@ -88,3 +92,23 @@ class StepSamples:
         if config.reward.overlong_buffer:
             metrics["rollout/overlong_penalty_mean"] = float(self.penalties.mean())
         return metrics
+
+
+def _advantages(entries: Sequence[BankEntry], rewards: np.ndarray, valid: np.ndarray, config: Config) -> np.ndarray:
+    """fp32 [G, n, T] of rewards and valid [G, n]."""
+    chosen = config.objective
+    of_trajectories = torch.from_numpy(rewards), torch.from_numpy(valid)
+    if chosen.credit == "trajectory":
+        return group_advantages(*of_trajectories, kind=chosen.advantage).numpy()[:, :, None]
+    given = [e.turn_rewards or [[]] * rewards.shape[1] for e in entries]
+    turns = np.array([[len(of) for of in group] for group in given])
+    padded = np.zeros((*rewards.shape, max(turns.max(), 1)), np.float32)
+    padded[np.arange(padded.shape[2]) < turns[:, :, None]] = np.concatenate([of for group in given for of in group])
+    return turn_advantages(
+        of_trajectories[0],
+        torch.from_numpy(padded),
+        torch.from_numpy(turns),
+        of_trajectories[1],
+        chosen.advantage,
+        chosen.discount,
+    ).numpy()

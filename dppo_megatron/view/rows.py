@@ -90,10 +90,10 @@ def _rows_of_group(number: int, step: int, entry: BankEntry, advantages: np.ndar
 
 
 def _advantages(entries: list[BankEntry], config: Config | None) -> list[np.ndarray]:
-    """Of every sample of every group of a step, as the trainer computes them."""
+    """Of every sample of every group of a step, as the trainer computes them; by turns: of the first one."""
     if config is not None and len(entries) == config.rollout.prompts_per_step:
         try:
-            found = list(StepSamples.of(entries, config).advantages)
+            found = list(StepSamples.of(entries, config).advantages[:, :, 0])
         except ValueError:  # groups of several sizes, which the trainer refuses
             found = [np.full(entry.num_samples, np.nan) for entry in entries]
     elif config is not None and config.objective.advantage.startswith("batch"):
@@ -105,7 +105,7 @@ def _advantages(entries: list[BankEntry], config: Config | None) -> list[np.ndar
 
 def _of_group(entry: BankEntry, config: Config | None) -> np.ndarray:
     if config is not None:
-        return StepSamples.of([entry], config).advantages[0]
+        return StepSamples.of([entry], config).advantages[0, :, 0]
     first = entry.first_of_trajectories
     rewards = torch.from_numpy(entry.rewards[first])[None]
     return group_advantages(rewards, valid=torch.from_numpy(~entry.reward_failed[first])[None])[0].numpy()

@@ -18,6 +18,7 @@ from dppo_megatron.bank.checks import check_group
 from dppo_megatron.config.environment import EnvironmentConfig
 from dppo_megatron.environments import EnvironmentFailed
 from dppo_megatron.environments.episodes import Episodes
+from dppo_megatron.environments.interface import EnvironmentNameError
 from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.environments.worker import environment_problem
@@ -46,7 +47,8 @@ class Killed(Exception):
 
 def play(
     tokenizer, world: str, turns, *, answers=("7",), samples: int = 2, chat: bool = False, text="Hi",
-    journals: Path | None = None, killed_at: int | None = None, agent: bool = False, **environment
+    journals: Path | None = None, killed_at: int | None = None, agent: bool = False, credit="trajectory",
+    **environment
 ):  # fmt: skip
     """The groups of prompts with `answers`; in turn t every trajectory says turns[t], cut to the request's limit.
 
@@ -58,6 +60,7 @@ def play(
         data={"train": "unused", "chat_template": chat},
         environment={**({"agent": world} if agent else {"name": f"{WORLDS}:{world}"}), "workers": 4, **environment},
         reward={"name": "tests.support.rewards:even_digits"},
+        objective={"credit": credit},
     )
     tokenizer.chat_template = TOOLS if chat else None
     requests = []
@@ -126,6 +129,14 @@ def test_turns_alternate_and_their_rewards_add_up(tokenizer):
     second = [r for r in requests if r.request_id.split(".")[2].startswith("1")]
     assert [tokenizer.decode(r.token_ids) for r in second] == ["Hiab<eos>[ab]"] * 2
     assert len({seed for r in requests for seed in r.seeds}) == len(requests) == 4
+
+
+@pytest.mark.slow
+def test_where_turns_are_credited_each_has_a_reward(tokenizer):
+    (group,), _, _ = play(tokenizer, "Unscored", ["ab"], max_turns=1, credit="turn")  # truncated before any
+    assert [rewards.tolist() for rewards in group.turn_rewards] == [[0.0]] * 2
+    with pytest.raises(EnvironmentNameError, match=r"objective.credit = turn: .*Unscored gave no turn of prompt 0"):
+        play(tokenizer, "Unscored", ["ab"], credit="turn")
 
 
 @pytest.mark.slow
@@ -268,6 +279,9 @@ def test_one_that_can_be_made_has_no_problem():
     assert environment_problem(EnvironmentConfig(), chat=False) is None
     assert environment_problem(EnvironmentConfig(name=f"{WORLDS}:Table"), chat=True) is None
     assert "data.chat_template = true" in environment_problem(EnvironmentConfig(name=f"{WORLDS}:Table"), chat=False)
+    assert environment_problem(EnvironmentConfig(name=f"{WORLDS}:Echo"), chat=True, by_turn=True) is None
+    no_turns = environment_problem(EnvironmentConfig(name=f"{WORLDS}:Table"), chat=True, by_turn=True)
+    assert "Table has no method `step`" in no_turns
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from dppo_megatron.objectives import (
     group_has_signal,
     reward_moments,
     sequence_weights,
+    turn_advantages,
 )
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1]], dtype=torch.float64)
@@ -129,3 +130,62 @@ def test_sequences_without_loss_count_nowhere():
     for kind, wanted in expected.items():
         torch.testing.assert_close(sequence_weights(kind, lengths, horizon=10), torch.tensor(wanted))
     assert sequence_weights("token_mean", torch.tensor([0, 0])).tolist() == [0, 0]
+
+
+# Trajectories of three turns, two (one has a reward; at the end the trajectory has one more), and one.
+TURN_REWARDS = torch.tensor([[[1.0, 0.0, 2.0], [0.0, 1.0, 9.0], [4.0, 9.0, 9.0]]], dtype=torch.float64)
+TURNS = torch.tensor([[3, 2, 1]])
+OF_TRAJECTORIES = torch.tensor([[3.0, 2.0, 4.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # Returns at a discount of 1/2: 1.5, 1, 2; 1, 2; 4. The last turn of the first has nothing to be compared with.
+        ("group_mean", [[-2 / 3, -1 / 2, -2 / 3], [-7 / 6, 1 / 2, 0], [11 / 6, 0, 0]]),
+        ("leave_one_out", [[-1, -1, -1], [-7 / 4, 1, 0], [11 / 4, 0, 0]]),
+        ("group_mean_std", [[-0.414781, -0.707107, -0.414781], [-0.725866, 0.707107, 0], [1.140647, 0, 0]]),
+    ],
+)
+def test_turns_are_compared_with_those_of_the_same_number(kind, expected):
+    found = turn_advantages(OF_TRAJECTORIES, TURN_REWARDS, TURNS, None, kind, 0.5)
+    torch.testing.assert_close(found, torch.tensor([expected], dtype=torch.float64), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["group_mean", "group_mean_std", "leave_one_out"])
+def test_without_a_discount_the_first_turn_has_the_trajectorys_advantage(kind):
+    generator = torch.Generator().manual_seed(1)
+    rewards = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    turn_rewards = torch.randn(5, 4, 6, generator=generator, dtype=torch.float64)
+    turns = torch.randint(0, 7, (5, 4), generator=generator)
+    valid = torch.rand(5, 4, generator=generator) < 0.8
+    corrupted = torch.where(valid, rewards, torch.nan)
+    found = turn_advantages(corrupted, turn_rewards, turns, valid, kind)
+    of_trajectories = group_advantages(rewards, valid, kind)
+    torch.testing.assert_close(found[:, :, 0], of_trajectories)
+    assert (found[~valid] == 0).all()
+    unrewarded = turns == 0  # these are credited as a whole
+    torch.testing.assert_close(found[unrewarded], of_trajectories[unrewarded][:, None].expand(-1, 6))
+    for g in range(5):
+        for k in range(6):
+            reached = valid[g] & (turns[g] > k)
+            assert (found[g, ~reached & ~unrewarded[g], k] == 0).all()
+            if k and reached.sum() > 1:
+                returns = torch.stack([rewards[g, i] - turn_rewards[g, i, :k].sum() for i in reached.nonzero()[:, 0]])
+                torch.testing.assert_close(found[g, reached, k], group_advantages(returns[None], kind=kind)[0])
+
+
+def test_returns_that_only_rounding_tells_apart_give_no_advantage():
+    """Equal sums, earned in different turns: the quotient by their spread would make 1 of 1e-8."""
+    turn_rewards = torch.tensor([[[0.1, 0.2, 0.3], [0.3, 0.3, 0.0], [0.2, 0.1, 0.3]]], dtype=torch.float32)
+    rewards = torch.full((1, 3), 0.1 + 0.2 + 0.3)
+    found = turn_advantages(rewards, turn_rewards, torch.full((1, 3), 3), None, "group_mean_std")
+    assert (found[0, :, 0] == 0).all()
+    assert found[0, :, 1].sign().tolist() == [1.0, -1.0, 1.0]
+    assert found[0, 1, 2] < 0 < found[0, 0, 2] == found[0, 2, 2]
+
+
+def test_baselines_of_the_batch_are_none_of_turns():
+    for kind in ("batch_mean", "batch_normalised"):
+        with pytest.raises(ObjectiveError, match="over the batch, that of turns over groups"):
+            turn_advantages(OF_TRAJECTORIES, TURN_REWARDS, TURNS, None, kind)

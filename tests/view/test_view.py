@@ -76,7 +76,7 @@ def test_advantages_are_those_that_the_trainer_computes(run, page):
     expected = []
     for begin in range(0, STEPS * GROUPS, GROUPS):
         of_step = entries[begin : begin + GROUPS]
-        found = StepSamples.of(of_step, config).advantages
+        found = StepSamples.of(of_step, config).advantages[:, :, 0]
         expected += [a[e.trajectories] for a, e in zip(found, of_step, strict=True)]
     np.testing.assert_array_equal(page.table["advantage"][trained(page)], np.concatenate(expected))
     assert not np.array_equal(np.concatenate(expected), page.table["reward"][trained(page)])
