@@ -1,0 +1,108 @@
+"""The claims that the study asks about, and what its stored rows say to each. Written before the runs.
+
+    python studies/chains/claims.py studies/chains/results/methods studies/chains/results/ablations
+
+Each claim compares two methods, paired by seed: by where the metric ended, or by its mean over all evaluations, which
+speed and early collapse show in. It is confirmed where the 95 % bootstrap interval of the difference lies above 0, and
+refuted where it lies below. That two methods are as good as each other is confirmed where the interval lies within 5
+points of 0, and refuted where it lies beyond them. All else is not resolved at this scale.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from statistics import mean
+from typing import Literal
+
+from dppo_megatron.study.rows import Row, read_rows
+from dppo_megatron.study.verdicts import Estimate, estimate
+
+MARGIN = 0.05
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`ours` ends above `theirs`, or as high."""
+
+    text: str
+    ours: str
+    theirs: str
+    measure: Literal["end", "mean"] = "end"
+    equal: bool = False
+
+
+DPPO, DRPO, BEYOND = "arXiv 2602.04879", "arXiv 2606.09821", "neither paper"
+CLAIMS = {
+    DPPO: (
+        Claim("a trust region is needed", "dppo_binary_tv", "pg_is"),
+        Claim("a divergence bounds better than a ratio", "dppo_binary_tv", "clip_higher"),
+        Claim("the anchor must be the rollout policy", "dppo_binary_tv", "anchor_old"),
+        Claim("small ratio caps collapse earlier", "cap_5", "cap_1.5", "mean"),
+        Claim("clipping rare tokens costs speed", "clip_higher_relaxed", "clip_higher", "mean"),
+        Claim("binary TV is as good as top-K TV", "dppo_binary_tv", "dppo_topk_tv", equal=True),
+        Claim("binary KL is as good as top-K KL", "dppo_binary_kl", "dppo_topk_kl", equal=True),
+        Claim("blocking large decreases on negatives suffices", "negative_only", "pg_is"),
+        Claim("blocking them alone is as good as the mask", "negative_only", "dppo_binary_tv", equal=True),
+    ),
+    DRPO: (
+        Claim("the smooth weight beats the mask at the published delta", "drpo", "dppo_binary_tv"),
+        Claim("the smooth weight beats the mask at a delta that is a region", "drpo_tr", "dppo_binary_tv"),
+        Claim("|A| belongs in the penalty", "drpo_tr", "drpo_tr_without_advantage"),
+        Claim("the penalty on probabilities beats that on ratios", "drpo_tr", "spo"),
+    ),
+    BEYOND: (
+        Claim("score centering alone suffices", "score_centering", "pg_is"),
+        Claim("score centering adds to the mask", "dppo_score_centering", "dppo_binary_tv"),
+        Claim("a bound after the step suffices", "pg_is_acceptance", "pg_is"),
+        Claim("a bound after the step adds to the mask", "dppo_acceptance", "dppo_binary_tv"),
+    ),
+}
+
+
+def judge(claim: Claim, rows: Sequence[Row]) -> tuple[Estimate | None, int, str]:
+    """(difference, paired seeds, verdict). A run without an evaluation counts as 0, for it failed before the first."""
+    ours, theirs = (
+        {row.seed: _value(row, claim.measure) for row in rows if row.method == method}
+        for method in (claim.ours, claim.theirs)
+    )
+    seeds = sorted(ours.keys() & theirs.keys())
+    found = estimate([ours[seed] - theirs[seed] for seed in seeds])
+    verdict = "not resolved at this scale"
+    if found is None:
+        verdict = "not run"
+    elif claim.equal:
+        if found.low > -MARGIN and found.high < MARGIN:
+            verdict = "confirmed"
+        elif found.low > MARGIN or found.high < -MARGIN:
+            verdict = "refuted"
+    elif found.low > 0:
+        verdict = "confirmed"
+    elif found.high < 0:
+        verdict = "refuted"
+    return found, len(seeds), verdict
+
+
+def _value(row: Row, measure: str) -> float:
+    values = [value if isfinite(value) else 0.0 for _, value in row.curve] or [0.0]
+    return mean(values) if measure == "mean" else values[-1]
+
+
+def main() -> None:
+    rows = [row for directory in sys.argv[1:] for row in read_rows(Path(directory))]
+    print("| claim | compared | seeds | difference | verdict |")
+    print("|---|---|---|---|---|")
+    for source, claims in CLAIMS.items():
+        for claim in claims:
+            found, seeds, verdict = judge(claim, rows)
+            shown = "-" if found is None else f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+            by = "as good as" if claim.equal else "over"
+            compared = f"`{claim.ours}` {by} `{claim.theirs}`{', mean' if claim.measure == 'mean' else ''}"
+            print(f"| {claim.text} ({source}) | {compared} | {seeds} | {shown} | {verdict} |")
+
+
+if __name__ == "__main__":
+    main()
