@@ -3,75 +3,162 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Rollout, RolloutGroup
 
+from .checks import check_group
+from .errors import BankError
+from .files import segment_paths
+from .reader import BankReader
+
 TOKENS = {POLICY: "policy tokens", ENVIRONMENT: "environment tokens", INHERITED: "inherited tokens"}
+COUNTS = (
+    *("groups", "trajectories", "failed trajectories", "branches", "turns"),
+    *(*TOKENS.values(), "tokens that carry loss"),
+)
 Turn = tuple[int, int, int]  # prompt position, trajectory, turn
 OF_TOKENS = ("token_ids", "rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "kept_ids", "kept_counts")
+TOLERANCE = 1e-4  # of a log-prob and the same one in its top-K list, or 0: rounding of a log-softmax
 
 
 @dataclass
 class Audit:
-    """counts: of groups, trajectories, branches, turns and tokens by origin. problems: one line each."""
+    """counts: of groups, trajectories, branches, turns and tokens by origin. problems: one line each.
 
-    counts: Counter[str] = field(default_factory=Counter)
+    Tokens that carry loss are those of policy spans in trajectories that did not fail; `objective.overlong_filter` and
+    the objective itself may leave some of them out.
+    """
+
+    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS, 0)))
     problems: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         found = ", ".join(f"{count} {name}" for name, count in self.counts.items())
         return f"{found}; {len(self.problems)} problems"
 
+    def add(self, group: RolloutGroup) -> dict[Turn, Rollout]:
+        """Counts and checks a group; returns its turns as the bank has them."""
+        found: dict[Turn, Rollout] = {}
+        behind: dict[Turn, np.ndarray] = {}  # all tokens up to the end of the turn
+        position = group.prompt.position
+        owners = [_trajectory(group, i) for i in range(len(group.rollouts))]
+        self.counts["groups"] += 1
+        self.counts["trajectories"] += len(set(owners))
+        self.counts["failed trajectories"] += len({t for t, f in zip(owners, group.reward_failed, strict=True) if f})
+        try:
+            check_group(group)
+        except ValueError as error:
+            self.problems.append(str(error))
+            return found
+        for i, trajectory in enumerate(owners):
+            self.counts["branches"] += 1
+            for origin, number, whole, part in spans_of(group, i):
+                turn, tokens = (position, trajectory, number), len(part.token_ids)
+                self.counts[TOKENS[origin]] += tokens
+                if origin == POLICY:
+                    self.counts["turns"] += 1
+                    self.counts["tokens that carry loss"] += 0 if group.reward_failed[i] else tokens
+                    if turn in found:
+                        self.problems.append(f"{_name(turn)}: in two policy spans")
+                    self.problems += [f"{_name(turn)}: {what}" for what in _contradictions(part)]
+                    found[turn], behind[turn] = part, whole
+                elif origin == INHERITED and not np.array_equal(behind.get(turn, ()), whole):
+                    self.problems.append(f"{_name(turn)}: inherited otherwise than an earlier branch has it")
+        for trajectory in sorted(set(owners)):
+            rewarded = 0 if group.turn_rewards is None else len(group.turn_rewards[trajectory])
+            turns = {number for _, owner, number in found if owner == trajectory}
+            missing = set(range(max([rewarded, *turns]))) - turns
+            self.problems += [f"{_name((position, trajectory, n))}: in no policy span" for n in sorted(missing)]
+        return found
+
 
 def audit(groups: Iterable[RolloutGroup], sampled: Mapping[Turn, Rollout] | None = None) -> Audit:
     """Checks that each turn stands in one policy span of its trajectory, and is inherited as it was sampled.
 
-    sampled: every turn as the engine returned it, where somebody kept that: then ids, log-probs, versions, lists and
-    kept sets are compared bit for bit, and no turn may be missing.
+    What a bank alone can show is what it contradicts itself in. A log-prob, a version or the end of a span that are
+    wrong throughout need `sampled`, every turn as the engine returned it, where somebody kept that: then ids,
+    log-probs, versions, lists and kept sets are compared bit for bit, and no turn may be missing.
     """
     result = Audit()
-    found: dict[Turn, Rollout] = {}
+    left = set(sampled or ())
     for group in groups:
-        result.counts["groups"] += 1
-        result.counts["trajectories"] += len({_trajectory(group, i) for i in range(len(group.rollouts))})
-        _audit_group(group, result, found)
-    if sampled is not None:
-        result.problems += [f"{_name(turn)}: sampled, but in no policy span" for turn in sampled if turn not in found]
+        found = result.add(group)
+        if sampled is None:
+            continue
+        left -= set(found)
         for turn, rollout in found.items():
             if turn not in sampled:
                 result.problems.append(f"{_name(turn)}: a policy span that nobody sampled")
             elif differing := [name for name in OF_TOKENS if not _same(rollout, sampled[turn], name)]:
                 result.problems.append(f"{_name(turn)}: {', '.join(differing)} differ from what was sampled")
+    result.problems += [f"{_name(turn)}: sampled, but in no policy span" for turn in sorted(left)]
     return result
 
 
-def _audit_group(group: RolloutGroup, result: Audit, found: dict[Turn, Rollout]) -> None:
-    behind: dict[Turn, np.ndarray] = {}  # all tokens up to the end of the turn
-    for i, rollout in enumerate(group.rollouts):
-        result.counts["branches"] += 1
-        whole = np.concatenate([group.prompt.token_ids, rollout.token_ids])
-        begin, own = len(group.prompt.token_ids), 0
-        for origin, tokens, number in _spans(rollout):
-            turn = (group.prompt.position, _trajectory(group, i), number)
-            begin += tokens
-            result.counts[TOKENS[origin]] += tokens
-            if origin == POLICY:
-                result.counts["turns"] += 1
-                if turn in found:
-                    result.problems.append(f"{_name(turn)}: in two policy spans")
-                found[turn] = _part(rollout, whole[begin - tokens : begin], own, own + tokens)
-                own += tokens
-                behind[turn] = whole[:begin]
-            elif origin == INHERITED and not np.array_equal(behind.get(turn, ()), whole[:begin]):
-                result.problems.append(f"{_name(turn)}: inherited otherwise than an earlier branch has it")
-    for position, trajectory, number in behind:
-        before = (position, trajectory, number - 1)
-        if number and before not in behind:
-            result.problems.append(f"{_name(before)}: in no policy span")
+def audit_bank(directory: Path) -> Iterator[tuple[int, int, Audit]]:
+    """Audits all groups of a bank, one in memory at a time: after each (groups so far, groups in all, what was found).
+
+    What cannot be read is a problem. Groups whose file is gone, as `checkpoint.keep_rollouts` removes it, are counted.
+    """
+    reader, result, done = BankReader(directory), Audit(), 0
+    try:
+        reader.refresh()
+    except BankError as error:
+        result.problems.append(str(error))
+    yield 0, reader.num_groups, result
+    for start, stop in reader.segments():
+        try:
+            entries = reader.entries(start, stop)
+        except BankError as error:
+            result.problems.append(str(error))
+            continue
+        for entry in entries:
+            done += 1
+            try:
+                result.add(reader.read(entry))
+            except BankError as error:
+                if segment_paths(directory, entry.segment)[0].exists():
+                    result.problems.append(str(error))
+                else:
+                    result.counts["groups whose tokens were deleted"] += 1
+            yield done, reader.num_groups, result
+
+
+def spans_of(group: RolloutGroup, i: int) -> Iterator[tuple[int, int, np.ndarray, Rollout]]:
+    """Of each span of a branch (origin, turn, all tokens up to its end, the span as it was sampled).
+
+    What others than the policy said has tokens alone.
+    """
+    rollout = group.rollouts[i]
+    whole = np.concatenate([group.prompt.token_ids, rollout.token_ids])
+    end, own = len(group.prompt.token_ids), 0
+    spans = [[POLICY, len(rollout.token_ids), 0]] if rollout.spans is None else rollout.spans.tolist()
+    for origin, tokens, number in spans:
+        if tokens:
+            end, sampled = end + tokens, tokens if origin == POLICY else 0
+            yield origin, number, whole[:end], _part(rollout, whole[end - tokens : end], own, own + sampled)
+            own += sampled
+
+
+def _contradictions(turn: Rollout) -> Iterator[str]:
+    """What one turn says against itself."""
+    if (turn.rollout_logprob > TOLERANCE).any():
+        yield "a log-prob above 0"
+    if turn.versions.min() < 0 or (np.diff(turn.versions) < 0).any():
+        yield "a policy version that is none, or older than that of a token before"
+    if turn.topk_ids is None or turn.rollout_topk_logprob is None:
+        return
+    listed = turn.topk_ids == turn.token_ids[:, None]
+    if (listed.sum(1) > 1).any():
+        yield "a sampled token stands twice in its top-K list"
+    rows, places = np.nonzero(listed)
+    if (abs(turn.rollout_topk_logprob[rows, places] - turn.rollout_logprob[rows]) > TOLERANCE).any():
+        yield "a log-prob that differs from the one in its top-K list"
 
 
 def _part(rollout: Rollout, token_ids: np.ndarray, begin: int, end: int) -> Rollout:
@@ -99,12 +186,6 @@ def _part(rollout: Rollout, token_ids: np.ndarray, begin: int, end: int) -> Roll
 def _same(a: Rollout, b: Rollout, name: str) -> bool:
     one, two = getattr(a, name), getattr(b, name)
     return one is two is None or (one is not None and two is not None and np.array_equal(one, two))
-
-
-def _spans(rollout: Rollout) -> list[list[int]]:
-    if rollout.spans is not None:
-        return rollout.spans.tolist()
-    return [[POLICY, len(rollout.token_ids), 0]] if len(rollout.token_ids) else []
 
 
 def _trajectory(group: RolloutGroup, i: int) -> int:

@@ -83,6 +83,31 @@ def doctor(
 
 
 @app.command()
+def audit(
+    root: Annotated[Path, typer.Argument(metavar="RUN_OR_BANK", help="run directory, or a bank alone")],
+) -> None:
+    """Count a bank's tokens by where they came from, and name every turn that would not be trained on once, as sampled.
+
+    Of runs that go on, ended or crashed. Exit 1 when there is a problem.
+    """
+    import sys
+
+    from dppo_megatron.bank.audit import Audit, audit_bank
+    from dppo_megatron.view.source import Source
+
+    found, said = Audit(), 0
+    with typer.progressbar(label="audit", length=0, file=sys.stderr) as bar:
+        for done, total, found in audit_bank(Source.of(root).bank):
+            bar.length = total
+            bar.update(done - bar.pos)
+            for problem in found.problems[said:]:
+                typer.echo(problem)
+            said = len(found.problems)
+    typer.echo(found)
+    raise typer.Exit(1 if found.problems else 0)
+
+
+@app.command()
 def study(
     study_file: Annotated[Path, typer.Argument(metavar="STUDY", help="YAML: base, methods, conditions, seeds")],
     out: Annotated[Path, typer.Option(help="directory of runs, table and report; holds what is done already")],

@@ -102,7 +102,7 @@ class Gateway:
             return await _send(interface, request, turn, body)
         except ConnectionError:
             session.conversation.hung_up(turn)
-            raise
+            return web.Response(status=499)  # for nobody; an error here would fill the log of the orchestrator
 
     def _session(self, request: web.Request, interface: Interface) -> _Session:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -47,9 +47,9 @@ def test_everything_is_counted(sampled):
     for rollout in group.rollouts:
         np.add.at(of_origin, rollout.spans[:, 0], rollout.spans[:, 1])
     assert result.counts == {
-        "groups": 1, "trajectories": 3, "branches": len(group.rollouts), "turns": 2 + 3 + 3,
+        "groups": 1, "trajectories": 3, "failed trajectories": 0, "branches": len(group.rollouts), "turns": 2 + 3 + 3,
         "policy tokens": of_origin[POLICY], "environment tokens": of_origin[ENVIRONMENT],
-        "inherited tokens": of_origin[INHERITED],
+        "inherited tokens": of_origin[INHERITED], "tokens that carry loss": of_origin[POLICY],
     }  # fmt: skip
     assert min(of_origin) > 0
     assert of_origin[POLICY] == sum(len(rollout.token_ids) for rollout in returned.values())

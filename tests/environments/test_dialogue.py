@@ -51,12 +51,12 @@ def begin(tokenizer, template: str | None) -> Dialogue:
 def sampled(tokenizer, text: str, version: int, behind: int) -> Rollout:
     ids = np.array([*tokenizer.encode(text, add_special_tokens=False), EOS], np.int32)
     size = len(ids)
-    lists = np.tile(np.arange(2, dtype=np.int32), (size, 1))
+    lists = np.tile(np.arange(2, dtype=np.int32), (size, 1))  # the last token is in them
     rows = np.full((behind + size - 1, 1, 2), version, np.uint8)
     rows[..., 1] += 100
     return Rollout(
         ids, np.full(size, -float(version), np.float32), np.full(size, version, np.int32), "stop", lists,
-        -lists.astype(np.float32), rows,
+        np.full((size, 2), -float(version), np.float32), rows,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 from collections import Counter
-from contextlib import suppress
+from contextlib import asynccontextmanager
 from functools import partial
 
 import aiohttp
@@ -20,8 +20,9 @@ from dppo_megatron.environments.conversation import Conversation
 from dppo_megatron.environments.dialogue import as_rollout, common_beginning, opening_tokens
 from dppo_megatron.gateway import Gateway
 from dppo_megatron.types import Prompt, RolloutGroup
-from tests.gateway import clients
+from tests.gateway import clients, scripted
 from tests.gateway.conftest import Policy
+from tests.gateway.scripted import Client, user
 
 CALL = '<tool_call>{"name": "look_up", "arguments": {"key": "a"}}</tool_call>'
 
@@ -73,35 +74,25 @@ def test_a_published_client_holds_a_conversation_with_a_tool(serve, tokenizer, t
     assert row.spans[:, 0].tolist() == [0, 1, 0]
 
 
-async def post(gateway, key, messages, *, path="/v1/chat/completions", **more):
-    headers = {"Authorization": f"Bearer {key}"}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(gateway.url + path, json={"messages": messages, **more}, headers=headers) as reply,
-    ):
-        return reply.status, await reply.json()
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-async def say(gateway, key, messages, **more) -> list:
-    status, reply = await post(gateway, key, messages, **more)
-    assert status == 200, reply
-    return [*messages, reply["choices"][0]["message"]]
+@asynccontextmanager
+async def connected(gateway, key):
+    async with aiohttp.ClientSession() as http:
+        yield Client(http, gateway.url, key)
 
 
 def test_histories_that_differ_are_branches_and_none_is_sampled_twice(serve, tokenizer):
     async def main():
-        async with serve(lambda before: f"r{before.count('<user>')}") as (gateway, key, conversation, policy):
-            first = await say(gateway, key, [user("one")])
-            second = await say(gateway, key, [*first, user("two")])
-            await say(gateway, key, [user("one")])  # again: another sample of the same turn
+        async with (
+            serve(lambda before: f"r{before.count('<user>')}") as (gateway, key, conversation, policy),
+            connected(gateway, key) as client,
+        ):
+            first = await client.say([user("one")])
+            second = await client.say([*first, user("two")])
+            await client.say([user("one")])  # again: another sample of the same turn
             edited = [user("one"), {"role": "assistant", "content": "edited"}, user("two")]
-            await say(gateway, key, edited)
-            await asyncio.gather(*(say(gateway, key, [*second, user(text)]) for text in ("three", "tres")))
-            await say(gateway, key, [user("summary of all"), user("four")])  # compaction
+            await client.say(edited)
+            await asyncio.gather(*(client.say([*second, user(text)]) for text in ("three", "tres")))
+            await client.say([user("summary of all"), user("four")])  # compaction
             check(conversation, policy)
             return group_of(conversation)
 
@@ -115,19 +106,22 @@ def test_histories_that_differ_are_branches_and_none_is_sampled_twice(serve, tok
     assert [2 in row.spans[:, 0] for row in group.rollouts] == [False, False, False, True, False]
 
 
-def test_who_hung_up_is_told_the_same_turn(serve):
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hung_up_is_told_the_same_turn(serve, caplog, stream):
     async def main():
-        async with serve(lambda before: "yes", delay_s=0.3) as (gateway, key, conversation, policy):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.1):
-                    await post(gateway, key, [user("one")])
+        async with (
+            serve(lambda before: "yes", delay_s=0.3) as (gateway, key, conversation, policy),
+            connected(gateway, key) as client,
+        ):
+            assert await client.hang_up([user("one")], after_s=0.1, stream=stream)
             await asyncio.sleep(0.4)
             assert len(policy.turns) == 1
-            assert (await say(gateway, key, [user("one")]))[-1]["content"] == "yes"
+            assert (await client.say([user("one")]))[-1]["content"] == "yes"
             assert len(policy.turns) == 1
             check(conversation, policy)
 
     asyncio.run(main())
+    assert caplog.records == []  # agents may do so
 
 
 def test_what_cannot_be_had_is_refused_with_a_line(serve):
@@ -143,13 +137,17 @@ def test_what_cannot_be_had_is_refused_with_a_line(serve):
     ]
 
     async def main():
-        async with serve(lambda before: "yes") as (gateway, key, conversation, policy):
+        async with (
+            serve(lambda before: "yes") as (gateway, key, conversation, policy),
+            connected(gateway, key) as client,
+            connected(gateway, "guessed") as stranger,
+        ):
             assert conversation.finished() == []
             for more, says in wrong:
-                status, reply = await post(gateway, key, **{"messages": [user("a")], **more})
+                status, reply = await client.post(**{"messages": [user("a")], **more})
                 assert (status, says in reply["error"]["message"]) == (400, True), reply
             for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/sessions/x/v1/messages"):
-                status, reply = await post(gateway, "guessed", [user("a")], path=path)
+                status, reply = await stranger.post([user("a")], path)
                 assert (status, "no such session" in json.dumps(reply)) == (401, True)
             assert policy.turns == []
 
@@ -159,44 +157,18 @@ def test_what_cannot_be_had_is_refused_with_a_line(serve):
 SESSIONS, AT_ONCE = 1000, 50
 
 
-async def scripted(gateway, key, policy, seed: int) -> None:
-    """An agent that calls tools, edits its history, sums it up, asks again, asks side by side and hangs up."""
-    rng = np.random.default_rng(seed)
-    history = [user("one")]
-    for step in range(5):
-        tools = [{"type": "function", "function": clients.DESCRIBED}] if rng.random() < 0.5 else []
-        match rng.integers(6):
-            case 0:  # an edit of what the policy said, or nothing yet
-                history = [m if m["role"] == "user" else {**m, "content": f"e{step}"} for m in history]
-            case 1:
-                history = [user(f"so far {step}")]
-            case 2:
-                await say(gateway, key, history, tools=tools)
-            case 3:
-                await asyncio.gather(*(say(gateway, key, [*history, user(text)], tools=tools) for text in "ab"))
-            case 4:
-                with suppress(TimeoutError):
-                    policy.delay_s = 0.02
-                    async with asyncio.timeout(0.01):
-                        await post(gateway, key, history, tools=tools)
-                policy.delay_s = 0.0
-        history = await say(gateway, key, history, tools=tools)
-        called = history[-1].get("tool_calls", ())
-        history += [{"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in called]
-        history += [] if called else [user(f"next {step}")]
-
-
 @pytest.mark.slow
 def test_a_thousand_sessions_lose_and_double_no_token(tokenizer):
     counts: Counter[str] = Counter()
+    did: Counter[str] = Counter()
 
     async def session(gateway, seed: int) -> None:
         rng = np.random.default_rng([seed, 1])
         said = (f"r{n}</think> {CALL}" if rng.random() < 0.4 else f" r{n} " for n in itertools.count())
-        policy = Policy(tokenizer, lambda before: next(said))
+        policy = Policy(tokenizer, lambda before: next(said), delay_s=0.02)
         conversation = Conversation(tokenizer, partial(render_chat, tokenizer), policy.sample)
-        async with gateway.session(conversation) as key:
-            await scripted(gateway, key, policy, seed)
+        async with gateway.session(conversation) as key, connected(gateway, key) as client:
+            did.update(await scripted.session(client, seed))
         counts.update(check(conversation, policy))
 
     async def main() -> None:
@@ -205,7 +177,8 @@ def test_a_thousand_sessions_lose_and_double_no_token(tokenizer):
                 await asyncio.gather(*(session(gateway, seed) for seed in range(begin, begin + AT_ONCE)))
 
     asyncio.run(main())
-    print(dict(counts))
-    assert counts["trajectories"] == SESSIONS
+    print(dict(did), dict(counts))
+    assert counts["trajectories"] == did["sessions"] == SESSIONS
+    assert min(did.values()) > 100
     assert counts["branches"] > 2 * SESSIONS
     assert counts["inherited tokens"] > 0

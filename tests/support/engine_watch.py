@@ -7,38 +7,65 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from dppo_megatron.bank import BankReader
 from dppo_megatron.bank.audit import Turn
+from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.engines.sglang import wire as sglang
 from dppo_megatron.engines.vllm.extension.wire import decode_reply
 from dppo_megatron.types import Rollout, RolloutGroup
 
-REQUEST = re.compile(r"group-(\d+)\.(\d+)\.(\d+)-")
+REQUEST = re.compile(rb'"group-(\d+)\.(\d+)\.(\d+)-')
+OF_TOKENS = ("token_ids", "rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob")
 
 
 class Watch:
-    """Stands before an engine: which turns were asked for, and what it said. `at_reply` is told before the client."""
+    """Stands before an engine: which turns were asked for, and what it said. `at_reply` is told before the client.
+
+    Turns are numbered as they are asked for; of an agent that asks side by side the bank numbers them as they end.
+    """
 
     def __init__(self):
         self.asked: list[Turn] = []
+        self.behind: dict[Turn, np.ndarray] = {}  # the tokens that the engine read before the turn
         self.returned: dict[Turn, Rollout] = {}
         self.at_request: Callable[[Turn], None] = lambda turn: None
         self.at_reply: Callable[[Turn], None] = lambda turn: None
 
     async def __call__(self, path, body, forward):
-        if path != "/dppo/generate":
+        if path not in READ or not (found := REQUEST.search(body)):  # probes of an engine sample, too
             return await forward()
-        position, seat, number = map(int, REQUEST.match(json.loads(body)["request_id"]).groups())
-        turn = (position, seat, number)
+        turn = tuple(map(int, found.groups()))
+        asked = json.loads(body)
+        token_ids, read = READ[path](asked)
         self.asked.append(turn)
+        self.behind[turn] = np.array(token_ids, np.int32)
         self.at_request(turn)
         reply = await forward()
-        header, arrays = decode_reply(reply)
-        self.returned[turn] = Rollout(
-            **{name: arrays[name] for name in ("token_ids", "rollout_logprob", "versions")},
-            finish_reason=header["finish_reasons"][0],
-        )
+        self.returned[turn] = read(reply)
         self.at_reply(turn)
         return reply
+
+
+def _vllm(asked: dict) -> tuple[list[int], Callable[[bytes], Rollout]]:
+    def read(reply: bytes) -> Rollout:
+        header, arrays = decode_reply(reply)
+        return Rollout(**{name: arrays.get(name) for name in OF_TOKENS}, finish_reason=header["finish_reasons"][0])
+
+    return asked["token_ids"], read
+
+
+def _sglang(asked: dict) -> tuple[list[int], Callable[[bytes], Rollout]]:
+    (name,), (token_ids,), (sampling,) = asked["rid"], asked["input_ids"], asked["sampling_params"]
+    request = GenerateRequest(
+        name.rpartition("#")[0], np.array(token_ids), 1, (sampling["sampling_seed"],), sampling["temperature"],
+        sampling["max_new_tokens"], tuple(sampling["stop_token_ids"]), asked["top_logprobs_num"],
+    )  # fmt: skip
+    return token_ids, lambda reply: sglang.decode_group(reply, request, None).rollouts(len(token_ids))[0]
+
+
+READ = {"/dppo/generate": _vllm, "/generate": _sglang}
 
 
 def groups_of(directory: Path) -> list[RolloutGroup]:
