@@ -25,7 +25,7 @@ from dppo_megatron.objectives import Metric, Objective, reduce_metrics
 from dppo_megatron.types import TokenBatch
 
 from . import megatron_version, offload, precision
-from .batch.packing import MicroBatch, Packer
+from .batch.packing import MicroBatch, Packer, sequence
 from .batch.routing import RoutingReplay
 from .checkpoint import save_load
 from .checkpoint.sharded import ShardedSave
@@ -236,21 +236,7 @@ class Actor:
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         """Log-probs [S - 1] fp32, at temperature 1, of tokens 1.. of one sequence [S] given those before them."""
-        tokens = torch.as_tensor(np.asarray(token_ids), dtype=torch.long)
-        size = len(tokens)
-        scored = torch.arange(size) < size - 1
-        (logprobs,) = self.logprobs(
-            [
-                TokenBatch(
-                    token_ids=tokens,
-                    position_ids=torch.arange(size),
-                    cu_seqlens=torch.tensor([0, size], dtype=torch.int32),
-                    target_ids=torch.where(scored, tokens.roll(-1), 0),
-                    mask=scored,
-                    loss_weight=torch.zeros(size),
-                )
-            ]
-        )
+        (logprobs,) = self.logprobs([sequence(token_ids)])
         return logprobs[:-1].numpy()
 
     def offloaded(self) -> AbstractContextManager[int]:

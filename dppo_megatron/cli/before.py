@@ -48,6 +48,49 @@ def plan(
 
 
 @app.command()
+def certify(
+    config_file: ConfigFile,
+    prompts: Annotated[int, typer.Option(min=1, help="of the prompt order, from its start; one answer to each")] = 16,
+    within: Annotated[
+        float | None, typer.Option(min=0, help="exit 1 where a sampled token's log-prob differs by more nats")
+    ] = None,
+    urls: Annotated[
+        list[str] | None, typer.Option("--url", metavar="URL", help="a running engine that no run uses")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Measure how far engine and trainer are apart on model.path, and name the operator that is the first to differ.
+
+    Starts an engine and the trainer's ranks on this machine. The certificate is in RUN/certify/MODEL-N.
+    """
+    import json
+
+    from dppo_megatron.certify.command import certify as measure
+    from dppo_megatron.certify.report import exceeds, text
+
+    config = read_config(config_file, overrides or ())
+    path, found = measure(
+        config, str(config_file), prompts=prompts, urls=urls or (), report=lambda line: typer.echo(line, err=True)
+    )
+    typer.echo(json.dumps(found, indent=1) if as_json else text(found))
+    typer.echo(f"certificate: {path}", err=True)
+    raise typer.Exit(1 if within is not None and exceeds(found, within) else 0)
+
+
+@app.command(hidden=True)
+def certify_rank(
+    config_file: ConfigFile,
+    url: Annotated[str, typer.Argument(metavar="URL", help="the engine")],
+    prompts: Annotated[int, typer.Option(min=1)] = 16,
+) -> None:
+    """One rank of `certify`, which starts it."""
+    from dppo_megatron.certify.rank import run_rank
+
+    run_rank(read_config(config_file), url, prompts)
+
+
+@app.command()
 def objectives(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="one of them, or package.module:attribute, in words")

@@ -18,6 +18,8 @@ from dppo_megatron.types import Rollout
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.fingerprint import Fingerprint
 
+from .trace import Trace
+
 UpdateMode = Literal["keep", "wait", "abort"]
 """What happens to running requests when weights change: keep = they continue under the new weights (their earlier
 tokens keep the old version), wait = they finish first, abort = they end now with the tokens they have."""
@@ -135,6 +137,11 @@ class Engine(Protocol):
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """fp32 [S - 1]: log-prob at temperature 1 of each token after the first given those before it ([S] int32),
         computed afresh under the current weights. Raises `InvalidSample` and `EngineRefused`."""
+        ...
+
+    async def trace(self, token_ids: np.ndarray) -> tuple[Trace, np.ndarray]:
+        """Values inside the pass that `score` makes of [S] int32, of every layer and operator that the server lets
+        be seen, and what `score` returns. Slow. Raises `InvalidSample` and `EngineRefused`."""
         ...
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:

@@ -47,21 +47,21 @@ def evaluate_model(
         raise ConfigError(source, ["data.eval: not set, and eval.sets is empty; name a file of held-out prompts"])
     run_dir = RunDir(config.run.dir)
     # A run on given answers or given rollouts has no engines; its evaluation samples all the same.
-    config = _with(config, objective=ObjectiveConfig(), rollout={"bank": None}, engine={"urls": tuple(urls)})
+    config = with_settings(config, objective=ObjectiveConfig(), rollout={"bank": None}, engine={"urls": tuple(urls)})
     if model is not None:
-        config = _with(config, weight_sync={"lora": "merged"})  # whole models alone are loaded
+        config = with_settings(config, weight_sync={"lora": "merged"})  # whole models alone are loaded
     if urls:
-        config = _with(config, engine={"count": 1, "secret_file": config.engine.secret_file or run_dir.secret})
+        config = with_settings(config, engine={"count": 1, "secret_file": config.engine.secret_file or run_dir.secret})
     problems = sampling.lengths(config) + evaluation.problems(config) + unusable_directory(config)
     if problems := problems + gpu_problems(config, visible_devices(), trains=False):
         raise ConfigError(source, problems)
     name = "running" if model is None else model.absolute().name
-    directory = _directory(config.run.dir / "eval", name, resume)
-    config = _with(config, run={"dir": directory})
+    directory = numbered_directory(config.run.dir / "eval", name, resume)
+    config = with_settings(config, run={"dir": directory})
     if model is not None:
         identity = _identity(model)
         model = _as_hugging_face(model, directory)
-        config = _with(config, model={"path": model, "weights": None})
+        config = with_settings(config, model={"path": model, "weights": None})
     else:
         identity = {"engines": list(urls)}
     run = RunDir(directory)
@@ -104,7 +104,7 @@ async def _take(config: Config, engines: Sequence[Engine], load: Path | None, id
     return found[0].version, {"identity": identity, "served": served}
 
 
-def _with(config: Config, **sections: Any) -> Config:
+def with_settings(config: Config, **sections: Any) -> Config:
     """`config` with other sections, or with other settings in a section."""
     changed = {
         name: getattr(config, name).model_copy(update=value) if isinstance(value, dict) else value
@@ -138,7 +138,7 @@ def _as_hugging_face(model: Path, directory: Path) -> Path:
     return converted
 
 
-def _directory(parent: Path, name: str, resume: bool) -> Path:
+def numbered_directory(parent: Path, name: str, resume: bool) -> Path:
     """NAME-1, NAME-2, ...: engines register in it, and those of another evaluation serve another model. The newest one
     with `resume`."""
     parent.mkdir(parents=True, exist_ok=True)

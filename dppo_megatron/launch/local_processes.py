@@ -50,6 +50,15 @@ def dppo_command(*arguments: str) -> list[str]:
 def local_plan(config: Config, *, resume: bool) -> RunPlan[ProcessPlan]:
     """Every process of a run, the ranks one by one; the config is read from the run directory."""
     path = str(RunDir(config.run.dir).config)
+    return RunPlan(
+        engines=engine_plans(config),
+        orchestrator=ProcessPlan("orchestrator", ("orchestrator", path)) if config.samples else None,
+        trainers=rank_plans(config, "trainer", ("trainer", path, *(["--resume"] if resume else []))),
+    )
+
+
+def rank_plans(config: Config, name: str, arguments: tuple[str, ...]) -> list[ProcessPlan]:
+    """`parallel.world_size` processes NAME-0, NAME-1, ... of one group, each with `arguments`."""
     world_size = config.parallel.world_size
     rendezvous = {
         "MASTER_ADDR": "127.0.0.1",
@@ -59,15 +68,10 @@ def local_plan(config: Config, *, resume: bool) -> RunPlan[ProcessPlan]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size))),
         **connection_environment(config),
     }
-    trainer = ("trainer", path, *(["--resume"] if resume else []))
-    return RunPlan(
-        engines=engine_plans(config),
-        orchestrator=ProcessPlan("orchestrator", ("orchestrator", path)) if config.samples else None,
-        trainers=[
-            ProcessPlan(f"trainer-{rank}", trainer, {**rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(world_size)
-        ],
-    )
+    return [
+        ProcessPlan(f"{name}-{rank}", arguments, {**rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(world_size)
+    ]
 
 
 def engine_plans(config: Config, *, trains: bool = True) -> list[ProcessPlan]:

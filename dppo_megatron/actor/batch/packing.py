@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -234,6 +235,29 @@ def _sequence_ids(batch: TokenBatch, context_rows: Sequence[Tensor]) -> Tensor:
     rows = torch.cat([part if len(part) else part.new_zeros(1) for part in context_rows])
     ids = sequence_ids_from_cu_seqlens(batch.cu_seqlens.cpu(), batch.token_ids.shape[0])[rows]
     return torch.unique(ids, return_inverse=True)[1]
+
+
+def sequence(token_ids: np.ndarray, routed_experts: np.ndarray | None = None) -> TokenBatch:
+    """[S] tokens as a micro-batch that scores every one after the first, at temperature 1.
+
+    routed_experts: [at least S - 1, L, k], replayed; the router chooses for the last token.
+    """
+    tokens = torch.as_tensor(np.asarray(token_ids), dtype=torch.long)
+    size = len(tokens)
+    scored = torch.arange(size) < size - 1
+    experts = None
+    if routed_experts is not None:
+        experts = torch.full((size, *routed_experts.shape[1:]), -1, dtype=torch.int16)
+        experts[: size - 1] = torch.from_numpy(routed_experts[: size - 1].astype(np.int16))
+    return TokenBatch(
+        token_ids=tokens,
+        position_ids=torch.arange(size),
+        cu_seqlens=torch.tensor([0, size], dtype=torch.int32),
+        target_ids=torch.where(scored, tokens.roll(-1), 0),
+        mask=scored,
+        loss_weight=torch.zeros(size),
+        routed_experts=experts,
+    )
 
 
 def filler(batch: TokenBatch) -> TokenBatch:

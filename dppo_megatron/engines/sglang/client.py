@@ -27,14 +27,15 @@ from dppo_megatron.engines.protocol import (
 from dppo_megatron.engines.samples import check_scores
 from dppo_megatron.engines.secret import read_secret
 from dppo_megatron.engines.serving import check_info, held_weights, start_model
+from dppo_megatron.engines.trace import UNSEEN, Trace, joined
 from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.fingerprint import Fingerprint
 
-from .plugin.dppo_sglang_plugin import HELD_WEIGHTS, UNTOLD
+from .plugin.dppo_sglang_plugin import HELD_WEIGHTS, START_TRACE, TAKE_TRACE, UNTOLD
 from .weights import UPDATING, SglangWeights, ask_plugin
-from .wire import child_ids, decode_group, decode_score, encode_group, encode_score, parse_version
+from .wire import child_ids, decode_group, decode_score, decode_trace, encode_group, encode_score, parse_version
 
 CONTEXT_MARGIN = 8  # positions of --context-length that SGLang keeps back from prompt and response
 NO_SLEEP = "an SGLang server keeps its memory; engine.placement = colocated needs engine.kind = vllm"
@@ -66,6 +67,7 @@ class SglangEngine:
         self._model: HFModelConfig | None = None
         self._end_tokens: frozenset[int] = frozenset()
         self._first_use = asyncio.Lock()
+        self._tracing = asyncio.Lock()
         self._calls = EngineCalls(self.url, read_secret(config), "is it an SGLang server of at least 0.5.23?")
         adapters = config.model.lora if self._adapters else None
         self._weights = SglangWeights(self._calls, start_model(config), config.weight_sync.timeout_s, adapters)
@@ -115,6 +117,23 @@ class SglangEngine:
         if version < 0:
             raise EngineError(f"engine {self.url}: {what}: its weights are incomplete, load them again")
         return check_scores(f"engine {self.url}: {what}", logprobs, len(tokens) - 1)
+
+    async def trace(self, token_ids: np.ndarray) -> tuple[Trace, np.ndarray]:
+        what = f"recording the pass of {len(token_ids)} tokens"
+        ids = " ".join(map(str, np.asarray(token_ids).tolist()))
+        async with self._tracing:
+            await ask_plugin(self._calls, what, f"{START_TRACE} {ids}")
+            try:
+                logprobs = await self.score(token_ids)
+            finally:
+                told = await ask_plugin(self._calls, what, TAKE_TRACE, self._generate_timeout_s)
+        try:
+            trace = joined([decode_trace(worker) for worker in told])
+        except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
+            raise InvalidSample(f"engine {self.url}: {what}: garbled reply: {error!r}") from error
+        if not trace:
+            raise EngineRefused(f"engine {self.url}: {what}: {UNSEEN}")
+        return trace, logprobs
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
         await self._weights.load(path, version, mode)

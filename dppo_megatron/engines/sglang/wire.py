@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.engines.samples import GroupSamples, absent_experts
+from dppo_megatron.engines.trace import Trace
 from dppo_megatron.hf import HFModelConfig
 
 # Temperature 0 makes SGLang draw the whole batch another way, so a seeded sample would depend on its neighbours. This
@@ -217,3 +219,14 @@ def _load(reply: bytes) -> Any:
         return json.loads(reply)
     except ValueError as error:
         raise ValueError(f"not JSON ({error}): {reply[:200]!r}") from error
+
+
+def decode_trace(told: dict[str, str]) -> Trace:
+    """What one worker recorded, as the plug-in reports it. Raises ValueError or what torch raises for anything else."""
+    trace: Trace = {}
+    for name, text in told.items():
+        layer, operator = name.split("/")
+        dtype, shape, bits = text.split(" ")
+        flat = torch.frombuffer(bytearray(base64.b64decode(bits, validate=True)), dtype=getattr(torch, dtype))
+        trace[int(layer), operator] = flat.reshape([int(size) for size in shape.split("x")])
+    return trace

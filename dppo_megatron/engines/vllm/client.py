@@ -16,6 +16,7 @@ from dppo_megatron.engines.protocol import (
     EngineError,
     EngineIncompatible,
     EngineInfo,
+    EngineRefused,
     EngineUnavailable,
     GenerateRequest,
     InvalidSample,
@@ -24,11 +25,12 @@ from dppo_megatron.engines.protocol import (
 from dppo_megatron.engines.samples import GroupSamples, check_scores
 from dppo_megatron.engines.secret import read_secret
 from dppo_megatron.engines.serving import check_info, held_weights
+from dppo_megatron.engines.trace import UNSEEN, Trace, joined
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.fingerprint import Fingerprint
 
-from .extension.wire import decode_reply, encode_request
+from .extension.wire import decode_reply, decode_trace, encode_request
 
 
 class VllmEngine:
@@ -100,6 +102,20 @@ class VllmEngine:
         body = {"token_ids": np.asarray(token_ids).tolist()}
         _, arrays = self._decode(what, await self._calls.call(what, "/dppo/score", self._generate_timeout_s, body=body))
         return check_scores(f"engine {self.url}: {what}", arrays.get("logprobs"), len(token_ids) - 1)
+
+    async def trace(self, token_ids: np.ndarray) -> tuple[Trace, np.ndarray]:
+        what = f"recording the pass of {len(token_ids)} tokens"
+        body = {"token_ids": np.asarray(token_ids).tolist()}
+        header, arrays = self._decode(
+            what, await self._calls.call(what, "/dppo/trace", self._generate_timeout_s, body=body)
+        )
+        try:
+            trace = joined(decode_trace(header, arrays))
+        except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
+            raise InvalidSample(f"engine {self.url}: {what}: garbled reply: {error!r}") from error
+        if not trace:
+            raise EngineRefused(f"engine {self.url}: {what}: {UNSEEN}")
+        return trace, check_scores(f"engine {self.url}: {what}", arrays.get("logprobs"), len(token_ids) - 1)
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
         source = {"path": str(Path(path).absolute())}

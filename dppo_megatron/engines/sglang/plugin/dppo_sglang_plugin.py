@@ -4,12 +4,13 @@ SGLang finds the metadata beside this file because the server's PYTHONPATH names
 `engines/sglang/server.py`); nothing of dppo_megatron is installed in its environment.
 
 - /weights_checker reports fingerprints, of the parameters, which are loaded in place and computed with as they are, and
-  of the adapter that the kernels read; and the version of NCCL.
+  of the adapter that the kernels read; the version of NCCL; and the values inside a pass that it was told to record.
 - /update_weights_from_disk of a server with --enable-lora takes a directory with an adapter. It takes the place of the
   one before it, as weights do, and every request is answered by it: a request that names an adapter would keep its own
   to its end, under a version that is not the adapter's.
 """
 
+import base64
 import importlib.util
 import weakref
 from itertools import pairwise
@@ -18,10 +19,14 @@ from pathlib import Path
 HELD_WEIGHTS = "dppo_held_weights"
 UNTOLD = "untold"  # instead of the two numbers of a group
 NCCL = "dppo_nccl"
+START_TRACE = "dppo_start_trace"  # and the token ids
+TAKE_TRACE = "dppo_take_trace"
+TRACE = Path(__file__).parents[2] / "trace.py"
 FINGERPRINT = Path(__file__).parents[3] / "weights" / "fingerprint.py"
 ADAPTER_CONFIG = "adapter_config.json"
 POLICY = "policy"  # SGLang's name of the adapter; there is no other
 
+_recorders = []  # none or one
 _managers = weakref.WeakKeyDictionary()  # model -> SGLang's manager of the adapter that it serves
 
 
@@ -42,6 +47,11 @@ def handle(original, checker, action, *arguments, role, **options):
         reported = {group: UNTOLD if share is None else "{} {}".format(*share) for group, share in shares.items()}
     elif action == NCCL:
         reported = {NCCL: nccl_version()}
+    elif action.startswith(START_TRACE):
+        _recorders[:] = [_loaded(TRACE).Recorder(checker._get_model(), list(map(int, action.split()[1:])))]
+        reported = {}
+    elif action == TAKE_TRACE:
+        reported = {f"{layer}/{operator}": _text(value) for (layer, operator), value in _recorders.pop().take().items()}
     else:
         return original(checker, action, *arguments, role=role, **options)
     return {
@@ -119,8 +129,20 @@ def _answered_by(manager, names):
     return [POLICY if name is None and POLICY in manager.loras else name for name in names]
 
 
+def _text(value):
+    """Dtype, shape and bits."""
+    import torch
+
+    bits = base64.b64encode(value.contiguous().view(torch.uint8).numpy().tobytes()).decode()
+    return f"{str(value.dtype).removeprefix('torch.')} {'x'.join(map(str, value.shape))} {bits}"
+
+
 def _fingerprint():
-    spec = importlib.util.spec_from_file_location("dppo_fingerprint", FINGERPRINT)
+    return _loaded(FINGERPRINT)
+
+
+def _loaded(file):
+    spec = importlib.util.spec_from_file_location(f"dppo_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -33,7 +33,7 @@ from .experts import ExpertsReader
 from .generation import child_ids, parse_version, sample_group, score
 from .kept import KeptReader
 from .weights import WeightsInconsistent, WeightUpdater
-from .wire import MEDIA_TYPE, encode_reply
+from .wire import MEDIA_TYPE, encode_reply, encode_trace
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class DppoRoutes:
         self._running: dict[str, GenerateRequest] = {}
         self._engine: EngineClient | None = None
         self._updater: WeightUpdater | None = None
+        self._tracing = asyncio.Lock()
         self._instance = uuid4().hex  # of this server; another one after a restart
         self._experts: ExpertsReader | None = None
         self._kept: KeptReader | None = None
@@ -66,6 +67,7 @@ class DppoRoutes:
             ("/dppo/info", self._info, "GET"),
             ("/dppo/generate", self._generate, "POST"),
             ("/dppo/score", self._score, "POST"),
+            ("/dppo/trace", self._trace, "POST"),
             ("/dppo/abort", self._abort, "POST"),
             ("/dppo/load_weights", self._load_weights, "POST"),
             ("/dppo/join_weight_group", self._join_weight_group, "POST"),
@@ -192,6 +194,20 @@ class DppoRoutes:
         work = score(self._engine, token_ids.tolist(), scored, self._kept, self._updater.adapter)
         logprobs, version = await _unless_gone(request, work)
         return Response(encode_reply({"version": version}, {"logprobs": logprobs}), media_type=MEDIA_TYPE)
+
+    async def _trace(self, request: Request) -> Response:
+        token_ids = parse(ScoreBody, await request.body()).token_ids
+        self._updater.check_consistent()
+        self._check_ids(np.asarray(token_ids, dtype=np.int32))
+        traced = f"trace-{uuid4().hex}"
+        async with self._tracing:
+            await self._engine.collective_rpc("dppo_start_trace", args=(token_ids,))
+            try:
+                work = score(self._engine, token_ids, traced, self._kept, self._updater.adapter)
+                logprobs, _ = await _unless_gone(request, work)
+            finally:
+                workers = await self._engine.collective_rpc("dppo_take_trace")
+        return Response(encode_trace(logprobs, workers), media_type=MEDIA_TYPE)
 
     async def _abort(self, request: Request) -> Response:
         group = self._running.get(parse(AbortBody, await request.body()).request_id)

@@ -9,10 +9,12 @@ import json
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.engines.trace import Trace
 
 MEDIA_TYPE = "application/x-safetensors"
 
@@ -51,3 +53,33 @@ def encode_request(request: GenerateRequest) -> bytes:
             "kept": request.kept,
         }
     ).encode()
+
+
+def encode_trace(logprobs: np.ndarray, workers: list[list[tuple[int, str, bytes, str, tuple[int, ...]]]]) -> bytes:
+    """What every worker recorded (`WorkerExtension.dppo_take_trace`), and the log-probs of the same pass."""
+    arrays, dtypes = {"logprobs": logprobs}, {}
+    for worker, values in enumerate(workers):
+        for layer, operator, bits, dtype, shape in values:
+            name = f"{worker}/{layer}/{operator}"
+            arrays[name] = np.frombuffer(bits, dtype=f"int{8 * getattr(torch, dtype).itemsize}").reshape(shape)
+            dtypes[name] = dtype
+    return encode_reply({"dtypes": dtypes, "workers": len(workers)}, arrays)
+
+
+def decode_trace(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Trace]:
+    """The traces of all workers. Raises KeyError, TypeError, ValueError, AttributeError or RuntimeError for others."""
+    traces: list[Trace] = [{} for _ in range(header["workers"])]
+    for name, dtype in header["dtypes"].items():
+        worker, layer, operator = name.split("/")
+        bits = torch.from_numpy(arrays[name].copy())
+        traces[int(worker)][int(layer), operator] = bits.view(getattr(torch, dtype))
+    return traces
+
+
+def bits_of(value: torch.Tensor) -> np.ndarray:
+    """numpy has no bfloat16."""
+    return value.contiguous().view(getattr(torch, f"int{8 * value.dtype.itemsize}")).numpy()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -29,6 +29,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from dppo_megatron.engines.trace import Recorder
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.fingerprint import Shares, add_shares
 from dppo_megatron.weights.process_group import WeightGroupError
@@ -38,6 +39,7 @@ from .experts import ExpertRecorder, moe_layers
 from .held import HeldWeights
 from .kept import KeptRecorder
 from .receiver import WeightReceiver
+from .wire import bits_of, dtype_name
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +162,15 @@ class WorkerExtension:
         shares = self.weight_transfer_engine.held.shares()
         add_shares(shares, adapter.adapter_shares(self.model_runner))
         return shares
+
+    def dppo_start_trace(self, token_ids: list[int]) -> None:
+        """Records the values inside the pass that reads these tokens."""
+        self._dppo_trace = Recorder(self.model_runner.model, token_ids)
+
+    def dppo_take_trace(self) -> list[tuple[int, str, bytes, str, tuple[int, ...]]]:
+        """Layer, operator, bits, dtype and shape of every value recorded since `dppo_start_trace`."""
+        taken = self._dppo_trace.take().items()
+        return [(*key, bits_of(value).tobytes(), dtype_name(value.dtype), tuple(value.shape)) for key, value in taken]
 
     def dppo_moe_layers(self) -> list[int]:
         """Numbers of the layers that have experts."""

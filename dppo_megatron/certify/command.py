@@ -1,0 +1,101 @@
+"""`dppo-megatron certify`: an engine and the trainer's ranks on this machine, started for one measurement."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.checks import preflight
+from dppo_megatron.common.files import read_json
+from dppo_megatron.common.process import Child, exit_reason
+from dppo_megatron.config import Config
+from dppo_megatron.config.schema import ObjectiveConfig
+from dppo_megatron.engines.secret import make_secret
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.launch.driver import GRACE_S
+from dppo_megatron.launch.evaluate import numbered_directory, with_settings
+from dppo_megatron.launch.local_processes import LocalLauncher, rank_plans
+from dppo_megatron.launch.own_engines import LAST_LINES, running_engines
+from dppo_megatron.observability.logs import last_lines
+from dppo_megatron.run_dir import RunDir
+
+from .rank import CERTIFICATE, PROGRESS
+
+LIMIT_S = 3600.0  # of the ranks; each of their waits has a limit of its own
+POLL_S = 0.1
+
+
+class CertifyError(ExpectedError, RuntimeError):
+    """The ranks did not come to an end of the measurement."""
+
+
+def certify(
+    config: Config,
+    source: str,
+    *,
+    prompts: int,
+    urls: Sequence[str] = (),
+    report: Callable[[str], None] = lambda line: None,
+) -> tuple[Path, dict[str, Any]]:
+    """Where the certificate is, and what it says: `model.path` served by one engine against the trainer's own layout.
+
+    The engine is that of the config, started here, or the first of `urls`. Raises `ConfigError`, `CertifyError` with
+    the last lines of a rank that failed, and what `running_engines` raises.
+    """
+    first = RunDir(config.run.dir)
+    engine: dict[str, Any] = {"count": 1, "urls": tuple(urls or config.engine.urls)[:1], "placement": "disaggregated"}
+    if engine["urls"]:
+        engine["secret_file"] = config.engine.secret_file or first.secret
+    config = with_settings(config, objective=ObjectiveConfig(), rollout={"bank": None}, engine=engine)
+    preflight(config, source)
+    directory = numbered_directory(config.run.dir / "certify", config.model.start.absolute().name, resume=False)
+    config = with_settings(config, run={"dir": directory})
+    run = RunDir(directory)
+    run.make()
+    make_secret(config)
+    report(f"measuring in {directory}")
+    with running_engines(config) as urls:
+        report(f"the engine answers at {urls[0]}")
+        _run_ranks(config, run, ("certify-rank", str(run.config), urls[0], "--prompts", str(prompts)), report)
+    certificate = read_json(run.root / CERTIFICATE)
+    if certificate is None:
+        raise CertifyError(f"{run.root / CERTIFICATE}: the ranks ended without it; see {run.logs}")
+    return run.root / CERTIFICATE, certificate
+
+
+def _run_ranks(config: Config, run: RunDir, arguments: tuple[str, ...], report: Callable[[str], None]) -> None:
+    launcher, ranks = LocalLauncher(run), list[Child]()
+    deadline = time.monotonic() + LIMIT_S
+    shown = 0
+    try:
+        for plan in rank_plans(config, "rank", arguments):
+            ranks.append(launcher.start(plan))
+        while any(rank.poll() is None for rank in ranks):
+            shown = _show(run.root / PROGRESS, shown, report)
+            for rank in ranks:
+                if rank.poll():
+                    raise CertifyError(_why(f"{rank.name} ended: {exit_reason(rank.poll())}", rank))
+            if time.monotonic() > deadline:
+                late = next(rank for rank in ranks if rank.poll() is None)
+                raise CertifyError(_why(f"{late.name} did not end within {LIMIT_S:.0f} s", late))
+            time.sleep(POLL_S)
+        for rank in ranks:
+            if rank.poll():
+                raise CertifyError(_why(f"{rank.name} ended: {exit_reason(rank.poll())}", rank))
+        _show(run.root / PROGRESS, shown, report)
+    finally:
+        launcher.end(ranks, GRACE_S)
+
+
+def _show(path: Path, shown: int, report: Callable[[str], None]) -> int:
+    lines = path.read_text().splitlines() if path.exists() else []
+    for line in itertools.islice(lines, shown, None):
+        report(line)
+    return len(lines)
+
+
+def _why(what: str, rank: Child) -> str:
+    return "\n  ".join((f"{what}. Its last lines ({rank.log}):", *last_lines(rank.log, LAST_LINES)))

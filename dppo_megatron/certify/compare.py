@@ -1,0 +1,149 @@
+"""Two traces of one sequence, operator by operator, and two sets of log-probs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dppo_megatron.engines.trace import OUTSIDE, Trace
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+FIRST = ("embedding",)
+OF_A_LAYER = (
+    "residual",
+    "input_norm",
+    "q_projection",
+    "k_projection",
+    "v_projection",
+    "q_norm",
+    "k_norm",
+    "q_rotated",
+    "k_rotated",
+    "attention",
+    "attention_projection",
+    "attention_residual",
+    "mlp_norm",
+    "router_logits",
+    "mlp_gate",
+    "mlp_up",
+    "mlp_activation",
+    "mlp",
+)
+LAST = ("final_residual", "final_norm", "logits")
+"""Operators in the order of the computation."""
+
+ROUNDINGS = {4: 32.0, 2: 1.0}
+"""By bytes of the dtype: a difference of more roundings is more than another order of computation makes. Sums are kept
+in fp32, so that order costs many machine epsilons of it, and none of 16 bits but the last rounding."""
+SHARES = (1e-6, 1e-4, 1e-2)
+NOT_A_NUMBER = 1 << 31  # ULPs between a number and none
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One operator of one layer, engine against trainer."""
+
+    layer: int  # OUTSIDE = before or after the layers
+    operator: str
+    elements: int
+    differing: int  # elements whose bits differ; a zero equals a zero of the other sign
+    max_ulp: int  # in the coarser of the two dtypes
+    largest: float  # absolute difference
+    roundings: float  # root mean square of the difference in that of the values, in machine epsilons of the dtype
+    bytes: int  # of the coarser dtype
+    problem: str = ""  # why it could not be compared
+
+    @property
+    def name(self) -> str:
+        return self.operator if self.layer == OUTSIDE else f"layer {self.layer} {self.operator}"
+
+    @property
+    def differs(self) -> bool:
+        return self.differing > 0 or bool(self.problem)
+
+    @property
+    def beyond_rounding(self) -> bool:
+        return not self.roundings <= ROUNDINGS[self.bytes] or bool(self.problem)
+
+
+def compare(engine: Trace, trainer: Trace) -> list[Difference]:
+    """Of every value that both recorded, in the order of the computation."""
+    keys = sorted(engine.keys() & trainer.keys(), key=_place)
+    return [_difference(key, engine[key], trainer[key]) for key in keys]
+
+
+def ulp_distance(a: Float[Tensor, ...], b: Float[Tensor, ...]) -> Int[Tensor, ...]:
+    """Numbers between `a` and `b` in their dtype, fp32 or of 16 bits; 0 for two that are none, NOT_A_NUMBER for one."""
+    distance = (_ordered(a) - _ordered(b)).abs()
+    none = a.isnan().long() + b.isnan().long()
+    return torch.where(none == 2, 0, torch.where(none == 1, NOT_A_NUMBER, distance))
+
+
+def logprob_table(engine: Float[np.ndarray, " n"], trainer: Float[np.ndarray, " n"]) -> dict[str, float]:
+    """What n sampled tokens say of the two policies. `kl`: of the engine's from the trainer's, estimated by k3, nats.
+
+    k3 (Schulman, Approximating KL divergence, 2020): the mean of r - 1 - ln r over samples of the engine's, with
+    r = p_trainer / p_engine.
+    """
+    log_ratio = trainer.astype(np.float64) - engine.astype(np.float64)
+    difference = np.abs(log_ratio)
+    ulps = ulp_distance(torch.from_numpy(engine.copy()), torch.from_numpy(trainer.copy())).numpy()
+    return {
+        "tokens": len(engine),
+        "same_bits": float((ulps == 0).mean()),
+        "max_ulp": int(ulps.max()),
+        "kl": float((np.expm1(log_ratio) - log_ratio).mean()),
+        "mean": float(difference.mean()),
+        "largest": float(difference.max()),
+        **{f"above_{share:g}": float((difference > share).mean()) for share in SHARES},
+    }
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """int64 in the order of the numbers, without a gap; both zeros are 0."""
+    size = values.dtype.itemsize
+    bits = values.contiguous().view(torch.int32 if size == 4 else torch.int16).long()
+    return torch.where(bits < 0, -(bits & ((1 << (8 * size - 1)) - 1)), bits)
+
+
+def _place(key: tuple[int, str]) -> tuple[float, int]:
+    layer, operator = key
+    if operator in FIRST:
+        return -1, FIRST.index(operator)
+    if operator in LAST:
+        return math.inf, LAST.index(operator)
+    return layer, OF_A_LAYER.index(operator)
+
+
+def _difference(key: tuple[int, str], engine: Tensor, trainer: Tensor) -> Difference:
+    coarser = max(engine.dtype, trainer.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    if engine.shape != trainer.shape:
+        shapes = f"the engine's has the shape {list(engine.shape)}, the trainer's {list(trainer.shape)}"
+        return Difference(*key, engine.numel(), engine.numel(), 0, math.inf, math.inf, coarser.itemsize, shapes)
+    a, b = engine.to(coarser), trainer.to(coarser)
+    ulps = ulp_distance(a, b)
+    off = (a.double() - b.double()).abs()
+    off = torch.where(ulps == 0, 0.0, off)  # infinities of one sign
+    scale = float(b.double().square().mean().sqrt()) * torch.finfo(coarser).eps
+    error = float(off.square().mean().sqrt())
+    roundings = error / scale if scale else math.inf if error else 0.0
+    return Difference(
+        *key,
+        elements=ulps.numel(),
+        differing=int((ulps > 0).sum()),
+        max_ulp=int(ulps.max()),
+        largest=_number(float(off.max())),
+        roundings=_number(roundings),
+        bytes=coarser.itemsize,
+    )
+
+
+def _number(value: float) -> float:
+    return math.inf if math.isnan(value) else value

@@ -1,0 +1,79 @@
+"""A certificate as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .compare import ROUNDINGS, SHARES
+
+
+def text(certificate: Mapping[str, Any]) -> str:
+    return "\n".join(_lines(certificate))
+
+
+def exceeds(certificate: Mapping[str, Any], within: float) -> bool:
+    """Whether a sampled token's log-prob differs by more than `within` nats; one that is no number does."""
+    return not sampled(certificate)["largest"] <= within
+
+
+def sampled(certificate: Mapping[str, Any]) -> Mapping[str, float]:
+    """The table of the log-probs that training compares."""
+    return next(iter(certificate["logprobs"].values()))
+
+
+def _lines(certificate: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{certificate['engine']} {certificate['engine_dtype']}, serving {certificate['engine_model']}"
+    yield f"trainer {certificate['trainer_dtype']}, {certificate['layout']}, holding {certificate['model']}"
+    yield f"{sampled(certificate)['tokens']} tokens of {certificate['samples']} samples"
+    yield ""
+    above = "".join(f"{f'> {share:g}':>9}" for share in SHARES)
+    yield f"{'log-probs':52}{'0 ULP':>8}{'max ULP':>11}{'KL (k3)':>10}{'mean':>10}{'largest':>10}{above}"
+    for name, table in certificate["logprobs"].items():
+        shares = "".join(f"{table[f'above_{share:g}']:9.1%}" for share in SHARES)
+        yield (
+            f"{name:52}{table['same_bits']:8.1%}{table['max_ulp']:11,}{table['kl']:10.1e}{table['mean']:10.1e}"
+            f"{table['largest']:10.1e}{shares}"
+        )
+    yield ""
+    operators = certificate["operators"]
+    if isinstance(operators, str):
+        yield f"operators: {operators}"
+        return
+    yield f"operators, in a pass of {certificate['traced_tokens']} tokens (layer by layer: the certificate's JSON)"
+    first = certificate["first"]
+    if first is None:
+        yield "  every recorded value has the same bits"
+        return
+    own = {entry["name"]: entry for entry in operators["own"]}
+    yield f"  first to differ: {_described(next(e for e in operators['accumulated'] if e['name'] == first))}"
+    yield "  given the engine's inputs, its operators differ from the trainer's by themselves:"
+    for entry in _kinds(operators["own"]):
+        yield f"    {entry['operator']:22}{_described(entry)}"
+    beyond = certificate["first_beyond_rounding"]
+    if beyond is None:
+        limits = ", ".join(f"{limit:g} in {8 * size} bits" for size, limit in ROUNDINGS.items())
+        yield f"  none by more than rounding makes ({limits})"
+    else:
+        yield f"  more than rounding makes, the first: {_described(own[beyond])}"
+
+
+def _kinds(own: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Of each kind of operator that differs in any layer, the layer where it differs most."""
+    worst: dict[str, Mapping[str, Any]] = {}
+    for entry in own:
+        if entry["differing"]:
+            known = worst.setdefault(entry["operator"], entry)
+            if entry["roundings"] > known["roundings"]:
+                worst[entry["operator"]] = entry
+    yield from worst.values()
+
+
+def _described(entry: Mapping[str, Any]) -> str:
+    if entry["problem"]:
+        return f"{entry['name']}: {entry['problem']}"
+    share = entry["differing"] / entry["elements"]
+    return (
+        f"{entry['name']}: {share:.1%} of the elements, max {entry['max_ulp']:,} ULP, "
+        f"{entry['largest']:.1e} ({entry['roundings']:.1f} roundings)"
+    )

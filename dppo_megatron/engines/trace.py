@@ -1,0 +1,160 @@
+"""Values inside one forward pass of a served model, recorded by hooks under the names that the trainer gives them.
+
+vLLM and SGLang name their modules alike. In need of torch alone, and of no other module: an SGLang server loads this
+file by its path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Trace = dict[tuple[int, str], Tensor]
+"""Layer (-1 outside of the layers) and operator -> [rows, width], in the dtype of the computation."""
+
+OUTSIDE = -1
+SHARDED = frozenset(
+    {"q_projection", "k_projection", "v_projection", "q_norm", "k_norm", "q_rotated", "k_rotated", "attention"}
+    | {"mlp_gate", "mlp_up", "mlp_activation"}
+)
+"""Operators of which each tensor-parallel rank holds its columns, in the order of the ranks; of logits, the trainer's
+do too."""
+
+UNSEEN = (
+    "no hook saw it; the server must run eagerly and read the prompt in one step (engine.extra_args; docs/certify.md)"
+)
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
+
+
+class Recorder:
+    """Records the pass of `model` that reads `token_ids`, alone or beside others, from now until `take`."""
+
+    def __init__(self, model: nn.Module, token_ids: list[int]):
+        self._token_ids = token_ids
+        self._rows: slice | None = None  # of the running pass
+        self._size = 0  # rows of it
+        self._layer = OUTSIDE  # that runs
+        self._trace: Trace = {}
+        self._hooks = [
+            module.register_forward_hook(self._hook(layer, values)) for module, layer, values in _points(model)
+        ]
+
+    def take(self) -> Trace:
+        """What was recorded, on the CPU; the hooks are gone. Empty where no pass read the tokens, or no hook saw it."""
+        for hook in self._hooks:
+            hook.remove()
+        return self._trace
+
+    def _hook(self, layer: int, values: Callable[..., dict[str, Tensor]]) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+            if values is _embedding:
+                ids = arguments[0].flatten()
+                self._rows, self._size = self._found(ids), len(ids)
+            if self._rows is None:
+                return
+            # All layers rotate by one module, which has the name of the first one's.
+            self._layer = self._layer if values is _rotated else layer
+            for operator, value in values(module, arguments, output).items():
+                rows = self._rows
+                if operator == "logits":  # of every row but the last, for the log-probs of the prompt
+                    if len(value) != len(self._token_ids) - 1:
+                        continue
+                    rows = slice(None)
+                else:  # some models norm [T, h, d], others [T h, d]
+                    value = value.reshape(self._size, -1)
+                # A copy, because kernels write where they have read.
+                self._trace[self._layer, operator] = value.detach()[rows].to("cpu", copy=True)
+
+        return hook
+
+    def _found(self, ids: Tensor) -> slice | None:
+        size = len(self._token_ids)
+        if len(ids) < size:
+            return None
+        wanted = torch.tensor(self._token_ids, dtype=ids.dtype, device=ids.device)
+        places = (ids.unfold(0, size, 1) == wanted).all(1).nonzero()
+        return slice(int(places[0]), int(places[0]) + size) if len(places) else None
+
+
+def joined(parts: list[Trace], sharded: frozenset[str] = SHARDED) -> Trace:
+    """One trace of those of all tensor-parallel ranks, in their order."""
+    first = parts[0]
+    return {
+        key: torch.cat([part[key] for part in parts], dim=-1) if key[1] in sharded and len(parts) > 1 else value
+        for key, value in first.items()
+    }
+
+
+def _points(model: nn.Module) -> Iterator[tuple[nn.Module, int, Callable[..., dict[str, Tensor]]]]:
+    for name, module in model.named_modules():
+        found = _LAYER.search(name)
+        layer, place = (int(found[1]), found[2]) if found else (OUTSIDE, name.rpartition(".")[2])
+        values = (_OF_LAYERS if found else _OF_MODEL).get(place)
+        if values is not None:
+            yield module, layer, values
+
+
+def _embedding(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> dict[str, Tensor]:
+    return {"embedding": output}
+
+
+def _whole(operator: str) -> Callable[..., dict[str, Tensor]]:
+    def values(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> dict[str, Tensor]:
+        output = output[0] if isinstance(output, tuple) else output
+        return {operator: output} if isinstance(output, Tensor) else {}
+
+    return values
+
+
+def _norm(operator: str, residual: str) -> Callable[..., dict[str, Tensor]]:
+    """A norm that adds the residual first returns the sum as well."""
+
+    def values(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> dict[str, Tensor]:
+        normed, stream = output if isinstance(output, tuple) else (output, arguments[0])
+        return {residual: stream, operator: normed}
+
+    return values
+
+
+def _qkv(module: Any, arguments: tuple[Any, ...], output: tuple[Tensor, Any]) -> dict[str, Tensor]:
+    heads, groups = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
+    names = ("q_projection", "k_projection", "v_projection")
+    return dict(zip(names, output[0].split((heads, groups, groups), dim=-1), strict=True))
+
+
+def _rotated(module: nn.Module, arguments: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    return dict(zip(("q_rotated", "k_rotated"), output, strict=True))
+
+
+def _gate_up(module: nn.Module, arguments: tuple[Any, ...], output: tuple[Tensor, Any]) -> dict[str, Tensor]:
+    return dict(zip(("mlp_gate", "mlp_up"), output[0].chunk(2, dim=-1), strict=True))
+
+
+def _down(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> dict[str, Tensor]:
+    return {"mlp_activation": arguments[0]}
+
+
+_OF_LAYERS = {
+    "input_layernorm": _norm("input_norm", "residual"),
+    "self_attn.qkv_proj": _qkv,
+    "self_attn.q_norm": _whole("q_norm"),
+    "self_attn.k_norm": _whole("k_norm"),
+    "self_attn.rotary_emb": _rotated,
+    "self_attn.attn": _whole("attention"),
+    "self_attn.o_proj": _whole("attention_projection"),
+    "post_attention_layernorm": _norm("mlp_norm", "attention_residual"),
+    "mlp.gate": _whole("router_logits"),
+    "mlp.gate_up_proj": _gate_up,
+    "mlp.down_proj": _down,
+    "mlp": _whole("mlp"),
+}
+_OF_MODEL = {
+    "embed_tokens": _embedding,
+    "norm": _norm("final_norm", "final_residual"),
+    "logits_processor": _whole("logits"),
+}

@@ -1,0 +1,105 @@
+"""ULPs, log-prob tables and the order of operators, on values whose distance is known."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dppo_megatron.actor.trace import OF_COLUMNS
+from dppo_megatron.certify.compare import FIRST, LAST, NOT_A_NUMBER, OF_A_LAYER, compare, logprob_table, ulp_distance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_neighbours_are_one_ulp_apart_across_zero_and_powers_of_two(dtype):
+    info = torch.finfo(dtype)
+    size = dtype.itemsize
+    tiny = torch.ones(1, dtype=torch.int32 if size == 4 else torch.int16).view(dtype)  # the smallest subnormal
+    one = torch.ones(1, dtype=dtype)
+    below = one - torch.tensor(info.eps / 2, dtype=dtype)
+    pairs = [(tiny, -tiny, 2), (tiny, torch.zeros(1, dtype=dtype), 1), (one, below, 1), (one, one + info.eps, 1)]
+    assert [int(ulp_distance(a.to(dtype), b.to(dtype))) for a, b, _ in pairs] == [n for _, _, n in pairs]
+    assert int(ulp_distance(torch.zeros(1, dtype=dtype), -torch.zeros(1, dtype=dtype))) == 0
+
+
+def test_a_number_is_far_from_none_and_two_that_are_none_are_alike():
+    a = torch.tensor([math.nan, math.nan, math.inf, -math.inf])
+    b = torch.tensor([1.0, math.nan, math.inf, math.inf])
+    distance = ulp_distance(a, b)
+    assert distance[:3].tolist() == [NOT_A_NUMBER, 0, 0]
+    assert distance[3] > 2**31
+
+
+def test_what_is_no_number_on_one_side_is_beyond_rounding():
+    (difference,) = compare({(0, "mlp"): torch.tensor([[math.nan, 1.0]])}, {(0, "mlp"): torch.ones(1, 2)})
+    assert difference.beyond_rounding
+    assert difference.differing == 1
+    assert difference.roundings == math.inf
+
+
+def test_another_shape_is_said_and_not_compared():
+    (difference,) = compare({(0, "mlp"): torch.ones(2, 3)}, {(0, "mlp"): torch.ones(2, 4)})
+    assert difference.differs
+    assert difference.beyond_rounding
+    assert "[2, 3]" in difference.problem
+    assert "[2, 4]" in difference.problem
+
+
+def test_values_of_two_precisions_are_compared_in_the_coarser():
+    exact = torch.tensor([[1.0, 2.0, 3.0]])
+    (difference,) = compare({(0, "mlp"): exact.bfloat16()}, {(0, "mlp"): exact + 1e-4})
+    assert not difference.differs
+    assert difference.bytes == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off", "beyond"),
+    [
+        (torch.float32, 1e-7, False),
+        (torch.float32, 1e-5, True),
+        (torch.bfloat16, 4e-3, False),
+        (torch.bfloat16, 4e-2, True),
+    ],
+)
+def test_what_rounding_makes_is_told_from_more(dtype, off, beyond):
+    values = torch.linspace(0.5, 2, 64)[None]
+    (difference,) = compare({(3, "q_norm"): (values * (1 + off)).to(dtype)}, {(3, "q_norm"): values.to(dtype)})
+    assert difference.beyond_rounding is beyond
+    assert difference.name == "layer 3 q_norm"
+
+
+def test_differences_come_in_the_order_of_the_computation():
+    keys = [(-1, "logits"), (10, "residual"), (2, "mlp"), (2, "q_projection"), (-1, "embedding"), (-1, "final_norm")]
+    values = {key: torch.ones(1, 1) for key in keys}
+    ordered = ["embedding", "layer 2 q_projection", "layer 2 mlp", "layer 10 residual", "final_norm", "logits"]
+    assert [difference.name for difference in compare(values, values)] == ordered
+
+
+def test_what_one_side_alone_recorded_is_left_out():
+    assert compare({(0, "mlp"): torch.ones(1, 1)}, {(0, "attention"): torch.ones(1, 1)}) == []
+
+
+def test_every_sharded_operator_has_its_place():
+    assert {*FIRST, *OF_A_LAYER, *LAST} >= OF_COLUMNS
+
+
+def test_the_table_of_log_probs_is_what_its_columns_say():
+    engine = np.array([-1.0, -2.0, -0.5, -3.0], dtype=np.float32)
+    trainer = engine + np.array([0.0, 0.5, -1e-3, 1e-5], dtype=np.float32)
+    table = logprob_table(engine, trainer)
+    log_ratio = trainer.astype(np.float64) - engine
+    assert table["kl"] == pytest.approx(np.mean(np.exp(log_ratio) - 1 - log_ratio))
+    assert table["largest"] == pytest.approx(0.5)
+    assert (table["same_bits"], table["above_1e-06"], table["above_0.0001"], table["above_0.01"]) == (
+        0.25,
+        0.75,
+        0.5,
+        0.25,
+    )
+
+
+def test_a_difference_is_a_row_of_the_certificate():
+    (difference,) = compare({(0, "mlp"): torch.ones(1, 2)}, {(0, "mlp"): torch.tensor([[1.0, 2.0]])})
+    row = dataclasses.asdict(difference)
+    assert (row["elements"], row["differing"], row["max_ulp"], row["largest"]) == (2, 1, 2**23, 1.0)

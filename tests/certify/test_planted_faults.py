@@ -1,0 +1,71 @@
+"""Three faults in one engine, each named with its layers: what differs by itself, not what only passes it on."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from dppo_megatron.certify.command import certify
+from dppo_megatron.certify.report import exceeds, text
+from tests.support.engines import engine_config, make_model, running_server
+
+LAYERS, STALE = range(4), 2
+NORMS = {f"layer {n} {name}" for n in LAYERS for name in ("input_norm", "q_norm", "k_norm", "mlp_norm")}
+ROTATED = {f"layer {n} {name}" for n in LAYERS for name in ("q_rotated", "k_rotated")}
+LINEAR = ("q_projection", "k_projection", "v_projection", "attention_projection", "mlp_gate", "mlp_up", "mlp")
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow]
+
+
+def faulty_copy(model, older, directory):
+    """Another norm epsilon, another rotary base, and one layer with the weights of another version."""
+    shutil.copytree(model, directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["rms_norm_eps"] = 1e-3
+    config.setdefault("rope_parameters", {})["rope_theta"] = config["rope_theta"] = 5000.0
+    (directory / "config.json").write_text(json.dumps(config))
+    weights, stale = (load_file(path / "model.safetensors") for path in (directory, older))
+    weights |= {name: value for name, value in stale.items() if f"layers.{STALE}." in name}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    root = tmp_path_factory.mktemp("certify") / "models"
+    model, older = (make_model(root / name, seed) for name, seed in (("a", 1), ("b", 2)))
+    served = engine_config(faulty_copy(model, older, root / "faulty"))
+    (root / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"12+{n}=", "answer": "1"}) + "\n" for n in "345")
+    )
+    config = engine_config(model)
+    config = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"dir": root / "run"}),
+            "data": config.data.model_copy(update={"train": root / "prompts.jsonl"}),
+            "engine": config.engine.model_copy(update={"secret_file": root / "secret"}),
+        }
+    )
+    with running_server(served, root / "server.log", version=0) as url:
+        return certify(config, "config.yaml", prompts=3, urls=[url])[1]
+
+
+def test_the_norm_epsilon_is_named_first(certificate):
+    assert certificate["first_beyond_rounding"] == "layer 0 input_norm"
+
+
+def test_the_rotary_base_is_named_in_every_layer(certificate):
+    assert set(certificate["beyond_rounding"]) >= ROTATED
+
+
+def test_the_stale_layer_is_named_and_no_other(certificate):
+    others = set(certificate["beyond_rounding"]) - NORMS - ROTATED - {"final_norm"}
+    assert others == {f"layer {STALE} {name}" for name in LINEAR}
+
+
+def test_the_report_says_what_it_found(certificate):
+    said = text(certificate)
+    assert "layer 0 input_norm" in said
+    assert f"layer {STALE} v_projection" in said
+    assert exceeds(certificate, 1e-2)
