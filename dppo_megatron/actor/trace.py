@@ -71,7 +71,8 @@ class _Recorder:
         trace = joined(parts, OF_COLUMNS)
         if self._layout.sequence_parallel:  # the other values lie by rows
             trace |= {key: torch.cat([p[key] for p in parts]) for key in trace if key[1] not in OF_COLUMNS}
-        return {key: value[: self._size] for key, value in trace.items()}
+        vocabulary = {key: self._actor.hf.vocab_size for key in trace if key[1] == "logits"}  # behind it padding
+        return {key: value[: self._size, : vocabulary.get(key)] for key, value in trace.items()}
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
