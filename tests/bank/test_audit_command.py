@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from dppo_megatron.bank import BankWriter
 from dppo_megatron.bank.audit import audit_bank
 from dppo_megatron.cli import app
-from dppo_megatron.types import POLICY, RolloutGroup
+from dppo_megatron.types import INHERITED, POLICY, RolloutGroup
 from tests.support.bank import as_killed, files, make_group, write_format_1
 from tests.support.corruptions import FROM_THE_BANK_ALONE, write
 from tests.support.turns import with_turns
@@ -30,12 +30,14 @@ def turns_of_a_policy(position: int) -> RolloutGroup:
     rows = []
     for rollout in group.rollouts:
         ids, logprobs = rollout.topk_ids.copy(), rollout.rollout_topk_logprob.copy()
-        sampled = rollout.token_ids
-        if rollout.spans is not None:
-            sampled = sampled[np.repeat(rollout.spans[:, 0] == POLICY, rollout.spans[:, 1])]
+        sampled, spans = rollout.token_ids, rollout.spans
+        if spans is not None:
+            sampled = sampled[np.repeat(spans[:, 0] == POLICY, spans[:, 1])]
+            if spans[0, 0] == INHERITED:  # its turn is the trajectory's third, not another second one
+                spans = np.concatenate([spans[:-1], [[POLICY, spans[-1, 1], 2]]]).astype(np.int32)
         ids[:, 0], logprobs[:, 0] = sampled, rollout.rollout_logprob
         ids[:, 1:] += 1000
-        rows.append(replace(rollout, topk_ids=ids, rollout_topk_logprob=logprobs))
+        rows.append(replace(rollout, topk_ids=ids, rollout_topk_logprob=logprobs, spans=spans))
     return replace(group, rollouts=tuple(rows))
 
 

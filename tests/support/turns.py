@@ -27,7 +27,7 @@ def with_turns(group: RolloutGroup, seed: int = 0) -> RolloutGroup:
             branches = [_spanned(rollout, [(POLICY, a, 0), (ENVIRONMENT, b - a, 0), (POLICY, end - b, 1)])]
             if number == 0:  # the second branch keeps the first turn, the rest of its tokens are its own
                 other = replace(rollout, token_ids=np.concatenate([rollout.token_ids[:a], rollout.token_ids[a:][::-1]]))
-                branches.append(_spanned(other, [(INHERITED, a, 0), (ENVIRONMENT, b - a, 0), (POLICY, end - b, 2)]))
+                branches.append(_spanned(other, [(INHERITED, a, 0), (ENVIRONMENT, b - a, 0), (POLICY, end - b, 1)]))
         rollouts += branches
         rewards += [reward] * len(branches)
     failed = np.zeros(len(rollouts), np.bool_)
