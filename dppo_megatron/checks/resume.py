@@ -29,6 +29,7 @@ RESUMABLE_CHANGES = (
     "reward.timeout_s",
     "reward.workers",
     "environment.timeout_s",
+    "environment.trajectory_timeout_s",
     "environment.workers",
     "environment.host",
 )

@@ -27,6 +27,11 @@ class EnvironmentConfig(Section):
     timeout_s: Seconds = Field(
         60.0, description="a call of the environment, or the whole of an agent, that takes longer fails its trajectory"
     )
+    trajectory_timeout_s: Seconds | None = Field(
+        None,
+        description="a trajectory that takes longer in all, with what the policy samples, fails; default: no limit but "
+        "those of its turns",
+    )
     workers: Processes = Field(32, description="trajectories at a time, each in a process of its own")
 
     @property

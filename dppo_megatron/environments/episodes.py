@@ -70,11 +70,13 @@ class Episodes:
         self._routing = routing
         self._journals = journals
         self._gateway = gateway
+        self._begun = itertools.count()  # groups
         self._counts: Counter[str] = Counter()
         self._told = False
 
     async def play(self, prompt: Prompt, rewards: RewardPool) -> RolloutGroup:
         """The group of a training prompt. rewards: where the environment gives none."""
+        order = next(self._begun)
         rollout = self._config.rollout
         seeds = np.random.SeedSequence([self._config.run.seed, prompt.position]).generate_state(rollout.group_size)
         request = GenerateRequest(
@@ -92,18 +94,25 @@ class Episodes:
         turns = [Turns() for _ in request.seeds]
         if self._journals is not None:
             turns = await self._journals.turns(prompt.position, request.n, rollout.temperature)
-        return self._group(prompt, await self._play_all(prompt, request, rewards, turns, recorded=True))
+        return self._group(prompt, await self._play_all(prompt, request, rewards, turns, order, recorded=True))
 
     async def play_request(self, prompt: Prompt, request: GenerateRequest, rewards: RewardPool) -> list[Trajectory]:
         """`request.n` trajectories that are not trained on, as `request` says of their first turn."""
-        return await self._play_all(prompt, request, rewards, [Turns() for _ in request.seeds], recorded=False)
+        turns = [Turns() for _ in request.seeds]
+        return await self._play_all(prompt, request, rewards, turns, next(self._begun), recorded=False)
 
     async def _play_all(
-        self, prompt: Prompt, request: GenerateRequest, rewards: RewardPool, turns: list[Turns], recorded: bool
+        self,
+        prompt: Prompt,
+        request: GenerateRequest,
+        rewards: RewardPool,
+        turns: list[Turns],
+        order: int,
+        recorded: bool,
     ) -> list[Trajectory]:
         name = request.request_id
         firsts = [replace(request, request_id=f"{name}.{i}", n=1, seeds=(s,)) for i, s in enumerate(request.seeds)]
-        seats = [Seat(prompt, first, rewards, own, recorded) for first, own in zip(firsts, turns, strict=True)]
+        seats = [Seat(prompt, first, rewards, own, order, recorded) for first, own in zip(firsts, turns, strict=True)]
         playing = [asyncio.create_task(self._trajectory(seat)) for seat in seats]
         try:
             return await asyncio.gather(*playing)
@@ -136,13 +145,20 @@ class Episodes:
 
     async def _attempt(self, seat: Seat) -> tuple[Trajectory, EnvironmentFailed | None]:
         attempt, failed = Attempt(), None
-        async with self._environments.session() as session:
+        longest = self._config.environment.trajectory_timeout_s
+        async with self._environments.session(seat.order) as session:
             try:
-                await (self._alternate if self._gateway is None else self._converse)(seat, session, attempt)
-                if attempt.reward is None:
-                    attempt.reward = await self._reward_of_text(seat, attempt.branches)
+                async with asyncio.timeout(longest) as clock:
+                    await (self._alternate if self._gateway is None else self._converse)(seat, session, attempt)
+                    if attempt.reward is None:
+                        attempt.reward = await self._reward_of_text(seat, attempt.branches)
             except EnvironmentFailed as failure:
                 attempt.reward, failed = None, failure
+            except TimeoutError:
+                if not clock.expired():
+                    raise
+                attempt.reward = None
+                failed = EnvironmentFailed("timeout", f"longer than environment.trajectory_timeout_s = {longest} s")
         if seat.recorded:
             self._counts.update(trajectories=1, turns=0 if attempt.played is None else attempt.played.turns)
         rewards = attempt.turn_rewards

@@ -87,9 +87,7 @@ class Journals:
     async def turns(self, position: int, trajectories: int, temperature: float) -> list[Turns]:
         """Of each trajectory of a group. Once for a group."""
         loop = asyncio.get_running_loop()
-        if position not in self._open:
-            self._open[position] = await loop.run_in_executor(self._thread, Journal, self._directory, position)
-        journal = self._open[position]
+        journal = await loop.run_in_executor(self._thread, self._opened, position)
 
         async def write(number: int, behind: np.ndarray, sampled: Rollout) -> None:
             await loop.run_in_executor(self._thread, journal.add, number, behind, sampled, temperature)
@@ -103,12 +101,20 @@ class Journals:
 
     def remove(self, position: int) -> None:
         """The bank has the group, or the group is to begin anew. May be called in any thread."""
-        if (journal := self._open.pop(position, None)) is not None:
-            self._thread.submit(journal.remove)  # behind what is being written
+        self._thread.submit(self._removed, position)  # behind what is being opened and written
 
     def close(self) -> None:
         """Returns once everything is written or removed."""
         self._thread.shutdown()
+
+    def _opened(self, position: int) -> Journal:
+        if position not in self._open:
+            self._open[position] = Journal(self._directory, position)
+        return self._open[position]
+
+    def _removed(self, position: int) -> None:
+        if (journal := self._open.pop(position, None)) is not None:
+            journal.remove()
 
 
 def _key(behind: np.ndarray) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -33,18 +35,19 @@ class EnvironmentPool:
 
     def __init__(self, config: EnvironmentConfig):
         self._pool = WorkerPool(partial(EnvironmentWorker, config), config.workers, "environment")
-        self._free = asyncio.Semaphore(config.workers)
+        self._free = _Free(config.workers)
         self._failures: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[Session]:
-        """An environment for one trajectory."""
-        async with self._free:
-            session = Session(self._pool)
-            try:
-                yield session
-            finally:
-                session.close()
+    async def session(self, order: int = 0) -> AsyncIterator[Session]:
+        """An environment for one trajectory. Of those that wait for one the lowest `order` is served first."""
+        await self._free.take(order)
+        session = Session(self._pool)
+        try:
+            yield session
+        finally:
+            session.close()
+            self._free.give_back()
 
     async def tools(self) -> list[dict[str, Any]]:
         """The tools as chat templates take them. Raises `EnvironmentNameError` where no environment can be made."""
@@ -74,6 +77,36 @@ class EnvironmentPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Free:
+    """How many more trajectories may be played, and who waits for that."""
+
+    def __init__(self, count: int):
+        self._count = count
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap, by order and arrival
+        self._arrivals = itertools.count()
+
+    async def take(self, order: int) -> None:
+        if self._count:
+            self._count -= 1
+            return
+        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (order, next(self._arrivals), given))
+        try:
+            await given
+        except asyncio.CancelledError:
+            if not given.cancelled():
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        while self._waiting:
+            *_, given = heapq.heappop(self._waiting)
+            if not given.done():  # else nobody waits any more
+                given.set_result(None)
+                return
+        self._count += 1
 
 
 class Session:

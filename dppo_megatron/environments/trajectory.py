@@ -20,14 +20,15 @@ class Seat:
     """One trajectory of a group.
 
     first: the request of its first turn, as if that were all; its id names the trajectory among those that are played,
-    max_tokens is the limit of all tokens after the prompt. turns: those that are finished already. recorded: in the
-    metrics.
+    max_tokens is the limit of all tokens after the prompt. turns: those that are finished already. order: of its group,
+    the lower the earlier it was begun. recorded: in the metrics.
     """
 
     prompt: Prompt
     first: GenerateRequest
     rewards: RewardPool
     turns: Turns
+    order: int
     recorded: bool
 
 

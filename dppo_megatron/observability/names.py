@@ -96,6 +96,7 @@ _ROLLOUT = (
     ("rollout/staleness_max", "versions", "its largest value in the batch"),
     ("rollout/mixed_version_groups", "count", "groups whose tokens are of more than one policy"),
     ("rollout/too_stale_groups", "count", "groups aborted beyond rollout.max_staleness (beyond_bound: drop)"),
+    ("rollout/too_stale_share", "share", "the same, of all groups that ended since the last record"),
     ("rollout/continued_samples", "count", "times an update interrupted a sample that was then continued"),
     ("rollout/invalid_samples", "count", "groups refused because an engine returned invalid samples, then retried"),
     ("rollout/dropped_groups", "count", "groups without signal that dynamic sampling replaced"),

@@ -75,6 +75,7 @@ class StepRecorder:
             return
         seconds = time.monotonic() - self._started.pop(step)
         tokens = self._response_tokens.pop(step)
+        ended = self._groups_per_step + self._dropped + self._given_up
         del self._finished[step]
         rewards = self._rewards.pop(step)
         own = {"time": time.time(), "time/step_s": seconds, "rollout/reward_mean": float(np.mean(rewards or [0.0]))}
@@ -86,6 +87,7 @@ class StepRecorder:
                 "rollout/generated_tokens_per_s": tokens / max(seconds, 1e-9),
                 "rollout/dropped_groups": self._dropped,
                 "rollout/too_stale_groups": self._given_up,
+                "rollout/too_stale_share": self._given_up / ended,
                 **self._take_metrics(),
                 **(own if self._alone else {}),
             },

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from dppo_megatron.bank.journal import Journal
 from dppo_megatron.environments.journals import Journals
 from tests.environments.test_episodes import Killed, play, text_of
 from tests.support.tokenizers import save_character_model
@@ -72,3 +76,28 @@ def test_one_whose_process_dies_is_led_to_where_it_was(tokenizer, tmp_path, at):
     assert metrics["environment/replayed_turns"] == at + 1
     assert not group.reward_failed.any()
     assert not any(name.startswith("environment/failed") for name in metrics)
+
+
+def test_one_whose_group_is_given_up_while_it_is_opened_is_removed(tmp_path, monkeypatch):
+    began = []
+
+    class Slow(Journal):
+        def __init__(self, *arguments):
+            began.append(True)
+            time.sleep(0.05)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("dppo_megatron.environments.journals.Journal", Slow)
+
+    async def give_up() -> None:
+        journals = Journals(tmp_path / "j", ())
+        opening = asyncio.create_task(journals.turns(3, 1, 1.0))
+        while not began:
+            await asyncio.sleep(0.001)
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        journals.remove(3)
+        journals.close()
+
+    asyncio.run(give_up())
+    assert list((tmp_path / "j").iterdir()) == []

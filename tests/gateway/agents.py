@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import urllib.request
 
 
@@ -33,6 +34,11 @@ async def unscored(url, api_key, task):
 
 def silent(url, api_key, task):
     return 1.0
+
+
+def hangs(url, api_key, task):
+    talks(url, api_key, task, turns=1)
+    time.sleep(60)
 
 
 def endless(url, api_key, task):

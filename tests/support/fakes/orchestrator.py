@@ -16,6 +16,7 @@ from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
+from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.environments.journals import Journals
 from dppo_megatron.fleet.pool import FixedEngines
 from dppo_megatron.fleet.registry import forget_all
@@ -127,6 +128,7 @@ class World:
     last_version: int | None = None  # the trainer dies after publishing it
     journals: Journals | None = None
     prompts_in_all: int | None = None  # no trainer: one policy answers so many
+    episodes: Callable[[Sampler], Episodes] | None = None  # where the policy answers in turns
 
     @property
     def run(self) -> RunDir:
@@ -171,6 +173,7 @@ class World:
                     sampler.take_metrics,
                     alone=self.prompts_in_all is not None,
                 ),
+                episodes=None if self.episodes is None else self.episodes(sampler),
                 journals=self.journals,
                 prompts_in_all=self.prompts_in_all,
                 **parts,
