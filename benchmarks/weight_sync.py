@@ -2,9 +2,11 @@
 
     python benchmarks/weight_sync.py [--layers 28] [--repeats 3]
 
-One trainer rank, one server, bf16 on both sides, both transports in one run. Each publish has its weight check
-included: the engine must score a fixed text exactly as it did when it loaded the same weights itself. The engine's
-share (unpacking into its own layout) is measured alone too, by having it load a directory that is in memory already.
+One trainer rank, one server, bf16 on both sides, both transports in one run; and over shared storage publishes of what
+changed, where that is one value in a hundred (weight_sync.full_every; the first one is whole and does not count). Each
+publish has its weight check included: the engine must score a fixed text exactly as it did when it loaded the same
+weights itself. The engine's share (unpacking into its own layout) is measured alone too, by having it load a directory
+that is in memory already.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import asyncio
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +30,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from dppo_megatron.actor import init_layout
 from dppo_megatron.actor.model import build_model
@@ -42,6 +46,7 @@ from dppo_megatron.weight_sync import build_publisher
 from dppo_megatron.weight_sync.engine_thread import EngineThread
 
 CHECK_TOKENS = np.arange(3, 67, dtype=np.int32)
+CHANGED = 0.01  # of the values
 START_TIMEOUT_S = 300
 
 
@@ -63,7 +68,21 @@ def model_config(layers: int) -> dict:
     }
 
 
-def run_config(directory: Path, urls: tuple[str, ...] = (), transport: str = "shared_storage") -> Config:
+def changed(policy: Path, out: Path, share: float) -> Path:
+    """A copy of `policy` with the lowest bit of `share` of its values turned over."""
+    shutil.copytree(policy, out)
+    generator = torch.Generator().manual_seed(0)
+    for file in out.glob("*.safetensors"):
+        tensors = load_file(file)
+        for tensor in tensors.values():
+            tensor.view(torch.int16)[torch.rand(tensor.shape, generator=generator) < share] ^= 1
+        save_file(tensors, file, {"format": "pt"})
+    return out
+
+
+def run_config(
+    directory: Path, urls: tuple[str, ...] = (), transport: str = "shared_storage", full_every: int = 1
+) -> Config:
     return Config.model_validate(
         {
             "run": {"dir": str(directory / "run")},
@@ -77,7 +96,10 @@ def run_config(directory: Path, urls: tuple[str, ...] = (), transport: str = "sh
                 "max_num_seqs": 8,
                 "kv_cache_bytes": 1 << 28,
             },
-            "weight_sync": {"transport": transport, "timeout_s": 120, "probe_tolerance": 1e-6},
+            "weight_sync": {
+                **{"transport": transport, "full_every": full_every},
+                **{"timeout_s": 120, "probe_tolerance": 1e-6},
+            },
         }
     )
 
@@ -160,6 +182,8 @@ def main() -> None:
         with server(config, directory / "log") as url:
             scores, alone_s = engine_alone(config, url, policies, arguments.repeats)
             assert np.abs(scores[0] - scores[1]).max() > 0.01, "the two policies must differ"
+            near = [policies[0], changed(policies[0], directory / "c", CHANGED)]
+            near_scores, _ = engine_alone(config, url, near, 2)
             nbytes = sum(file.stat().st_size for file in policies[0].glob("*.safetensors"))
             speed = copy_speed(nbytes)
             print(
@@ -169,9 +193,12 @@ def main() -> None:
             )
             print(f"memory copy, one thread: {speed / 1e9:.1f} GB/s; the engine loads a directory that is in memory "
                   f"in {alone_s:.2f} s ({nbytes / alone_s / 1e9:.2f} GB/s)")  # fmt: skip
-            print(f"{'transport':<16}{'export s':>9}{'engine s':>9}{'check s':>8}{'sum s':>7}{'GB/s':>7}{'of copy':>9}")
+            print(f"{'transport':<16}{'export s':>9}{'engine s':>9}{'pause s':>8}{'check s':>8}{'sum s':>7}{'GB/s':>7}"
+                  f"{'of copy':>9}")  # fmt: skip
             for transport in ("shared_storage", "broadcast"):
                 publish_all(run_config(directory, (url,), transport), actor, policies, scores, arguments.repeats, speed)
+            of_changes = run_config(directory, (url,), full_every=1000)
+            publish_all(of_changes, actor, near, near_scores, arguments.repeats, speed)
         layout.close()
 
 
@@ -186,14 +213,17 @@ def publish_all(config: Config, actor, policies, scores, repeats: int, speed: fl
         actor.score = lambda _, which=which: scores[which]
         published.append(publisher.publish(number + 1))
     publisher.close()
-    export, load, check = (
-        median(getattr(p, f"{part}_s") for p in published[1:]) for part in ("export", "load", "check")
+    export, load, pause, check = (
+        median(getattr(p, f"{part}_s") for p in published[1:]) for part in ("export", "load", "pause", "check")
     )
     total = export + load
     rate = published[-1].nbytes / total
+    changed_share = published[-1].changed_share
+    name = config.weight_sync.transport if changed_share is None else "what changed"
+    share = "" if changed_share is None else f", {changed_share:.2%} of the values changed"
     print(
-        f"{config.weight_sync.transport:<16}{export:>9.2f}{load:>9.2f}{check:>8.2f}{total:>7.2f}{rate / 1e9:>7.2f}"
-        f"{rate / speed:>9.1%}   ({published[-1].nbytes:,} bytes)",
+        f"{name:<16}{export:>9.2f}{load:>9.2f}{pause:>8.2f}{check:>8.2f}{total:>7.2f}{rate / 1e9:>7.2f}"
+        f"{rate / speed:>9.1%}   ({published[-1].nbytes:,} bytes{share})",
         flush=True,
     )
 

@@ -113,3 +113,7 @@ class RunDir:
 
     def weights_of(self, version: int) -> Path:
         return self.weights / f"v{version:06d}"
+
+    def version_of(self, weights: Path) -> int:
+        """Of a directory that `weights_of` names."""
+        return int(weights.name[1:])

@@ -25,7 +25,7 @@ def problems(config: Config) -> list[str]:
         out.append(f"engine.seeded = false: {e.kind} gives every request its seed at no such price; remove it")
     if e.placement == "colocated":
         out += _colocated(config)
-    return out + _transport(config) + _quantization(config) + _adapters(config)
+    return out + _transport(config) + _deltas(config) + _quantization(config) + _adapters(config)
 
 
 def _colocated(config: Config) -> list[str]:
@@ -55,6 +55,23 @@ def _transport(config: Config) -> list[str]:
         f"and every engine worker would be in a group with each of them (at most {MOST_SENDERS}); set it to "
         "shared_storage"
     ]
+
+
+def _deltas(config: Config) -> list[str]:
+    w = config.weight_sync
+    if not config.samples or w.full_every == 1:
+        return []
+    what, remedy = f"weight_sync.full_every = {w.full_every}", "set it to 1"
+    why_not = (
+        (w.transport == "broadcast", "a broadcast is of the whole (weight_sync.transport = broadcast)"),
+        (w.lora == "adapter", "adapters are published as they are (weight_sync.lora = adapter)"),
+        (
+            config.engine.placement == "colocated",
+            "where engines do not take what changed, the whole is written again, from an actor that has left its "
+            "device for them (engine.placement = colocated)",
+        ),
+    )
+    return [f"{what}: {why}; {remedy}" for is_so, why in why_not if is_so]
 
 
 def _quantization(config: Config) -> list[str]:

@@ -198,7 +198,14 @@ class WeightSyncConfig(Section):
     bucket_bytes: Bytes | None = Field(
         None, description="broadcast: weights that travel at once; default: 256 MiB on GPUs, else 16 MiB"
     )
-    keep_versions: Count = Field(2, description="shared_storage: published weight directories kept on disk")
+    keep_versions: Count = Field(
+        2, description="shared_storage: published weight directories kept on disk, beside those that they are made from"
+    )
+    full_every: Count = Field(
+        1,
+        description="shared_storage: of so many publishes in a row one is of the whole model, and the others are of "
+        "the weights whose bits changed since the publish before; 1 = all are whole",
+    )
     lora: Literal["merged", "adapter"] = Field(
         "merged",
         description="of a run with model.lora: merged = engines get whole weights, with the adapters merged; adapter = "

@@ -144,16 +144,17 @@ class Engine(Protocol):
         be seen, and what `score` returns. Slow. Raises `InvalidSample` and `EngineRefused`."""
         ...
 
-    async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
-        """Serve the weights of the model directory `path` as policy `version`. When it raises `EngineRefused` the
-        old weights still serve; after any other error call it again before generating."""
+    async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
+        """Serve the weights in the directory `path`, a model or a delta (`weights.delta`), as policy `version`; returns
+        the seconds in which it sampled nothing. When it raises `EngineRefused` the old weights still serve; after any
+        other error call it again before generating."""
         ...
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
         """Makes the workers members of the trainer's group, and of no earlier one; returns when all have joined."""
         ...
 
-    async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> None:
+    async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> float:
         """Serve what the trainer broadcasts in `step` of the joined group as policy `version`. As `load_weights`;
         after an error other than `EngineRefused` the engine is in no group."""
         ...

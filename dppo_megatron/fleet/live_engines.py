@@ -30,6 +30,7 @@ class Confirmation:
     instance: str
     scores: np.ndarray  # [P - 1] fp32
     load_s: float
+    pause_s: float  # part of it in which it sampled nothing
     held: Fingerprint  # of its weights; empty where it was not asked
 
 
@@ -94,18 +95,19 @@ class LiveEngines:
         self,
         version: int,
         engines: Mapping[str, EngineInfo],
-        load: Callable[[Engine], Awaitable[None]],
+        load: Callable[[Engine], Awaitable[float]],
         tokens: np.ndarray,
     ) -> dict[str, Confirmation | EngineError]:
-        """Has each of `engines` serve `version` by `load` and score `tokens`; a confirmation or its error, by URL."""
+        """Has each of `engines` serve `version` by `load`, which returns for how long it paused, and score `tokens`; a
+        confirmation or its error, by URL."""
 
         async def load_and_score(client: Engine) -> Confirmation:
             started = time.perf_counter()
-            await load(client)
+            pause_s = await load(client)
             load_s = time.perf_counter() - started
             scores = await client.score(tokens)
             held = await client.held_weights() if self._config.weight_sync.fingerprint else {}
-            confirmation = Confirmation(client.url, engines[client.url].instance, scores, load_s, held)
+            confirmation = Confirmation(client.url, engines[client.url].instance, scores, load_s, pause_s, held)
             info = await client.info()
             if (info.instance, info.version) != (confirmation.instance, version):
                 raise EngineUnavailable(f"engine {client.url}: restarted, or loaded with other weights, meanwhile")

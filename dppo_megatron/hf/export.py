@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -159,25 +160,18 @@ def save_hf(
     if quantization == "fp8_block":
         expected = fp8.quantized_info(expected)
 
+    def as_it_is(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if observe is not None:
+            observe(name, tensor)
+        return {name: tensor}
+
     turns = Turns(everyone, f"writes to {directory}")
+    exported = partial(
+        export_weights, model_chunks, config, dtype, ranks=ranks, quantization=quantization, before_gather=turns
+    )
 
     def write(staging: Path) -> list[Part]:
-        failure = None
-        exported = export_weights(
-            model_chunks, config, dtype, ranks=ranks, quantization=quantization, before_gather=turns
-        )
-        with PartWriter(staging, f"{everyone.rank:05d}", shard_bytes, everyone.alive) as writer:
-            for name, tensor in exported:
-                if failure is None:
-                    try:
-                        if observe is not None:
-                            observe(name, tensor)
-                        writer.add(name, tensor)
-                    except Exception as error:  # keep gathering: the other ranks wait for this one
-                        failure = error
-            if failure is not None:
-                raise failure
-            return writer.close()
+        return write_parts(staging, exported(), as_it_is, everyone, shard_bytes)
 
     def complete(staging: Path, parts: list[Part]) -> None:
         assemble(staging, parts)
@@ -185,6 +179,29 @@ def save_hf(
         copy_metadata(template_dir, staging, stored, told)
 
     write_staged(directory, expected, everyone, write=write, complete=complete, overwrite=overwrite)
+
+
+def write_parts(
+    staging: Path,
+    exported: Iterable[tuple[str, Tensor]],
+    pack: Callable[[str, Tensor], Mapping[str, Tensor]],
+    everyone: Ranks,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> list[Part]:
+    """Writes what `pack` makes of each of this rank's tensors to files of `staging`. Exhausts `exported`, whose
+    iteration is collective, before it raises what went wrong."""
+    failure = None
+    with PartWriter(staging, f"{everyone.rank:05d}", shard_bytes, everyone.alive) as writer:
+        for name, tensor in exported:
+            if failure is None:
+                try:
+                    for key, packed in pack(name, tensor).items():
+                        writer.add(key, packed)
+                except Exception as error:  # keep gathering: the other ranks wait for this one
+                    failure = error
+        if failure is not None:
+            raise failure
+        return writer.close()
 
 
 def _export(

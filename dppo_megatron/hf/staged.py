@@ -22,15 +22,16 @@ from .safetensors_writer import (
 
 def write_staged(
     directory: Path,
-    expected: Mapping[str, TensorInfo],
+    expected: Mapping[str, TensorInfo] | None,
     everyone: Ranks,
     *,
     write: Callable[[Path], list[Part]],
     complete: Callable[[Path, list[Part]], None],
     overwrite: bool = False,
 ) -> None:
-    """Every rank `write`s parts of `expected` to a folder beside `directory`; rank 0 then makes them what readers find,
-    by `complete(folder, parts of all ranks)`, and gives it its name when all is on the disk.
+    """Every rank `write`s parts of `expected` (None: of whatever it likes) to a folder beside `directory`; rank 0 then
+    makes them what readers find, by `complete(folder, parts of all ranks)`, and gives it its name when all is on the
+    disk.
 
     Collective over all ranks: three agreements. Raises on every rank what any rank raised: `ModelError` without enough
     disk space, for an existing directory without `overwrite` and for tensors that are missing, unknown or written
@@ -42,12 +43,13 @@ def write_staged(
         if everyone.rank == 0:
             refuse_existing(directory, overwrite)
             create_staging(directory)
-            check_space(staging, sum(info.nbytes for info in expected.values()))
+            check_space(staging, sum(info.nbytes for info in (expected or {}).values()))
 
     def finish() -> None:
         if everyone.rank == 0:
             parts = [part for of_rank in written for part in of_rank]
-            refuse_incomplete(directory, parts, expected)
+            if expected is not None:
+                refuse_incomplete(directory, parts, expected)
             complete(staging, parts)
             publish(staging, directory, overwrite)
 

@@ -23,6 +23,7 @@ from dppo_megatron.fleet.registry import forget, free_port, port_in_use, registe
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weights.delta import chain, is_delta
 from dppo_megatron.weights.published import PublishedPolicy
 
 from .quantized import ensure_start_model
@@ -103,6 +104,9 @@ def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int
     path = None if published is None or published.path is None else Path(published.path)
     if path is None or config.weight_sync.lora == "adapter" or (path / ADAPTER_CONFIG).is_file():
         return ensure_start_model(config, index), 0
+    if is_delta(path):  # the run has it load what changed since
+        path, _ = chain(path)
+        return path, run.version_of(path)
     return path, published.version
 
 

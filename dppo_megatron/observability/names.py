@@ -80,7 +80,11 @@ _MISMATCH = (
     ("probe/mean_abs_logprob_difference", "nats", "weight check after a publish: mean log-prob difference"),
     ("probe/max_abs_logprob_difference", "nats", "weight check after a publish: largest log-prob difference"),
 )
-_PUBLISH = (("publish/bytes_per_s", "bytes/s", "size of the weights / seconds of exporting and loading them"),)
+_PUBLISH = (
+    ("publish/bytes", "bytes", "size of what was published: the weights, what changed of them, or the adapters"),
+    ("publish/bytes_per_s", "bytes/s", "publish/bytes / seconds of exporting and loading them"),
+    ("publish/changed_share", "share", "elements with other bits than before, where they alone were published"),
+)
 _ROLLOUT = (
     ("rollout/reward_mean", "reward", "mean over the samples of the batch"),
     ("rollout/reward_failed", "count", "samples whose verifier raised or timed out"),
@@ -131,10 +135,12 @@ _PUBLISH_PARTS = (
     ("time/publish_load_s", "s", "part of publish: the engines load them"),
     ("time/publish_probe_s", "s", "part of publish: the weight check"),
 )
+_PUBLISH_PAUSE = (("time/publish_pause_s", "s", "part of publish_load: longest time an engine sampled nothing"),)
 _TIME = (
     ("time/step_s", "s", "wall time of the step"),
     *_STEP_PARTS,
     *_PUBLISH_PARTS,
+    *_PUBLISH_PAUSE,
     ("time/generate_s", "s", "engines: first request to last group of the step; may overlap training"),
     ("time/eval_s", "s", "greedy evaluation; not in the step"),
     ("throughput/tokens_per_s", "tokens/s", "train/tokens / time/step_s"),

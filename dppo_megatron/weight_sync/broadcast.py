@@ -69,6 +69,7 @@ class Broadcast:
         self._channel: Channel | None = None
         self._step = 0
         self.nbytes = 0
+        self.changed_share = None
         self.sent: Fingerprint = {}
         self._fingerprints = config.weight_sync.fingerprint
 
@@ -84,6 +85,9 @@ class Broadcast:
             self._sender = senders.index(self._ranks.rank) if self._ranks.rank in senders else None
             self.nbytes = sum(bucket_bytes(bucket) for stream in self._streams for bucket in stream)
 
+    def prepare_again(self, version: int) -> None:
+        pass
+
     def connect(self, engines: Mapping[str, EngineInfo]) -> None:
         self._step += 1
         joined = self._formed and self._members == tuple(engines)
@@ -92,8 +96,8 @@ class Broadcast:
             self.close()
             self._join(engines)
 
-    async def receive(self, engine: Engine, version: int) -> None:
-        await engine.receive_weights(self._plan.name, self._step_name, version, self._on_update)
+    async def receive(self, engine: Engine, version: int) -> float:
+        return await engine.receive_weights(self._plan.name, self._step_name, version, self._on_update)
 
     def send(self) -> str | None:
         stream = None

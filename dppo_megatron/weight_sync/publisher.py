@@ -44,21 +44,27 @@ class Published:
     """What one publish cost and confirmed; seconds. The same on every rank."""
 
     version: int
-    nbytes: int
+    nbytes: int  # that travelled
     export_s: float  # before the engines begin to load
     load_s: float  # of the slowest engine
+    pause_s: float  # part of it in which an engine sampled nothing, the longest
     check_s: float  # of scoring the weight check's tokens
     difference: ScoreDifference  # of the engine that differs most, among those that agree
     unconfirmed: int = 0  # engines that were left out
+    changed_share: float | None = None  # of all elements, where only what changed was sent
 
     def metrics(self) -> dict[str, float]:
+        changed = {} if self.changed_share is None else {"publish/changed_share": self.changed_share}
         return {
+            **changed,
+            "publish/bytes": float(self.nbytes),
             "probe/mean_abs_logprob_difference": self.difference.mean,
             "probe/max_abs_logprob_difference": self.difference.largest,
             "publish/bytes_per_s": self.nbytes / max(self.export_s + self.load_s, 1e-9),
             "time/publish_export_s": self.export_s,
             "time/publish_load_s": self.load_s,
             "time/publish_probe_s": self.check_s,
+            "time/publish_pause_s": self.pause_s,
             "engine/unconfirmed": float(self.unconfirmed),
         }
 
@@ -129,6 +135,8 @@ class Publisher:
                     log.warning("policy %d is published without %s: %s", version, name, reason)
                 return replace(outcome.published, unconfirmed=len(failures))
             self._ranks.from_rank_zero(partial(retries.wait, engines, failures), "an engine to publish to")
+            if engines:
+                self._transport.prepare_again(version)
 
     def engines_lag(self) -> bool:
         """Rank 0: whether an engine that answers lacks a broadcast policy; reported once for each instance.
@@ -202,7 +210,17 @@ class Publisher:
             check_s = time.perf_counter() - started - load_s
             self._record(version, expected, [reply for reply in confirmed if reply.url in agreed])
             worst = ScoreDifference.worst(agreed.values())
-            return Outcome(Published(version, self._transport.nbytes, export_s, load_s, check_s, worst), failures)
+            published = Published(
+                version,
+                self._transport.nbytes,
+                export_s,
+                load_s,
+                max(confirmation.pause_s for confirmation in confirmed),
+                check_s,
+                worst,
+                changed_share=self._transport.changed_share,
+            )
+            return Outcome(published, failures)
 
         return self._ranks.from_rank_zero(compare, f"the engines to load policy version {version}")
 
@@ -217,11 +235,11 @@ class Publisher:
             finally:
                 self._memory.onload()
 
-    async def _load(self, engine: Engine, version: int) -> None:
+    async def _load(self, engine: Engine, version: int) -> float:
         try:
             if self._memory is not None:
                 await engine.wake()
-            await self._transport.receive(engine, version)
+            return await self._transport.receive(engine, version)
         except BaseException as error:
             self._transport.abort(str(error) or f"engine {engine.url}: cancelled")
             raise

@@ -1,7 +1,8 @@
-"""Transport by directories that trainer and engines share."""
+"""Transport by directories that trainer and engines share: of models, of what changed in them, or of adapters."""
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,16 +18,22 @@ from dppo_megatron.engines.protocol import Engine, EngineInfo
 from dppo_megatron.hf import export_weights, save_hf
 from dppo_megatron.hf.peft import save_peft
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.weights.fingerprint import Fingerprint, add
+from dppo_megatron.weights.delta import DamagedDelta, chain
+from dppo_megatron.weights.fingerprint import Fingerprint, add, merged
 
+from .delta_writer import DeltaTooLarge, write_delta
 from .transport import StoredAs
+
+log = logging.getLogger(__name__)
 
 
 class SharedStorage:
-    """Every version is one directory, of a model or an adapter, written by its source ranks and read by all engines."""
+    """Every version is one directory, of a model, a delta or an adapter, written by its source ranks and read by all
+    engines. A delta changes the version that this process wrote before it, so the first one is whole."""
 
     def __init__(self, config: Config, actor: Actor, ranks: Ranks, stored: StoredAs):
         self._config = config
+        self._ranks = ranks
         self._run = RunDir(config.run.dir)
         self._actor = actor
         self._stored = stored
@@ -34,6 +41,9 @@ class SharedStorage:
         self._prepared: Path | None = None
         self.nbytes = 0
         self.sent: Fingerprint = {}
+        self.changed_share: float | None = None
+        self._deltas_left = 0  # before the next version that is whole in any case
+        self._too_large = False  # one of them was, and no other is tried
         self._frozen: Fingerprint | None = None  # of this rank's share of the weights beside the adapters
 
     def _take_over(self) -> list[int]:
@@ -43,26 +53,65 @@ class SharedStorage:
         return sorted(int(found.name[1:]) for found in self._run.weights.glob("v*") if found.name[1:].isdecimal())
 
     def prepare(self, version: int) -> None:
-        self._prepared = self.directory(version)
-        self.sent = {}
-        observe = partial(add, self.sent) if self._config.weight_sync.fingerprint else None
+        base, self._prepared = self._prepared, self.directory(version)
         if self._config.weight_sync.lora == "adapter":
-            self._save_adapters(observe)
-        else:
-            save_hf(
-                self._actor.model_chunks,
-                self._prepared,
-                template_dir=self._config.model.path,
-                dtype=self._stored.dtype,
-                quantization=self._stored.quantization,
-                overwrite=True,
-                observe=observe,
-            )
+            self._save_adapters()
+        elif not self._deltas_left or base == self._prepared:
+            self._deltas_left, self._too_large = self._config.weight_sync.full_every - 1, False
+            self._save_whole()
+        elif not self._save_delta(base):
+            self._save_whole()
         self.nbytes = sum(file.stat().st_size for file in self._prepared.glob("*.safetensors"))
 
-    def _save_adapters(self, observe: Callable[[str, Tensor], None] | None) -> None:
+    def prepare_again(self, version: int) -> None:
+        if self.changed_share is not None:
+            if self._ranks.rank == 0:
+                log.warning("policy %d: no engine took what changed; the whole is published", version)
+            self._save_whole()
+            self.nbytes = sum(file.stat().st_size for file in self._prepared.glob("*.safetensors"))
+
+    def _save_delta(self, base: Path) -> bool:
+        """False where the version must be written as a whole."""
+        self._deltas_left -= 1
+        if self._too_large:
+            return False
+        try:
+            changes, self.changed_share = write_delta(
+                self._actor.model_chunks, self._actor.hf, self._prepared, base, self._stored
+            )
+        except DeltaTooLarge as error:
+            self._too_large = True
+            reason = f"{error}; the next {self._deltas_left + 1} are whole too (weight_sync.full_every)"
+        except DamagedDelta as error:
+            reason = str(error)
+        else:
+            if self._config.weight_sync.fingerprint:
+                self.sent = merged([self.sent, changes.fingerprint])
+            return True
+        if self._ranks.rank == 0:
+            log.warning("the whole of the weights is published instead of what changed: %s", reason)
+        return False
+
+    def _save_whole(self) -> None:
+        self.sent, self.changed_share = {}, None
+        save_hf(
+            self._actor.model_chunks,
+            self._prepared,
+            template_dir=self._config.model.path,
+            dtype=self._stored.dtype,
+            quantization=self._stored.quantization,
+            overwrite=True,
+            observe=self._observe(),
+        )
+
+    def _observe(self) -> Callable[[str, Tensor], None] | None:
+        return partial(add, self.sent) if self._config.weight_sync.fingerprint else None
+
+    def _save_adapters(self) -> None:
         """An engine holds them beside the weights that it started with, which must be the trainer's."""
         chunks, model = self._actor.model_chunks, self._config.model
+        self.sent = {}
+        observe = self._observe()
         if observe is not None:
             if self._frozen is None:
                 self._frozen = {}
@@ -85,8 +134,8 @@ class SharedStorage:
     def connect(self, engines: Mapping[str, EngineInfo]) -> None:
         pass
 
-    async def receive(self, engine: Engine, version: int) -> None:
-        await engine.load_weights(self._prepared, version, self._config.rollout.on_update)
+    async def receive(self, engine: Engine, version: int) -> float:
+        return await engine.load_weights(self._prepared, version, self._config.rollout.on_update)
 
     def send(self) -> str | None:
         return None
@@ -98,12 +147,26 @@ class SharedStorage:
         return self._run.weights_of(version).resolve()
 
     def after_confirmation(self, version: int) -> None:
-        """Keeps those published last, the published one always: an engine that restarts loads it."""
+        """Keeps those published last, the published one always: an engine that restarts loads it. And what they are
+        made from."""
         if version in self._kept:
             self._kept.remove(version)
         self._kept.append(version)
-        while len(self._kept) > self._config.weight_sync.keep_versions:
-            shutil.rmtree(self._run.weights_of(self._kept.pop(0)), ignore_errors=True)
+        keep = self._config.weight_sync.keep_versions
+        needed = {path for kept in self._kept[-keep:] for path in _made_from(self._run.weights_of(kept))}
+        for old in self._kept[:-keep]:
+            if self._run.weights_of(old) not in needed:
+                shutil.rmtree(self._run.weights_of(old), ignore_errors=True)
+                self._kept.remove(old)
 
     def close(self) -> None:
         pass
+
+
+def _made_from(directory: Path) -> list[Path]:
+    """The directories that a reader of this one reads."""
+    try:
+        model, deltas = chain(directory)
+    except DamagedDelta:  # nobody can read it
+        return []
+    return [model, *deltas]

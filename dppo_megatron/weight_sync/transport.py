@@ -28,19 +28,25 @@ class Transport(Protocol):
     One `prepare` a version; then for each attempt `connect`, after it `send` on every rank while the engines `receive`.
     """
 
-    nbytes: int  # of the weights of one version, once prepared
+    nbytes: int  # that travel of one version, once prepared
+    changed_share: float | None  # of its elements, where a delta travels
     sent: Fingerprint  # of what this rank sent of the version, once sent
 
     def prepare(self, version: int) -> None:
         """Does once what all attempts share."""
         ...
 
+    def prepare_again(self, version: int) -> None:
+        """Before another attempt with engines that answer: sends the whole where they did not take what changed."""
+        ...
+
     def connect(self, engines: Mapping[str, EngineInfo]) -> None:
         """Prepares to send to these engines, by URL. Raises `WeightSyncError` on every rank."""
         ...
 
-    async def receive(self, engine: Engine, version: int) -> None:
-        """Has one engine receive and load the policy. Raises what the engine's client raises."""
+    async def receive(self, engine: Engine, version: int) -> float:
+        """Has one engine receive and load the policy; returns the seconds in which it sampled nothing. Raises what the
+        engine's client raises."""
         ...
 
     def send(self) -> str | None:

@@ -12,6 +12,7 @@ from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.hf import ModelError, WeightMap, read_hf_config
 
 from .broadcast_plan import TensorSpec
+from .delta import DamagedDelta, Version, is_delta
 
 _FP8 = DTYPES["fp8"]
 _STORED = tuple(dtype.safetensors for dtype in DTYPES.values())  # an engine casts all but FP8 to its own dtype
@@ -29,7 +30,6 @@ class UnreadableWeights(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Manifest:
     source: str
-    files: tuple[Path, ...]
     shapes: dict[str, tuple[int, ...]]
     fp8: frozenset[str]  # names of the tensors that are e4m3
 
@@ -38,21 +38,25 @@ class Manifest:
         """Of what a sender will broadcast, instead of files."""
         specs = list(tensors)
         fp8 = frozenset(spec.name for spec in specs if spec.dtype == _FP8.long)
-        return cls(source, (), {spec.name: spec.shape for spec in specs}, fp8)
+        return cls(source, {spec.name: spec.shape for spec in specs}, fp8)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
         """Without the tensors that the model does not need, such as those of a layer that predicts further tokens.
 
+        Of a delta (`weights.delta`), what the model that it changes holds, once its own headers were read too.
         Raises UnreadableWeights when the directory is missing, empty, or damaged, and BadWeights when it holds a tensor
         twice or in a dtype of no use. A safetensors header is checked against the file's size, so a file still being
         copied is found too.
         """
+        source = str(directory)
         try:
+            if is_delta(directory):
+                directory = Version(directory).model
             ties_head, is_ignored = _model(directory)
             files = tuple(sorted(directory.glob("*.safetensors")))
-        except (OSError, ModelError) as error:
-            raise UnreadableWeights(f"{directory}: not readable ({error})") from error
+        except (OSError, ModelError, DamagedDelta) as error:
+            raise UnreadableWeights(f"{source}: not readable ({error})") from error
         if not files:
             raise UnreadableWeights(f"{directory}: holds no .safetensors file")
         shapes: dict[str, tuple[int, ...]] = {}
@@ -75,7 +79,7 @@ class Manifest:
                 raise UnreadableWeights(f"{file}: not a readable safetensors file ({error})") from error
         if ties_head:
             shapes.pop("lm_head.weight", None)  # may be stored or left out
-        return cls(str(directory), files, shapes, frozenset(fp8))
+        return cls(source, shapes, frozenset(fp8))
 
     def check_replaces(self, served: Manifest) -> None:
         """Raises BadWeights unless names and shapes are those of the served model, and the same tensors are FP8."""

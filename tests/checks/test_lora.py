@@ -34,6 +34,10 @@ def config(r: int = 8, **sections: dict) -> Config:
             {"model": {"layers": "transformer_engine"}},
             "adapters stand beside Megatron's local layers alone",
         ),
+        ({"weight_sync": ADAPTER | {"full_every": 2}}, "adapters are published as they are"),
+        ({"weight_sync": {"full_every": 2}}, None),
+        ({"weight_sync": {"full_every": 2, "transport": "broadcast"}}, "a broadcast is of the whole"),
+        ({"weight_sync": {"full_every": 2}, "engine": {"placement": "colocated"}}, "an actor that has left its device"),
         ({"model": {"fp8": "tensorwise"}}, "model.lora.r = 8: local layers have no FP8; set model.fp8 to none"),
     ],
 )

@@ -17,6 +17,7 @@ from dppo_megatron.engines.protocol import EngineTimeout
 from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.launch import engine as launched
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weights.delta import write_base
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.configs import make_config
 
@@ -146,13 +147,16 @@ def test_a_server_that_does_not_end_when_it_is_asked_to_is_killed(monkeypatch):
         ("adapter", "adapter", ("start", 0)),
         ("adapter", "merged", ("start", 0)),
         ("model", "adapter", ("start", 0)),
+        ("delta", "merged", ("v2", 2)),
     ],
 )
 def test_an_engine_starts_with_a_whole_model_and_adapters_with_that_of_the_run(tmp_path, published, serves, expected):
     """Also where a resumed run publishes the other kind from now on (weight_sync.lora)."""
     path = tmp_path / "v3"
     path.mkdir()
-    (path / ("config.json" if published == "model" else "adapter_config.json")).write_text("{}")
+    if published == "delta":  # the run has the engine load what changed
+        write_base(path, "v2")
+    (path / ("adapter_config.json" if published == "adapter" else "config.json")).write_text("{}")
     config = make_config(
         run={"dir": tmp_path}, model={"path": tmp_path / "start"}, data={"train": "t"}, weight_sync={"lora": serves}
     )

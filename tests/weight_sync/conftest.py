@@ -11,7 +11,7 @@ import pytest
 from tests.support.models import CONFIGS
 from tests.weight_sync.scenarios import SCENARIOS, on_rank
 
-FAMILIES = ("qwen3", "qwen3_moe", "wide")
+FAMILIES = ("qwen3", "qwen3_moe", "wide", "tied")
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +21,7 @@ def sync_models(tmp_path_factory) -> Path:
 
     # Several blocks of FP8 each way, none of the sizes a multiple of 128.
     configs = CONFIGS | {"wide": CONFIGS["qwen3"] | {"hidden_size": 160, "intermediate_size": 300}}
+    configs["tied"] = configs["wide"] | {"tie_word_embeddings": True}
     root = tmp_path_factory.mktemp("weight_sync")
     for family in FAMILIES:
         for seed, policy in enumerate("ab"):

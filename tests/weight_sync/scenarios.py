@@ -20,6 +20,7 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import WeightSyncError
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.fakes.engine import SCORES, FakeEngine
+from tests.weight_sync.delta_scenarios import RESTARTED, all_changes, deltas
 from tests.weight_sync.trainer_ranks import TIMEOUT_S, trainer
 
 LONG_TIMEOUT_S = 30.0
@@ -241,10 +242,10 @@ def one_of_two_dies_unnoticed(models: Path, run: Path) -> dict:
             dying.death_shows.clear()
             receive = survivor.receive_weights
 
-            async def receive_weights(*arguments: Any) -> None:
+            async def receive_weights(*arguments: Any) -> float:
                 started = time.monotonic()
                 try:
-                    await receive(*arguments)
+                    return await receive(*arguments)
                 finally:
                     survivor_s.append(time.monotonic() - started)
                     dying.death_shows.set()
@@ -350,6 +351,11 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     "fp8_emulated_shared_storage": partial(
         in_fp8, engine=FP8_EMULATED, family="wide", tp=2, transport="shared_storage"
     ),
+    "deltas_short": partial(deltas, updates=RESTARTED + 4, family="qwen3", tp=2),
+    "deltas_tied": partial(deltas, updates=100, family="tied", tp=2),
+    "deltas_dense": partial(deltas, updates=100, family="wide", pp=2),
+    "deltas_moe": partial(deltas, updates=100, family="qwen3_moe", ep=2),
+    "all_changes": all_changes,
     "colocated": colocated,
     "dies_at_join": partial(one_of_two_dies, place="join"),
     "dies_at_receive": partial(one_of_two_dies, place="receive"),

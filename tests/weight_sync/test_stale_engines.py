@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Callable
@@ -11,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dppo_megatron.weights.fingerprint import group_of, in_order
+from dppo_megatron.config import Config
+from dppo_megatron.engines.kinds import build_engine
+from dppo_megatron.weights.fingerprint import Fingerprint, add, differing, group_of, in_order
 from tests.support.engines import EXPERTS, engine_config, make_model, running_server
 from tests.support.faults import Proxy
 from tests.weight_sync.test_real_engines import finished, publish
@@ -95,6 +98,31 @@ def test_what_an_engine_kept_is_named(served, transport, faults):
     settings = {"shared_storage": {}, "broadcast": {"bucket_bytes": 200_000}}[transport]
     directory = model.parent.parent / transport
     check_named(*publish_faults(kind, model, url, directory, faults, transport=transport, **settings))
+
+
+def test_an_engine_that_gets_what_changed_holds_the_bits_of_the_whole(served):
+    kind, model, url = served
+    policies = [model, *(UPDATE for _ in range(5))]
+    settings = {"engine": {"kind": kind}, "dtype": "bf16", "timeout_s": 60, "full_every": 4}
+    processes, out = publish(model.parent.parent / "deltas", model, [url], policies, **settings)
+    records = finished(processes, out, 300)
+    assert [record.get("error") for record in records] == [None] * len(policies)
+    shares = [record["changed_share"] for record in records]
+    assert [number for number, share in enumerate(shares) if share is None] == [0, 4]
+    assert all(0 < share < 0.01 for share in shares if share is not None)
+    assert all(record["pause_s"] > 0 for record in records)
+    sent: dict[str, int] = {}
+    for name, tensor in weights(out, len(policies)).items():
+        add(sent, name, tensor)
+    assert differing(sent, asyncio.run(held(engine_config(model, kind=kind, dtype="bf16"), url))) == []
+
+
+async def held(config: Config, url: str) -> Fingerprint:
+    engine = build_engine(config, url)
+    try:
+        return await engine.held_weights()
+    finally:
+        await engine.close()
 
 
 def publish_faults(kind: str, model: Path, url: str, directory: Path, faults: tuple[str, ...], **weight_sync):

@@ -65,6 +65,8 @@ def main(config_path: str, out: str, *policies: str) -> None:
             record = {
                 "engines": len(config.engine.urls) - published.unconfirmed,
                 "difference": published.difference.largest,
+                "changed_share": published.changed_share,
+                "pause_s": published.pause_s,
             }
         except WeightSyncError as error:
             record = {"error": str(error)}

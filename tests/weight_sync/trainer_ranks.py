@@ -38,6 +38,14 @@ class Trainer:
     def load(self, policy: str) -> None:
         hf.load_into(self.actor.model_chunks, self.models / f"{self.actor.family}-{policy}")
 
+    def move(self, share: float, seed: int) -> None:
+        """Other bits, in bf16 too, in about `share` of the weights; the same on every rank that holds a weight."""
+        generator = torch.Generator().manual_seed(seed)
+        for chunk in self.actor.model_chunks:
+            for parameter in chunk.parameters():
+                draw = torch.rand(parameter.shape, generator=generator)
+                parameter.data.mul_(1 + (draw < share) * 2.0**-6).add_((draw < share) * 2.0**-20)
+
     def difference(self, policy: str, engine: int = 0) -> float:
         """Largest difference between what the engine holds and the policy's directory; inf where names differ."""
         source = hf.SafetensorsDirectory(self.models / f"{self.actor.family}-{policy}")

@@ -135,14 +135,14 @@ class SglangEngine:
             raise EngineRefused(f"engine {self.url}: {what}: {UNSEEN}")
         return trace, logprobs
 
-    async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
-        await self._weights.load(path, version, mode)
+    async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
+        return await self._weights.load(path, version, mode)
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
         await self._weights.join(plan, (await self.info()).workers)
 
-    async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> None:
-        await self._weights.receive(group, step, version, mode)
+    async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> float:
+        return await self._weights.receive(group, step, version, mode)
 
     async def held_weights(self) -> Fingerprint:
         what = "fingerprints of its weights"

@@ -17,6 +17,7 @@ from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, Engi
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.hf.peft import adapter_problems
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
+from dppo_megatron.weights.delta import is_delta
 from dppo_megatron.weights.manifest import BadWeights, Manifest, UnreadableWeights
 from dppo_megatron.weights.process_group import Rendezvous, WeightGroupError, nccl_problem
 
@@ -60,7 +61,7 @@ class SglangWeights:
         """Name of the weight group that the server joined through this client; empty = none."""
         return "" if self._group is None else self._group.plan.name
 
-    async def load(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
+    async def load(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
         path = Path(path).absolute()
         what = f"loading policy {version} from {path}"
         if mode not in get_args(UpdateMode):
@@ -68,12 +69,13 @@ class SglangWeights:
         async with self._updates:
             deadline = time.monotonic() + self._update_timeout_s
             await asyncio.to_thread(self._check_weights, what, path)
-            if self._adapters is not None:  # SGLang alone would take its file for one of weights, all of them unknown
+            if self._adapters is not None or is_delta(path):  # SGLang alone would take its file for one of weights
                 await ask_plugin(self._calls, what, NCCL)
             if mode == "wait":
                 await self._wait_until_idle(what, deadline)
-            async with self._paused(what, mode, deadline):
+            async with self._paused(what, mode, deadline) as since:
                 await self._swap(what, path, version, deadline)
+            return time.monotonic() - since
 
     async def join(self, plan: WeightGroupPlan, workers: int) -> None:
         what = f"joining weight group {plan.name}"
@@ -113,7 +115,7 @@ class SglangWeights:
         }
         await self._calls.call(what, "/init_weights_update_group", self._update_timeout_s, body=body)
 
-    async def receive(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> None:
+    async def receive(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> float:
         what = f"receiving policy {version}"
         async with self._updates:
             deadline = time.monotonic() + self._update_timeout_s
@@ -121,7 +123,7 @@ class SglangWeights:
                 raise EngineRefused(f"engine {self.url}: {what}: it is not in weight group {group}; join it first")
             if mode == "wait":
                 await self._wait_until_idle(what, deadline)
-            async with self._paused(what, mode, deadline):
+            async with self._paused(what, mode, deadline) as since:
                 try:
                     await self._receive(what, self._group, step, version, deadline)
                 except BaseException as error:  # cancelled, too: requests that were kept must not go on unmarked
@@ -130,6 +132,7 @@ class SglangWeights:
                     if isinstance(error, EngineRefused):
                         raise EngineError(f"{error}; the weights may be incomplete") from error
                     raise
+            return time.monotonic() - since
 
     async def _receive(self, what: str, group: _Group, step: str, version: int, deadline: float) -> None:
         plan = group.plan
@@ -206,13 +209,14 @@ class SglangWeights:
         )
 
     @contextlib.asynccontextmanager
-    async def _paused(self, what: str, mode: UpdateMode, deadline: float) -> AsyncIterator[None]:
+    async def _paused(self, what: str, mode: UpdateMode, deadline: float) -> AsyncIterator[float]:
+        """Yields when it began, by the monotonic clock."""
         # Retracted requests are prefilled anew afterwards: each further token is drawn from exactly the policy it is
         # tagged with. Paused in place they would go on with keys and values of the old weights.
-        how = {"mode": "abort" if mode == "abort" else "retract"}
+        how, since = {"mode": "abort" if mode == "abort" else "retract"}, time.monotonic()
         try:
             await self._calls.call(what, "/pause_generation", _left(deadline), body=how)
-            yield
+            yield since
         finally:
             await self._calls.call(what, "/continue_generation", body={})
 

@@ -117,19 +117,19 @@ class VllmEngine:
             raise EngineRefused(f"engine {self.url}: {what}: {UNSEEN}")
         return trace, check_scores(f"engine {self.url}: {what}", arrays.get("logprobs"), len(token_ids) - 1)
 
-    async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
+    async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
         source = {"path": str(Path(path).absolute())}
-        await self._update(f"loading policy {version} from {path}", "/dppo/load_weights", source, version, mode)
+        return await self._update(f"loading policy {version} from {path}", "/dppo/load_weights", source, version, mode)
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
         what = f"joining weight group {plan.name}"
         await self._calls.call(what, "/dppo/join_weight_group", self._update_timeout_s, body=plan.to_json())
 
-    async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> None:
+    async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> float:
         source = {"group": group, "step": step}
-        await self._update(f"receiving policy {version}", "/dppo/receive_weights", source, version, mode)
+        return await self._update(f"receiving policy {version}", "/dppo/receive_weights", source, version, mode)
 
-    async def _update(self, what: str, path: str, source: dict[str, str], version: int, mode: UpdateMode) -> None:
+    async def _update(self, what: str, path: str, source: dict[str, str], version: int, mode: UpdateMode) -> float:
         body = {
             **source,
             "version": int(version),
@@ -139,6 +139,8 @@ class VllmEngine:
         reply = await self._calls.json(what, path, self._update_timeout_s, body=body)
         if reply.get("version") != version:
             raise EngineError(f"engine {self.url}: {what}: it reports version {reply.get('version')}")
+        paused_s = reply.get("paused_s")
+        return paused_s if isinstance(paused_s, float) else 0.0
 
     async def held_weights(self) -> Fingerprint:
         what = "fingerprints of its weights"

@@ -15,6 +15,7 @@ import torch
 from dppo_megatron.engines.protocol import EngineError, EngineInfo, EngineTimeout, EngineUnavailable
 from dppo_megatron.engines.vllm.extension.receiver import WeightReceiver
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
+from dppo_megatron.weights.delta import DamagedDelta, Version
 from dppo_megatron.weights.fingerprint import Fingerprint, add
 from dppo_megatron.weights.process_group import WeightGroupError
 
@@ -82,12 +83,13 @@ class FakeEngine:
             updating_s=None if self._updating is None else time.monotonic() - self._updating,
         )
 
-    async def load_weights(self, path: Path, version: int, mode: str = "keep") -> None:
-        from safetensors.torch import load_file
-
+    async def load_weights(self, path: Path, version: int, mode: str = "keep") -> float:
         def load() -> dict[str, torch.Tensor]:
             self._freeze_at("receive")
-            self.weights = {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
+            try:
+                self.weights = {name: tensor.clone() for name, tensor in Version(path).tensors()}
+            except DamagedDelta as error:
+                raise EngineError(f"engine {self.url}: {error}") from error
             self._freeze_at("loaded")
             return self.weights
 
@@ -95,6 +97,7 @@ class FakeEngine:
         self.events.append("load")
         await self._update(load)
         self.served = version
+        return 0.0
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
         self._die_at("join")
@@ -108,7 +111,7 @@ class FakeEngine:
         self._receiver = await self._update(join)
         self._group = plan.name
 
-    async def receive_weights(self, group: str, step: str, version: int, mode: str = "keep") -> None:
+    async def receive_weights(self, group: str, step: str, version: int, mode: str = "keep") -> float:
         assert group == self._group
         self._die_at("receive")
         try:
@@ -117,6 +120,7 @@ class FakeEngine:
             self._group = ""
             raise EngineError(f"engine {self.url}: receiving policy {version}: {error}") from error
         self.served = version
+        return 0.0
 
     def _receive(self, step: str) -> dict[str, torch.Tensor]:
         self._freeze_at("receive")

@@ -1,4 +1,5 @@
-"""What a stock SGLang server learns from us: to tell what its workers hold, and to serve a policy that is an adapter.
+"""What a stock SGLang server learns from us: to tell what its workers hold, and to serve a policy that is an adapter or
+is stored as what changed in another.
 
 SGLang finds the metadata beside this file because the server's PYTHONPATH names the folder (see
 `engines/sglang/server.py`); nothing of dppo_megatron is installed in its environment.
@@ -8,10 +9,12 @@ SGLang finds the metadata beside this file because the server's PYTHONPATH names
 - /update_weights_from_disk of a server with --enable-lora takes a directory with an adapter. It takes the place of the
   one before it, as weights do, and every request is answered by it: a request that names an adapter would keep its own
   to its end, under a version that is not the adapter's.
+- It takes a directory with a delta (`weights/delta.py`), too.
 """
 
 import base64
 import importlib.util
+import sys
 import weakref
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +25,7 @@ NCCL = "dppo_nccl"
 START_TRACE = "dppo_start_trace"  # and the token ids
 TAKE_TRACE = "dppo_take_trace"
 TRACE = Path(__file__).parents[2] / "trace.py"
-FINGERPRINT = Path(__file__).parents[3] / "weights" / "fingerprint.py"
+WEIGHTS = Path(__file__).parents[3] / "weights"  # whose files are loaded by their paths
 ADAPTER_CONFIG = "adapter_config.json"
 POLICY = "policy"  # SGLang's name of the adapter; there is no other
 
@@ -34,9 +37,11 @@ def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+    loader = "sglang.srt.model_loader.loader.DefaultModelLoader"
     manager = "sglang.srt.lora.lora_manager.LoRAManager"
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", handle, HookType.AROUND)
     HookRegistry.register(f"{updater}.update_weights_from_disk", update_from_disk, HookType.AROUND)
+    HookRegistry.register(f"{loader}._get_weights_iterator", weights_iterator, HookType.AROUND)
     HookRegistry.register(f"{manager}.fetch_new_loras", fetch, HookType.AROUND)
     HookRegistry.register(f"{manager}.prepare_lora_batch", prepare, HookType.AROUND)
 
@@ -68,7 +73,7 @@ def nccl_version():
 
 
 def held_weights(model):
-    fingerprint, shares, seen = _fingerprint(), {}, set()
+    fingerprint, shares, seen = _ours("fingerprint"), {}, set()
     for name, module in model.named_modules():
         if not hasattr(module, "lora_backend"):  # beside an adapter it names the parameters of the layer inside
             fingerprint.add_shares(shares, fingerprint.module_shares(name, module, seen))
@@ -90,7 +95,10 @@ def update_from_disk(original, updater, model_path, load_format, **options):
     manager = updater.get_model_runner().lora_manager
     is_adapter = (Path(model_path) / ADAPTER_CONFIG).is_file()
     if manager is None and not is_adapter:
-        return original(updater, model_path, load_format, **options)
+        try:
+            return original(updater, model_path, load_format, **options)
+        except _ours("delta").DamagedDelta as error:  # one that is raised would end the server
+            return False, str(error)
     if manager is None:
         return False, f"{model_path}: an adapter; start the server with --enable-lora and --max-lora-rank to load it"
     if not is_adapter:
@@ -100,6 +108,14 @@ def update_from_disk(original, updater, model_path, load_format, **options):
     except Exception as error:  # one that is raised would end the server
         return False, f"{model_path}: {type(error).__name__}: {error}"
     return True, "Succeeded to load the adapter."
+
+
+def weights_iterator(original, loader, source, **options):
+    delta = _ours("delta")
+    directory = Path(source.model_or_path)
+    if not delta.is_delta(directory):
+        return original(loader, source, **options)
+    return ((source.prefix + name, tensor) for name, tensor in delta.Version(directory).tensors())
 
 
 def load_adapter(manager, directory):
@@ -137,12 +153,16 @@ def _text(value):
     return f"{str(value.dtype).removeprefix('torch.')} {'x'.join(map(str, value.shape))} {bits}"
 
 
-def _fingerprint():
-    return _loaded(FINGERPRINT)
+def _ours(name):
+    """A module of the folder `weights`, which needs no other of ours."""
+    return _loaded(WEIGHTS / f"{name}.py")
 
 
 def _loaded(file):
-    spec = importlib.util.spec_from_file_location(f"dppo_{file.stem}", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """A module of ours; once, so that its errors are of one class."""
+    name = f"dppo_{file.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]

@@ -124,8 +124,8 @@ class WeightUpdater:
         async with self._exclusive():
             if (adapter := adapter_in(path, self._adapters)) is not None:
                 return await self._update(str(path), adapter, version, mode, wait_s)
-            manifest = await asyncio.to_thread(self._read_and_check, path)
-            return await self._update(str(path), {"files": list(map(str, manifest.files))}, version, mode, wait_s)
+            await asyncio.to_thread(lambda: self._check(Manifest.read(path)))
+            return await self._update(str(path), {"directory": str(path)}, version, mode, wait_s)
 
     async def _update(
         self, source: str, info: dict[str, Any] | LoRARequest, version: int, mode: UpdateMode, wait_s: float
@@ -150,11 +150,6 @@ class WeightUpdater:
             await self._engine.resume_generation()
         self._inconsistent = None
         return time.perf_counter() - paused
-
-    def _read_and_check(self, path: Path) -> Manifest:
-        manifest = Manifest.read(path)
-        self._check(manifest)
-        return manifest
 
     def _check(self, manifest: Manifest) -> None:
         if self._served is None:

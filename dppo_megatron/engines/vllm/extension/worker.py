@@ -12,12 +12,11 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
@@ -31,6 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from dppo_megatron.engines.trace import Recorder
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
+from dppo_megatron.weights.delta import Version
 from dppo_megatron.weights.fingerprint import Shares, add_shares
 from dppo_megatron.weights.process_group import WeightGroupError
 
@@ -56,7 +56,7 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """Exactly one of the two."""
 
-    files: list[str] = field(default_factory=list)  # safetensors files of the new policy, names of Hugging Face
+    directory: str = ""  # of the new policy, in names of Hugging Face: a model, or a delta
     step: str = ""  # of the joined group: what the trainer broadcasts now
 
 
@@ -81,10 +81,8 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        if update_info.files:
-            for file in update_info.files:
-                with safe_open(Path(file), framework="pt") as shard:
-                    self._load((name, shard.get_tensor(name)) for name in shard.keys())  # noqa: SIM118
+        if update_info.directory:
+            self._load(Version(Path(update_info.directory)).tensors())
             return
         if self._receiver is None:
             raise WeightGroupError("this worker is in no weight group")

@@ -1,0 +1,87 @@
+"""Writing a version of the weights as what changed since the version in another directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from dppo_megatron.common.ranks import Ranks
+from dppo_megatron.hf import HFModelConfig, export_weights
+from dppo_megatron.hf.export import write_parts
+from dppo_megatron.hf.safetensors_writer import Part
+from dppo_megatron.hf.staged import write_staged
+from dppo_megatron.hf.turns import Turns
+from dppo_megatron.weights.delta import DamagedDelta, Version, change, write_base
+from dppo_megatron.weights.fingerprint import MODULUS, bit_sum, group_of
+
+from .transport import StoredAs
+
+LARGEST_SHARE = 0.8  # of a model's bytes: a delta that would take more is not written
+
+
+class DeltaTooLarge(RuntimeError):
+    """It would take nearly what the model takes; nothing is left of it."""
+
+
+@dataclass
+class Changes:
+    """Of the tensors that this rank exports."""
+
+    tensors: int = 0
+    elements: int = 0
+    changed: int = 0
+    nbytes: int = 0
+    fingerprint: dict[str, int] = field(default_factory=dict)  # to be added to that of the version before
+
+
+def write_delta(
+    chunks: Sequence[nn.Module], hf: HFModelConfig, directory: Path, base: Path, stored: StoredAs
+) -> tuple[Changes, float]:
+    """Writes the weights to `directory` as a delta of the version in `base` beside it.
+
+    Returns what changed in this rank's tensors, and the share of all elements that did. As `save_hf` otherwise, with
+    two agreements of all ranks more; raises on every rank `DeltaTooLarge`, and `DamagedDelta` where `base` cannot be
+    read or is not of the same tensors.
+    """
+    everyone = Ranks()
+    opened: list[Version] = []
+    everyone.on_every_rank(lambda: opened.append(Version(base)), f"{base} to be opened")
+    (before,) = opened
+    most = LARGEST_SHARE * before.model_bytes
+    mine = Changes()
+    turns = Turns(everyone, f"writes to {directory}")
+
+    def pack(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        mine.tensors += 1
+        mine.elements += tensor.numel()
+        found = change(before.tensor(name), tensor.detach().to("cpu"))
+        if found is None:
+            return {}
+        packed = found.stored(name)
+        mine.changed += found.changed
+        mine.nbytes += sum(part.nbytes for part in packed.values())
+        if mine.nbytes > most:
+            raise DeltaTooLarge(f"{directory}: more than {LARGEST_SHARE:.0%} of the model")
+        group = group_of(name)
+        sums = mine.fingerprint.get(group, 0) + bit_sum(found.new) - bit_sum(found.old)
+        mine.fingerprint[group] = sums % MODULUS
+        return packed
+
+    def write(staging: Path) -> list[Part]:
+        exported = export_weights(chunks, hf, stored.dtype, quantization=stored.quantization, before_gather=turns)
+        return write_parts(staging, exported, pack, everyone)
+
+    def complete(staging: Path, parts: list[Part]) -> None:
+        if (nbytes := sum(part.nbytes for part in parts)) > most:
+            raise DeltaTooLarge(f"{directory}: {nbytes:,} bytes, more than {LARGEST_SHARE:.0%} of the model")
+        write_base(staging, base.name)
+
+    write_staged(directory, None, everyone, write=write, complete=complete, overwrite=True)
+    counts = everyone.gather((mine.tensors, mine.elements, mine.changed), "how much of the weights changed")
+    tensors, elements, changed = map(sum, zip(*counts, strict=True))
+    if tensors != len(before.names):
+        raise DamagedDelta(f"{directory}: {tensors} tensors were exported, {base} has {len(before.names)}")
+    return mine, changed / max(elements, 1)

@@ -1,0 +1,42 @@
+"""Publishing what changed, from real trainer ranks to fake engines: the bits of whole publishes, whatever fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.weight_sync.delta_scenarios import DAMAGED_BASE, DAMAGED_FILE, LOST_REPLY, RESTARTED
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deltas_short", *(pytest.param(f"deltas_{kind}", marks=pytest.mark.slow) for kind in ("tied", "dense", "moe"))],
+)
+def test_engines_that_get_what_changed_hold_the_bits_of_a_whole_publish(result_of, name):
+    """Every publish compares fingerprints too. Meanwhile one engine is away and comes back with nothing, a file is
+    damaged after the trainer wrote it and before it writes the next, and a reply is lost."""
+    result = result_of(name)
+    assert result["unlike"] == []
+    published = result["published"]
+    whole = [p.version for p in published if p.changed_share is None]
+    if name == "deltas_short":
+        assert whole == [0]
+    else:
+        assert whole == [0, DAMAGED_FILE, DAMAGED_BASE, 30, 60, 90]
+        assert [p.version for p in published if p.unconfirmed] == [RESTARTED, RESTARTED + 1, RESTARTED + 2, LOST_REPLY]
+        assert max(result["kept"]) <= 32
+        assert result["kept"][31] < 5
+    for p in published:
+        if p.version in whole:
+            assert p.nbytes >= result["size"]
+        else:
+            assert 0.003 < p.changed_share < 0.02
+            assert p.nbytes < result["size"] / 2 - 500
+
+
+def test_a_delta_as_large_as_the_model_is_not_sent_and_the_log_says_so(result_of):
+    result = result_of("all_changes")
+    assert [p.changed_share for p in result["published"]] == [None] * 7
+    assert result["deltas"] == []
+    assert len(result["told"]) == 2, "tried once for every whole publish that was due"
+    assert "more than 80% of the model" in result["told"][0]
+    assert "the next 2 are whole too (weight_sync.full_every)" in result["told"][0]

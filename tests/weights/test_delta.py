@@ -1,0 +1,156 @@
+"""Versions as what changed: any bits there and back, damage of every kind refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dppo_megatron.weights.delta import FAR, DamagedDelta, Version, chain, change, checksum, write_base
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def stored(directory: Path, base: Path, version: dict[str, torch.Tensor]) -> Path:
+    directory.mkdir()
+    before, tensors = Version(base), {}
+    for name, tensor in version.items():
+        if (found := change(before.tensor(name), tensor)) is not None:
+            tensors |= found.stored(name)
+    if tensors:
+        save_file(tensors, directory / "part.safetensors")
+    write_base(directory, base.name)
+    return directory
+
+
+@pytest.fixture
+def model(tmp_path) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    tensors = {
+        "embedding": torch.randn(3, 50_001).bfloat16(),  # further apart than a gap reaches; no multiple of 8 bytes
+        "norm": torch.randn(7),
+        "fp8": torch.randn(64, 64).to(torch.float8_e4m3fn),
+        "scale": torch.randn(()),
+        "kept": torch.randn(5).half(),
+    }
+    (tmp_path / "v0").mkdir()
+    save_file(tensors, tmp_path / "v0" / "model.safetensors")
+    return tensors
+
+
+def moved(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
+    """Other bits in about `share` of the elements of all but "kept"."""
+    generator = torch.Generator().manual_seed(seed)
+    out = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name, tensor in out.items():
+        if name != "kept":
+            raw = tensor.view(-1).view(torch.uint8).view(tensor.numel(), -1)
+            raw[torch.rand(len(raw), generator=generator) < share, 0] ^= 1
+    return out
+
+
+@pytest.mark.parametrize("share", [1e-5, 0.01, 0.4, 1.0])
+def test_a_chain_reads_as_the_bits_of_its_last_version(tmp_path, model, share):
+    versions = [model]
+    for number in range(1, 6):
+        versions.append(moved(versions[-1], share if number != 3 else 1.0, number))
+        stored(tmp_path / f"v{number}", tmp_path / f"v{number - 1}", versions[-1])
+    for number, expected in enumerate(versions):
+        read = dict(Version(tmp_path / f"v{number}").tensors())
+        assert read.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert read[name].shape == tensor.shape
+            assert torch.equal(bits(read[name]), bits(tensor)), (number, name)
+    assert chain(tmp_path / "v5") == (tmp_path / "v0", [tmp_path / f"v{n}" for n in range(1, 6)])
+
+
+def test_bits_count_and_not_values():
+    old, new = torch.tensor([0.0, float("nan"), 1.0]), torch.tensor([-0.0, float("nan"), 1.0])
+    assert change(old, new).changed == 1
+    assert change(old, old.clone()) is None
+
+
+def test_what_changed_takes_no_more_than_four_bytes_of_bf16():
+    old = torch.zeros(400_000).bfloat16()
+    new = old.clone()
+    new[torch.randperm(len(old))[:4000]] = 1
+    packed = change(old, new).stored("w")
+    assert sum(part.nbytes for part in packed.values()) <= 4000 * 4 + 16
+    assert set(change(old, old + 1).stored("w")) == {"w", "w:sums"}, "all of it: as a whole"
+
+
+@pytest.mark.parametrize("place", [0, FAR - 1, FAR, FAR + 1, 2 * FAR, 3 * FAR + 1, 149_999])
+def test_entries_far_apart_are_reached(tmp_path, place):
+    old = torch.zeros(150_000, dtype=torch.int16)
+    new = old.clone()
+    new[place] = 5
+    new[-1] = 7
+    found = change(old, new)
+    gaps = found.stored("w")["w:gaps"]
+    assert int(gaps.min()) >= 0
+    assert torch.equal(gaps.long().cumsum(0), found.positions)
+    assert torch.equal(found.new, new[found.positions])
+    assert {place, 149_999} <= set(found.positions.tolist())
+
+
+def test_the_checksum_sees_a_single_bit():
+    for numel in (1, 3, 4, 1001):
+        tensor = torch.randn(numel).bfloat16()
+        for place in range(0, numel, 97):
+            other = tensor.clone()
+            other.view(torch.int16)[place] ^= 1
+            assert checksum(other) != checksum(tensor)
+    assert checksum(torch.arange(9, dtype=torch.int16)[1:]) == checksum(torch.arange(1, 9, dtype=torch.int16))
+
+
+def times_two(file: str, name: str):
+    def act(root: Path) -> None:
+        tensors = load_file(root / file)
+        tensors[name] = tensors[name] * 2 + 1
+        save_file(tensors, root / file)
+
+    return act
+
+
+def written(file: str, content: bytes):
+    return lambda root: (root / file).write_bytes(content)
+
+
+def cut(file: str):
+    return lambda root: (root / file).write_bytes((root / file).read_bytes()[:-5])
+
+
+def gone(file: str):
+    return lambda root: (root / file).unlink()
+
+
+DAMAGE = {
+    "another base": times_two("v0/model.safetensors", "embedding"),
+    "a version between is another": times_two("v1/part.safetensors", "embedding:values"),
+    "gaps": times_two("v2/part.safetensors", "embedding:gaps"),
+    "values": times_two("v2/part.safetensors", "embedding:values"),
+    "sums": times_two("v2/part.safetensors", "embedding:sums"),
+    "an unknown tensor": lambda root: save_file({"new": torch.ones(1)}, root / "v2/more.safetensors"),
+    "half a file": cut("v2/part.safetensors"),
+    "no file": gone("v1/part.safetensors"),
+    "no base": gone("v0/model.safetensors"),
+    "a base elsewhere": written("v2/delta.json", json.dumps({"base": "../v0"}).encode()),
+    "a circle": written("v0/delta.json", json.dumps({"base": "v2"}).encode()),
+    "no json": written("v2/delta.json", b"{"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_refused(tmp_path, model, damage):
+    one = moved(model, 0.01, 1)
+    stored(tmp_path / "v1", tmp_path / "v0", one)
+    stored(tmp_path / "v2", tmp_path / "v1", moved(one, 0.01, 2))
+    DAMAGE[damage](tmp_path)
+    with pytest.raises(DamagedDelta):
+        for _ in Version(tmp_path / "v2").tensors():
+            pass
