@@ -5,7 +5,7 @@
 # make test-parallel  every parallel layout trains as one process does; kill -9 and resume in several of them
 # make test-megatron-next  one layout of each kind, and resuming, with the newest Megatron-core; two minutes
 # make test-engines   the engine contract, weight transports and faults, on real vLLM and SGLang servers
-# make test-integrations  our losses inside TRL, verl and SkyRL, in .venv-integrations (1.7 GB, made when needed)
+# make test-integrations  our losses inside TRL, verl and SkyRL, environments of other packages; in .venv-integrations (1.9 GB, made when needed)
 # make test-browser   the page of `dppo-megatron view` in headless Chromium, which it installs (Debian, as root or with sudo)
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
 # make study-smoke    the parts of a study at work: task, start policy, one method, two seeds, two minutes

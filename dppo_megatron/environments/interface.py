@@ -23,7 +23,7 @@ class Environment(Protocol):
 
     tools: Sequence[Callable[..., Any]]
     """Plain functions with annotations and a docstring. A turn that calls some is answered by what they return, one
-    that calls none is the last. What a call raises is an answer, too."""
+    that calls none is the last. What a call raises is an answer, too, except for `EnvironmentFailed`."""
 
     def step(self, text: str) -> tuple[str, float | None, bool] | Awaitable[tuple[str, float | None, bool]]:
         """In place of `tools`: (what the environment says to the turn `text`, its reward if it has one, whether the

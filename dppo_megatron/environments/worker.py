@@ -169,6 +169,8 @@ class _Host:
     def _called(self, call: Any) -> str:
         try:
             return _text(self._wait(self._stepped.call(call)))
+        except EnvironmentFailed:
+            raise
         except Exception as error:
             return f"error: {describe(error)}"
 

@@ -48,17 +48,19 @@ class Killed(Exception):
 def play(
     tokenizer, world: str, turns, *, answers=("7",), samples: int = 2, chat: bool = False, text="Hi",
     journals: Path | None = None, killed_at: int | None = None, agent: bool = False, credit="trajectory",
-    **environment
+    columns=None, **environment
 ):  # fmt: skip
     """The groups of prompts with `answers`; in turn t every trajectory says turns[t], cut to the request's limit.
 
+    world: of `worlds`, or with its module. turns: or what is said to the text before the turn. columns: of every row.
     The last request for turn `killed_at` raises Killed. journals: their directory.
     """
     rollout = {"group_size": samples, "max_response_tokens": environment.pop("longest", 200), "topk_logprobs": 2}
+    world = world if ":" in world else f"{WORLDS}:{world}"
     config = make_config(
         rollout=rollout,
         data={"train": "unused", "chat_template": chat},
-        environment={**({"agent": world} if agent else {"name": f"{WORLDS}:{world}"}), "workers": 4, **environment},
+        environment={"agent" if agent else "name": world, "workers": 4, **environment},
         reward={"name": "tests.support.rewards:even_digits"},
         objective={"credit": credit},
     )
@@ -73,7 +75,8 @@ def play(
             if sum(f".{turn}-" in r.request_id for r in requests) < samples:  # until all have come so far
                 await asyncio.sleep(60)
             raise Killed
-        ids = [*tokenizer.encode(turns[min(turn, len(turns) - 1)], add_special_tokens=False), EOS]
+        said = turns(tokenizer.decode(request.token_ids)) if callable(turns) else turns[min(turn, len(turns) - 1)]
+        ids = [*tokenizer.encode(said, add_special_tokens=False), EOS]
         cut = ids[: request.max_tokens]
         lists = np.tile(np.array([2, 3], np.int32), (len(cut), 1))
         return (
@@ -96,18 +99,32 @@ def play(
             )  # fmt: skip
             groups = []
             for position, answer in enumerate(answers):
-                columns = {"prompt": text}
+                row = {"prompt": text, **(columns or {})}
                 begin = tokenizer.apply_chat_template(
                     [{"role": "user", "content": text}], tools=tools, tokenize=False, add_generation_prompt=True
                 ) if chat else text  # fmt: skip
                 ids = np.array(tokenizer.encode(begin, add_special_tokens=False), np.int32)
-                groups.append(await episodes.play(Prompt(position, position, ids, begin, answer, columns), rewards))
+                groups.append(await episodes.play(Prompt(position, position, ids, begin, answer, row), rewards))
             return groups, episodes.take_metrics()
 
     groups, metrics = asyncio.run(run())
     for group in groups:
         check_group(group)
     return groups, metrics, requests
+
+
+def assert_exact(group: RolloutGroup, requests) -> None:
+    """Every turn of one branch was sampled behind the tokens before it, which are stored as they were read."""
+    for request in requests:
+        _, sample, turn = request.request_id.split("-")[1].split(".")
+        rollout = group.rollouts[int(sample)]
+        before = 0
+        for origin, size, of_turn in rollout.spans.tolist():
+            if (origin, of_turn) == (0, int(turn)):
+                break
+            before += size
+        behind = np.concatenate([group.prompt.token_ids, rollout.token_ids[:before]])
+        assert np.array_equal(request.token_ids, behind), request.request_id
 
 
 def text_of(tokenizer, group, sample: int = 0) -> str:

@@ -1,0 +1,50 @@
+"""Environments with Gymnasium's `reset` and `step` whose observations are text."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+from dppo_megatron.environments.interface import EnvironmentFailed, EnvironmentNameError
+from dppo_megatron.rewards.registry import load_attribute
+from dppo_megatron.types import Prompt
+
+from . import seed_of
+
+
+class Gym:
+    """`make(**arguments)` is the environment: `gymnasium:make`, `gem:make`, or a class.
+
+    Actions are the turns as they are; where the action space is `Discrete`, the number that the turn is.
+    """
+
+    def __init__(self, make: str = "gymnasium:make", arguments: dict[str, Any] | None = None, render: bool = False):
+        """render: what is said is `render()` (of Gymnasium's with render_mode ansi), not the observation."""
+        self._env = load_attribute("environment.settings.make", make, EnvironmentNameError)(**(arguments or {}))
+        self._render = render
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        observation = self._env.reset(seed=seed_of(prompt, seed))
+        return self._said(observation[0] if isinstance(observation, tuple) else observation)
+
+    def step(self, text: str) -> tuple[str, float | None, bool]:
+        action: Any = text
+        space = getattr(self._env, "action_space", None)
+        if (size := getattr(space, "n", None)) is not None:
+            first = int(getattr(space, "start", 0))
+            try:
+                action = int(text)
+            except ValueError:
+                action = first - 1
+            if not first <= action < first + size:
+                return f"expected a number from {first} to {first + int(size) - 1}", 0.0, False
+        observation, reward, *ended, _ = self._env.step(action)  # ended: terminated, truncated; done
+        return self._said(observation), float(reward), any(ended)
+
+    def _said(self, observation: Any) -> str:
+        said = self._env.render() if self._render else observation
+        if not isinstance(said, str | Integral):
+            raise EnvironmentFailed(
+                "raised", f"its observations are {type(said).__name__}, not text; set environment.settings.render"
+            )
+        return str(said)

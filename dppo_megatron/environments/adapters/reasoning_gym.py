@@ -1,0 +1,32 @@
+"""Tasks of reasoning-gym: one question, one answer, scored by the data set that made the question."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dppo_megatron.types import Prompt
+
+from . import seed_of
+
+
+class ReasoningGym:
+    """`dataset` with the settings `config`: each group gets a question of its own, behind the prompt of its row."""
+
+    def __init__(self, dataset: str, config: dict[str, Any] | None = None, tag: str | None = "answer"):
+        """tag: the answer stands in <tag>...</tag>, the last one counts; None: it is the whole turn."""
+        import reasoning_gym
+        from reasoning_gym.utils import extract_answer
+
+        self._create = reasoning_gym.create_dataset
+        self._extract = extract_answer
+        self._dataset, self._config, self._tag = dataset, config or {}, tag
+        self._create(dataset, **self._config, seed=0, size=1)  # what is wrong with them is said at once
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        self._questions = self._create(self._dataset, **self._config, seed=seed_of(prompt, seed), size=1)
+        self._asked = self._questions[0]
+        return self._asked["question"]
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        answer = text.strip() if self._tag is None else self._extract(text, self._tag)
+        return "", float(self._questions.score_answer(answer, self._asked)), True

@@ -1,0 +1,197 @@
+"""A Python tool whose programs reach nothing: no file of the machine, no network, no process, no more than its share.
+
+Kernel namespaces do it (`sandbox.py`), without root and without a package. They keep out what a policy comes to try; a
+program that breaks the kernel itself is out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dppo_megatron.common.process import exit_reason
+from dppo_megatron.errors import ExpectedError
+
+from .interface import EnvironmentFailed
+from .sandbox import PLACE
+
+_SANDBOX = Path(__file__).with_name("sandbox.py")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+# Prints the limits that do not hold.
+_PROBE = """
+import os, resource, socket, time
+def holds(name, attempt):
+    try:
+        attempt()
+    except (OSError, MemoryError):
+        return
+    print(name)
+def write(path, size):
+    with open(path, "wb") as file:
+        for _ in range(size):
+            file.write(bytes(1 << 20))
+def fork():
+    for _ in range({processes}):
+        if os.fork() == 0:
+            time.sleep(60)
+holds("network", lambda: socket.create_connection(("127.0.0.1", {port}), 1))
+holds("reading files", lambda: os.stat({canary!r}))
+for place in {writable!r}:
+    holds("writing files", lambda: write(place + "/planted", 0))
+holds("files_mb", lambda: write("big", {files_mb} + 1))
+holds("memory_mb", lambda: bytearray({memory_mb} << 20))
+holds("processes", fork)
+print("tried")
+"""
+
+
+class SandboxError(ExpectedError):
+    """A limit cannot be enforced on this machine; the message says which, and how to get it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one program. It has `processes` times `memory_mb` of memory, and `files_mb` twice, of files and output."""
+
+    wall_s: float = 10.0
+    cpu_s: int = 10  # of a process
+    memory_mb: int = 512  # address space of a process
+    processes: int = 1  # and threads, the program itself included
+    files_mb: int = 16  # of all files in its working directory, which is in memory
+    files: int = 256  # in number
+    output: int = 8192  # characters that are said of what it prints
+    readable: tuple[str, ...] = ()  # directories and files of the machine, besides Python and its packages
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "readable" and not (type(value) in (int, type(getattr(Limits, name))) and value > 0):
+                raise SandboxError(f"{name} = {value!r}: a limit of the Python tool; give a positive integer")
+        object.__setattr__(self, "readable", tuple(self.readable))
+        for path in self.readable:
+            if not os.path.isabs(path) or not os.path.exists(path):
+                raise SandboxError(f"readable: {path!r} is no absolute path of this machine; correct or remove it")
+
+
+class _Run(NamedTuple):
+    """ended: why it did not end by itself with code 0, or ""."""
+
+    printed: str
+    ended: str
+
+
+def python_tool(**limits: Any) -> Callable[[str], str]:
+    """The tool `python`, for `tools` of an environment. limits: fields of `Limits`.
+
+    Raises `SandboxError` where a limit cannot be enforced on this machine, which it tries.
+    """
+    given = Limits(**limits)
+    _try_limits(given)
+
+    def python(code: str) -> str:
+        """Runs a Python program and returns what it prints. Each program starts anew, in an empty directory, without
+        network."""
+        run = _run(code, given)
+        said = run.printed[: given.output]
+        if len(run.printed) > given.output:
+            said += f"\n[cut after {given.output} characters]"
+        return f"{said}\n[{run.ended}]".lstrip("\n") if run.ended else said or "[it printed nothing]"
+
+    return python
+
+
+class Python:
+    """An environment with this one tool. Settings: fields of `Limits`; `reward:` of the config values the last turn."""
+
+    def __init__(self, **limits: Any):
+        self.tools = [python_tool(**limits)]
+
+
+@cache
+def _try_limits(limits: Limits) -> None:
+    with tempfile.NamedTemporaryFile() as canary, socket.create_server(("127.0.0.1", 0)) as server:
+        code = _PROBE.format(
+            **vars(limits), port=server.getsockname()[1], canary=canary.name, writable=["/", *_directories(limits)]
+        )
+        try:
+            run = _run(code, limits)
+        except EnvironmentFailed as error:
+            raise SandboxError(
+                f"the Python tool's limits cannot be enforced on this machine: {error}. It needs Linux 5.14 with user "
+                "namespaces: sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone = 1 and "
+                "kernel.apparmor_restrict_unprivileged_userns = 0 where they exist; a container must let it call "
+                "unshare and mount (Docker: --security-opt seccomp=unconfined and apparmor=unconfined)"
+            ) from None
+    *loose, last = run.printed.splitlines() or [""]
+    if loose or last != "tried":
+        raise SandboxError(
+            f"the Python tool's limits do not hold on this machine: {', '.join(loose) or run}. A Python that does not "
+            "start needs more memory_mb, or its libraries in `readable`"
+        )
+
+
+def _run(code: str, limits: Limits) -> _Run:
+    """Raises `EnvironmentFailed` where no sandbox can be made."""
+    largest = max(limits.files_mb << 20, 4 * limits.output)
+    output = os.memfd_create("output")
+    told, tell = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="sandbox-") as root, os.fdopen(output, "rb") as printed:
+        given = {
+            "code": code, "root": root, "python": sys.executable, "env": _variables(), "files": limits.files,
+            "megabytes": limits.files_mb, "readable": [*_directories(limits), *_DEVICES],
+            "limits": {
+                "RLIMIT_AS": limits.memory_mb << 20, "RLIMIT_CPU": limits.cpu_s, "RLIMIT_FSIZE": largest,
+                "RLIMIT_NPROC": limits.processes, "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0,
+            },
+        }  # fmt: skip
+        with os.fdopen(told, "rb") as problem:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_SANDBOX), str(tell)],
+                stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=[tell], env=_variables(), cwd="/",
+                start_new_session=True,
+            )  # fmt: skip
+            os.close(tell)
+            try:
+                process.communicate(json.dumps(given).encode(), limits.wall_s)
+                ended = _ended(process.returncode)
+            except subprocess.TimeoutExpired:
+                ended = f"ended after {limits.wall_s:g} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if why := problem.read().decode(errors="replace"):
+                raise EnvironmentFailed("raised", why)
+        printed.seek(0)
+        return _Run(printed.read(4 * limits.output + 4).decode(errors="replace"), ended)
+
+
+def _ended(code: int) -> str:
+    if code == 128 + signal.SIGKILL:
+        return "ended at the limit of its time on the CPU"
+    return exit_reason(128 - code if code > 128 else code) if code else ""
+
+
+def _directories(limits: Limits) -> Sequence[str]:
+    parts = (
+        f"{prefix}/{part}" for prefix in (sys.base_prefix, sys.prefix) for part in ("bin", "lib", "lib64", "pyvenv.cfg")
+    )
+    known = dict.fromkeys((*_LIBRARIES, *parts, *limits.readable))
+    return [path for path in known if os.path.exists(path)]
+
+
+def _variables() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {"HOME": PLACE, "TMPDIR": PLACE, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **threads, **kept}
