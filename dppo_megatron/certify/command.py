@@ -11,8 +11,9 @@ from typing import Any
 from dppo_megatron.checks import preflight
 from dppo_megatron.common.files import read_json
 from dppo_megatron.common.process import Child, exit_reason
-from dppo_megatron.config import Config
+from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.config.schema import ObjectiveConfig
+from dppo_megatron.convert.files import checkpoint_at
 from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.launch.driver import GRACE_S
@@ -22,9 +23,8 @@ from dppo_megatron.launch.own_engines import LAST_LINES, running_engines
 from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.run_dir import RunDir
 
-from .rank import CERTIFICATE, PROGRESS
+from .rank import CERTIFICATE, LIMIT_S, PROGRESS
 
-LIMIT_S = 3600.0  # of the ranks; each of their waits has a limit of its own
 POLL_S = 0.1
 
 
@@ -37,33 +37,46 @@ def certify(
     source: str,
     *,
     prompts: int,
+    run: Path | None = None,
     urls: Sequence[str] = (),
     report: Callable[[str], None] = lambda line: None,
 ) -> tuple[Path, dict[str, Any]]:
     """Where the certificate is, and what it says: `model.path` served by one engine against the trainer's own layout.
 
-    The engine is that of the config, started here, or the first of `urls`. Raises `ConfigError`, `CertifyError` with
-    the last lines of a rank that failed, and what `running_engines` raises.
+    The engine is that of the config, started here, or the first of `urls`. With `run` both have the weights of that
+    run's newest checkpoint, as with `model.weights` those: the trainer loads them and publishes them to the engine.
+    Raises `ConfigError`, `CertifyError` with the last lines of a rank that failed, and what `running_engines` raises.
     """
-    first = RunDir(config.run.dir)
+    checkpoint = config.model.weights if run is None else checkpoint_at(RunDir(run).checkpoints)
+    lora = config.model.lora
+    if lora.r and (checkpoint is not None or lora.adapter is not None):
+        raise ConfigError(
+            source,
+            [f"model.lora.r = {lora.r}: adapters are not published here; certify RUN/model, the run's merged model, as "
+             "model.path, with model.lora.r=0"],
+        )  # fmt: skip
     engine: dict[str, Any] = {"count": 1, "urls": tuple(urls or config.engine.urls)[:1], "placement": "disaggregated"}
     if engine["urls"]:
-        engine["secret_file"] = config.engine.secret_file or first.secret
-    config = with_settings(config, objective=ObjectiveConfig(), rollout={"bank": None}, engine=engine)
+        engine["secret_file"] = config.engine.secret_file or RunDir(config.run.dir).secret
+    rollout = {"bank": None, "top_p": 1.0, "top_k": -1, "min_p": 0.0}  # log-probs of the whole distribution
+    config = with_settings(config, objective=ObjectiveConfig(), rollout=rollout, engine=engine)
     preflight(config, source)
     directory = numbered_directory(config.run.dir / "certify", config.model.start.absolute().name, resume=False)
     config = with_settings(config, run={"dir": directory})
-    run = RunDir(directory)
-    run.make()
+    own = RunDir(directory)
+    own.make()
     make_secret(config)
     report(f"measuring in {directory}")
-    with running_engines(config) as urls:
-        report(f"the engine answers at {urls[0]}")
-        _run_ranks(config, run, ("certify-rank", str(run.config), urls[0], "--prompts", str(prompts)), report)
-    certificate = read_json(run.root / CERTIFICATE)
+    with running_engines(config) as answering:
+        report(f"the engine answers at {answering[0]}")
+        arguments = ["certify-rank", str(own.config), answering[0], "--prompts", str(prompts)]
+        if checkpoint is not None:
+            arguments += ["--checkpoint", str(checkpoint)]
+        _run_ranks(config, own, tuple(arguments), report)
+    certificate = read_json(directory / CERTIFICATE)
     if certificate is None:
-        raise CertifyError(f"{run.root / CERTIFICATE}: the ranks ended without it; see {run.logs}")
-    return run.root / CERTIFICATE, certificate
+        raise CertifyError(f"{directory / CERTIFICATE}: the ranks ended without it; see {own.logs}")
+    return directory / CERTIFICATE, certificate
 
 
 def _run_ranks(config: Config, run: RunDir, arguments: tuple[str, ...], report: Callable[[str], None]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,13 +25,19 @@ from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineRefused, GenerateRequest
 from dppo_megatron.engines.secret import read_secret
 from dppo_megatron.engines.trace import Trace
+from dppo_megatron.fleet.live_engines import LiveEngines
+from dppo_megatron.fleet.registry import engine_services
 from dppo_megatron.observability.logs import append_line, setup_logging
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Rollout, TokenBatch
+from dppo_megatron.weight_sync import build_publisher, weight_check_tokens
+from dppo_megatron.weight_sync.engine_thread import EngineThread
 
 from .compare import Difference, compare, logprob_table
 
 CERTIFICATE = "certificate.json"
+LIMIT_S = 3600.0  # of the whole measurement
+TRACED = 512  # tokens at most: a trace is some tens of hidden states of every token and layer
 PROGRESS = "progress.log"  # a line when a part of the work begins
 
 Result = TypeVar("Result")
@@ -50,20 +57,41 @@ class Sample:
         return np.concatenate([self.prompt, self.rollout.token_ids])
 
 
-def run_rank(config: Config, url: str, prompts: int) -> None:
-    """Measures, and writes `CERTIFICATE` to `run.dir`. The environment says which rank this is, as for a trainer."""
+def run_rank(config: Config, url: str, prompts: int, checkpoint: Path | None = None) -> None:
+    """Measures, and writes `CERTIFICATE` to `run.dir`. The environment says which rank this is, as for a trainer.
+
+    With `checkpoint` these are its weights, which the engine gets from here by the transport of the config.
+    """
     run = RunDir(config.run.dir)
     authenticate(read_secret(config))
     layout = init_layout(config)
-    ranks = Ranks(config.request_timeout_s + config.parallel.timeout_s)
+    ranks = Ranks(LIMIT_S)  # rank 0 bounds what it asks the engine; who started the ranks ends them all when one fails
     ranks.begin_attempt()
     setup_logging(f"rank-{layout.rank}", run.root)
     actor = Actor(config, layout)
-    actor.load_start()
-    certificate = _Measurement(config, actor, ranks, url).certificate(prompts)
+    weights = f"{config.model.start}, loaded by the engine"
+    if checkpoint is None:
+        actor.load_start()
+    else:
+        actor.load_hf(checkpoint)
+        weights = f"{checkpoint}, published by {_publish(config, actor, layout.rank)}"
+    certificate = {"weights": weights} | _Measurement(config, actor, ranks, url).certificate(prompts)
     if layout.rank == 0:
         write_json(run.root / CERTIFICATE, certificate)
     layout.close()
+
+
+def _publish(config: Config, actor: Actor, rank: int) -> str:
+    """To the engine, as after an update; the name of the transport."""
+    run, engines, tokens = RunDir(config.run.dir), None, None
+    if rank == 0:
+        engines = EngineThread(lambda: LiveEngines(config, lambda: engine_services(config, run), build_engine))
+        prompts = training_prompts(config, load_tokenizer(config.model.path))
+        tokens = weight_check_tokens(prompts, config.engine.max_model_len)
+    publisher = build_publisher(config, actor, engines, tokens)
+    publisher.publish(version=1)
+    publisher.close()
+    return config.weight_sync.transport
 
 
 class _Measurement:
@@ -75,14 +103,14 @@ class _Measurement:
         self._say(f"sampling answers to {prompts} prompts")
         head, samples = self._on_engine(lambda engine: self._sample(engine, prompts), "the engine's samples")
         self._say(f"scoring {sum(len(s.rollout.token_ids) for s in samples)} tokens")
-        logprobs, worst = self._logprobs(samples)
+        logprobs, responses, worst = self._logprobs(samples)
         return {
             **head,
             "trainer_dtype": self._config.model.dtype,
             "layout": self._actor.layout.describe(),
-            "model": str(self._config.model.start),
             "samples": len(samples),
             "logprobs": logprobs,
+            "responses": responses,
             **self._operators(*worst),
         }
 
@@ -113,8 +141,8 @@ class _Measurement:
         parts = zip(requests, groups, alone, beside, strict=True)
         return head, [Sample(r.token_ids, g[0], a, b) for r, g, a, b in parts]
 
-    def _logprobs(self, samples: Sequence[Sample]) -> tuple[dict[str, Any], tuple[Sample, int]]:
-        """The tables, and the token that differs most: its sample and its place in the response."""
+    def _logprobs(self, samples: Sequence[Sample]) -> tuple[dict[str, Any], list[dict[str, Any]], tuple[Sample, int]]:
+        """The tables, every token's log-prob, and the token that differs most: its sample and place in the response."""
         replayed = [_batch(sample, self._config.rollout.temperature) for sample in samples]
         at_one = [_batch(sample, 1.0) for sample in samples]
         trained = self._score([_packed(replayed)], samples)
@@ -139,12 +167,16 @@ class _Measurement:
         place = int(np.abs(sampled[worst] - trained[worst]).argmax())
         return (
             {name: logprob_table(np.concatenate(a), np.concatenate(b)) for name, (a, b) in tables.items()},
+            [
+                {"token_ids": s.rollout.token_ids.tolist(), "engine": a.tolist(), "trainer": b.tolist()}
+                for s, a, b in zip(samples, sampled, trained, strict=True)
+            ],
             (samples[worst], place),
         )
 
     def _operators(self, sample: Sample, place: int) -> dict[str, Any]:
-        """Of the pass up to the token that differs most."""
-        token_ids = sample.token_ids[: len(sample.prompt) + place + 1]
+        """Of the pass up to the token that differs most, or of its first TRACED tokens."""
+        token_ids = sample.token_ids[: min(len(sample.prompt) + place + 1, TRACED)]
         found = {"traced_tokens": len(token_ids)}
 
         async def record(engine: Engine) -> Trace | str:

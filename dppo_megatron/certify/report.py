@@ -23,8 +23,9 @@ def sampled(certificate: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def _lines(certificate: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{certificate['engine']} {certificate['engine_dtype']}, serving {certificate['engine_model']}"
-    yield f"trainer {certificate['trainer_dtype']}, {certificate['layout']}, holding {certificate['model']}"
+    yield f"engine: {certificate['engine']} {certificate['engine_dtype']}, started with {certificate['engine_model']}"
+    yield f"trainer: {certificate['trainer_dtype']}, {certificate['layout']}"
+    yield f"weights: {certificate['weights']}"
     yield f"{sampled(certificate)['tokens']} tokens of {certificate['samples']} samples"
     yield ""
     above = "".join(f"{f'> {share:g}':>9}" for share in SHARES)
@@ -47,6 +48,8 @@ def _lines(certificate: Mapping[str, Any]) -> Iterator[str]:
         return
     own = {entry["name"]: entry for entry in operators["own"]}
     yield f"  first to differ: {_described(next(e for e in operators['accumulated'] if e['name'] == first))}"
+    stream = [e["roundings"] for e in operators["accumulated"] if e["operator"] in ("residual", "final_residual")]
+    yield f"  the residual's difference, layer by layer, in roundings: {' '.join(f'{r:.1f}' for r in stream)}"
     yield "  given the engine's inputs, its operators differ from the trainer's by themselves:"
     for entry in _kinds(operators["own"]):
         yield f"    {entry['operator']:22}{_described(entry)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -54,6 +55,10 @@ def certify(
     within: Annotated[
         float | None, typer.Option(min=0, help="exit 1 where a sampled token's log-prob differs by more nats")
     ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="run whose newest checkpoint the trainer loads and publishes to the engine first"),
+    ] = None,
     urls: Annotated[
         list[str] | None, typer.Option("--url", metavar="URL", help="a running engine that no run uses")
     ] = None,
@@ -71,7 +76,12 @@ def certify(
 
     config = read_config(config_file, overrides or ())
     path, found = measure(
-        config, str(config_file), prompts=prompts, urls=urls or (), report=lambda line: typer.echo(line, err=True)
+        config,
+        str(config_file),
+        prompts=prompts,
+        run=run,
+        urls=urls or (),
+        report=lambda line: typer.echo(line, err=True),
     )
     typer.echo(json.dumps(found, indent=1) if as_json else text(found))
     typer.echo(f"certificate: {path}", err=True)
@@ -83,11 +93,12 @@ def certify_rank(
     config_file: ConfigFile,
     url: Annotated[str, typer.Argument(metavar="URL", help="the engine")],
     prompts: Annotated[int, typer.Option(min=1)] = 16,
+    checkpoint: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """One rank of `certify`, which starts it."""
     from dppo_megatron.certify.rank import run_rank
 
-    run_rank(read_config(config_file), url, prompts)
+    run_rank(read_config(config_file), url, prompts, checkpoint)
 
 
 @app.command()

@@ -2,12 +2,17 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from dppo_megatron.certify.command import certify
 from dppo_megatron.certify.report import exceeds, text
+from dppo_megatron.convert.job import Worker
+from dppo_megatron.convert.layout import TargetLayout
+from dppo_megatron.convert.processes import convert
+from dppo_megatron.convert.to_megatron import ToMegatron
 from tests.support.engines import engine_config, make_model, running_server
 
 LAYERS, STALE = range(4), 2
@@ -32,7 +37,8 @@ def faulty_copy(model, older, directory):
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
+def certificates(tmp_path_factory):
+    """As the engine was started, and after the trainer published the weights of a run to it."""
     root = tmp_path_factory.mktemp("certify") / "models"
     model, older = (make_model(root / name, seed) for name, seed in (("a", 1), ("b", 2)))
     served = engine_config(faulty_copy(model, older, root / "faulty"))
@@ -45,10 +51,19 @@ def certificate(tmp_path_factory):
             "run": config.run.model_copy(update={"dir": root / "run"}),
             "data": config.data.model_copy(update={"train": root / "prompts.jsonl"}),
             "engine": config.engine.model_copy(update={"secret_file": root / "secret"}),
+            "weight_sync": config.weight_sync.model_copy(update={"probe_tolerance": 100.0}),
         }
     )
+    checkpoint = root / "trained" / "checkpoints"
+    convert(partial(ToMegatron, model, checkpoint, TargetLayout()), worker=Worker())
     with running_server(served, root / "server.log", version=0) as url:
-        return certify(config, "config.yaml", prompts=3, urls=[url])[1]
+        before = certify(config, "config.yaml", prompts=3, urls=[url])[1]
+        return before, certify(config, "config.yaml", prompts=3, urls=[url], run=root / "trained")[1]
+
+
+@pytest.fixture
+def certificate(certificates):
+    return certificates[0]
 
 
 def test_the_norm_epsilon_is_named_first(certificate):
@@ -62,6 +77,13 @@ def test_the_rotary_base_is_named_in_every_layer(certificate):
 def test_the_stale_layer_is_named_and_no_other(certificate):
     others = set(certificate["beyond_rounding"]) - NORMS - ROTATED - {"final_norm"}
     assert others == {f"layer {STALE} {name}" for name in LINEAR}
+
+
+def test_published_weights_are_not_stale_and_the_rest_stays(certificates):
+    before, after = (set(certificate["beyond_rounding"]) for certificate in certificates)
+    assert before - after == {f"layer {STALE} {name}" for name in LINEAR}
+    assert after >= ROTATED | {"layer 0 input_norm"}
+    assert "published by shared_storage" in certificates[1]["weights"]
 
 
 def test_the_report_says_what_it_found(certificate):

@@ -1,9 +1,13 @@
 """What the hooks of an engine's worker record, on a model with the module names of vLLM's and SGLang's."""
 
+import numpy as np
 import torch
 from torch import nn
 
+from dppo_megatron.engines.sglang import wire as sglang_wire
+from dppo_megatron.engines.sglang.plugin.dppo_sglang_plugin import _text
 from dppo_megatron.engines.trace import OUTSIDE, Recorder, joined
+from dppo_megatron.engines.vllm.extension import wire as vllm_wire
 
 H, HEADS, D, VOCAB = 8, 2, 4, 11
 
@@ -102,3 +106,17 @@ def test_shards_are_joined_and_what_every_rank_holds_is_taken_once():
     whole = joined(parts)
     assert whole[0, "mlp_up"].tolist() == [[0, 1], [0, 1]]
     assert whole[0, "mlp"].shape == (2, 3)
+
+
+def test_traces_come_as_they_were_sent_bit_by_bit():
+    odd = torch.tensor([[float("nan"), -0.0, 1e-40]])
+    trace = {(OUTSIDE, "embedding"): odd, (7, "mlp"): torch.randn(3, 5).bfloat16()[:, ::2]}
+    sent = [(*key, vllm_wire.bits_of(v).tobytes(), vllm_wire.dtype_name(v.dtype), v.shape) for key, v in trace.items()]
+    reply = vllm_wire.encode_trace(np.zeros(2, np.float32), [sent, sent])
+    of_vllm = vllm_wire.decode_trace(*vllm_wire.decode_reply(reply))
+    of_sglang = sglang_wire.decode_trace({f"{layer}/{name}": _text(v) for (layer, name), v in trace.items()})
+    for found in (*of_vllm, of_sglang):
+        assert found.keys() == trace.keys()
+        for key, value in trace.items():
+            assert found[key].dtype == value.dtype
+            assert np.array_equal(vllm_wire.bits_of(found[key]), vllm_wire.bits_of(value))

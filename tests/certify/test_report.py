@@ -1,0 +1,58 @@
+"""What a certificate says in words, and when it is over a bound."""
+
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+
+from dppo_megatron.certify.compare import compare, logprob_table
+from dppo_megatron.certify.report import exceeds, text
+
+
+def certificate(off: float, operators) -> dict:
+    engine = np.array([-1.0, -2.0], dtype=np.float32)
+    found = {} if isinstance(operators, str) else operators
+    return {
+        "engine": "vllm 0.32.0",
+        "engine_dtype": "float32",
+        "engine_model": "models/start",
+        "trainer_dtype": "fp32",
+        "layout": "1 ranks over gloo on cpu",
+        "weights": "models/start, loaded by the engine",
+        "samples": 1,
+        "logprobs": {"engine sampled, trainer packed": logprob_table(engine, engine + np.float32(off))},
+        "traced_tokens": 3,
+        "operators": operators,
+        "first": next((e["name"] for e in found.get("accumulated", ()) if e["differing"]), None),
+        "first_beyond_rounding": None,
+    }
+
+
+def operators(off: float) -> dict:
+    values = {(layer, "mlp"): torch.ones(2, 4) for layer in range(2)}
+    others = {key: value + (off if key[0] else 0) for key, value in values.items()}
+    entries = [{"name": difference.name, **asdict(difference)} for difference in compare(values, others)]
+    return {"accumulated": entries, "own": entries}
+
+
+@pytest.mark.parametrize(("off", "over"), [(0.0, False), (1e-3, True), (math.nan, True)])
+def test_a_bound_is_exceeded_by_a_larger_difference_and_by_none(off, over):
+    assert exceeds(certificate(off, "not available: why"), 1e-4) is over
+
+
+def test_what_an_engine_does_not_let_be_seen_is_said():
+    assert "operators: not available: the server compiles" in text(
+        certificate(0.0, "not available: the server compiles")
+    )
+
+
+def test_same_bits_are_said():
+    assert "every recorded value has the same bits" in text(certificate(0.0, operators(0.0)))
+
+
+def test_the_first_operator_and_each_kind_are_named():
+    said = text(certificate(0.0, operators(2**-20)))
+    assert "first to differ: layer 1 mlp: 100.0% of the elements, max 8 ULP" in said
+    assert "none by more than rounding" in said
