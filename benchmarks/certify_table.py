@@ -78,7 +78,7 @@ def measure(root: Path, engine: str, dtype: str, model: str) -> None:
 
 def main(engines: Sequence[str], dtypes: Sequence[str], models: Sequence[str]) -> None:
     print(f"# {platform.processor() or platform.machine()}; {platform.platform()}")
-    print("cell                         tokens   0 ULP   KL (k3)   largest  first to differ; roundings of each operator")
+    print(f"{'cell':28} tokens   0 ULP   KL (k3)   largest  first to differ; roundings of each operator")
     with tempfile.TemporaryDirectory(prefix="certify-") as directory:
         root = Path(directory)
         make_model(root / "moe", 1, experts=8)
