@@ -12,7 +12,7 @@ from functools import partial
 
 from aiohttp import web
 
-from dppo_megatron.environments.conversation import Conversation, Refused, Turn
+from dppo_megatron.environments.conversation import Ask, Conversation, Refused, Turn
 from dppo_megatron.errors import ExpectedError
 
 from . import chat, messages, responses
@@ -20,13 +20,22 @@ from .interface import MODEL, Body, Interface
 
 INTERFACES: tuple[Interface, ...] = (chat, responses, messages)
 LARGEST_REQUEST = 64 << 20  # bytes
+HUNG_UP = 499  # for nobody; an exception would fill the log of the orchestrator
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
 
 @dataclass
 class _Session:
     conversation: Conversation
-    running: set[asyncio.Task[None]] = field(default_factory=set)
+    # Turns that are sampled, with what was asked and the request that is to be told.
+    running: dict[asyncio.Task[Turn], tuple[Ask, web.Request]] = field(default_factory=dict)
+
+    def asking(self, ask: Ask, request: web.Request) -> asyncio.Task[Turn]:
+        """The turn being sampled for a client that asked the same and hung up, or a new one."""
+        left = (task for task, (other, asked) in self.running.items() if other == ask and _gone(asked))
+        task = next(left, None) or asyncio.create_task(self.conversation.ask(ask))
+        self.running[task] = ask, request
+        return task
 
 
 class Gateway:
@@ -90,19 +99,21 @@ class Gateway:
             return _error(interface, str(refused))
         except MALFORMED as error:
             return _error(interface, f"not a request of {interface.PATH}: {type(error).__name__}: {error}")
-        asking = asyncio.create_task(session.conversation.ask(ask))
-        session.running.add(asking)
+        asking = session.asking(ask, request)
         try:
             turn = await asking
         except Refused as refused:
             return _error(interface, str(refused))
         finally:
-            session.running.discard(asking)
+            if told := session.running[asking][1] is request:  # else whoever asked again is
+                del session.running[asking]
+        if not told:
+            return web.Response(status=HUNG_UP)
         try:
             return await _send(interface, request, turn, body)
         except ConnectionError:
             session.conversation.hung_up(turn)
-            return web.Response(status=499)  # for nobody; an error here would fill the log of the orchestrator
+            return web.Response(status=HUNG_UP)
 
     def _session(self, request: web.Request, interface: Interface) -> _Session:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -115,7 +126,7 @@ class Gateway:
 
 async def _send(interface: Interface, request: web.Request, turn: Turn, body: Body) -> web.StreamResponse:
     """Raises ConnectionError where nobody listens any more."""
-    if request.transport is None or request.transport.is_closing():
+    if _gone(request):
         raise ConnectionResetError
     if not body.get("stream"):
         reply = web.json_response(interface.reply(turn, body))
@@ -131,6 +142,10 @@ async def _send(interface: Interface, request: web.Request, turn: Turn, body: Bo
         await stream.write(b"data: [DONE]\n\n")
     await stream.write_eof()
     return stream
+
+
+def _gone(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
 
 
 def _error(interface: Interface, message: str) -> web.Response:

@@ -106,18 +106,22 @@ def test_histories_that_differ_are_branches_and_none_is_sampled_twice(serve, tok
     assert [2 in row.spans[:, 0] for row in group.rollouts] == [False, False, False, True, False]
 
 
+@pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_hung_up_is_told_the_same_turn(serve, caplog, stream):
+def test_who_hung_up_is_told_the_same_turn(serve, caplog, stream, ended):
     async def main():
         async with (
             serve(lambda before: "yes", delay_s=0.3) as (gateway, key, conversation, policy),
             connected(gateway, key) as client,
         ):
             assert await client.hang_up([user("one")], after_s=0.1, stream=stream)
-            await asyncio.sleep(0.4)
-            assert len(policy.turns) == 1
+            if ended:
+                await asyncio.sleep(0.4)
+                assert len(policy.turns) == 1
             assert (await client.say([user("one")]))[-1]["content"] == "yes"
             assert len(policy.turns) == 1
+            await client.say([user("one")])  # who was told and asks again is told another
+            assert len(policy.turns) == 2
             check(conversation, policy)
 
     asyncio.run(main())
