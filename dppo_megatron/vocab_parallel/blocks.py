@@ -23,11 +23,14 @@ _COMPILED_CPU = 1 << 20
 _SUMMED_AT_ONCE = 1 << 13
 
 
-def _pieces(block: Tensor, elements: int, least: int = 1) -> list[slice]:
-    """Slices of rows of about `elements` elements each, their sizes within 1 of each other."""
+def _pieces(block: Tensor, elements: int) -> list[slice]:
+    """Slices of rows of about `elements` elements each, their sizes within 1 of each other, and at least 2 rows.
+
+    Of a single row torch splits the sum over its threads, and Dynamo would specialise on it, and compile again.
+    """
     rows = block.shape[0]
-    step = max(least, elements // max(1, block.shape[1]))
-    count = -(-rows // step)
+    step = max(1, elements // max(1, block.shape[1]))
+    count = min(-(-rows // step), max(1, rows // 2))
     return [slice(i * rows // count, (i + 1) * rows // count) for i in range(count)]
 
 
@@ -36,8 +39,12 @@ def _eager_pieces(block: Tensor) -> list[slice]:
 
 
 def _compiled_pieces(block: Tensor) -> list[slice]:
-    """At least 2 rows each: Dynamo would specialise, and compile again, for a size of 1."""
-    return _pieces(block, _COMPILED_CPU if block.device.type == "cpu" else block.numel(), least=4)
+    return _pieces(block, _COMPILED_CPU if block.device.type == "cpu" else block.numel())
+
+
+def _twice(row: Tensor) -> Tensor:
+    """[1, ...] -> [2, ...], so that a row on its own is computed as one beside others."""
+    return row.expand(2, *row.shape[1:]).contiguous()
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -97,6 +104,11 @@ def block_sums(block: Tensor, scale: float | Tensor, out: Tensor, entropy: bool,
     block: [T, columns > 0], the slots' columns hidden as -inf. out: [T, 3], fp32 or float64. scale: 1/tau.
     compiled: use torch.compile if it works here.
     """
+    if block.shape[0] == 1:
+        sums = _twice(out)
+        block_sums(_twice(block), _twice(scale) if isinstance(scale, Tensor) else scale, sums, entropy, compiled)
+        out.copy_(sums[:1])
+        return None
     kernel = _compiled_sums_with_entropy if entropy else _compiled_sums
     if compiled and kernel.usable:
         tensor = scale if isinstance(scale, Tensor) else out.new_full((block.shape[0],), scale)
@@ -166,6 +178,11 @@ def block_gradient(
         tensor = scale if isinstance(scale, Tensor) else a.new_full(a.shape, scale)
         mask = torch.zeros(a.shape, dtype=torch.bool, device=a.device) if dead is None else dead
         by_row = [other_max, tensor, a, mask] if b is None else [other_max, tensor, a, b, mask]
+        if block.shape[0] == 1:
+            pair = _twice(block)
+            if kernel(pair, *map(_twice, by_row), returns=False) is not None:
+                block.copy_(pair[:1])
+                return
         for number, rows in enumerate(_compiled_pieces(block)):
             if kernel(block[rows], *(argument[rows] for argument in by_row), returns=False) is None:
                 if number:  # part of the logits is overwritten already: eager would read gradients as logits

@@ -1,4 +1,4 @@
-"""When torch.compile is used: on calls large enough to repay it, and only where it works."""
+"""When torch.compile is used: on vocabularies large enough to repay it, and only where it works."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WORTHWHILE = 1 << 23  # elements
+_WORTHWHILE = 1 << 13  # columns
 
 
-def worthwhile(tokens: int, columns: int) -> bool:
-    """Whether one call's [tokens, columns] repay compiling: seconds once, against some 2 ns per element in
-    eager.
+def worthwhile(columns: int) -> bool:
+    """Whether rows of so many columns repay compiling: seconds once, against some 2 ns per element in eager.
 
-    A size of 1 does not: Dynamo specialises on it, which would cost further compilations.
+    By the columns alone: the two round differently, and a row's bits may not depend on how many stand beside it.
     """
-    return tokens * columns >= _WORTHWHILE and min(tokens, columns) > 1
+    return columns >= _WORTHWHILE
 
 
 class CompiledOrEager:

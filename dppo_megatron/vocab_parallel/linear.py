@@ -170,7 +170,7 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         shard = request.shard
         narrowest = min((cut.stop - cut.start for cut in cuts), default=0)
-        large = worthwhile(hidden.shape[0], shard.valid) and narrowest > 1
+        large = worthwhile(shard.valid) and narrowest > 1
 
         def fill(ids: Tensor, out: Tensor) -> None:
             empty_rows(out)

@@ -153,7 +153,7 @@ class _Stored(torch.autograd.Function):
                     out,
                     entropy=request.entropy != "none",
                     restore=True,
-                    large=worthwhile(logits.shape[0], shard.valid),
+                    large=worthwhile(shard.valid),
                 )
             else:
                 empty_rows(out)
@@ -187,7 +187,7 @@ class _Stored(torch.autograd.Function):
                 ctx.merged.other_max,
                 coefficients,
                 dead,
-                large=worthwhile(logits.shape[0], shard.valid),
+                large=worthwhile(shard.valid),
             )
         gradient[:, shard.valid :] = 0
         return gradient, None, None
