@@ -54,7 +54,10 @@ def _engine(plan: Plan) -> Iterator[str]:
     if plan.totals.published_bytes:
         size, transport = _size(plan.totals.published_bytes), plan.config.weight_sync.transport
         way = "sent to every engine" if transport == "broadcast" else "written to the disk and read by every engine"
-        yield f"a publish: {size} in every step, {way} (weight_sync.transport = {transport})"
+        often = "every step"
+        if (every := plan.config.weight_sync.full_every) > 1:
+            often = f"one of {every} steps, and what changed in the others"
+        yield f"a publish: {size} in {often}, {way} (weight_sync.transport = {transport})"
 
 
 def _disk(plan: Plan) -> Iterator[str]:
@@ -65,7 +68,11 @@ def _disk(plan: Plan) -> Iterator[str]:
         if config.engine.serves_fp8:
             yield f"quantised start model {_size(total.published_bytes)}"
         if config.weight_sync.transport == "shared_storage":
-            yield f"published versions {config.weight_sync.keep_versions + 1} x {_size(total.published_bytes)}"
+            yield f"published versions {config.weight_sync.keep_versions + 1} x {_size(total.published_bytes)}" + (
+                f" and what changed in up to {config.weight_sync.full_every} others"
+                if config.weight_sync.full_every > 1
+                else ""
+            )
         keep = config.checkpoint.keep_rollouts
         whole = f"{_size(total.bank_bytes)} in all {config.train.steps} steps"
         kept = f"{_size(total.kept_bank_bytes)} with checkpoint.keep_rollouts = {keep or 0}"

@@ -20,10 +20,11 @@ from tests.weight_sync.trainer_ranks import trainer
 RESTARTED, DAMAGED_FILE, DAMAGED_BASE, LOST_REPLY = 2, 12, 15, 18  # versions
 
 
-def deltas(models: Path, run: Path, updates: int, **layout: Any) -> dict:
+def deltas(models: Path, run: Path, updates: int, quantization: str = "none", **layout: Any) -> dict:
     """Updates that change one weight in a hundred, and what can go wrong between them; afterwards what the engines hold
     beside a model written there and then."""
-    settings = {"transport": "shared_storage", "bucket_bytes": None, "full_every": 30, "engine": {"dtype": "bf16"}}
+    settings = {"transport": "shared_storage", "bucket_bytes": None, "full_every": 30}
+    settings["engine"] = {"dtype": "bf16", "quantization": quantization}
     with trainer(models, run, engines=2, **settings, **layout) as t:
         lost: list[int] = []
         if t.engines:
@@ -57,7 +58,13 @@ def deltas(models: Path, run: Path, updates: int, **layout: Any) -> dict:
                         file.write_bytes(file.read_bytes()[:-2])
             published.append(t.publisher.publish(version))
             kept.append(len(list(RunDir(run).weights.glob("v*"))))
-        hf.save_hf(t.actor.model_chunks, run / "whole", models / f"{t.actor.family}-a", dtype=torch.bfloat16)
+        hf.save_hf(
+            t.actor.model_chunks,
+            run / "whole",
+            models / f"{t.actor.family}-a",
+            dtype=torch.bfloat16,
+            quantization=None if quantization == "none" else quantization,
+        )
         whole = hf.SafetensorsDirectory(run / "whole")
 
         def same(engine: FakeEngine, name: str) -> bool:

@@ -355,6 +355,10 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     "deltas_tied": partial(deltas, updates=100, family="tied", tp=2),
     "deltas_dense": partial(deltas, updates=100, family="wide", pp=2),
     "deltas_moe": partial(deltas, updates=100, family="qwen3_moe", ep=2),
+    "deltas_fp8": partial(deltas, updates=RESTARTED + 4, quantization="fp8_block", family="wide", tp=2),
+    "deltas_fp8_emulated": partial(
+        deltas, updates=RESTARTED + 4, quantization="fp8_block_emulated", family="wide", tp=2
+    ),
     "all_changes": all_changes,
     "colocated": colocated,
     "dies_at_join": partial(one_of_two_dies, place="join"),

@@ -33,6 +33,14 @@ def test_engines_that_get_what_changed_hold_the_bits_of_a_whole_publish(result_o
             assert p.nbytes < result["size"] / 2 - 500
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deltas_fp8", "deltas_fp8_emulated"])
+def test_what_changed_of_quantised_weights(result_of, name):
+    result = result_of(name)
+    assert result["unlike"] == []
+    assert all(0 < p.changed_share < 0.5 for p in result["published"][1:])
+
+
 def test_a_delta_as_large_as_the_model_is_not_sent_and_the_log_says_so(result_of):
     result = result_of("all_changes")
     assert [p.changed_share for p in result["published"]] == [None] * 7

@@ -54,10 +54,10 @@ def moved(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str
     return out
 
 
-@pytest.mark.parametrize("share", [1e-5, 0.01, 0.4, 1.0])
+@pytest.mark.parametrize("share", [1e-5, 0.01, 0.4])
 def test_a_chain_reads_as_the_bits_of_its_last_version(tmp_path, model, share):
     versions = [model]
-    for number in range(1, 6):
+    for number in range(1, 5):
         versions.append(moved(versions[-1], share if number != 3 else 1.0, number))
         stored(tmp_path / f"v{number}", tmp_path / f"v{number - 1}", versions[-1])
     for number, expected in enumerate(versions):
@@ -66,7 +66,7 @@ def test_a_chain_reads_as_the_bits_of_its_last_version(tmp_path, model, share):
         for name, tensor in expected.items():
             assert read[name].shape == tensor.shape
             assert torch.equal(bits(read[name]), bits(tensor)), (number, name)
-    assert chain(tmp_path / "v5") == (tmp_path / "v0", [tmp_path / f"v{n}" for n in range(1, 6)])
+    assert chain(tmp_path / "v4") == (tmp_path / "v0", [tmp_path / f"v{n}" for n in range(1, 5)])
 
 
 def test_bits_count_and_not_values():
