@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from dppo_megatron.bank.audit import Turn, audit
@@ -42,12 +44,12 @@ def tree_of(task: Path, directory: Path, urls: list[str]) -> dict:
 class Life:
     """`dppo-megatron sample` in the background."""
 
-    def __init__(self, tree: dict, directory: Path):
+    def __init__(self, tree: dict, directory: Path, prompts: int = PROMPTS):
         self.directory = Path(tree["run"]["dir"])
         self.output = directory / "out"
         resumed = ("--resume",) if self.directory.exists() else ()
         config = write_config(tree, directory / "c.yaml")
-        arguments = ("sample", config, "--n", str(SAMPLES), "--prompts", str(PROMPTS), *resumed)
+        arguments = ("sample", config, "--n", str(SAMPLES), "--prompts", str(prompts), *resumed)
         self.process = start(*arguments, output=self.output)
 
     def pids(self, part: str) -> list[int]:
@@ -74,55 +76,91 @@ class Life:
         return found
 
 
+def lives_of_orchestrators(watch: Watch, begin: Callable[[], Life], nth: int) -> Iterator[tuple[int, list[Turn], int]]:
+    """One is killed at every turn: (turn, the turns that were finished then, how many had been asked for)."""
+    for number in range(TURNS):
+        life = begin()
+        try:
+            watch.at_reply = at(number, lambda life=life: life.kill("dppo_megatron orchestrator"), nth)
+            assert life.process.wait(200) == 1, life.output.read_text()
+        finally:
+            life.end()
+        yield number, life.finished(), len(watch.asked)
+    watch.at_reply = lambda turn: None
+
+
+def check_cells(name: str, cells: list[tuple[int, list[Turn], int]], watch: Watch) -> None:
+    """Of the turns that were finished when it was killed none was asked for afterwards."""
+    for number, finished, before in cells:
+        again = set(finished) & set(watch.asked[before:])
+        print(f"{name} | turn {number} | {len(finished)} turns finished | {len(again)} of them sampled again")
+        assert finished
+        assert not again
+
+
+@contextmanager
+def victims(task: Path, directory: Path) -> Iterator[list[Callable[[], Engine]]]:
+    """Engines that start meanwhile, one to be killed at each turn."""
+    with ThreadPoolExecutor(TURNS) as starting:
+        begun = []
+        for number in range(TURNS):
+            (directory / str(number)).mkdir()
+            begun.append(starting.submit(start_engine, task, directory / str(number)))
+        try:
+            yield [engine.result for engine in begun]
+        finally:
+            for engine in begun:
+                engine.result().end()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_finished_turn_is_lost_or_sampled_again(task, engine, tmp_path_factory, tmp_path):
-    undisturbed = tree_of(task, tmp_path / "undisturbed", [engine.url])
-    run("sample", write_config(undisturbed, tmp_path / "u.yaml"), "--n", str(SAMPLES), "--prompts", str(PROMPTS))
-    victim: Engine = start_engine(task, tmp_path_factory.mktemp("victim"))
-    watch, doomed, cells = Watch(), Watch(), []
-    doomed.asked, doomed.returned = watch.asked, watch.returned
-    try:
-        with Proxy(engine.url, watch) as good, Proxy(victim.url, doomed) as bad:
-            directory = tmp_path / "run"
-            # kill -9 of the orchestrator, and with it of the environments.
-            for number in range(TURNS):
-                life = Life(tree_of(task, directory, [good.url]), tmp_path)
-                watch.at_reply = at(number, lambda life=life: life.kill("dppo_megatron orchestrator"), nth=5)
-                assert life.process.wait(200) == 1, life.output.read_text()
-                finished, before = life.finished(), len(watch.asked)
-                cells.append((f"orchestrator, turn {number}", finished, before))
-            # kill -9 of an environment's process, and of an engine; each once in a life that goes on.
-            tree = tree_of(task, directory, [bad.url, good.url])
-            tree["environment"]["workers"] = 1  # so that the one there is plays the turn
-            life = Life(tree, tmp_path)
-            service = json.loads((victim.directory / "services/engine-0.json").read_text())
-            doomed.at_request = at(1, lambda: kill(service["pid"]))
-            killed, hit = Counter(), set()
+    watch, cells, directory = Watch(), [], tmp_path / "run"
+    with ExitStack() as stack:
+        doomed = stack.enter_context(victims(task, tmp_path_factory.mktemp("victims")))
+        undisturbed = tree_of(task, tmp_path / "undisturbed", [engine.url])
+        run("sample", write_config(undisturbed, tmp_path / "u.yaml"), "--n", str(SAMPLES), "--prompts", str(PROMPTS))
+        good = stack.enter_context(Proxy(engine.url, watch))
+        # kill -9 of the orchestrator, and with it of the environments.
+        cells += lives_of_orchestrators(watch, lambda: Life(tree_of(task, directory, [good.url]), tmp_path), nth=5)
+        # kill -9 of an environment's process and of an engine at every turn, in a life that goes on.
+        ended, urls = [], []
+        for number, started in enumerate(doomed):
+            pid = json.loads((started().directory / "services/engine-0.json").read_text())["pid"]
+            before = Watch()
+            before.asked, before.behind, before.returned = watch.asked, watch.behind, watch.returned
 
-            def worker(turn: Turn) -> None:
-                if not killed[turn[2]] and turn[:2] not in hit:  # each dies once
-                    killed[turn[2]] += 1
-                    hit.add(turn[:2])
-                    life.kill("environments.worker")
+            def end(number: int = number, pid: int = pid) -> None:
+                kill(pid)
+                ended.append(number)
 
-            watch.at_reply = worker
-            assert life.process.wait(300) == 0, life.output.read_text()
-    finally:
-        life.end()
-        victim.end()
-    assert not psutil.pid_exists(service["pid"]) or victim.process.poll() is not None
-    for name, finished, before in cells:
-        again = set(finished) & set(watch.asked[before:])
-        print(f"{name}: {len(finished)} turns finished, {len(again)} of them sampled again")
-        assert finished
-        assert not again
+            before.at_request = at(number, end)
+            urls.append(stack.enter_context(Proxy(started().url, before)).url)
+        tree = tree_of(task, directory, [*urls, good.url])
+        tree["environment"]["workers"] = 1  # so that the one there is plays the turn, by the first engine that is left
+        life = Life(tree, tmp_path)
+        stack.callback(life.end)
+        killed, hit = Counter(), set()
+
+        def worker(turn: Turn) -> None:
+            if not killed[turn[2]] and turn[:2] not in hit:  # each dies once
+                killed[turn[2]] += 1
+                hit.add(turn[:2])
+                life.kill("environments.worker")
+
+        watch.at_reply = worker
+        assert life.process.wait(300) == 0, life.output.read_text()
+    check_cells("orchestrator", cells, watch)
     story = (directory / "samples/logs/orchestrator.log").read_text()
-    print(f"environment: killed at turns {sorted(killed)}, replayed {story.count('it is replayed')} times")
+    for number in sorted(killed):
+        print(f"environment | turn {number} | killed | its trajectory was replayed")
     assert sorted(killed) == list(range(TURNS))
     assert story.count("it is replayed") >= TURNS
-    print(f"engine: killed at turn 1; {story.count('sending a request again')} requests were sent to the other")
-    assert "sending a request again" in story
+    for number in sorted(ended):
+        print(f"engine | turn {number} | killed | the turn in progress was sent to another")
+    assert sorted(ended) == list(range(TURNS))
+    assert story.count("sending a request again") >= TURNS
     # A turn in progress may be asked for again, with the same seed; a finished one never is.
     stored = groups_of(directory)
     checked = audit(stored, watch.returned)
@@ -137,3 +175,33 @@ def test_no_finished_turn_is_lost_or_sampled_again(task, engine, tmp_path_factor
             assert np.array_equal(one.token_ids, other.token_ids)
             assert np.array_equal(one.spans, other.spans)
             assert np.array_equal(one.rollout_logprob, other.rollout_logprob)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_gateway_loses_no_finished_turn_and_samples_none_again(task, engine, tmp_path):
+    """It has no process of its own: who kills it kills the orchestrator."""
+    directory, prompts = tmp_path / "run", 4
+    shutil.copytree(task / "random_model", tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
+    watch = Watch()
+    with Proxy(engine.url, watch) as proxy:
+        tree = tree_of(task, directory, [proxy.url])
+        tree["model"]["path"] = str(tmp_path / "model")
+        tree["data"]["chat_template"] = True
+        tree["environment"] = {"agent": "tests.gateway.agents:talks", "workers": 2, "max_turn_tokens": 4}
+        cells = list(lives_of_orchestrators(watch, lambda: Life(tree, tmp_path, prompts), nth=4))
+        life = Life(tree, tmp_path, prompts)
+        try:
+            assert life.process.wait(200) == 0, life.output.read_text()
+        finally:
+            life.end()
+    check_cells("gateway, in the orchestrator", cells, watch)
+    stored = groups_of(directory)
+    checked = audit(stored, watch.returned)
+    print(checked)
+    assert checked.problems == []
+    assert not any(group.reward_failed.any() for group in stored)
+    assert checked.counts["trajectories"] == prompts * SAMPLES
+    assert checked.counts["turns"] == len(watch.returned) == TURNS * prompts * SAMPLES
+    assert list((directory / "samples/open_turns").iterdir()) == []
