@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import re
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from dppo_megatron.environments.adapters.reasoning_gym import ReasoningGym
+from dppo_megatron.types import Prompt
 from tests.environments.test_episodes import assert_exact, play, text_of
 from tests.support.tokenizers import save_character_model
 
 pytestmark = pytest.mark.integrations
 
+OPENENV = "dppo_megatron.environments.adapters.openenv:OpenEnv"
 REASONING_GYM = "dppo_megatron.environments.adapters.reasoning_gym:ReasoningGym"
 GYM = "dppo_megatron.environments.adapters.gym:Gym"
 
@@ -39,12 +48,10 @@ def test_reasoning_gym(tokenizer):
     assert group.rewards.tolist() == other.rewards.tolist() == [1.0, 1.0]
     assert group.prompt.text.startswith("HiState the final answer to the following arithmetic problem: ")
     assert group.prompt.text != other.prompt.text
-    (group,), _, _ = play(
-        tokenizer, REASONING_GYM, ["0"], settings={**settings, "tag": None},
-        columns={"seed": 3},
-    )  # fmt: skip
-    assert group.prompt.text.endswith("57 - 87 =")
-    assert group.rewards.tolist() == [0.0, 0.0]
+    whole = ReasoningGym(**settings, tag=None)
+    prompt = Prompt(0, 0, np.zeros(1, np.int32), "", "", {"seed": 3})
+    assert [whole.reset(prompt, seed)[-9:] for seed in (0, 1)] == ["57 - 87 ="] * 2
+    assert whole.step(" -30\n") == ("", 1.0, True)
 
 
 def test_gymnasium(tokenizer):
@@ -63,6 +70,42 @@ def test_gymnasium(tokenizer):
     assert text_of(tokenizer, group) == said
     assert [rewards.tolist() for rewards in group.turn_rewards] == [[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]] * 2
     assert group.rewards.tolist() == [1.0, 1.0]
+
+
+@pytest.fixture(scope="module")
+def openenv_url(tmp_path_factory):
+    """The environment that `openenv init` writes, which says back what it is told, on a server of its own."""
+    directory, binaries = tmp_path_factory.mktemp("openenv"), Path(sys.executable).parent
+    subprocess.run([binaries / "openenv", "init", "parrot"], cwd=directory, check=True, timeout=120)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        descriptor, url = listening.fileno(), f"http://127.0.0.1:{listening.getsockname()[1]}"
+        command = [sys.executable, "-m", "uvicorn", "server.app:app", "--fd", str(descriptor)]
+        server = subprocess.Popen(command, cwd=directory / "parrot", pass_fds=[descriptor])
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=120).close()  # answered once it is up
+            yield url
+        finally:
+            server.kill()
+            server.wait()
+
+
+def test_openenv(tokenizer, openenv_url):
+    settings = {"url": openenv_url, "action": "message", "observation": "echoed_message"}
+    (group,), _, requests = play(tokenizer, OPENENV, ["ab", "cde"], settings=settings, max_turns=2, workers=1)
+    assert_exact(group, requests)
+    assert group.prompt.text == "HiParrot environment ready!"
+    assert text_of(tokenizer, group) == "ab<eos>abcde<eos>"
+    assert [rewards.tolist() for rewards in group.turn_rewards] == [pytest.approx([0.2, 0.3])] * 2
+    turns = ["no", '{"massage": "ab"}', '{"message": "ab"}', "-"]
+    (group,), _, requests = play(
+        tokenizer, OPENENV, turns, settings={"url": openenv_url}, max_turns=4, workers=1, longest=400
+    )
+    assert_exact(group, requests)
+    text = text_of(tokenizer, group)
+    assert text.startswith("no<eos>not JSON: ")
+    assert "error: Server error: Invalid message" in text
+    assert '<eos>{"echoed_message": "ab", "message_length": 2}-<eos>' in text
+    assert group.rewards.tolist() == pytest.approx([0.2, 0.2])
 
 
 def test_an_agent_of_pydantic_ai(tokenizer):
