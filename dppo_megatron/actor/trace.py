@@ -36,11 +36,11 @@ class CannotTrace(ExpectedError, ValueError):
 def trace(actor: Actor, batch: TokenBatch, given: Trace | None = None) -> Trace:
     """The pass that scores `batch`, one sequence; on rank 0 its trace, whole and in the order of Hugging Face's heads.
 
-    Collective: two passes of objects to rank 0 besides those of the forward pass. `given` is the same on all ranks.
+    Collective: besides the forward pass one gather of objects to rank 0. `given` is the same on all ranks.
     Raises `CannotTrace` under context parallelism.
     """
     if actor.layout.context_size > 1:
-        raise CannotTrace("parallel.context > 1: a rank holds parts of a sequence; certify with parallel.context = 1")
+        raise CannotTrace("parallel.context > 1: a rank holds parts of each sequence; set it to 1")
     recorder = _Recorder(actor, len(batch.token_ids), given or {})
     with recorder.hooks():
         actor.scores([batch])

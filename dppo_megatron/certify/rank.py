@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dppo_megatron.actor import Actor, init_layout
 from dppo_megatron.actor.batch.packing import sequence
-from dppo_megatron.actor.trace import trace
+from dppo_megatron.actor.trace import CannotTrace, trace
 from dppo_megatron.common.files import write_json
 from dppo_megatron.common.ranks import Ranks, authenticate
 from dppo_megatron.config import Config
@@ -190,7 +190,10 @@ class _Measurement:
         if isinstance(given, str):
             return found | {"operators": f"not available: {given}"}
         batch = sequence(token_ids, sample.rollout.routed_experts)
-        free = compare(given, trace(self._actor, batch))
+        try:
+            free = compare(given, trace(self._actor, batch))
+        except CannotTrace as error:
+            return found | {"operators": f"not available: {error}"}
         own = compare(given, trace(self._actor, replace(batch, routed_experts=None), given))
         beyond = [difference.name for difference in own if difference.beyond_rounding]
         return found | {

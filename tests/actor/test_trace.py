@@ -33,3 +33,7 @@ def test_a_layer_with_experts_records_its_router(two_ranks):
     routed = {layer for layer, operator in own if operator == "router_logits"}
     assert routed
     assert not any((layer, "mlp_gate") in own for layer in routed)
+
+
+def test_parts_of_a_sequence_are_refused(two_ranks):
+    assert "parallel.context > 1" in two_ranks(traces)["context"]

@@ -25,7 +25,7 @@ LAYOUTS = {
 def traces(rank: Rank) -> Any:
     """By model and layout: the policy's own values, and what each operator makes of noise in place of its inputs."""
     from dppo_megatron.actor.batch.packing import sequence
-    from dppo_megatron.actor.trace import trace
+    from dppo_megatron.actor.trace import CannotTrace, trace
 
     batch = sequence(np.arange(3, 14) % VOCAB)  # 11 tokens: padded for two ranks
     results = {}
@@ -37,6 +37,11 @@ def traces(rank: Rank) -> Any:
                 if noise is None:
                     noise = _noise(own)
                 results[model, name] = own, trace(actor, batch, noise)
+    with rank.actor("qwen3", context=2) as actor:
+        try:
+            trace(actor, batch)
+        except CannotTrace as error:
+            results["context"] = str(error)
     return results
 
 
