@@ -11,11 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import trl
 from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
 
 from dppo_megatron.environments.adapters.reasoning_gym import ReasoningGym
+from dppo_megatron.environments.adapters.trl import FactoryEnvironment
 from dppo_megatron.types import Prompt
+from tests.environments.test_adapters import Counter
 from tests.environments.test_episodes import assert_exact, play, text_of
+from tests.integrations.test_trl import policy
+from tests.integrations.test_trl import tokenizer as chatless
 from tests.support.tokenizers import save_character_model
 
 pytestmark = pytest.mark.integrations
@@ -70,6 +76,19 @@ def test_gymnasium(tokenizer):
     assert text_of(tokenizer, group) == said
     assert [rewards.tolist() for rewards in group.turn_rewards] == [[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]] * 2
     assert group.rewards.tolist() == [1.0, 1.0]
+
+
+def test_trl_offers_the_same_tools_and_reward(tmp_path):
+    speaker = chatless()
+    speaker.chat_template = (Path(trl.__file__).parent / "chat_templates/qwen3.jinja").read_text()
+    settings = GRPOConfig(output_dir=str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to=[])
+    theirs = GRPOTrainer(
+        policy(f"{tmp_path}/policy"), args=settings, processing_class=speaker, environment_factory=Counter
+    )
+    ours = FactoryEnvironment(f"{Counter.__module__}:Counter")
+    assert [tool.__name__ for tool in theirs.tools] == [tool.__name__ for tool in ours.tools] == ["add"]
+    assert theirs.reward_func_names == ["Counter"]
+    assert ours.reward.__name__ == "get_reward"
 
 
 @pytest.fixture(scope="module")
