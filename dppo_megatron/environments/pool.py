@@ -46,8 +46,10 @@ class EnvironmentPool:
         try:
             yield session
         finally:
-            session.close()
-            self._free.give_back()
+            try:
+                session.close()
+            finally:
+                self._free.give_back()
 
     async def tools(self) -> list[dict[str, Any]]:
         """The tools as chat templates take them. Raises `EnvironmentNameError` where no environment can be made."""

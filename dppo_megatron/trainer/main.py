@@ -132,8 +132,9 @@ def _connect(config: Config, run: RunDir, layout: Layout, control: Control) -> E
 def head(config: Config, actor: Actor, objective: Objective) -> list[str]:
     """The first lines of the log: what decides the result of the run, the method in words before all."""
     chosen = config.objective
+    credit = f" of turns (discount {chosen.discount:g})" if chosen.credit == "turn" else ""
     return [
         *(f"method: {line}" for line in objective.describe().splitlines()),
-        f"advantage: {chosen.advantage}, aggregation: {chosen.aggregation}, horizon: {config.horizon}",
+        f"advantage: {chosen.advantage}{credit}, aggregation: {chosen.aggregation}, horizon: {config.horizon}",
         *actor.describe(),
     ]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.objectives import TopKLogprobs, build_objective, group_advantages
-from dppo_megatron.types import POLICY
+from dppo_megatron.types import POLICY, Rollout, RolloutGroup
 from tests.parallel.cases import PROMPTS, SAMPLES, TEMPERATURE, sections
 from tests.support.actor_cases import QWEN3, QWEN3_MOE
 from tests.support.actor_ranks import Rank, run_scenario
@@ -28,6 +30,7 @@ METHODS = {
         "settings": {"delta": 0.1, "centering": "policy", "response_region": "mean", "response_delta": 2.0},
     },
     "cppo": {"name": "cppo", "settings": {"delta": 0.05, "position_weight": 0.3}},
+    "by_turn": {"name": "dppo_binary_tv", "credit": "turn", "discount": 0.5, "settings": {"delta": 0.1}},
 }
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}},
@@ -83,8 +86,36 @@ def turn_models(tmp_path_factory) -> Path:
         generator = torch.Generator().manual_seed(5)
         with BankWriter(root.parent / "turns" / name, PROMPTS, fsync=False) as bank, torch.no_grad():
             for position in range(PROMPTS):
-                bank.append(with_turns(_group(policy, position, generator, truncated=False)))
+                bank.append(_rewarded(with_turns(_group(policy, position, generator, truncated=False))))
     return root
+
+
+def _rewarded(group: RolloutGroup) -> RolloutGroup:
+    """With a reward of every turn, which the trajectory's does not add up to."""
+    turns = {r.trajectory: max(_turns(r)) + 1 for r in group.rollouts}
+    rng = np.random.default_rng(group.prompt.position)
+    rewards = (rng.standard_normal(count, np.float32) for count in turns.values())
+    return replace(group, turn_rewards=tuple(rewards))
+
+
+def _turns(rollout: Rollout) -> list[int]:
+    """Of each token after the prompt."""
+    if rollout.spans is None:
+        return [0] * len(rollout.token_ids)
+    return [turn for _, tokens, turn in rollout.spans.tolist() for _ in range(tokens)]
+
+
+def _by_turn(rewards: list[float], turn_rewards: list[list[float]], discount: float) -> list[list[float]]:
+    """The advantage of each turn of each trajectory, from the formula."""
+    earned = [[*of[:-1], of[-1] + reward - sum(of)] for reward, of in zip(rewards, turn_rewards, strict=True)]
+    returns = [[sum(discount ** (m - k) * of[m] for m in range(k, len(of))) for k in range(len(of))] for of in earned]
+    out: list[list[float]] = [[] for _ in rewards]
+    for k in range(max(map(len, returns))):
+        there = [i for i, of in enumerate(returns) if k < len(of)]
+        mean = sum(returns[i][k] for i in there) / len(there)
+        for i in there:
+            out[i].append(returns[i][k] - mean if len(there) > 1 else out[i][0])
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +151,7 @@ def _dense(models: Path, method: str) -> tuple[float, float]:
     for g, group in enumerate(groups):
         rewards = {r.trajectory: float(v) for r, v in zip(group.rollouts, group.rewards, strict=True)}
         advantages = group_advantages(torch.tensor([[rewards[t] for t in range(SAMPLES)]], dtype=torch.float64))[0]
+        of_turns = _by_turn([rewards[t] for t in range(SAMPLES)], [w.tolist() for w in group.turn_rewards], 0.5)
         for r in group.rollouts:
             size, prompt = len(r.token_ids), len(group.prompt.token_ids)
             spans = [[POLICY, size, 0]] if r.spans is None else r.spans.tolist()
@@ -133,6 +165,8 @@ def _dense(models: Path, method: str) -> tuple[float, float]:
                 whole[mask] = torch.from_numpy(of).to(whole.dtype)
                 fields[name] = whole
             fields["advantage"] = advantages[r.trajectory].expand(size)
+            if method == "by_turn":
+                fields["advantage"] = torch.tensor([of_turns[r.trajectory][turn] for turn in _turns(r)]).double()
             fields["sequence_ids"] = torch.full((size,), len(rows))
             fields["positions"] = torch.arange(prompt - 1, prompt + size - 1)
             rows.append(fields)
