@@ -192,7 +192,8 @@ class Proxy:
         self._loop.run_forever()
 
     async def _start(self) -> None:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        connector = aiohttp.TCPConnector(keepalive_timeout=2.0)  # below a server's, which may close it as it is used
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=connector)
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
