@@ -35,7 +35,7 @@ class EnginePool:
     that comes back, or is behind, is loaded with the published weights and scored before it gets a request.
 
     An asynchronous context manager. `check` raises `EngineError` for an engine that does not suit the run; `build`
-    makes a client.
+    makes a client. Without a `trainer`, which would be publishing it, a later policy in an engine is another run's.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class EnginePool:
         published: PublishedFollower,
         build: Callable[[Config, str], Engine],
         check: Callable[[Engine], Awaitable[object]],
+        trainer: bool = True,
     ):
         self._config = config
         self._services = services
@@ -53,7 +54,9 @@ class EnginePool:
         self._build = build
         self._check = check
         self._rules = HealthRules(
-            config.engine.health_failures, config.engine.health_interval_s, publish_s=config.weight_sync.timeout_s
+            config.engine.health_failures,
+            config.engine.health_interval_s,
+            publish_s=config.weight_sync.timeout_s if trainer else 0.0,
         )
         self._engines: dict[str, MonitoredEngine] = {}
         self._policy = None  # that the engines were last given

@@ -88,7 +88,12 @@ async def _fill_bank(config: Config, prompts: int | None) -> None:
 
     await _check_all(config, check)
     pool = EnginePool(
-        config, services=lambda: engine_services(config, run), published=published, build=build_engine, check=check
+        config,
+        services=lambda: engine_services(config, run),
+        published=published,
+        build=build_engine,
+        check=check,
+        trainer=prompts is None,
     )
     sampler = Sampler(pool)
     async with contextlib.AsyncExitStack() as pools:

@@ -151,6 +151,19 @@ def test_what_the_trainer_is_publishing_is_not_undone(world):
     w.live(use)
 
 
+def test_without_a_trainer_what_another_run_left_in_an_engine_is_replaced(world):
+    w = world(FakeServer())
+    w.publish(0, to=())
+    w.servers[A].weights = w.servers[A].claims = 4
+
+    async def use(sampler):
+        (rollout, _) = await sampler.generate(request())
+        assert rollout.versions.tolist() == [0] * 4
+
+    w.live(use, trainer=False)
+    assert w.servers[A].loads == [0]
+
+
 def test_one_loaded_over_by_an_older_policy_is_caught_up(world):
     """Confirmed for policy 2, but a load of policy 1 that was still on its way came after it."""
     w = world(FakeServer())

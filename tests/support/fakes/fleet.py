@@ -178,7 +178,9 @@ class World:
             policy_scores(version),
         ).write(RunDir(self.config.run.dir).published)
 
-    def live(self, use: Callable[[Sampler], Awaitable[None]], check=None, timeout_s: float = 20.0) -> None:
+    def live(
+        self, use: Callable[[Sampler], Awaitable[None]], check=None, timeout_s: float = 20.0, trainer: bool = True
+    ) -> None:
         async def suits(engine: FakeEngine) -> None:
             pass
 
@@ -189,6 +191,7 @@ class World:
                 published=PublishedFollower(RunDir(self.config.run.dir).published, 5.0),
                 build=self.build,
                 check=check or suits,
+                trainer=trainer,
             )
             async with asyncio.timeout(timeout_s), self.pool:
                 await use(Sampler(self.pool))
