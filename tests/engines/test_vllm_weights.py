@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -54,7 +55,8 @@ class FakeEngine:
         (info,) = args
         what = {"dppo_join_weight_group": "join", "dppo_update_weights": "update"}[method]
         try:
-            self._record(f"{what} {info.get('step') or info.get('name') or len(info['files'])}")
+            of = info.get("step") or info.get("name") or len(list(Path(info["directory"]).glob("*.safetensors")))
+            self._record(f"{what} {of}")
         except RuntimeError as error:
             return [None, str(error)]
         return [None, None]

@@ -64,6 +64,6 @@ def test_an_engine_takes_no_weights_that_are_stored_otherwise_than_its_own(model
     quantised.check_replaces(quantised)
     with pytest.raises(BadWeights, match=r"unknown tensors \(.*_scale_inv"):
         quantised.check_replaces(plain)
-    cast = Manifest("cast", (), quantised.shapes, frozenset())
+    cast = Manifest("cast", quantised.shapes, frozenset())
     with pytest.raises(BadWeights, match="tensors are FP8 on one side alone"):
         cast.check_replaces(quantised)
