@@ -13,11 +13,13 @@ import argparse
 import itertools
 import json
 import platform
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from dppo_megatron.certify.command import certify
 from dppo_megatron.certify.report import sampled
 from dppo_megatron.config import Config, read_config

@@ -31,6 +31,10 @@ import numpy as np
 import psutil
 from transformers import AutoTokenizer
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples/quickstart"))
+from make_task import MODEL
+
 from dppo_megatron.data.prompts import render_chat
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
@@ -42,9 +46,6 @@ from dppo_megatron.types import Rollout
 from tests.support.engines import engine_config, running_server
 from tests.support.faults import command_line
 from tests.support.tokenizers import save_character_model
-
-sys.path.append(str(Path(__file__).parents[1] / "examples/quickstart"))
-from make_task import MODEL
 
 LONGEST, VOCAB = 2048, 128
 TEMPLATE = (
