@@ -194,7 +194,7 @@ class _Measurement:
             free = compare(given, trace(self._actor, batch))
         except CannotTrace as error:
             return found | {"operators": f"not available: {error}"}
-        own = compare(given, trace(self._actor, replace(batch, routed_experts=None), given))
+        own = compare(given, trace(self._actor, _own_routes(batch), given))
         beyond = [difference.name for difference in own if difference.beyond_rounding]
         return found | {
             "operators": {"accumulated": list(map(_entry, free)), "own": list(map(_entry, own))},

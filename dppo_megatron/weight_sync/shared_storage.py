@@ -61,14 +61,14 @@ class SharedStorage:
             self._save_whole()
         elif not self._save_delta(base):
             self._save_whole()
-        self.nbytes = sum(file.stat().st_size for file in self._prepared.glob("*.safetensors"))
+        self._measure()
 
     def prepare_again(self, version: int) -> None:
         if self.changed_share is not None:
             if self._ranks.rank == 0:
                 log.warning("policy %d: no engine took what changed; the whole is published", version)
             self._save_whole()
-            self.nbytes = sum(file.stat().st_size for file in self._prepared.glob("*.safetensors"))
+            self._measure()
 
     def _save_delta(self, base: Path) -> bool:
         """False where the version must be written as a whole."""
@@ -103,6 +103,9 @@ class SharedStorage:
             overwrite=True,
             observe=self._observe(),
         )
+
+    def _measure(self) -> None:
+        self.nbytes = sum(file.stat().st_size for file in self._prepared.glob("*.safetensors"))
 
     def _observe(self) -> Callable[[str, Tensor], None] | None:
         return partial(add, self.sent) if self._config.weight_sync.fingerprint else None
