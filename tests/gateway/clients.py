@@ -11,7 +11,11 @@ DESCRIBED = {"name": "look_up", "description": "The number in a row."}
 async def chat(url: str, key: str, stream: bool) -> list[str]:
     from openai import AsyncOpenAI
 
-    client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+        return await _chat(client, stream)
+
+
+async def _chat(client, stream: bool) -> list[str]:
     tools = [{"type": "function", "function": {**DESCRIBED, "parameters": PARAMETERS}}]
     messages: list = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "What is a?"}]
     told = []
@@ -35,7 +39,11 @@ async def chat(url: str, key: str, stream: bool) -> list[str]:
 async def responses(url: str, key: str, stream: bool) -> list[str]:
     from openai import AsyncOpenAI
 
-    client = AsyncOpenAI(base_url=f"{url}/sessions/{key}/v1", api_key="any", max_retries=0)
+    async with AsyncOpenAI(base_url=f"{url}/sessions/{key}/v1", api_key="any", max_retries=0) as client:
+        return await _responses(client, stream)
+
+
+async def _responses(client, stream: bool) -> list[str]:
     tools = [{"type": "function", **DESCRIBED, "parameters": PARAMETERS}]
     asked = {"model": "m", "instructions": "Be brief.", "tools": tools}
     items: list = [{"role": "user", "content": "What is a?"}]
@@ -59,7 +67,11 @@ async def responses(url: str, key: str, stream: bool) -> list[str]:
 async def messages(url: str, key: str, stream: bool) -> list[str]:
     from anthropic import AsyncAnthropic
 
-    client = AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+    async with AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as client:
+        return await _messages(client, stream)
+
+
+async def _messages(client, stream: bool) -> list[str]:
     tools = [{**DESCRIBED, "input_schema": PARAMETERS}]
     said: list = [{"role": "user", "content": "What is a?"}]
     told = []

@@ -8,11 +8,11 @@ from openai import AsyncOpenAI
 
 async def converses(url, api_key, task):
     """With OpenAI's client first and Anthropic's then: one conversation."""
-    openai = AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key)
     messages = [{"role": "user", "content": task["prompt"]}]
-    reply = await openai.chat.completions.create(model="policy", messages=messages)
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key) as openai:
+        reply = await openai.chat.completions.create(model="policy", messages=messages)
     messages.append({"role": "assistant", "content": reply.choices[0].message.content})
     messages.append({"role": "user", "content": "1+1="})
-    anthropic = AsyncAnthropic(base_url=url, api_key=api_key)
-    said = await anthropic.messages.create(model="policy", max_tokens=16, messages=messages)
+    async with AsyncAnthropic(base_url=url, api_key=api_key) as anthropic:
+        said = await anthropic.messages.create(model="policy", max_tokens=16, messages=messages)
     return float(len(said.content[0].text) % 2)

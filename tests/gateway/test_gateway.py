@@ -125,7 +125,8 @@ def test_who_hung_up_is_told_the_same_turn(serve, caplog, stream, ended):
             check(conversation, policy)
 
     asyncio.run(main())
-    assert caplog.records == []  # agents may do so
+    said = [record for record in caplog.records if record.name.startswith(("aiohttp", "dppo_megatron"))]
+    assert said == []  # agents may do so
 
 
 def test_what_cannot_be_had_is_refused_with_a_line(serve):
