@@ -7,15 +7,17 @@ time, modulo 100, each step after a linking word:
 
 What makes it a miniature of reasoning by language models:
 
-- Where a step carries or borrows a ten, the text forgets it more often than not. A policy trained on it works like
-  this, step by step; some samples of every prompt are right, and their reward, given for the last number alone,
-  teaches care.
+- Where a sum carries a ten, the text often forgets it. A policy trained on it works like this, step by step; some
+  samples of every prompt are right, and their reward, given for the last number alone, teaches care. Differences are
+  always right: were their tens forgotten too, two mistakes would cancel, and a policy that forgets more often would be
+  right about as often.
 - Linking words do not matter to the answer and are drawn as words of a language are, the r-th most frequent one with a
   probability near 1 / r: at any place there are many rare tokens that a trust region may or may not let move.
 - One of the rare words, `carefully`, is always followed by a right step: a habit that is worth finding, and that a
   policy only finds through a token of low probability.
 
-Levels: `easy` has 8 operations with numbers below 10 (68 tokens a response), `hard` 20 with numbers below 50 (184).
+Levels: `easy` has 8 operations with numbers below 10 (68 tokens a response), `hard` 20 with numbers below 50 (184), of
+whose tens fewer are forgotten, for there are more. About a quarter of either's answers is right.
 """
 
 from __future__ import annotations
@@ -37,7 +39,6 @@ SYLLABLES = ("so", "nu", "ta", "li", "ve", "mo", "ri", "da", "ke", "pu", "ho")
 WORDS = [first + second for first in SYLLABLES for second in SYLLABLES]  # 121, the most frequent first
 CAREFUL_RANK = 10  # of `carefully` among them: 1.7 % of the linking words
 VOCABULARY = (PAD, EOS, "+", "-", "=", ANSWER, CAREFULLY, *"0123456789", *WORDS)
-FORGOTTEN = 0.6  # of the steps with a carry or borrow
 TRAIN, HELD_OUT, TEXT = 4000, 200, 12000  # prompts to train on and to evaluate, and worked examples in the text
 
 MODEL = {  # 1.3 M parameters; heads, groups and vocabulary divide by a tensor-parallel size of 2
@@ -68,9 +69,10 @@ MODEL = {  # 1.3 M parameters; heads, groups and vocabulary divide by a tensor-p
 class Level:
     operations: int
     largest: int  # number added or taken away
+    forgotten: float  # of the tens that a sum carries
 
 
-LEVELS = {"easy": Level(8, 9), "hard": Level(20, 49)}
+LEVELS = {"easy": Level(8, 9, 0.6), "hard": Level(20, 49, 0.3)}
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,12 @@ class Chain:
             value = right(value, sign, number)
         return digits(value, 2)
 
-    def worked_out(self, generator: random.Random) -> str:
-        """The steps as the text has them: a ten that is carried or borrowed is often forgotten, unless with care."""
+    def worked_out(self, generator: random.Random, forgotten: float) -> str:
+        """The steps as the text has them: this share of the tens that sums carry is forgotten, unless with care."""
         value, words = self.start, []
         for sign, number in self.operations:
             word = linking_word(generator)
-            slips = word != CAREFULLY and generator.random() < FORGOTTEN
+            slips = word != CAREFULLY and generator.random() < forgotten
             result = (careless if slips else right)(value, sign, number)
             words += [word, digits(value, 2), sign, self._number(number), "=", digits(result, 2)]
             value = result
@@ -114,11 +116,11 @@ def right(value: int, sign: str, number: int) -> int:
 
 
 def careless(value: int, sign: str, number: int) -> int:
-    """Each digit by itself: equal to `right` where nothing is carried or borrowed."""
+    """A sum's digits each by themselves: equal to `right` where nothing is carried, and for differences."""
+    if sign == "-":
+        return right(value, sign, number)
     tens, ones = divmod(value, 10)
     more_tens, more_ones = divmod(number, 10)
-    if sign == "-":
-        more_tens, more_ones = -more_tens, -more_ones
     return (tens + more_tens) % 10 * 10 + (ones + more_ones) % 10
 
 
@@ -151,11 +153,12 @@ def make_task(directory: str | Path, level: str = "easy", seed: int = 1) -> None
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     generator = random.Random(f"{level} {seed}")
+    forgotten = LEVELS[level].forgotten
     source = chains(LEVELS[level], generator)
     for name, count in (("heldout", HELD_OUT), ("train", TRAIN)):
         _write_rows(directory / f"{name}.jsonl", ((c.prompt, c.answer) for c in (next(source) for _ in range(count))))
     text = (next(source) for _ in range(TEXT))
-    _write_rows(directory / "warmup.jsonl", ((chain.prompt, chain.worked_out(generator)) for chain in text))
+    _write_rows(directory / "warmup.jsonl", ((chain.prompt, chain.worked_out(generator, forgotten)) for chain in text))
     write_random_model(directory / "random_model", seed)
 
 
