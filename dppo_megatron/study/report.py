@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,11 @@ from dppo_megatron.observability.curves import PALETTE
 from .grid import StudyFile
 from .rows import Row, read_rows, write_tables
 from .verdicts import Estimate, difference, estimate, finals
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+METHODS_IN_A_PANEL = 5
 
 
 def write_report(file: StudyFile, directory: Path) -> Path:
@@ -72,24 +78,38 @@ def _mean(values: Sequence[float | None], form: str) -> str:
 
 
 def _draw(file: StudyFile, rows: Sequence[Row], path: Path) -> None:
-    """A panel for each condition: the mean over seeds at every step that all have, and the range of the seeds."""
+    """A panel for each condition; of many methods one for each of them, with the first method behind it in grey."""
     from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
-    figure = Figure(figsize=(4.6 * len(file.conditions), 3.6), dpi=120, layout="constrained")
-    for axes, condition in zip(
-        figure.subplots(1, len(file.conditions), squeeze=False)[0], file.conditions, strict=True
-    ):
-        axes.set_title(condition)
-        axes.set_xlabel("step")
-        for number, method in enumerate(file.methods):
-            curves = [dict(r.curve) for r in rows if r.method == method and r.condition == condition and r.curve]
-            steps = sorted(set.intersection(*map(set, curves))) if curves else []
-            if not steps:
-                continue
-            values = np.array([[curve[step] for step in steps] for curve in curves])
-            colour = PALETTE[number % len(PALETTE)]
-            axes.plot(steps, values.mean(axis=0), color=colour, lw=1.8, label=method)
-            axes.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, lw=0)
-        axes.legend(fontsize=8)
+    reference, *others = file.methods
+    apart = len(file.methods) > METHODS_IN_A_PANEL
+    panels = [(c, [m]) for c in file.conditions for m in others] if apart else [(c, [*others]) for c in file.conditions]
+    columns = min(len(panels), 5 if apart else len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=((2.6 if apart else 4.6) * columns, (2.2 if apart else 3.6) * lines), dpi=120)
+    figure.set_layout_engine("constrained")
+    grid = figure.subplots(lines, columns, squeeze=False, sharey=True).flat
+    for (condition, methods), axes in zip(panels, grid, strict=False):
+        named = [condition] if len(file.conditions) > 1 or not apart else []
+        axes.set_title(", ".join([*methods, *named] if apart else named), fontsize=9)
+        _draw_curves(axes, rows, condition, reference, "#999999" if apart else PALETTE[0])
+        for number, method in enumerate(methods, start=1):
+            _draw_curves(axes, rows, condition, method, PALETTE[number % len(PALETTE)])
+        if not apart:
+            axes.legend(fontsize=8)
+    for axes in grid:  # that no panel took
+        axes.set_axis_off()
+    figure.supxlabel(f"step{f' (grey: {reference})' if apart else ''}", fontsize=9)
     figure.supylabel(file.metric, fontsize=9)
     figure.savefig(path)
+
+
+def _draw_curves(axes: Axes, rows: Sequence[Row], condition: str, method: str, colour: str) -> None:
+    """The mean over seeds at every step that all have, and the range of the seeds."""
+    curves = [dict(row.curve) for row in rows if row.method == method and row.condition == condition and row.curve]
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    if not steps:
+        return
+    values = np.array([[curve[step] for step in steps] for curve in curves])
+    axes.plot(steps, values.mean(axis=0), color=colour, lw=1.8, label=method)
+    axes.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, lw=0)
