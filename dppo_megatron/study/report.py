@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dppo_megatron.observability.curves import PALETTE
+from dppo_megatron.observability.history import ReportError
 
 from .grid import StudyFile
 from .rows import Row, read_rows, write_tables
@@ -21,8 +22,10 @@ METHODS_IN_A_PANEL = 5
 
 
 def write_report(file: StudyFile, directory: Path) -> Path:
-    """report.md and curves.png in `directory`; returns the path of the former."""
+    """report.md and curves.png in `directory`; returns the path of the former. Raises `ReportError` without a row."""
     rows = read_rows(directory)
+    if not rows:
+        raise ReportError(f"{directory}: no run of the study has ended there")
     write_tables(directory, rows)
     _draw(file, rows, directory / "curves.png")
     path = directory / "report.md"

@@ -1,4 +1,4 @@
-"""The claims that the study asks about, and what its stored rows say to each. Written before the runs.
+"""The claims that the study asks about, and what its stored rows say to each, by condition. Written before the runs.
 
     python studies/chains/claims.py studies/chains/results/methods studies/chains/results/ablations
 
@@ -11,7 +11,7 @@ points of 0, and refuted where it lies beyond them. All else is not resolved at 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -64,7 +64,10 @@ CLAIMS = {
 
 
 def judge(claim: Claim, rows: Sequence[Row]) -> tuple[Estimate | None, int, str]:
-    """(difference, paired seeds, verdict). A run without an evaluation counts as 0, for it failed before the first."""
+    """(difference, paired seeds, verdict) of rows of one condition.
+
+    A run without an evaluation counts as 0, for it failed before the first.
+    """
     ours, theirs = (
         {row.seed: _value(row, claim.measure) for row in rows if row.method == method}
         for method in (claim.ours, claim.theirs)
@@ -93,15 +96,24 @@ def _value(row: Row, measure: str) -> float:
 
 def main() -> None:
     rows = [row for directory in sys.argv[1:] for row in read_rows(Path(directory))]
-    print("| claim | compared | seeds | difference | verdict |")
-    print("|---|---|---|---|---|")
+    for condition in sorted({row.condition for row in rows}):
+        print(f"### {condition}\n")
+        print("| claim | compared | seeds | difference | verdict |")
+        print("|---|---|---|---|---|")
+        for line in verdicts([row for row in rows if row.condition == condition]):
+            print(line)
+        print()
+
+
+def verdicts(rows: Sequence[Row]) -> Iterator[str]:
+    """A line of the table for each claim, from the rows of one condition."""
     for source, claims in CLAIMS.items():
         for claim in claims:
             found, seeds, verdict = judge(claim, rows)
             shown = "-" if found is None else f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
             by = "as good as" if claim.equal else "over"
             compared = f"`{claim.ours}` {by} `{claim.theirs}`{', mean' if claim.measure == 'mean' else ''}"
-            print(f"| {claim.text} ({source}) | {compared} | {seeds} | {shown} | {verdict} |")
+            yield f"| {claim.text} ({source}) | {compared} | {seeds} | {shown} | {verdict} |"
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from chains import CAREFULLY, LEVELS, Chain, careless, chains, make_task, right
+from claims import verdicts
 from transformers import AutoTokenizer
 
 from dppo_megatron.rewards.registry import load_reward
+from dppo_megatron.study.rows import Row
 from dppo_megatron.types import Prompt
 
 
@@ -89,3 +91,19 @@ def test_the_tokenizer_and_the_grader_read_it(task):
         assert text == row["answer"]
         for answer, value in ((row["answer"][-3:], 1.0), ("0 x", 0.0)):
             assert reward(Prompt(0, 0, None, row["prompt"], answer), text) == value
+
+
+def test_verdicts_are_those_of_one_condition():
+    def row(method: str, condition: str, seed: int, end: float) -> Row:
+        curve = ((0, 0.3), (60, end))
+        return Row(method, condition, seed, "", "done", 60, 0.3, end, end, False, None, None, 1.0, "", curve)
+
+    ends = {"holds": (0.9, 0.5), "breaks": (0.1, 0.5), "even": (0.5, 0.5)}
+    told = []
+    for condition, (ours, theirs) in ends.items():
+        rows = [row("dppo_binary_tv", condition, seed, ours + seed / 100) for seed in range(4)]
+        rows += [row("pg_is", condition, seed, theirs) for seed in range(3)]
+        told.append(next(verdicts(rows)))
+    assert told[0].endswith("| `dppo_binary_tv` over `pg_is` | 3 | +0.410 [+0.400, +0.420] | confirmed |")
+    assert told[1].endswith("| refuted |")
+    assert told[2].endswith("[+0.000, +0.020] | not resolved at this scale |")

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from dppo_megatron.config import ConfigError
+from dppo_megatron.observability.history import ReportError
 from dppo_megatron.study.grid import read_study
 from dppo_megatron.study.report import write_report
 from dppo_megatron.study.rows import Row, add_row, make_row, read_rows
@@ -147,3 +148,14 @@ def test_the_report_is_drawn_from_stored_rows(study, tmp_path):
     assert "| dppo | 3 | 0.900 [0.900, 0.900] | **+0.380 [+0.370, +0.390]** | 0 of 3 | 1.00% | 1.0e-04 |" in text
     assert '"pg","slow",1,' in (out / "table.csv").read_text()
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_many_methods_have_a_panel_each_and_no_row_is_no_report(study, tmp_path):
+    file = study.file.model_copy(update={"methods": {**study.file.methods, **{f"m{i}": {} for i in range(7)}}})
+    with pytest.raises(ReportError, match="no run of the study has ended there"):
+        write_report(file, tmp_path)
+    for number, cell in enumerate(study.cells):
+        for method in (cell.method, f"m{number % 7}"):
+            add_row(tmp_path, replace(row(study, number, 0.5), method=method))
+    write_report(file, tmp_path)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
