@@ -45,7 +45,7 @@ class Cell:
     condition: str
     seed: int
     config: Config
-    hash: str  # of all settings but run.dir
+    hash: str  # of all settings but run.dir that are not their defaults
 
     @property
     def name(self) -> str:
@@ -98,6 +98,7 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _hash(config: Config) -> str:
-    tree = config.model_dump(mode="json")
+    """A setting that the program gains later leaves the hashes of stored rows as they are."""
+    tree = config.model_dump(mode="json", exclude_defaults=True)
     del tree["run"]["dir"]
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
