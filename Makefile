@@ -1,11 +1,13 @@
 # make quickstart     train a small policy end to end on this machine's CPU, real parts, about ten minutes
 # make test           what to run before a commit: real Megatron-core ranks, a real vLLM server, a run that learns
-# make test-all       every test there is: test-cpu, study-smoke, test-megatron-next, test-engines, test-integrations, test-browser, test-slurm
+# make test-all       every test there is: test-cpu, study-smoke, test-megatron-next, test-engines, test-integrations, test-verifiers,
+#                     test-browser, test-slurm
 # make test-cpu       all that this environment suffices for: test, the slow ones and test-parallel
 # make test-parallel  every parallel layout trains as one process does; kill -9 and resume in several of them
 # make test-megatron-next  one layout of each kind, and resuming, with the newest Megatron-core; two minutes
 # make test-engines   the engine contract, weight transports and faults, on real vLLM and SGLang servers
 # make test-integrations  our losses inside TRL, verl and SkyRL, environments of other packages; in .venv-integrations (1.9 GB, made when needed)
+# make test-verifiers  environments of verifiers, whose requirements are put beside .venv (90 MB, made when needed)
 # make test-browser   the page of `dppo-megatron view` in headless Chromium, which it installs (Debian, as root or with sudo)
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
 # make study-smoke    the parts of a study at work: task, start policy, one method, two seeds, two minutes
@@ -29,7 +31,7 @@ INTEGRATIONS_STAMP := $(INTEGRATIONS_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart study-smoke test test-all test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-browser attack lint docs-check format install sglang clean
+.PHONY: quickstart study-smoke test test-all test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser attack lint docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -45,7 +47,7 @@ test: install
 test-cpu: install
 	$(PYTEST) tests $(SIDE_BY_SIDE) -m "not engines and not faults and not slurm and not integrations and not browser"
 
-test-all: test-cpu study-smoke test-megatron-next test-engines test-integrations test-browser test-slurm
+test-all: test-cpu study-smoke test-megatron-next test-engines test-integrations test-verifiers test-browser test-slurm
 
 test-parallel: install
 	$(PYTEST) tests/parallel -m ""
@@ -96,6 +98,15 @@ study-smoke: install
 
 test-integrations: $(INTEGRATIONS_STAMP)
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_VENV)/bin/python -m pytest --durations=10 --durations-min=1 tests/integrations -m ""
+
+VERIFIERS := $(CURDIR)/$(VENV)/verifiers
+$(VERIFIERS)/.installed: requirements/verifiers.lock $(STAMP)
+	rm -rf $(VERIFIERS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VERIFIERS) --requirement requirements/verifiers.lock
+	touch $@
+
+test-verifiers: install $(VERIFIERS)/.installed
+	$(PYTEST) tests/integrations/test_verifiers.py -m integrations
 
 attack: install
 	$(PYTEST) tests/attack -m ""

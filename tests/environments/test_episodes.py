@@ -79,9 +79,10 @@ def play(
         ids = [*tokenizer.encode(said, add_special_tokens=False), EOS]
         cut = ids[: request.max_tokens]
         lists = np.tile(np.array([2, 3], np.int32), (len(cut), 1))
+        of_sampled = -np.where(np.isin(cut, [2, 3]), cut, 1).astype(np.float32)
         return (
             Rollout(
-                np.array(cut, np.int32), -np.ones(len(cut), np.float32), np.zeros(len(cut), np.int32),
+                np.array(cut, np.int32), of_sampled, np.zeros(len(cut), np.int32),
                 "stop" if cut[-1] == EOS else "length", lists, -lists.astype(np.float32),
             ),
         )  # fmt: skip

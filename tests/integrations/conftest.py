@@ -1,6 +1,11 @@
 """What needs other packages is collected in their environment alone (`make test-integrations`), there always."""
 
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
+collect_ignore_glob = []
 if find_spec("trl") is None:
-    collect_ignore_glob = ["test_trl*.py", "test_verl*.py", "test_skyrl*.py", "test_environments.py"]
+    collect_ignore_glob += ["test_trl*.py", "test_verl*.py", "test_skyrl*.py", "test_environments.py"]
+if not Path(sys.prefix, "verifiers").is_dir():  # `make test-verifiers` makes it
+    collect_ignore_glob.append("test_verifiers.py")

@@ -1,0 +1,59 @@
+"""Tasksets of verifiers (v1) with their own environments: `environment.agent` names `play`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import cache
+from itertools import islice
+from typing import Any
+
+from dppo_megatron.environments.interface import EnvironmentFailed
+
+
+async def play(url: str, api_key: str, task: dict[str, Any], *, env: dict[str, Any], path: str | None = None):
+    """Plays task number `idx` (a column of the row); the reward is verifiers' own, None where it has none.
+
+    env: the table `[env]` of verifiers' configs, at least {"taskset": {"id": ...}}; seats get the runtime `subprocess`
+    and the harness beside this file where it names none. path: the directory of verifiers, for this process alone.
+    """
+    if path is not None and path not in sys.path:
+        sys.path.insert(0, path)
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # tool servers are processes that import the taskset
+    from verifiers.v1.clients import EvalClientConfig, ModelContext
+
+    idx, (world, left, tasks) = task.get("idx", -1), _load(json.dumps(env, sort_keys=True))
+    tasks.extend(islice(left, max(0, idx + 1 - len(tasks))))
+    if not 0 <= idx < len(tasks):
+        raise EnvironmentFailed("raised", f"idx = {idx}: each row of data.train needs the number of a task of {env}")
+    # The address holds the key; verifiers would send one that this variable holds.
+    client = EvalClientConfig(base_url=f"{url}/sessions/{api_key}/v1", api_key_var="DPPO_MEGATRON_NO_KEY")
+    async with world.serving():
+        episode = await world.run_slot(world.slots(tasks[idx])[0], ModelContext(model="policy", client=client))
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        raise EnvironmentFailed("raised", "; ".join(f"{error.type}: {error.message}" for error in errors))
+    ours = [trace for trace in episode.traces if trace.agent.config.client == client]
+    if len(ours) != 1 or not ours[0].agent.trainable:  # turns of others would be trained on, too
+        raise EnvironmentFailed("raised", f"{len(ours)} seats have the policy; one trainable may, others need `client`")
+    return ours[0].reward if ours[0].rewards else None
+
+
+@cache
+def _load(settings: str) -> tuple[Any, Any, list[Any]]:
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils import loaders
+
+    from . import verifiers_harness
+
+    sys.modules["verifiers.v1.harnesses.dppo_megatron"] = verifiers_harness  # it looks harnesses up by such a name
+    env = json.loads(settings)
+    taskset = env["taskset"]["id"]
+    for name, seat in agent_config_fields(loaders.env_config_type(taskset, env.get("id", ""))()).items():
+        given = env.setdefault(name, {})
+        given.setdefault("runtime", {"type": "subprocess"})
+        if seat.harness is None and loaders.default_harness_id(taskset) == "bash":
+            given.setdefault("harness", {"id": "dppo_megatron"})
+    world = loaders.load_environment(loaders.resolve_env_config(env))
+    return world, iter(world.taskset), []  # environment, tasks to read, tasks that are
