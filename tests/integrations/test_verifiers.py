@@ -26,16 +26,17 @@ def tokenizer(tmp_path_factory):
 
 
 def episodes(tokenizer, policy, env, *, idx=0, **settings):
-    """The group of task `idx`; each turn stands in it once, behind what it was sampled behind."""
-    (group,), metrics, requests = play(
+    """The group of task `idx`; each turn that was sampled stands in it once."""
+    (group,), _, requests = play(
         tokenizer, PLAY, policy, agent=True, chat=True, columns={"idx": idx}, longest=600, timeout_s=300,
         settings={"env": env, "path": VERIFIERS}, **settings,
     )  # fmt: skip
-    assert_exact(group, requests)
     audited = audit([group])
     assert audited.problems == []
     assert audited.counts["turns"] == len(requests)
-    return group, metrics
+    if audited.counts["branches"] == audited.counts["trajectories"]:
+        assert_exact(group, requests)
+    return group
 
 
 def test_a_taskset_with_a_tool_and_two_rewards(tokenizer, monkeypatch, caplog):
@@ -46,15 +47,14 @@ def test_a_taskset_with_a_tool_and_two_rewards(tokenizer, monkeypatch, caplog):
         return [call.format("letters_last"), call.format("last"), "pots"][before.count("<tool>")]
 
     env = {"taskset": {"id": "verifiers_tasks"}}
-    group, metrics = episodes(tokenizer, policy, env, idx=1)
+    group = episodes(tokenizer, policy, env, idx=1)
     assert group.prompt.text == "[letters_last]<system>Be brief.<user>Reverse stop<assistant>"
     assert text_of(tokenizer, group) == (
         f"{call.format('letters_last')}<eos><tool>p<assistant>{call.format('last')}<eos><tool>error: no such tool"
         "<assistant>pots<eos>"
     )
     assert group.rewards.tolist() == [3.0, 3.0]  # 2 for the answer, 0.5 for each answer of a tool
-    assert metrics["environment/turns_mean"] == 3
-    group, _ = episodes(tokenizer, policy, env, idx=2, samples=1)
+    group = episodes(tokenizer, policy, env, idx=2, samples=1)
     assert group.reward_failed.all()
     assert "idx = 2: " in caplog.text
 
@@ -71,20 +71,21 @@ def words(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setenv("NLTK_DATA", str(tmp_path))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nor does it fetch them where it could
 
 
 def test_wordle(tokenizer, words):
     def policy(before: str) -> str:
         return "[stone]" if "P L A N T" in before else "[plant]"
 
-    group, _ = episodes(tokenizer, policy, {"taskset": WORDLE}, samples=2)
+    group = episodes(tokenizer, policy, {"taskset": WORDLE}, samples=2)
     assert group.prompt.text.startswith("<system>You are a competitive game player.")
     assert "A secret 5-letter word has been chosen. You have 6 attempts" in group.prompt.text
     said = "[plant]<eos><user>P L A N T\nX X X G Y\nYou have 5 guesses left.<assistant>[stone]<eos>"
     assert [text_of(tokenizer, group, sample) for sample in (0, 1)] == [said, said]
     assert group.rewards.tolist() == [1.0, 1.0]
     assert [rollout.finish_reason for rollout in group.rollouts] == ["stop", "stop"]
-    group, _ = episodes(tokenizer, policy, {"taskset": WORDLE}, samples=1, max_turns=1)
+    group = episodes(tokenizer, policy, {"taskset": WORDLE}, samples=1, max_turns=1)
     assert text_of(tokenizer, group) == "[plant]<eos>"
     assert group.rollouts[0].finish_reason == "length"
     assert group.rewards.tolist() == [0.0]
@@ -92,7 +93,9 @@ def test_wordle(tokenizer, words):
 
 
 def test_a_seat_that_is_not_to_be_trained_may_not_have_the_policy(tokenizer, words, caplog):
-    env = {"id": "user-sim", "taskset": WORDLE, "user": {"harness": {"id": "dppo_megatron"}, "max_turns": 2}}
-    group, _ = episodes(tokenizer, ["Hi"], env, samples=1)
+    user = {"harness": {"id": "dppo_megatron"}, "max_turns": 2}
+    env = {"id": "user-sim", "taskset": WORDLE, "persona": "{scenario}", "user": user}
+    group = episodes(tokenizer, ["Hi"], env, samples=1)
+    assert len(group.rollouts) == 2  # a branch of each
     assert group.reward_failed.all()
     assert "2 seats have the policy" in caplog.text

@@ -1,4 +1,5 @@
-"""Environments of other packages, as they are published: each module is the class that `environment.name` names.
+"""Environments of other packages, as they are published: each module has the class that `environment.name` names, or
+the agent that `environment.agent` does.
 
 The packages are imported when an environment is made, in its own process.
 """
