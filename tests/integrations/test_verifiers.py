@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.support.tokenizers import save_character_model
 pytestmark = pytest.mark.integrations
 
 PLAY = "dppo_megatron.environments.adapters.verifiers:play"
-VERIFIERS = str(Path(sys.prefix, "verifiers"))
+VERIFIERS = os.path.relpath(Path(sys.prefix, "verifiers"))
 WORDLE = {"id": "textarena", "game": "Wordle-v0"}
 
 

@@ -18,8 +18,8 @@ async def play(url: str, api_key: str, task: dict[str, Any], *, env: dict[str, A
     env: the table `[env]` of verifiers' configs, at least {"taskset": {"id": ...}}; seats get the runtime `subprocess`
     and the harness beside this file where it names none. path: the directory of verifiers, for this process alone.
     """
-    if path is not None and path not in sys.path:
-        sys.path.insert(0, path)
+    if path is not None and os.path.abspath(path) not in sys.path:
+        sys.path.insert(0, os.path.abspath(path))
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # tool servers are processes that import the taskset
     from verifiers.v1.clients import EvalClientConfig, ModelContext
 
