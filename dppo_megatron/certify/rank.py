@@ -60,7 +60,8 @@ class Sample:
 def run_rank(config: Config, url: str, prompts: int, checkpoint: Path | None = None) -> None:
     """Measures, and writes `CERTIFICATE` to `run.dir`. The environment says which rank this is, as for a trainer.
 
-    With `checkpoint` these are its weights, which the engine gets from here by the transport of the config.
+    With `checkpoint` these are its weights, which the engine gets from here by the transport of the config; as it gets
+    those of the start model where a run would round them on the way (`engine.quantization: fp8_block_emulated`).
     """
     run = RunDir(config.run.dir)
     authenticate(read_secret(config))
@@ -69,12 +70,15 @@ def run_rank(config: Config, url: str, prompts: int, checkpoint: Path | None = N
     ranks.begin_attempt()
     setup_logging(f"rank-{layout.rank}", run.root)
     actor = Actor(config, layout)
-    weights = f"{config.model.start}, loaded by the engine"
     if checkpoint is None:
         actor.load_start()
     else:
         actor.load_hf(checkpoint)
-        weights = f"{checkpoint}, published by {_publish(config, actor, layout.rank)}"
+    weights = f"{checkpoint or config.model.start}, loaded by the engine"
+    rounded = config.engine.quantization == "fp8_block_emulated"
+    if checkpoint is not None or rounded:
+        how = f"published by {_publish(config, actor, layout.rank)}{', rounded to FP8' if rounded else ''}"
+        weights = f"{checkpoint or config.model.start}, {how}"
     certificate = {"weights": weights} | _Measurement(config, actor, ranks, url).certificate(prompts)
     if layout.rank == 0:
         write_json(run.root / CERTIFICATE, certificate)

@@ -38,7 +38,7 @@ def faulty_copy(model, older, directory):
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    """As the engine was started, and after the trainer published the weights of a run to it."""
+    """As the engine was started; after the trainer published the weights of a run to it; the start model's, rounded."""
     root = tmp_path_factory.mktemp("certify") / "models"
     model, older = (make_model(root / name, seed) for name, seed in (("a", 1), ("b", 2)))
     served = engine_config(faulty_copy(model, older, root / "faulty"))
@@ -58,7 +58,10 @@ def certificates(tmp_path_factory):
     convert(partial(ToMegatron, model, checkpoint, TargetLayout()), worker=Worker())
     with running_server(served, root / "server.log", version=0) as url:
         before = certify(config, "config.yaml", prompts=3, urls=[url])[1]
-        return before, certify(config, "config.yaml", prompts=3, urls=[url], run=root / "trained")[1]
+        after = certify(config, "config.yaml", prompts=3, urls=[url], run=root / "trained")[1]
+        emulated = config.engine.model_copy(update={"quantization": "fp8_block_emulated"})
+        rounded = config.model_copy(update={"engine": emulated})
+        return before, after, certify(rounded, "config.yaml", prompts=3, urls=[url])[1]
 
 
 @pytest.fixture
@@ -80,10 +83,18 @@ def test_the_stale_layer_is_named_and_no_other(certificate):
 
 
 def test_published_weights_are_not_stale_and_the_rest_stays(certificates):
-    before, after = (set(certificate["beyond_rounding"]) for certificate in certificates)
+    before, after = (set(certificate["beyond_rounding"]) for certificate in certificates[:2])
     assert before - after == {f"layer {STALE} {name}" for name in LINEAR}
     assert after >= ROTATED | {"layer 0 input_norm"}
     assert "published by shared_storage" in certificates[1]["weights"]
+
+
+def test_what_a_run_would_round_is_published_so(certificates):
+    rounded = certificates[2]
+    assert rounded["weights"].endswith("published by shared_storage, rounded to FP8")
+    projections = {f"layer {n} {name}" for n in LAYERS for name in LINEAR}
+    assert set(rounded["beyond_rounding"]) >= projections
+    assert "logits" not in rounded["beyond_rounding"]  # the head is not rounded
 
 
 def test_the_report_says_what_it_found(certificate):
