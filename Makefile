@@ -77,16 +77,10 @@ test-slurm: install
 
 # Where it cannot be installed, the tests say so and are skipped.
 CHROMIUM := apt-get install -y -qq --no-install-recommends chromium-headless-shell
-DRIVER := $(CURDIR)/$(VENV)/browser
-$(DRIVER)/.installed: requirements/browser.lock $(STAMP)
-	rm -rf $(DRIVER)
-	$(BIN)/python -m pip install --quiet --no-deps --target $(DRIVER) --requirement requirements/browser.lock
-	touch $@
-
-test-browser: install $(DRIVER)/.installed
+test-browser: install $(VENV)/browser/.installed
 	@{ command -v chromium-headless-shell || command -v chromium || command -v google-chrome; } >/dev/null || \
 	  $(AS_ROOT) sh -c '$(CHROMIUM) || { apt-get update -qq && $(CHROMIUM); }' || echo "Chromium cannot be installed here"
-	PYTHONPATH=$(DRIVER) $(PYTEST) tests/view -m browser
+	PYTHONPATH=$(CURDIR)/$(VENV)/browser $(PYTEST) tests/view -m browser
 
 test-engines: install sglang
 	$(PYTEST) tests $(SIDE_BY_SIDE) -m "engines or faults"
@@ -99,13 +93,7 @@ study-smoke: install
 test-integrations: $(INTEGRATIONS_STAMP)
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_VENV)/bin/python -m pytest --durations=10 --durations-min=1 tests/integrations -m ""
 
-VERIFIERS := $(CURDIR)/$(VENV)/verifiers
-$(VERIFIERS)/.installed: requirements/verifiers.lock $(STAMP)
-	rm -rf $(VERIFIERS)
-	$(BIN)/python -m pip install --quiet --no-deps --target $(VERIFIERS) --requirement requirements/verifiers.lock
-	touch $@
-
-test-verifiers: install $(VERIFIERS)/.installed
+test-verifiers: install $(VENV)/verifiers/.installed
 	$(PYTEST) tests/integrations/test_verifiers.py -m integrations
 
 attack: install
@@ -142,6 +130,12 @@ $(STAMP): requirements/cpu.lock setup.py
 	@# For the kernels' interpreter tests; kept apart, for vLLM's CPU build would take it for the sign of a GPU.
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/triton-interpreter triton==3.9.0
 	touch $(STAMP)
+
+# What one target alone needs, put beside the pinned environment by path.
+$(VENV)/%/.installed: requirements/%.lock $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
+	touch $@
 
 sglang: $(SGLANG_STAMP)
 

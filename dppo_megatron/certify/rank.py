@@ -74,11 +74,11 @@ def run_rank(config: Config, url: str, prompts: int, checkpoint: Path | None = N
         actor.load_start()
     else:
         actor.load_hf(checkpoint)
-    weights = f"{checkpoint or config.model.start}, loaded by the engine"
+    how = "loaded by the engine"
     rounded = config.engine.quantization == "fp8_block_emulated"
     if checkpoint is not None or rounded:
         how = f"published by {_publish(config, actor, layout.rank)}{', rounded to FP8' if rounded else ''}"
-        weights = f"{checkpoint or config.model.start}, {how}"
+    weights = f"{checkpoint or config.model.start}, {how}"
     certificate = {"weights": weights} | _Measurement(config, actor, ranks, url).certificate(prompts)
     if layout.rank == 0:
         write_json(run.root / CERTIFICATE, certificate)

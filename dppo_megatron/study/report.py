@@ -86,15 +86,15 @@ def _draw(file: StudyFile, rows: Sequence[Row], path: Path) -> None:
 
     reference, *others = file.methods
     apart = len(file.methods) > METHODS_IN_A_PANEL
-    panels = [(c, [m]) for c in file.conditions for m in others] if apart else [(c, [*others]) for c in file.conditions]
-    columns = min(len(panels), 5 if apart else len(panels))
+    groups = [[method] for method in others] if apart else [others]
+    panels = [(condition, methods) for condition in file.conditions for methods in groups]
+    columns = min(len(panels), 5) if apart else len(panels)
     lines = -(-len(panels) // columns)
-    figure = Figure(figsize=((2.6 if apart else 4.6) * columns, (2.2 if apart else 3.6) * lines), dpi=120)
-    figure.set_layout_engine("constrained")
+    width, height = (2.6, 2.2) if apart else (4.6, 3.6)
+    figure = Figure(figsize=(width * columns, height * lines), dpi=120, layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True).flat
     for (condition, methods), axes in zip(panels, grid, strict=False):
-        named = [condition] if len(file.conditions) > 1 or not apart else []
-        axes.set_title(", ".join([*methods, *named] if apart else named), fontsize=9)
+        axes.set_title(f"{methods[0]}, {condition}" if apart else condition, fontsize=9)
         _draw_curves(axes, rows, condition, reference, "#999999" if apart else PALETTE[0])
         for number, method in enumerate(methods, start=1):
             _draw_curves(axes, rows, condition, method, PALETTE[number % len(PALETTE)])
@@ -102,7 +102,7 @@ def _draw(file: StudyFile, rows: Sequence[Row], path: Path) -> None:
             axes.legend(fontsize=8)
     for axes in grid:  # that no panel took
         axes.set_axis_off()
-    figure.supxlabel(f"step{f' (grey: {reference})' if apart else ''}", fontsize=9)
+    figure.supxlabel(f"step (grey: {reference})" if apart else "step", fontsize=9)
     figure.supylabel(file.metric, fontsize=9)
     figure.savefig(path)
 
