@@ -24,7 +24,11 @@ async def play(url: str, api_key: str, task: dict[str, Any], *, env: dict[str, A
     from verifiers.v1.clients import EvalClientConfig, ModelContext
 
     idx, (world, left, tasks) = task.get("idx", -1), _load(json.dumps(env, sort_keys=True))
-    tasks.extend(islice(left, max(0, idx + 1 - len(tasks))))
+    try:
+        tasks.extend(islice(left, max(0, idx + 1 - len(tasks))))
+    except Exception:
+        _load.cache_clear()  # a generator that raised has ended: the next episode would be told of too few tasks
+        raise
     if not 0 <= idx < len(tasks):
         raise EnvironmentFailed("raised", f"idx = {idx}: each row of data.train needs the number of a task of {env}")
     # The address holds the key; verifiers would send one that this variable holds.
