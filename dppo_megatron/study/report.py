@@ -95,9 +95,9 @@ def _draw(file: StudyFile, rows: Sequence[Row], path: Path) -> None:
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True).flat
     for (condition, methods), axes in zip(panels, grid, strict=False):
         axes.set_title(f"{methods[0]}, {condition}" if apart else condition, fontsize=9)
-        _draw_curves(axes, rows, condition, reference, "#999999" if apart else PALETTE[0])
+        draw_curves(axes, rows, condition, reference, "#999999" if apart else PALETTE[0])
         for number, method in enumerate(methods, start=1):
-            _draw_curves(axes, rows, condition, method, PALETTE[number % len(PALETTE)])
+            draw_curves(axes, rows, condition, method, PALETTE[number % len(PALETTE)])
         if not apart:
             axes.legend(fontsize=8)
     for axes in grid:  # that no panel took
@@ -107,7 +107,7 @@ def _draw(file: StudyFile, rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_curves(axes: Axes, rows: Sequence[Row], condition: str, method: str, colour: str) -> None:
+def draw_curves(axes: Axes, rows: Sequence[Row], condition: str, method: str, colour: str) -> None:
     """The mean over seeds at every step that all have, and the range of the seeds."""
     curves = [dict(row.curve) for row in rows if row.method == method and row.condition == condition and row.curve]
     steps = sorted(set.intersection(*map(set, curves))) if curves else []

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 from chains import CAREFULLY, LEVELS, Chain, careless, chains, make_task, right
-from claims import verdicts
+from claims import CLAIMS, table
 from transformers import AutoTokenizer
 
 from dppo_megatron.rewards.registry import load_reward
-from dppo_megatron.study.rows import Row
+from dppo_megatron.study.rows import Row, read_rows
 from dppo_megatron.types import Prompt
+
+STUDY = Path(__file__).parents[2] / "studies" / "chains"
 
 
 def rows(directory: Path, name: str) -> list[dict]:
@@ -93,17 +95,26 @@ def test_the_tokenizer_and_the_grader_read_it(task):
             assert reward(Prompt(0, 0, None, row["prompt"], answer), text) == value
 
 
-def test_verdicts_are_those_of_one_condition():
-    def row(method: str, condition: str, seed: int, end: float) -> Row:
+def test_a_verdict_is_that_of_its_interval():
+    def row(method: str, seed: int, end: float) -> Row:
         curve = ((0, 0.3), (60, end))
-        return Row(method, condition, seed, "", "done", 60, 0.3, end, end, False, None, None, 1.0, "", curve)
+        return Row(method, "stale", seed, "", "done", 60, 0.3, end, end, False, None, None, 1.0, "", curve)
 
-    ends = {"holds": (0.9, 0.5), "breaks": (0.1, 0.5), "even": (0.5, 0.5)}
     told = []
-    for condition, (ours, theirs) in ends.items():
-        rows = [row("dppo_binary_tv", condition, seed, ours + seed / 100) for seed in range(4)]
-        rows += [row("pg_is", condition, seed, theirs) for seed in range(3)]
-        told.append(next(verdicts(rows)))
-    assert told[0].endswith("| `dppo_binary_tv` over `pg_is` | 3 | +0.410 [+0.400, +0.420] | confirmed |")
+    for ours, theirs in ((0.9, 0.5), (0.1, 0.5), (0.5, 0.5)):
+        rows = [row("dppo_binary_tv", seed, ours + seed / 100) for seed in range(4)]
+        rows += [row("pg_is", seed, theirs) for seed in range(3)]
+        told.append(list(table(rows))[2])
+    difference = "+0.410 [+0.400, +0.420] | [+0.385, +0.435]"
+    assert told[0].endswith(f"| `dppo_binary_tv` over `pg_is` | 3 | {difference} | confirmed |")
     assert told[1].endswith("| refuted |")
-    assert told[2].endswith("[+0.000, +0.020] | not resolved at this scale |")
+    assert told[2].endswith("| not resolved at this scale |")
+
+
+def test_the_documented_verdicts_are_those_of_the_stored_rows():
+    results = STUDY / "results"
+    lines = list(table(read_rows(results / "methods") + read_rows(results / "ablations")))
+    assert len(lines) == 2 + sum(map(len, CLAIMS.values()))
+    assert (results / "claims.md").read_text().splitlines() == lines
+    documented = (STUDY.parents[1] / "docs" / "study.md").read_text().splitlines()
+    assert [line for line in lines if line not in documented] == []

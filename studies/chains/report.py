@@ -1,0 +1,67 @@
+"""Every table and figure of the study from its stored rows: results/*/report.md, results/claims.md and docs/chains.png.
+
+.venv/bin/python studies/chains/report.py    # from the repository's root
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from claims import table
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dppo_megatron.study.grid import read_study
+from dppo_megatron.study.report import draw_curves, write_report
+from dppo_megatron.study.rows import Row, read_rows
+from dppo_megatron.study.verdicts import estimate, finals
+
+HERE = Path(__file__).parent
+CONDITION = "stale"
+SHOWN = {"pg_is": "#999999", "clip_higher": "#D55E00", "dppo_binary_tv": "#0072B2"}
+
+
+def main() -> None:
+    for results in sorted(path for path in (HERE / "results").iterdir() if path.is_dir()):
+        print(write_report(read_study(HERE / f"{results.name}.yaml", results).file, results))
+    methods, ablations = (read_rows(HERE / "results" / name) for name in ("methods", "ablations"))
+    claims = HERE / "results" / "claims.md"
+    claims.write_text("\n".join(table(methods + ablations)) + "\n")
+    print(claims)
+    print(draw(methods, HERE.parents[1] / "docs" / "chains.png"))
+
+
+def draw(rows: Sequence[Row], path: Path) -> Path:
+    """The curves of three methods, and where every run of every method ended."""
+    figure = Figure(figsize=(9, 3.6), dpi=110, layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(5, 4))
+    for method, colour in SHOWN.items():
+        draw_curves(left, rows, CONDITION, method, colour)
+    left.set(xlabel="step (64 updates on one batch)", ylabel="right of held-out chains, sampled", ylim=(0, 1))
+    left.legend(frameon=False, fontsize=9, loc="lower right")
+    _draw_ends(right, rows)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    return path
+
+
+def _draw_ends(axes: Axes, rows: Sequence[Row]) -> None:
+    """A line a method, the best at the top: a dot a seed, the mean and its interval."""
+    ended = {row.method: list(finals(rows, row.method, CONDITION).values()) for row in rows}
+    methods = sorted(ended, key=lambda method: float(np.mean(ended[method])))
+    for line, method in enumerate(methods):
+        colour = SHOWN.get(method, "#444444")
+        axes.plot(ended[method], [line] * len(ended[method]), "o", color=colour, ms=3.5, alpha=0.5, mew=0)
+        if found := estimate(ended[method]):
+            axes.plot([found.low, found.high], [line, line], color=colour, lw=1.4)
+            axes.plot(found.mean, line, "|", color=colour, ms=10, mew=2)
+    axes.set(xlim=(0, 1), xlabel="after 15 steps: seeds, mean, 95 % interval")
+    axes.set_yticks(range(len(methods)), methods, fontsize=8)
+    axes.grid(axis="x", color="#EEEEEE")
+
+
+if __name__ == "__main__":
+    main()
