@@ -1,4 +1,6 @@
-"""Every table and figure of the study from its stored rows: results/*/report.md, results/claims.md and docs/chains.png.
+"""Makes every table and figure of the study from its stored rows.
+
+These are results/*/report.md, docs/chains.png and the verdicts in docs/study.md.
 
 .venv/bin/python studies/chains/report.py    # from the repository's root
 """
@@ -19,6 +21,8 @@ from dppo_megatron.study.rows import Row, read_rows
 from dppo_megatron.study.verdicts import estimate, finals
 
 HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs"
+START, END = "<!-- claims -->\n", "<!-- claims end -->\n"  # around the table in study.md
 CONDITION = "stale"
 SHOWN = {"pg_is": "#999999", "clip_higher": "#D55E00", "dppo_binary_tv": "#0072B2"}
 
@@ -27,10 +31,12 @@ def main() -> None:
     for results in sorted(path for path in (HERE / "results").iterdir() if path.is_dir()):
         print(write_report(read_study(HERE / f"{results.name}.yaml", results).file, results))
     methods, ablations = (read_rows(HERE / "results" / name) for name in ("methods", "ablations"))
-    claims = HERE / "results" / "claims.md"
-    claims.write_text("\n".join(table(methods + ablations)) + "\n")
-    print(claims)
-    print(draw(methods, HERE.parents[1] / "docs" / "chains.png"))
+    page = DOCS / "study.md"
+    before, rest = page.read_text().split(START)
+    lines = table([row for row in methods + ablations if row.condition == CONDITION])
+    page.write_text(before + START + "\n".join(lines) + "\n" + END + rest.split(END)[1])
+    print(page)
+    print(draw(methods, DOCS / "chains.png"))
 
 
 def draw(rows: Sequence[Row], path: Path) -> Path:
@@ -50,7 +56,7 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
 
 def _draw_ends(axes: Axes, rows: Sequence[Row]) -> None:
     """A line a method, the best at the top: a dot a seed, the mean and its interval."""
-    ended = {row.method: list(finals(rows, row.method, CONDITION).values()) for row in rows}
+    ended = {method: list(finals(rows, method, CONDITION).values()) for method in {row.method for row in rows}}
     methods = sorted(ended, key=lambda method: float(np.mean(ended[method])))
     for line, method in enumerate(methods):
         colour = SHOWN.get(method, "#444444")

@@ -108,13 +108,12 @@ def test_a_verdict_is_that_of_its_interval():
     difference = "+0.410 [+0.400, +0.420] | [+0.385, +0.435]"
     assert told[0].endswith(f"| `dppo_binary_tv` over `pg_is` | 3 | {difference} | confirmed |")
     assert told[1].endswith("| refuted |")
-    assert told[2].endswith("| not resolved at this scale |")
+    assert told[2].endswith("[+0.000, +0.020] | [-0.015, +0.035] | not resolved at this scale |")
 
 
 def test_the_documented_verdicts_are_those_of_the_stored_rows():
     results = STUDY / "results"
     lines = list(table(read_rows(results / "methods") + read_rows(results / "ablations")))
     assert len(lines) == 2 + sum(map(len, CLAIMS.values()))
-    assert (results / "claims.md").read_text().splitlines() == lines
-    documented = (STUDY.parents[1] / "docs" / "study.md").read_text().splitlines()
-    assert [line for line in lines if line not in documented] == []
+    documented = (STUDY.parents[1] / "docs" / "study.md").read_text()
+    assert documented.split("<!-- claims -->\n")[1].split("<!-- claims end -->\n")[0].splitlines() == lines
