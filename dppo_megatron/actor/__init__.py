@@ -21,7 +21,6 @@ from .checkpoint.errors import CheckpointError
 from .forward import apply_objective
 from .layout import Layout, LayoutError, init_layout
 from .model import check_model
-from .model_config import padded_vocab_size
 from .reference import Reference
 from .scoring import Scores
 from .step_line import StepLine
@@ -39,5 +38,4 @@ __all__ = [
     "apply_objective",
     "check_model",
     "init_layout",
-    "padded_vocab_size",
 ]

@@ -32,6 +32,7 @@ from .checkpoint.sharded import ShardedSave
 from .checkpoint.writer import BackgroundWrite
 from .forward import LossStep
 from .layout import Layout
+from .loss_scale import LossScale
 from .model import PolicyModel, build_model
 from .model_config import transformer_config, use_transformer_engine
 from .optimizer import build_optimizer, build_schedule, learning_rate, optimizer_step, wrap_data_parallel
@@ -54,7 +55,7 @@ class UpdateStats:
     grad_norm: float  # before clipping
     lr: float
     skipped: bool  # gradients or logits were not finite; nothing was changed
-    skipped_in_a_row: int
+    skipped_in_a_row: int  # without those that overflowed
     tokens: int
     loss_tokens: int
     nonfinite_tokens: int  # loss tokens whose logits were not finite
@@ -63,6 +64,8 @@ class UpdateStats:
     masked: dict[int, int]  # token id -> how often it was outside the trust region, where it ever was
     forward_backward_s: float
     optimizer_s: float
+    loss_scale: float | None = None  # what the loss was multiplied by, in fp16
+    overflowed: bool = False  # skipped for gradients beyond fp16 at this scale, which was halved
 
 
 class Actor:
@@ -84,6 +87,11 @@ class Actor:
         self.transformer.finalize_model_grads_func = _finalize_without_division
         self._gather = ParameterGather(self.model)
         self.optimizer = build_optimizer(self.model, config)
+        self.loss_scale: LossScale | None = None
+        if config.model.dtype == "fp16":
+            self.loss_scale = LossScale(config.optimizer.loss_scale)
+            self.loss_scale.serve(self.optimizer)
+            self.transformer.grad_scale_func = self.loss_scale.scaled
         self.schedule = build_schedule(self.optimizer, config)
         self.optimizer_on_device = nullcontext
         if config.optimizer.offload:
@@ -162,9 +170,10 @@ class Actor:
         The loss is sum(loss_weight * objective loss) over all micro-batches of all data-parallel ranks, and
         so is the gradient: it does not depend on how the batch was split. Data-parallel ranks pass equally
         many micro-batches. An update whose gradients or logits are not finite changes nothing and is reported
-        as skipped. `another_follows` promises that the next call is this one again, with no use of the weights in
-        between: they are then gathered behind its forward pass. `observe`: see `LossStep`. Raises
-        TrainingDiverged after `optimizer.max_skipped_in_a_row` skipped updates, ValueError without micro-batches.
+        as skipped; gradients beyond fp16 lower the loss scale. `another_follows` promises that the next call is
+        this one again, with no use of the weights in between: they are then gathered behind its forward pass.
+        `observe`: see `LossStep`. Raises TrainingDiverged after `optimizer.max_skipped_in_a_row` skipped updates that
+        no smaller loss scale could avoid, ValueError without micro-batches.
         """
         started = time.perf_counter()
         prepared = self.packer.whole_rounds(micro_batches)
@@ -187,6 +196,7 @@ class Actor:
             metrics = metrics | self.routing.disagreement(replayed, self.layout.device)
         self._synchronize()
         computed = time.perf_counter()
+        loss_scale = None if self.loss_scale is None else self.loss_scale.value
         with self.optimizer_on_device():
             update = optimizer_step(
                 self.optimizer,
@@ -194,10 +204,14 @@ class Actor:
                 clip=self.config.optimizer.grad_clip,
                 lr_scale=self.lr_scale,
                 refuse=total.nonfinite > 0,
+                loss_scale=self.loss_scale,
             )
         if not update.skipped:
             self._gather.after_update(trains_next=another_follows)
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if update.skipped else 0
+        if update.overflowed:
+            log.info("gradients overflowed in fp16 at a loss scale of %g: the update is skipped", loss_scale)
+        else:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if update.skipped else 0
         self._synchronize()
         stats = UpdateStats(
             loss=total.loss,
@@ -213,6 +227,8 @@ class Actor:
             masked=total.masked,
             forward_backward_s=computed - started,
             optimizer_s=time.perf_counter() - computed,
+            loss_scale=loss_scale,
+            overflowed=update.overflowed,
         )
         if self.skipped_in_a_row >= self.config.optimizer.max_skipped_in_a_row:
             raise TrainingDiverged(

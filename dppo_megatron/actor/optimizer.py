@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dppo_megatron.config.schema import Config
 
+from .loss_scale import LossScale
 from .model import PolicyModel
 from .model_config import dtype, overlaps_communication
 
@@ -25,6 +26,7 @@ class StepResult:
     grad_norm: float
     lr: float
     skipped: bool
+    overflowed: bool  # skipped, and the loss scale was lowered for it
 
 
 def wrap_data_parallel(
@@ -65,6 +67,7 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
         adam_eps=o.eps,
         clip_grad=o.grad_clip,
         bf16=config.model.dtype == "bf16",
+        fp16=config.model.dtype == "fp16",
         params_dtype=dtype(config),
         use_distributed_optimizer=config.parallel.distributed_optimizer,
     )
@@ -102,17 +105,25 @@ def optimizer_step(
     clip: float,
     lr_scale: float = 1.0,
     refuse: bool = False,
+    loss_scale: LossScale | None = None,
 ) -> StepResult:
     """Clip to the global norm, step, advance the schedule. All three are left out where the norm is not finite.
 
-    `lr_scale` multiplies the schedule's rate for this step. `refuse` leaves all three out too. Collective over all
-    ranks, which take the same decision.
+    `lr_scale` multiplies the schedule's rate for this step. `refuse` leaves all three out too, for a reason that lies
+    before the gradients. `loss_scale` is what they still are multiplied by; it follows what was found, unless
+    refused. Collective over all ranks, which take the same decision.
     """
     lr = learning_rate(optimizer) * lr_scale
-    found_inf = optimizer.prepare_grads()
+    found_inf = optimizer.prepare_grads()  # divides by the loss scale
     grad_norm = float(optimizer.get_grad_norm())
     if refuse or found_inf or not math.isfinite(grad_norm):
-        return StepResult(grad_norm, lr, skipped=True)
+        overflowed = False
+        if loss_scale is not None and found_inf and not refuse:
+            overflowed = loss_scale.can_fall
+            loss_scale.follow(overflow=True)
+        return StepResult(grad_norm, lr, skipped=True, overflowed=overflowed)
+    if loss_scale is not None:
+        loss_scale.follow(overflow=False)
     if clip > 0:
         # Megatron's own step() would clip the same way, but offers no place between the norm and the update.
         for part in optimizer.chained_optimizers:
@@ -122,7 +133,7 @@ def optimizer_step(
         group["lr"] *= lr_scale
     optimizer.step_with_ready_grads()
     schedule.step(1)  # which sets the rate of every group anew
-    return StepResult(grad_norm, lr, skipped=False)
+    return StepResult(grad_norm, lr, skipped=False, overflowed=False)
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:

@@ -131,6 +131,11 @@ def describe(config: Config) -> str:
         parts.append(f"FP8 matrix products ({m.fp8}: {RECIPES[m.fp8].scaling})")
     if m.fp32_head:
         parts.append("fp32 head")
+    if m.batch_invariant_head:
+        parts.append("batch-invariant head")
+    if m.dtype == "fp16":
+        scale = config.optimizer.loss_scale
+        parts.append(f"loss scale {scale.initial:g}, doubled after {scale.growth_interval} updates without an overflow")
     return ", ".join([*parts, "fp32 gradients and optimizer"])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from dppo_megatron.config import read_tree
 from dppo_megatron.hf import ModelError
-from dppo_megatron.hf.torch_dist_reader import is_torch_dist, model_directory
+from dppo_megatron.hf.torch_dist_place import is_torch_dist, model_directory
 
 
 def fingerprint_of(directory: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from dppo_megatron.hf import Entry, ModelError, WeightMap, fp8, open_weights, read_hf_config
 from dppo_megatron.hf.safetensors_file import SafetensorsFile, TensorInfo
 from dppo_megatron.hf.safetensors_writer import DEFAULT_SHARD_BYTES, Part, copy_metadata, shard_names, write_index
-from dppo_megatron.hf.weight_source import all_finite, not_finite_problem, source_problems
+from dppo_megatron.hf.weight_source import cast_problem, source_problems
 
 from .files import fingerprint_of
 
@@ -68,8 +68,8 @@ class ToHF:
         with SafetensorsFile(path, announced) as file:
             for entry in self._groups[index]:
                 tensors = {name: self._cast(name, info) for name, info in self._plain_info(entry).items()}
-                if not all(all_finite(tensor) for tensor in tensors.values()):
-                    not_finite.append(not_finite_problem(entry))
+                if problem := cast_problem(entry, map(self._weights.tensor, tensors), tensors.values()):
+                    not_finite.append(problem)
                     continue
                 written = fp8.quantize_projections(tensors.items()) if self._quantization else tensors.items()
                 for name, tensor in written:

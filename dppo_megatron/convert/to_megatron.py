@@ -11,9 +11,9 @@ import torch
 from dppo_megatron.hf import Entry, ModelError, WeightMap, open_weights, read_hf_config
 from dppo_megatron.hf.checkpoint_keys import StoredAt, possible_locations, stacks_layers
 from dppo_megatron.hf.safetensors_writer import copy_metadata
-from dppo_megatron.hf.torch_dist_reader import MODEL
+from dppo_megatron.hf.torch_dist_place import MODEL
 from dppo_megatron.hf.torch_dist_writer import Chunk, TorchDistFile, write_torch_dist_metadata
-from dppo_megatron.hf.weight_source import all_finite, not_finite_problem, source_problems
+from dppo_megatron.hf.weight_source import cast_problem, source_problems
 
 from .files import fingerprint_of
 from .layout import SourceRank, TargetLayout
@@ -71,8 +71,8 @@ class ToMegatron:
                 parts = [self._weights.tensor(t.name) for t in entry.hf]
                 for piece in entry.op.pieces(parts, rank, size):
                     tensor = piece.tensor.to(self._stored_dtype(entry, entry.hf[0].name)).contiguous()
-                    if not all_finite(tensor):
-                        not_finite.append(not_finite_problem(entry))
+                    if problem := cast_problem(entry, [piece.tensor], [tensor]):
+                        not_finite.append(problem)
                     file.write(self._locations(entry), self._shape(entry), piece.with_tensor(tensor))
                     tick()
                 del parts

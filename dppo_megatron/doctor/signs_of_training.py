@@ -17,8 +17,11 @@ def everything_masked(step: Step, past: Past) -> Evidence:
 @sign("not finite", "a smaller optimizer.lr; check dtypes and the start model's weights")
 def non_finite(step: Step, past: Past) -> Evidence:
     found = [f"{name} has no finite value" for name in ("train/loss", "train/grad_norm") if _is_null(step, name)]
-    counted = ("train/nonfinite_tokens", "train/skipped_updates", "rollout/invalid_samples")
-    found += [f"{name} {value:.0f}" for name in counted if (value := step.value(name))]
+    counted = {name: step.value(name) for name in ("train/nonfinite_tokens", "rollout/invalid_samples")}
+    # In fp16 some updates overflow, until the loss scale fits.
+    overflowed = step.value("train/overflowed_updates") or 0
+    counted["train/skipped_updates"] = (step.value("train/skipped_updates") or 0) - overflowed
+    found += [f"{name} {value:.0f}" for name, value in counted.items() if value]
     return ", ".join(found) or None
 
 

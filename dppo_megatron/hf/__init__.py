@@ -10,7 +10,7 @@ from .megatron_model import ParallelRanks, ShardGroup
 from .parse_config import parse_hf_config, read_hf_config
 from .random_init import make_random_hf_model
 from .rope import inverse_frequencies
-from .rules import Entry, HFTensor, MegatronLayout
+from .rules import Entry, HFTensor, MegatronLayout, padded_vocab_size
 from .safetensors_reader import SafetensorsDirectory
 from .safetensors_writer import PartWriter
 from .weight_map import WeightMap
@@ -39,6 +39,7 @@ __all__ = [
     "load_into",
     "make_random_hf_model",
     "open_weights",
+    "padded_vocab_size",
     "parse_hf_config",
     "read_hf_config",
     "save_hf",

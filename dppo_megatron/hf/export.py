@@ -26,6 +26,7 @@ from .safetensors_writer import DEFAULT_SHARD_BYTES, Part, PartWriter, assemble,
 from .staged import write_staged
 from .turns import Turns
 from .weight_map import WeightMap
+from .weight_source import all_finite, export_problem, overflow_problem
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 
@@ -63,16 +64,40 @@ def export_weights(
         return
     ranks = ranks or ParallelRanks.current()
     weight_map = WeightMap(config, infer_layout(model_chunks, config, ranks))
+    weights = _weights(model_chunks, weight_map)
+    yield from _export_kinds(weight_map, weights, ranks, dtype, bucket_bytes, before_gather)
+
+
+@torch.no_grad()
+def overflowing(
+    model_chunks: Sequence[nn.Module], config: HFModelConfig, dtype: torch.dtype, ranks: ParallelRanks | None = None
+) -> list[str]:
+    """A line for each weight of which this rank's part has values that `dtype` cannot hold. No collectives.
+
+    Before `export_weights` sends them on its way; what is written is looked at as it is written. One pass over all
+    weights for fp16, none for other dtypes, whose range is that of fp32.
+    """
+    if dtype != torch.float16:
+        return []
+    weight_map = WeightMap(config, infer_layout(model_chunks, config, ranks or ParallelRanks.current()))
+    return [
+        overflow_problem(*(tensor.name for tensor in weight.entry.hf))
+        for weight in _weights(model_chunks, weight_map)
+        if not all_finite(weight.exported(dtype))
+    ]
+
+
+def _weights(model_chunks: Sequence[nn.Module], weight_map: WeightMap) -> list[_Weight]:
     adapters = {adapter.entry.weight: adapter for adapter in adapters_of(model_chunks)}
-    weights: list[_Weight] = []
+    weights = []
     for name, weight in named_weights(model_chunks):
         try:
             entry = weight_map.entry(name)
         except KeyError as error:
-            raise ModelError(config.source, [str(error.args[0])]) from None
+            raise ModelError(weight_map.config.source, [str(error.args[0])]) from None
         if not entry.rule.duplicate:
             weights.append(_Weight(entry, weight, adapters.get(name)))
-    yield from _export_kinds(weight_map, weights, ranks, dtype, bucket_bytes, before_gather)
+    return weights
 
 
 @torch.no_grad()
@@ -83,13 +108,20 @@ def export_adapters(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ranks: ParallelRanks | None = None,
     before_gather: Callable[[ShardGroup], None] | None = None,
+    folded: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """As `export_weights`, (PEFT's name, whole tensor) of every A and B whose source rank this is, and nothing else."""
+    """As `export_weights`, (PEFT's name, whole tensor) of every A and B whose source rank this is, and nothing else.
+
+    `folded`: (alpha / r) B instead of B, multiplied in fp32 and rounded once.
+    """
     ranks = ranks or ParallelRanks.current()
     weights = [
         weight
         for adapter in adapters_of(model_chunks)
-        for weight in (_Weight(adapter.entry.a, adapter.A), _Weight(adapter.entry.b, adapter.B))
+        for weight in (
+            _Weight(adapter.entry.a, adapter.A),
+            _Weight(adapter.entry.b, adapter.B, times=adapter.scaling if folded else 1.0),
+        )
     ]
     yield from _export_kinds(WeightMap(config), weights, ranks, dtype, bucket_bytes, before_gather)
 
@@ -99,12 +131,15 @@ class _Weight:
     entry: Entry
     tensor: Tensor
     adapter: Adapter | None = None
+    times: float = 1.0
 
     def exported(self, dtype: torch.dtype | None) -> Tensor:
         dtype = None if self.entry.rule.keep_dtype else dtype
         if self.adapter is not None and self.adapter.enabled:
             return self.adapter.merged(self.tensor, dtype)
         local = self.tensor.detach()
+        if self.times != 1:
+            return (local.float() * self.times).to(dtype or local.dtype)
         return local if dtype is None else local.to(dtype)
 
 
@@ -189,12 +224,14 @@ def write_parts(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> list[Part]:
     """Writes what `pack` makes of each of this rank's tensors to files of `staging`. Exhausts `exported`, whose
-    iteration is collective, before it raises what went wrong."""
+    iteration is collective, before it raises what went wrong: `ModelError` for values beyond fp16 too."""
     failure = None
     with PartWriter(staging, f"{everyone.rank:05d}", shard_bytes, everyone.alive) as writer:
         for name, tensor in exported:
             if failure is None:
                 try:
+                    if problem := export_problem(name, tensor):
+                        raise ModelError(str(staging), [problem])
                     for key, packed in pack(name, tensor).items():
                         writer.add(key, packed)
                 except Exception as error:  # keep gathering: the other ranks wait for this one

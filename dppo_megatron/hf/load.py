@@ -14,9 +14,9 @@ from .hf_config import HFModelConfig
 from .megatron_model import ParallelRanks, has_ends, infer_layout, local_layers, named_weights
 from .parse_config import read_hf_config
 from .rules import Entry
-from .torch_dist_reader import model_directory
+from .torch_dist_place import model_directory
 from .weight_map import WeightMap
-from .weight_source import WeightSource, all_finite, not_finite_problem, open_weights, source_problems
+from .weight_source import WeightSource, cast_problem, open_weights, source_problems
 
 
 @torch.no_grad()
@@ -38,7 +38,8 @@ def load_into(
 
     Raises `ModelError` listing every missing, unexpected or misshaped tensor, every parameter without a
     counterpart, every HF tensor without a parameter and every field where the model's TransformerConfig
-    differs from config.json, before any parameter is written; and, after writing, every non-finite tensor.
+    differs from config.json, before any parameter is written; and, after writing, every tensor that is not finite,
+    or not in the parameter's dtype.
     """
     config = config or read_hf_config(model_directory(hf_dir))
     ranks = ranks or ParallelRanks.current()
@@ -53,9 +54,9 @@ def load_into(
     not_finite = []
     for entry, weight in weights:
         shard = _shard(weight_map, source, entry, ranks)
-        if not all_finite(shard):
-            not_finite.append(not_finite_problem(entry))
         weight.copy_(shard)
+        if problem := cast_problem(entry, [shard], [weight]):
+            not_finite.append(problem)
         del shard
         source.release()
     if not_finite:

@@ -31,7 +31,7 @@ from .safetensors_writer import Part, PartWriter
 from .staged import write_staged
 from .turns import Turns
 from .weight_map import WeightMap
-from .weight_source import all_finite, shape_problems
+from .weight_source import all_finite, export_problem, shape_problems
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -73,11 +73,11 @@ def save_peft(
 
     def write(staging: Path) -> list[Part]:
         # Small beside a model: the source ranks keep what they gather, so that no rank waits for a disk.
-        exported = dict(export_adapters(model_chunks, config, dtype, before_gather=turns))
+        exported = dict(export_adapters(model_chunks, config, dtype, before_gather=turns, folded=folded))
+        if problems := [p for name, tensor in exported.items() if (p := export_problem(name, tensor))]:
+            raise ModelError(str(directory), problems)
         with PartWriter(staging, f"{everyone.rank:05d}", alive=everyone.alive) as writer:
             for name, tensor in exported.items():
-                if folded and ".lora_B." in name:
-                    tensor = (tensor.float() * (lora.alpha / lora.r)).to(tensor.dtype)
                 if observe is not None:
                     observe(name, tensor)
                 writer.add(name, tensor)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from .operations import Operation
 
+_SHARD_UNIT = 128  # columns of the head per rank, for its GEMM
+_SMALL_VOCAB = 4096  # below it, padding to the unit would cost more than it gains
+
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
@@ -21,6 +24,12 @@ class MegatronLayout:
 
     padded_vocab_size: int  # rows of the embedding over all tensor-parallel ranks
     shard_mla_down: bool = False  # MLA down-projections sharded by rows (local spec), else replicated (TE)
+
+
+def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
+    """Rows of the embedding over all ranks: equal shards, and for real vocabularies a multiple of 128 on each."""
+    unit = tensor_size * (_SHARD_UNIT if vocab_size >= _SMALL_VOCAB else 1)
+    return -(-vocab_size // unit) * unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from dppo_megatron.common.files import read_foreign_json, read_json
+from dppo_megatron.common.files import read_json
 from dppo_megatron.errors import shown
 
 from .checkpoint_keys import StoredAt, possible_locations
@@ -30,26 +30,11 @@ from .parse_config import read_hf_config
 from .rules import Entry
 from .safetensors_file import TensorInfo
 from .torch_dist_metadata import read_metadata
+from .torch_dist_place import MODEL
 from .weight_map import WeightMap
 
-MARKER = "metadata.json"  # Megatron's: names the format of the shards
-MODEL = "model"  # directory inside a converted checkpoint: config.json, tokenizer, generation config
 _SKIPPED = "optimizer."
 _RUN, _RUN_FIELD = "run.json", "model.path config.json "  # what a training run records beside its shards
-
-
-def is_torch_dist(directory: str | Path) -> bool:
-    """Whether `directory` is a Megatron checkpoint in the torch_dist format."""
-    try:
-        return read_foreign_json(Path(directory) / MARKER).get("sharded_backend") == "torch_dist"
-    except (OSError, ValueError):
-        return False
-
-
-def model_directory(directory: str | Path) -> Path:
-    """Where config.json and tokenizer are: inside a converted checkpoint, else in the HF directory itself."""
-    inside = Path(directory) / MODEL
-    return inside if is_torch_dist(directory) and inside.is_dir() else Path(directory)
 
 
 class TorchDistWeights:

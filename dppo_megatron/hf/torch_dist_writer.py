@@ -32,7 +32,7 @@ from dppo_megatron.common.files import write_atomic
 from .checkpoint_keys import StoredAt
 from .operations import Piece
 from .safetensors_file import bytes_of
-from .torch_dist_reader import MARKER
+from .torch_dist_place import MARKER
 
 _ALIGNMENT = 64  # torch.save aligns tensors within its archive; the archive must begin so for mapped reads
 

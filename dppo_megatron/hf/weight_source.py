@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -14,11 +14,12 @@ from .hf_config import HFModelConfig
 from .rules import Entry
 from .safetensors_file import TensorInfo
 from .safetensors_reader import SafetensorsDirectory
-from .torch_dist_reader import TorchDistWeights, is_torch_dist
+from .torch_dist_place import is_torch_dist
 from .weight_map import WeightMap
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
+_NOT_FINITE = "holds values that are not finite"
 
 
 class WeightSource(Protocol):
@@ -46,6 +47,8 @@ def open_weights(
     checkpoint of another model.
     """
     if is_torch_dist(directory):
+        from .torch_dist_reader import TorchDistWeights  # importing torch.distributed.checkpoint takes a second
+
         return TorchDistWeights(directory, config)
     plain = SafetensorsDirectory(directory)
     return plain if config.quantization is None else Fp8Weights(plain, config, dequantized)
@@ -95,5 +98,22 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
 
 
-def not_finite_problem(entry: Entry) -> str:
-    return f"{', '.join(t.name for t in entry.hf)}: holds values that are not finite"
+def overflow_problem(*names: str) -> str:
+    """Of tensors some values of which a cast to fp16 makes infinite."""
+    remedy = "use bf16 (model.dtype, engine.dtype or --dtype)"
+    return f"{', '.join(names)}: holds values beyond 65504, the largest of fp16; {remedy}"
+
+
+def cast_problem(entry: Entry, before: Iterable[Tensor], after: Iterable[Tensor]) -> str | None:
+    """Why a weight must not be stored as it was cast; None where it may."""
+    if all(map(all_finite, after)):
+        return None
+    names = [t.name for t in entry.hf]
+    return overflow_problem(*names) if all(map(all_finite, before)) else f"{', '.join(names)}: {_NOT_FINITE}"
+
+
+def export_problem(name: str, tensor: Tensor) -> str | None:
+    """Why `tensor` must not be published: a value beyond fp16 shows in it, or in the scale (fp32) of its FP8 values."""
+    if tensor.dtype not in (torch.float16, torch.float32) or all_finite(tensor):
+        return None
+    return overflow_problem(name) if tensor.dtype == torch.float16 else f"{name}: {_NOT_FINITE}"

@@ -132,7 +132,9 @@ class ProgressView:
         if left is not None:
             parts.append(f"{duration(left):>8} left")
         if skipped := record.get("train/skipped_updates"):
-            parts.append(f"{skipped:.0f} updates skipped")
+            overflowed = record.get("train/overflowed_updates")
+            why = f", {overflowed:.0f} for a loss scale too large" if overflowed else ""
+            parts.append(f"{skipped:.0f} updates skipped{why}")
         return " | ".join(parts)
 
     def _eval_line(self, step: int, values: Record) -> str:

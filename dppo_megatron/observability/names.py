@@ -30,10 +30,12 @@ class MetricInfo(NamedTuple):
 
 _TRAIN = (
     ("train/loss", "1", "loss, mean over the step's updates"),
-    ("train/grad_norm", "1", "global gradient norm before clipping, mean over the step's updates"),
+    ("train/grad_norm", "1", "global gradient norm before clipping, mean over updates that did not overflow"),
     ("train/lr", "1", "learning rate of the step's last update"),
     ("train/updates", "count", "optimizer updates of this step, skipped ones included"),
     ("train/skipped_updates", "count", "updates of this step skipped for a non-finite gradient"),
+    ("train/overflowed_updates", "count", "fp16: those of them that overflowed, for which the loss scale was halved"),
+    ("train/loss_scale", "1", "fp16: what the loss was multiplied by in the step's last update"),
     ("train/sequences", "count", "responses trained on in this step"),
     ("train/tokens", "tokens", "prompt and response tokens trained on in this step"),
     ("train/entropy", "nats", "policy entropy, mean over trained tokens"),

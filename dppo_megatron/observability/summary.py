@@ -121,6 +121,7 @@ def _named_sets(run: History) -> dict[str, str]:
 def _health(run: History) -> dict[str, str]:
     shares = [run.series(f"policy/masked_share{sign}").mean for sign in ("", "_positive", "_negative")]
     skipped = run.series("train/skipped_updates").total
+    overflowed = run.series("train/overflowed_updates").total
     return {
         "masked share": _number(shares[0], ".2%"),
         "  of A > 0, A < 0": f"{_number(shares[1], '.2%')}, {_number(shares[2], '.2%')}",
@@ -130,7 +131,7 @@ def _health(run: History) -> dict[str, str]:
         "grad norm mean, max": _mean_and_max(run, "train/grad_norm"),
         "groups without signal": _number(run.series("rollout/groups_without_signal").mean, ".1f", " a step"),
         "staleness": _number(run.series("rollout/staleness_mean").mean, ".2f", " versions"),
-        "skipped updates": f"{skipped:.0f}",
+        "skipped updates": f"{skipped:.0f}" + (f", {overflowed:.0f} of them fp16 overflows" if overflowed else ""),
         "failed rewards": f"{run.series('rollout/reward_failed').total:.0f}",
     }
 

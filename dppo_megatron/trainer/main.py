@@ -84,9 +84,10 @@ def run_trainer(config: Config, *, resume: bool) -> None:
         )
     publisher = None
     if config.samples:
+        # Before the wait: the engines start meanwhile.
+        tokens = weight_check_tokens(prompts(), config.engine.max_model_len) if layout.rank == 0 else None
         if not colocated:
             engines = _connect(config, run, layout, control)
-        tokens = weight_check_tokens(prompts(), config.engine.max_model_len) if layout.rank == 0 else None
         publisher = build_publisher(config, actor, engines, tokens)
     with RankZeroRecorder(config, layout.rank, first_step, lambda token: tokenizer.decode([token])) as recorder:
         with control, checkpoints:

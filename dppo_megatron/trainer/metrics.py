@@ -132,7 +132,6 @@ class StepMetrics:
         stats = [s for s, _ in self._updates]
         values = {
             "train/loss": _mean([s.loss for s in stats]),
-            "train/grad_norm": _mean([s.grad_norm for s in stats]),
             "train/lr": stats[-1].lr,
             "train/skipped_updates": float(sum(s.skipped for s in stats)),
             "train/sequences": float(sum(b.sequences for _, b in self._updates)),
@@ -140,6 +139,11 @@ class StepMetrics:
             "time/forward_backward_s": sum(s.forward_backward_s for s in stats),
             "time/optimizer_s": sum(s.optimizer_s for s in stats),
         }
+        if norms := [s.grad_norm for s in stats if not s.overflowed]:  # an overflow's is infinite and says nothing
+            values["train/grad_norm"] = _mean(norms)
+        if stats[-1].loss_scale is not None:
+            values["train/loss_scale"] = stats[-1].loss_scale
+            values["train/overflowed_updates"] = float(sum(s.overflowed for s in stats))
         first = stats[0].metrics
         whole = reduce_metrics(merge_metrics([s.parts for s in stats]))
         for name, value in whole.items():

@@ -58,7 +58,7 @@ def _rescale(m: Tensor, top: Tensor, scale: float | Tensor) -> tuple[Tensor, Ten
     return top, d, d.exp()
 
 
-def _ordered_sum(parts: Tensor) -> Tensor:
+def ordered_sum(parts: Tensor) -> Tensor:
     """Sum over dim 0, in order: torch.sum would choose one by the size of what is left."""
     first, *others = parts.unbind()
     for other in others:
@@ -71,7 +71,7 @@ def join_sums(sums: Tensor, scale: float | Tensor) -> Tensor:
     m, s, u = sums.unbind(dim=2)
     top = m.amax(dim=0)
     _, d, w = _rescale(m, top, scale)
-    return torch.stack((top, _ordered_sum(w * s), _ordered_sum(w * (u + d * s))), dim=1)
+    return torch.stack((top, ordered_sum(w * s), ordered_sum(w * (u + d * s))), dim=1)
 
 
 def add_rows(rows: Tensor, block: Tensor, scale: float | Tensor) -> None:
@@ -81,11 +81,11 @@ def add_rows(rows: Tensor, block: Tensor, scale: float | Tensor) -> None:
 
 
 def merge(rows: Tensor, slots: Slots, scale: float | Tensor, entropy: bool) -> Merged:
-    """rows: [ranks, T, n + 3]. scale: 1/tau, a float or [T]."""
-    scores = _ordered_sum(rows[:, :, :-3])
+    """rows: [blocks, T, n + 3], of all ranks in order. scale: 1/tau, a float or [T]."""
+    scores = ordered_sum(rows[:, :, :-3])
     m, s = rows[:, :, -3], rows[:, :, -2]
     other_max, d, w = _rescale(m, m.amax(dim=0), scale)
-    other_sum = _ordered_sum(w * s)
+    other_sum = ordered_sum(w * s)
 
     slot_scores = scores.masked_fill(~slots.counted, float("-inf"))
     slot_max, slot_arg = slot_scores.max(dim=1, keepdim=True)
@@ -115,7 +115,7 @@ def merge(rows: Tensor, slots: Slots, scale: float | Tensor, entropy: bool) -> M
 
     h = None
     if entropy:
-        u_other = _ordered_sum(w * (rows[:, :, -1] + d * s))
+        u_other = ordered_sum(w * (rows[:, :, -1] + d * s))
         total_u = w_other * (u_other + d_other.clamp_min(FLOOR) * other_sum)
         total_u = total_u + (d_slots.clamp_min(FLOOR) * e_slots).sum(dim=1)
         h = log_s - total_u / total

@@ -85,6 +85,20 @@ def test_an_fp32_head_is_exact_to_fp32(on, size):
         assert wide_norm == pytest.approx(norm, rel=0.05)
 
 
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_batch_invariant_head_gives_a_row_the_same_bits_alone_and_in_a_pack(on, size):
+    value = on(size, scenarios.batch_invariant_head)
+    for (*case, invariant), (differing, loss, norm) in value.items():
+        _, plain_loss, plain_norm = value[(*case, False)]
+        coarse = "bf16" in case[2]
+        assert loss == pytest.approx(plain_loss, rel=0.01 if coarse else 1e-5, abs=1e-3 if coarse else 1e-6), case
+        assert norm == pytest.approx(plain_norm, rel=0.02 if coarse else 1e-5), case
+        if invariant:
+            assert not differing, case
+    # What the setting is for.
+    assert any(differing for (*_, invariant), (differing, *_) in value.items() if not invariant)
+
+
 @pytest.mark.slow
 def test_saved_in_one_layout_and_continued_in_another(on):
     cases = {"tensor to pipeline": tuple(on(2, scenarios.tensor_to_pipeline)[k] for k in ("expected", "got"))}

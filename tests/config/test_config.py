@@ -184,6 +184,7 @@ def test_what_would_be_silently_wrong_is_refused(tmp_path, sections, expected):
         ({"model": {"path": "m", "dtype": "fp32"}, "engine": {"dtype": "fp32"}}, 1e-4),
         ({"engine": {"quantization": "fp8_block"}}, 1.0),
         ({"model": {"path": "m", "fp8": "blockwise"}}, 1.0),
+        ({"engine": {"exact": True}}, 0.0),
         ({"weight_sync": {"probe_tolerance": 1e-2}}, 1e-2),
     ],
 )

@@ -64,10 +64,12 @@ def test_non_finite_values(source, convert, tmp_path, value):
     assert not (tmp_path / "target").exists()
 
 
-def test_cast_that_overflows(source, convert, tmp_path):
+@pytest.mark.parametrize("direction", ["hf-to-megatron", "hf-to-hf"])
+def test_cast_that_overflows(source, convert, tmp_path, direction):
     edit_weights(source, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
-    (found,) = problems(convert, "hf-to-megatron", source, tmp_path / "target", "--dtype", "fp16")
-    assert found == "model.norm.weight: holds values that are not finite"
+    (found,) = problems(convert, direction, source, tmp_path / "target", "--dtype", "fp16")
+    assert found.startswith("model.norm.weight: holds values beyond 65504, the largest of fp16; use bf16")
+    assert not (tmp_path / "target").exists()
 
 
 def test_index_that_names_absent_files(source, convert, tmp_path):

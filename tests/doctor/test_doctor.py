@@ -185,6 +185,7 @@ PLANTED_FAULTS = [
     ("stale beyond the bound", metric(rollout__staleness_max=7.0)),
     ("not finite", metric(train__loss=None)),
     ("not finite", metric(train__nonfinite_tokens=12.0)),
+    ("not finite", metric(train__skipped_updates=2.0, train__overflowed_updates=1.0)),
     ("routes missing", each_rollout(lambda r: replace(r, routed_experts=None))),
     ("weights did not arrive", metric(mismatch__kl=0.4)),
     ("weights did not arrive", old_versions),
@@ -247,6 +248,9 @@ HEALTHY = {
     "solved": solved,
     "longer answers": longer,
     "bf16 engine": lambda step, row, groups: row.update({"mismatch/kl": 5e-4 * (1 + step % 3)}),
+    "fp16 that overflows": lambda step, row, groups: row.update(
+        {"train/skipped_updates": 1.0, "train/overflowed_updates": 1.0}
+    ),
     "without lists and failing now and then": lambda step, row, groups: [
         replace(g, rollouts=tuple(replace(r, topk_ids=None, rollout_topk_logprob=None) for r in g.rollouts))
         for g in groups

@@ -11,10 +11,12 @@ from safetensors.torch import save_file
 
 from dppo_megatron.config.lora import LoraConfig
 from dppo_megatron.hf import WeightMap, parse_hf_config
+from dppo_megatron.hf.export import export_adapters
 from dppo_megatron.hf.lora import Adapter, adapter_entry, target_problems
 from dppo_megatron.hf.operations import QKV
 from dppo_megatron.hf.peft import adapter_problems, adapter_shapes
 from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE
+from tests.support.fakes.chunk import ranks
 
 DENSE = parse_hf_config(QWEN3, "qwen3")
 QWEN25_05B = {
@@ -75,6 +77,25 @@ def test_every_row_of_a_fused_layer_meets_the_adapter_of_its_own(targets, size):
             shards.append(adapter.B.detach())
     torch.testing.assert_close(torch.cat(merged), weight + 0.5 * whole)
     assert all(map(torch.equal, found.b.op.from_shards(shards), b))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("held", [torch.float32, None])
+def test_a_folded_b_is_rounded_once(dtype, held):
+    """(alpha / r) B, with a factor that is no power of two."""
+    found = qkv(("q_proj",))
+    adapter = Adapter(found, torch.zeros(128, 32, dtype=held or dtype), scaling=1 / 3, rank=0, size=1, seed=1)
+    with torch.no_grad():
+        adapter.B.copy_(torch.randn(adapter.B.shape, generator=torch.Generator().manual_seed(2)))
+    chunk = torch.nn.Module()
+    chunk.decoder = adapter
+    exported = dict(export_adapters([chunk], DENSE, dtype, ranks=ranks(), folded=True))
+    (b,) = (tensor for name, tensor in exported.items() if ".lora_B." in name)
+    (whole,) = found.b.op.from_shards([adapter.B.detach()])
+    assert torch.equal(b, (whole.double() / 3).to(dtype))
+    assert held is None or not torch.equal(b, (whole.to(dtype).double() / 3).to(dtype)), "rounding twice shows"
+    (a,) = (tensor for name, tensor in exported.items() if ".lora_A." in name)
+    assert torch.equal(a, adapter.A.to(dtype))
 
 
 def test_adapters_start_alike_in_every_layout_and_change_nothing():

@@ -261,6 +261,21 @@ def test_failed_write_leaves_nothing(model, tmp_path, monkeypatch):
     assert {p.name for p in tmp_path.iterdir()} == {"model"}
 
 
+def test_a_weight_beyond_fp16_is_neither_saved_nor_loaded(model, tmp_path):
+    chunk = loaded(model)
+    chunk.decoder.layers[1].mlp.linear_fc2.weight.data[2, 3] = -65_520  # the smallest that is rounded to infinity
+    expected = (
+        "model.layers.1.mlp.down_proj.weight: holds values beyond 65504, the largest of fp16; use bf16 (model.dtype"
+    )
+    with pytest.raises(hf.ModelError) as error:
+        hf.save_hf([chunk], tmp_path / "target", model, torch.float16, ranks=ranks())
+    assert expected in str(error.value)
+    assert {p.name for p in tmp_path.iterdir()} == {"model"}
+    edit(model, lambda tensors: tensors["model.layers.1.mlp.down_proj.weight"].fill_(7e4))
+    (problem,) = load_problems(model, fake_chunk(hf.read_hf_config(model)).half())
+    assert problem.startswith(expected)
+
+
 def test_incomplete_model_is_not_saved(model, tmp_path):
     chunk = loaded(model)
     del chunk.decoder.layers[3].input_layernorm

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -47,6 +49,17 @@ def test_mismatch_is_between_engine_and_trainer_whatever_the_ratio(name, setting
     record = of_step(name, **settings).finish()
     assert record["mismatch/max_abs_logprob_difference"] == pytest.approx(FAR)
     assert record["mismatch/kl"] == pytest.approx((torch.tensor(-FAR).exp().item() - 1 + FAR) / 6)
+
+
+def test_an_overflow_is_counted_and_has_no_gradient_norm():
+    step = StepMetrics()
+    assert "train/loss_scale" not in of_step("gspo").finish()
+    for norm, scale, overflowed in ((0.5, 1024.0, False), (math.inf, 1024.0, True), (1.5, 512.0, False)):
+        stats = UpdateStats(0.0, norm, 0.0, overflowed, 0, 6, 6, 0, {}, {}, {}, 0.0, 0.0, scale, overflowed)
+        step.add_update(stats, UpdateBatch([], 1, 6))
+    record = step.finish()
+    names = ("grad_norm", "skipped_updates", "overflowed_updates", "loss_scale")
+    assert [record[f"train/{name}"] for name in names] == [1.0, 1.0, 1.0, 512.0]
 
 
 def test_too_much_mismatch_ends_the_run():

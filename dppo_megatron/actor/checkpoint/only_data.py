@@ -23,7 +23,7 @@ from dppo_megatron.common.environment import environment
 from dppo_megatron.common.files import read_json
 from dppo_megatron.hf import ModelError
 from dppo_megatron.hf.torch_dist_metadata import read_again, read_checked
-from dppo_megatron.hf.torch_dist_reader import MARKER, is_torch_dist
+from dppo_megatron.hf.torch_dist_place import MARKER, is_torch_dist
 
 from .errors import CheckpointError
 

@@ -96,7 +96,7 @@ def offloaded(rank: Rank) -> Any:
 
     results = {}
     layouts: dict[str, dict] = {"plain": {"distributed_optimizer": False}, "sharded": {}}
-    layouts["bf16"] = {"settings": {"dtype": "bf16"}}
+    layouts |= {dtype: {"settings": {"dtype": dtype}} for dtype in ("bf16", "fp16")}
     if rank.world_size == 2:
         layouts["pipeline"] = {"pipeline": 2}
     for name, parallel in layouts.items():
@@ -123,7 +123,7 @@ def offloaded(rank: Rank) -> Any:
 def optimizer_on_host(rank: Rank) -> Any:
     """Updates, saving and resuming with `optimizer.offload` and without: the bits, and what is held between."""
     optimizer = {"decay": "linear", "warmup_updates": 3, "weight_decay": 0.1}
-    layouts: dict[str, dict] = {"fp32": {}, "bf16": {"settings": {"dtype": "bf16"}}}
+    layouts: dict[str, dict] = {dtype: {"settings": {"dtype": dtype}} for dtype in ("fp32", "bf16", "fp16")}
     layouts["plain"] = {"distributed_optimizer": False, "settings": {"dtype": "bf16"}}
     if rank.world_size == 2:
         layouts["experts"] = {"model": "qwen3_moe", "expert": 2, "settings": {"dtype": "bf16"}}
@@ -199,6 +199,53 @@ def fp32_head(rank: Rank) -> Any:
                 stats = actor.train_update(micro_batches(sequences(), 2), topk())
                 results[model, exact] = (str(seen["logits"].dtype), error, stats.loss, stats.grad_norm)
     return results
+
+
+def batch_invariant_head(rank: Rank) -> Any:
+    """Log-probs of one micro-batch and of its sequences alone, from the same hidden states; and an update's numbers.
+
+    (logits, model settings, setting) -> (rows whose bits differ, loss, gradient norm).
+    """
+    parts = sequences()
+    # One loss row each: a library has kernels of its own for products of a row.
+    short = [{name: value[:2] for name, value in p.items()} | {"mask": torch.tensor([True, False])} for p in parts]
+    results = {}
+    for logits, settings in (
+        ("stored", {}),
+        ("stored", {"dtype": "bf16", "fp32_head": True}),
+        ("fused", {}),
+        ("fused", {"dtype": "bf16"}),
+    ):
+        for model, parallel in (("wider", {}), ("tied", {"sequence": True})):
+            parallel = {} if rank.world_size == 1 else {"tensor": 2, **parallel}
+            for invariant in (False, True):
+                asked = {"logits": logits, **settings, "batch_invariant_head": invariant}
+                with rank.actor(model, settings=asked, **parallel) as actor:
+                    differing = None
+                    if not parallel.get("sequence"):  # a rank has all hidden states
+                        differing = _rows_that_differ(actor, short)
+                    stats = actor.train_update(micro_batches(parts, 2), topk())
+                results[logits, model, str(settings), invariant] = (differing, stats.loss, stats.grad_norm)
+    return results
+
+
+def _rows_that_differ(actor, parts: list[dict[str, torch.Tensor]]) -> int:
+    decoder, given = actor.model_chunks[0].decoder, []
+    hook = decoder.register_forward_hook(lambda module, inputs, output: given.append(output.detach().clone()))
+    (together,) = actor.logprobs([pack(parts)])
+    hook.remove()
+    count = 0
+    for number, part in enumerate(parts):
+        start, end = 2 * number, 2 * number + 2
+
+        def put(module, inputs, output, hidden=given[0][start:end]):
+            return torch.cat((hidden, output[len(hidden) :]))
+
+        hook = decoder.register_forward_hook(put)
+        (alone,) = actor.logprobs([pack([part])])
+        hook.remove()
+        count += int((alone[:2] != together[start:end]).sum())
+    return count
 
 
 def tensor_to_pipeline(rank: Rank) -> Any:
