@@ -83,13 +83,12 @@ def count(kernel: str, capability: int, dtype: str, topk: int, entropy: bool, co
 
     function = backend.forward_kernel if kernel == "forward" else backend.backward_kernel
     element = {"bf16": "bf16", "fp32": "fp32"}[dtype]
-    width = topk + 3
     constants = {"n": topk, "n_padded": triton.next_power_of_2(topk), "tile": backend.TILE, "acc": tl.float32}
     pointers = {"logits": element, "ids": "i64", "dead": "u8"}
     numbers = {"row_stride": columns, "column_stride": 1, "first": 0, "columns": columns, "scale_stride": 1}
     if kernel == "forward":
         constants |= {"entropy": entropy, "chunk": backend.CHUNK}
-        numbers |= {"scores_stride": width, "sums_stride": width, "tiles_per_split": -(-columns // backend.TILE)}
+        numbers["out_stride"] = topk + 3
     else:
         constants["with_b"] = entropy
     signature, attributes = {}, {}

@@ -2,6 +2,7 @@
 
     python benchmarks/token_statistics.py                   CPU, gloo, 2 ranks
     python benchmarks/token_statistics.py --vocab 151936 --dtype bf16 --only ours,megatron
+    python benchmarks/token_statistics.py --batch-invariant --only linear   the price of a batch-invariant head
     python benchmarks/token_statistics.py --device cuda     one GPU, the shard of one rank at tp 1, 2, 4, 8
 
 CPU: every implementation that imports is run; the others are named with the reason. Repeats go round the
@@ -42,10 +43,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from token_statistics_peers import IMPLEMENTATIONS, Case
 
-from dppo_megatron.vocab_parallel import linear_token_statistics, token_statistics
+from dppo_megatron.vocab_parallel import batch_invariant_logits, linear_token_statistics, token_statistics
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REFERENCE = "megatron fused"
+INVARIANT = ", invariant"
 
 
 # --- measuring ---
@@ -149,17 +151,19 @@ def linear_passes(args: argparse.Namespace, vocab: int, dtype: str) -> Prepared:
     half = torch.arange(args.tokens) % 2 == 0
     group = dist.group.WORLD
 
-    def run(kind: str) -> None:
+    def run(kind: str, invariant: bool) -> None:
         if kind == "stored":
-            stats = token_statistics(hidden @ weight.t(), target, topk, vocab, group=group)
+            # The plain product leaves out the reduction of the hidden gradient.
+            logits = batch_invariant_logits(hidden, weight, group) if invariant else hidden @ weight.t()
+            stats = token_statistics(logits, target, topk, vocab, group=group)
         else:
-            mask = half if kind == "half" else None
-            stats = linear_token_statistics(hidden, weight, target, topk, vocab, group=group, loss_mask=mask)
+            options = {"loss_mask": half if kind == "half" else None, "batch_invariant": invariant}
+            stats = linear_token_statistics(hidden, weight, target, topk, vocab, group=group, **options)
         stats.logprob.sum().backward()
 
-    def prepare(kind: str) -> Callable[[], None]:
+    def prepare(kind: str, invariant: bool) -> Callable[[], None]:
         hidden.grad = weight.grad = None
-        return partial(run, kind)
+        return partial(run, kind, invariant)
 
     kinds = {
         "linear, logits stored": "stored",
@@ -169,9 +173,11 @@ def linear_passes(args: argparse.Namespace, vocab: int, dtype: str) -> Prepared:
     gives = f"with the head, H = {args.hidden}"
     results = hidden.nbytes + weight.nbytes
     return {
-        name: Entry(gives, args.tokens * columns, results, partial(prepare, kind))
+        name + suffix: Entry(gives, args.tokens * columns, results, partial(prepare, kind, invariant))
         for name, kind in kinds.items()
+        for suffix, invariant in (("", False), (INVARIANT, True))
         if not args.only or any(part in name for part in args.only)
+        if args.batch_invariant or not invariant
     }
 
 
@@ -329,6 +335,10 @@ def report_cpu(block: list[dict[str, Any]], vocab: int, dtype: str) -> None:
             f"{row['name']:38} {row['seconds']:9.3f} {row['fastest']:7.3f} {ratios[0]:>8} {ratios[1]:>7} "
             f"{memory[0]:8.3f} {memory[1] / 1e6:7.1f}  {row['gives']}"
         )
+    for name, found in seconds.items():
+        if name.endswith(INVARIANT):
+            plain = name.removesuffix(INVARIANT)
+            print(f"{plain}: batch-invariant takes {found / seconds[plain]:.2f} x the time")
     sys.stdout.flush()
 
 
@@ -354,6 +364,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256, help="H of the linear rows")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", type=lambda text: text.split(","), help="parts of names, comma-separated")
+    parser.add_argument("--batch-invariant", action="store_true", help="also the linear rows so, CPU only")
     parser.add_argument("--json", help="also write the rows to this file")
     args = parser.parse_args()
     cuda = args.device == "cuda"

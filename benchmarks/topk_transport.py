@@ -28,12 +28,11 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
-import httpx
 import numpy as np
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from dppo_megatron.engines.http import HttpPools
+from dppo_megatron.engines.http import Connections
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
 from dppo_megatron.engines.secret import read_secret
@@ -79,10 +78,10 @@ async def compare(kind: str, model: Path, repeats: int) -> bool:
         env={"OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1"},
     )
     with running_server(config, model.parent / f"{kind}.log", version=0) as url:
-        engine, pools = build_engine(config, url), HttpPools(url, read_secret(config))
+        engine, connections = build_engine(config, url), Connections(url, read_secret(config))
         transports = {
             "our route": lambda k: by_our_route(engine, k),
-            "server's JSON": lambda k: (vllm_json if kind == "vllm" else sglang_json)(pools, k),
+            "server's JSON": lambda k: (vllm_json if kind == "vllm" else sglang_json)(connections, k),
         }
         process = None
         if kind == "vllm":
@@ -92,7 +91,7 @@ async def compare(kind: str, model: Path, repeats: int) -> bool:
             costs = await measure(transports, repeats)
         finally:
             await engine.close()
-            await pools.close()
+            await connections.close()
             if process is not None:
                 process.stdin.close()
                 await process.wait()
@@ -163,7 +162,7 @@ async def by_our_route(engine: Engine, k: int) -> None:
     assert all(len(r.token_ids) == TOKENS for rollouts in groups for r in rollouts)
 
 
-async def vllm_json(pools: HttpPools, k: int) -> None:
+async def vllm_json(connections: Connections, k: int) -> None:
     async def one(index: int, prompt: list[int], seed: int) -> None:
         body = {
             "token_ids": prompt,
@@ -173,7 +172,7 @@ async def vllm_json(pools: HttpPools, k: int) -> None:
                 "detokenize": False,
             },
         }  # fmt: skip
-        choice = (await post(pools, "/inference/v1/generate", body))["choices"][0]
+        choice = (await post(connections, "/inference/v1/generate", body))["choices"][0]
         content = choice["logprobs"]["content"]
         np.array([token["logprob"] for token in content], np.float32)
         if k:
@@ -185,7 +184,7 @@ async def vllm_json(pools: HttpPools, k: int) -> None:
     await asyncio.gather(*(one(i, p, s) for i, p in enumerate(prompts()) for s in range(GROUP_SIZE)))
 
 
-async def sglang_json(pools: HttpPools, k: int) -> None:
+async def sglang_json(connections: Connections, k: int) -> None:
     async def one(prompt: list[int]) -> None:
         sampling = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
         body = {
@@ -194,7 +193,7 @@ async def sglang_json(pools: HttpPools, k: int) -> None:
             "return_logprob": True,
             "top_logprobs_num": k,
         }
-        for output in await post(pools, "/generate", body):
+        for output in await post(connections, "/generate", body):
             meta = output["meta_info"]
             np.array([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
             if k:
@@ -204,10 +203,11 @@ async def sglang_json(pools: HttpPools, k: int) -> None:
     await asyncio.gather(*(one(prompt) for prompt in prompts()))
 
 
-async def post(pools: HttpPools, path: str, body: dict):
-    reply: httpx.Response = await pools.request("POST", path, json.dumps(body).encode())
-    reply.raise_for_status()
-    return reply.json()
+async def post(connections: Connections, path: str, body: dict):
+    reply = await connections.request("POST", path, json.dumps(body).encode())
+    if reply.status != 200:
+        raise RuntimeError(f"{path}: status {reply.status}: {reply.content[:300]!r}")
+    return json.loads(reply.content)
 
 
 async def start_in_process(model: Path) -> asyncio.subprocess.Process:

@@ -193,7 +193,9 @@ def head_statistics(
     layout = step.layout
     statistics = partial(token_statistics, inplace=True)
     if policy.fused_head:
-        statistics = partial(linear_token_statistics, weight=policy.head_weight)
+        statistics = partial(
+            linear_token_statistics, weight=policy.head_weight, batch_invariant=policy.batch_invariant_head
+        )
     return statistics(
         output,
         target_ids=rows.target_ids,

@@ -130,7 +130,8 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0) -> TokenBatch:
     rows = np.repeat(starts + prompt_sizes - 1 - before, response_sizes) + np.arange(responses)
     targets = np.concatenate([s.response_ids for s in sequences])
     learned_sizes = np.array([s.learned for s in sequences])
-    if learned_sizes.sum() < responses:
+    whole = learned_sizes.sum() == responses
+    if not whole:
         sampled = [np.ones(len(s.response_ids), np.bool_) if s.sampled is None else s.sampled for s in sequences]
         rows, targets = (of_all[np.concatenate(sampled)] for of_all in (rows, targets))
 
@@ -139,6 +140,15 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0) -> TokenBatch:
         out = np.full((total, *values.shape[1:]), fill, dtype=dtype)
         out[rows] = values
         return torch.from_numpy(out)
+
+    def of_lists(values: list[np.ndarray], dtype: Any, fill: float) -> torch.Tensor:
+        """`per_row` of [R, K] each, copied once: of long responses top-K lists are most of the bytes."""
+        if not whole:
+            return per_row(np.concatenate(values), dtype, fill)
+        gaps = prompt_sizes - (np.arange(len(sizes)) == 0)  # rows before a response and after the one before it
+        filling = np.full((max(int(gaps.max()), 1), values[0].shape[1]), fill, dtype=dtype)
+        pieces = [piece for gap, value in zip(gaps, values, strict=True) for piece in (filling[:gap], value)]
+        return torch.from_numpy(np.concatenate([*pieces, filling[:1]], dtype=dtype))
 
     def per_response(values: list[Any]) -> np.ndarray:
         return np.repeat(np.array(values, dtype=np.float32), learned_sizes)
@@ -168,8 +178,8 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0) -> TokenBatch:
         batch["rollout_logprob"] = per_row(np.concatenate([s.rollout_logprob for s in sequences]), np.float32)
         batch["temperature"] = torch.from_numpy(temperature)
     if first.topk_ids is not None:
-        batch["topk_ids"] = per_row(np.concatenate([s.topk_ids for s in sequences]), np.int32, fill=-1)
-        batch["rollout_topk_logprob"] = per_row(np.concatenate([s.rollout_topk_logprob for s in sequences]), np.float32)
+        batch["topk_ids"] = of_lists([s.topk_ids for s in sequences], np.int32, fill=-1)
+        batch["rollout_topk_logprob"] = of_lists([s.rollout_topk_logprob for s in sequences], np.float32, fill=0)
     if first.kept_counts is not None:
         counts = np.concatenate([s.kept_counts for s in sequences])
         kept_ids = np.concatenate([s.kept_ids for s in sequences])
@@ -177,7 +187,8 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0) -> TokenBatch:
         batch["kept_counts"] = per_row(np.where(carries_loss, counts, 0), np.int32)
     if first.routed_experts is not None:
         # A response's last token is not read when sampling: the trainer routes it itself, and nothing depends on it.
-        routed = np.full((total, *first.routed_experts.shape[1:]), -1, dtype=np.int16)
+        routed = np.empty((total, *first.routed_experts.shape[1:]), dtype=np.int16)
+        routed[ends - 1] = -1
         for start, size, s in zip(starts, sizes, sequences, strict=True):
             routed[start : start + size - 1] = s.routed_experts
         batch["routed_experts"] = torch.from_numpy(routed)
@@ -214,12 +225,13 @@ def _fewest_bins(ordered: list[int], multiple: int, budget: int) -> list[list[in
         return bins
     low += 1
     best: list[list[int]] | None = None
+    step = 1  # from below, where it nearly always is: doubling, then by halves
     while low < high:
-        middle = (low + high) // 2
+        middle = min(low + step - 1, (low + high) // 2)
         if (bins := _fill(ordered, middle * multiple, budget)) is not None:
-            best, high = bins, middle
+            best, high, step = bins, middle, high
         else:
-            low = middle + 1
+            low, step = middle + 1, 2 * step
     # With a bin for every sequence the filling cannot fail.
     return best or _fill(ordered, high * multiple, budget) or []
 

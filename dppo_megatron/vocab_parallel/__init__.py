@@ -4,8 +4,9 @@ Importable with torch alone. `docs/vocab_parallel.md` shows its use from another
 """
 
 from .deferred import DeferredChecks
+from .fixed_products import batch_invariant_logits
 from .linear import linear_token_statistics
 from .statistics import TokenStatistics
 from .stored import token_statistics
 
-__all__ = ["DeferredChecks", "TokenStatistics", "linear_token_statistics", "token_statistics"]
+__all__ = ["DeferredChecks", "TokenStatistics", "batch_invariant_logits", "linear_token_statistics", "token_statistics"]

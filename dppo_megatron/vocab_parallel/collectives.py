@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .merge import ordered_sum
+
 
 def all_gather(out: Tensor, value: Tensor, group: dist.ProcessGroup) -> None:
     """out [W rows, ...] = the ranks' value [rows, ...] in rank order."""
@@ -21,41 +23,68 @@ def _reduce_scatter(out: Tensor, value: Tensor, group: dist.ProcessGroup) -> Non
     scatter(out, value, group=group)
 
 
+def _ordered_reduce_scatter(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of the ranks' value [W rows, ...], summed in rank order.
+
+    A ring starts its sums at another rank for every part of a buffer: an element's bits depend on where it stands.
+    """
+    received, world = torch.empty_like(value), dist.get_world_size(group)
+    dist.all_to_all_single(received, value, group=group)
+    return ordered_sum(received.view(world, value.shape[0] // world, *value.shape[1:]))
+
+
+def _ordered_all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' value [rows, ...] summed in rank order, for as many bytes as a ring moves."""
+    rows, world = value.shape[0], dist.get_world_size(group)
+    filled = value.new_zeros((-(-rows // world) * world, *value.shape[1:]))
+    filled[:rows] = value
+    out = torch.empty_like(filled)
+    all_gather(out, _ordered_reduce_scatter(filled, group), group)
+    return out[:rows]
+
+
 class _ReduceGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup, in_order: bool) -> Tensor:
+        ctx.group, ctx.in_order = group, in_order
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.in_order:
+            return _ordered_all_reduce(gradient, ctx.group), None, None
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+        return gradient, None, None
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup, in_order: bool) -> Tensor:
+        ctx.group, ctx.in_order = group, in_order
         world = dist.get_world_size(group)
         out = hidden.new_empty((world * hidden.shape[0], *hidden.shape[1:]))
         all_gather(out, hidden.contiguous(), group)
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.in_order:
+            return _ordered_reduce_scatter(gradient.contiguous(), ctx.group), None, None
         world = dist.get_world_size(ctx.group)
         out = gradient.new_empty((gradient.shape[0] // world, *gradient.shape[1:]))
         _reduce_scatter(out, gradient.contiguous(), ctx.group)
-        return out, None
+        return out, None, None
 
 
-def reduce_gradient(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Identity forward, all-reduce (sum) backward: for replicated hidden before a column-parallel product."""
-    return _ReduceGradient.apply(hidden, group)
+def reduce_gradient(hidden: Tensor, group: dist.ProcessGroup, *, in_order: bool = False) -> Tensor:
+    """Identity forward, all-reduce (sum) backward: for replicated hidden before a column-parallel product.
+
+    in_order: sum the ranks in their order, by an all-to-all and an all-gather, so that a row's bits are its own.
+    """
+    return _ReduceGradient.apply(hidden, group, in_order)
 
 
-def gather_sequence(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather [rows, H] -> [W rows, H] forward, reduce-scatter (sum) backward."""
-    return _GatherSequence.apply(hidden, group)
+def gather_sequence(hidden: Tensor, group: dist.ProcessGroup, *, in_order: bool = False) -> Tensor:
+    """All-gather [rows, H] -> [W rows, H] forward, reduce-scatter (sum) backward; in_order: by an all-to-all."""
+    return _GatherSequence.apply(hidden, group, in_order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,12 +12,12 @@ from torch import Tensor
 
 from . import blocks, checks
 from .collectives import gather_sequence, reduce_gradient
-from .compiled import worthwhile
 from .deferred import DeferredChecks
+from .fixed_products import fixed_mm
 from .kept import KeptSets
 from .merge import add_rows, empty_rows
 from .request import Request, choose_backend, statistics
-from .shard import make_shard
+from .shard import Shard, make_shard
 from .statistics import TokenStatistics
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ def linear_token_statistics(
     loss_mask: Bool[Tensor, " T"] | None = None,
     sequence_parallel: bool = False,
     vocab_start: int | None = None,
+    tiles: int | None = None,
     block_columns: int | None = None,
+    batch_invariant: bool = False,
     check: bool | DeferredChecks = True,
 ) -> TokenStatistics:
     """token_statistics of hidden @ weight.T + bias, a block of the vocabulary at a time.
@@ -65,7 +68,14 @@ def linear_token_statistics(
         bias: [V_local] or None.
         loss_mask: [T] bool. Only the tokens where it is True are projected; the others hold 0 in every
             statistic and send no gradient. Costs one device synchronisation. None = all tokens.
-        block_columns: columns projected at once, give or take 63; None = a sixteenth of the shard, at least 1024.
+        tiles: as in token_statistics, for ranks that hold the same bits of hidden and of their rows of the weight. The
+            hidden gradient is left out: ranks round and add their parts of it.
+        block_columns: columns projected at once, give or take 63; None = a sixteenth of the shard (with `tiles`, of
+            the tile), at least 1024.
+        batch_invariant: statistics and hidden gradient of a row are the same bits whatever rows stand beside it. The
+            products take fixed numbers of rows, the last ones filled up, and ranks sum the hidden gradient in
+            their order, by an all-to-all (and an all-gather, unless sequence_parallel) instead of a ring. Not so
+            the gradients of weight and bias, which are sums over the rows.
 
     Maths and errors: as token_statistics.
     """
@@ -88,7 +98,7 @@ def linear_token_statistics(
         )
     if block_columns is not None and block_columns < 1:
         raise ValueError(f"block_columns must be positive, got {block_columns}")
-    shard = make_shard(columns, vocab_size, vocab_start, group)
+    shard = make_shard(columns, vocab_size, vocab_start, group, tiles)
     split = sequence_parallel and shard.group is not None
     tokens = hidden.shape[0] * (shard.world if split else 1)
     checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, hidden.device)
@@ -102,7 +112,7 @@ def linear_token_statistics(
     scale = checks.inverse_temperature(temperature, tokens, hidden.device, dtype)
 
     if split:
-        hidden = gather_sequence(hidden, shard.group)
+        hidden = gather_sequence(hidden, shard.group, in_order=batch_invariant)
     rows = None
     if loss_mask is not None:
         rows = loss_mask.nonzero().flatten()
@@ -112,7 +122,7 @@ def linear_token_statistics(
         topk_ids = None if topk_ids is None else topk_ids.index_select(0, rows)
         scale = scale.index_select(0, rows) if isinstance(scale, Tensor) else scale
     if shard.group is not None and not split:
-        hidden = reduce_gradient(hidden, shard.group)
+        hidden = reduce_gradient(hidden, shard.group, in_order=batch_invariant)
 
     request = Request(
         target_ids=target_ids,
@@ -125,7 +135,8 @@ def linear_token_statistics(
         check=check,
         backend=choose_backend(backend, hidden.device),
     )
-    outputs = _Linear.apply(hidden, weight, bias, request, column_blocks(shard.valid, block_columns))
+    cuts = [_cut(tile, block_columns) for tile in shard.valid_tiles()]
+    outputs = _Linear.apply(hidden, weight, bias, request, cuts, fixed_mm if batch_invariant else _mm)
     if rows is not None:
         outputs = tuple(None if output is None else _spread(output, rows, tokens) for output in outputs)
     return statistics(outputs)
@@ -148,15 +159,33 @@ def column_blocks(valid: int, at_most: int | None = None) -> list[slice]:
     return [slice(*cut) for cut in pairwise([*cuts, valid])]
 
 
+def _cut(tile: slice, at_most: int | None) -> list[slice]:
+    """`column_blocks` of one tile of the shard."""
+    blocks = column_blocks(tile.stop - tile.start, at_most)
+    return [slice(tile.start + block.start, tile.start + block.stop) for block in blocks]
+
+
+def _mm(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
+
+
+def _large(shard: Shard, cuts: list[slice]) -> bool:
+    """Whether to compile the passes over these blocks of one tile."""
+    return bool(cuts) and shard.compiles(cuts[-1].stop - cuts[0].start) and min(c.stop - c.start for c in cuts) > 1
+
+
 def _project(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, kept: KeptSets | None, first: int
+    product: Callable[..., Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    columns: slice,
+    kept: KeptSets | None,
+    first: int,
 ) -> Tensor:
     """Logits of `columns`, the first of which has the id `first`; -inf outside the kept sets."""
     with torch.autocast(hidden.device.type, enabled=False):
-        if bias is None:
-            block = torch.mm(hidden, weight[columns].t())
-        else:
-            block = torch.addmm(bias[columns], hidden, weight[columns].t())
+        block = product(hidden, weight[columns].t(), None if bias is None else bias[columns])
     if kept is not None:
         kept.hide_others(block, first)
     return block
@@ -165,35 +194,41 @@ def _project(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, request: Request, cuts: list[slice]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        request: Request,
+        cuts: list[list[slice]],
+        product: Callable[..., Tensor],
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         shard = request.shard
-        narrowest = min((cut.stop - cut.start for cut in cuts), default=0)
-        large = worthwhile(shard.valid) and narrowest > 1
 
         def fill(ids: Tensor, out: Tensor) -> None:
-            empty_rows(out)
-            rows = torch.empty_like(out)
-            for columns in cuts:
-                first = shard.first + columns.start
-                request.backend.forward(
-                    _project(hidden, weight, bias, columns, request.kept, first),
-                    ids,
-                    first,
-                    request.scale,
-                    rows,
-                    entropy=request.entropy != "none",
-                    restore=False,
-                    large=large,
-                )
-                add_rows(out, rows, request.scale)
+            rows = torch.empty_like(out[0])
+            for tile, blocks_of_tile in zip(out, cuts, strict=True):
+                empty_rows(tile)
+                large = _large(shard, blocks_of_tile)
+                for columns in blocks_of_tile:
+                    first = shard.first + columns.start
+                    request.backend.forward(
+                        _project(product, hidden, weight, bias, columns, request.kept, first),
+                        ids,
+                        first,
+                        request.scale,
+                        rows,
+                        entropy=request.entropy != "none",
+                        restore=False,
+                        large=large,
+                    )
+                    add_rows(tile, rows, request.scale)
 
         ids, merged = request.forward(fill)
         outputs = request.outputs(merged)
         ctx.save_for_backward(hidden, weight, bias)
         ctx.request, ctx.ids, ctx.merged = request, ids, merged
-        ctx.cuts, ctx.large = cuts, large
+        ctx.cuts, ctx.product = cuts, product
         metrics = outputs[4:] if request.entropy == "differentiable" else outputs[3:]
         ctx.mark_non_differentiable(*(metric for metric in metrics if metric is not None))
         return outputs
@@ -204,16 +239,16 @@ class _Linear(torch.autograd.Function):
         request, shard = ctx.request, ctx.request.shard
         found = request.coefficients(ctx.ids, ctx.merged, grads)
         if found is None:
-            return (None,) * 5
+            return (None,) * 6
         coefficients, dead = found
         hidden, weight, bias = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = hidden.new_zeros(hidden.shape, dtype=request.dtype) if need_hidden else None
         d_weight = torch.zeros_like(weight) if need_weight else None
         d_bias = torch.zeros_like(bias) if need_bias else None
-        for columns in ctx.cuts:
+        for columns, large in ((columns, _large(shard, cuts)) for cuts in ctx.cuts for columns in cuts):
             first = shard.first + columns.start
-            block = _project(hidden, weight, bias, columns, request.kept, first)
+            block = _project(ctx.product, hidden, weight, bias, columns, request.kept, first)
             request.backend.backward(
                 block,
                 ctx.ids,
@@ -222,14 +257,14 @@ class _Linear(torch.autograd.Function):
                 ctx.merged.other_max,
                 coefficients,
                 dead,
-                large=ctx.large,
+                large=large,
             )
             if d_weight is not None:
                 torch.mm(block.t(), hidden, out=d_weight[columns])
             if d_bias is not None:
                 d_bias[columns] = block.sum(dim=0, dtype=request.dtype)
             if d_hidden is not None:
-                d_hidden += torch.mm(block, weight[columns])
+                d_hidden += ctx.product(block, weight[columns])
         if d_hidden is not None:
             d_hidden = d_hidden.to(hidden.dtype)
-        return d_hidden, d_weight, d_bias, None, None
+        return d_hidden, d_weight, d_bias, None, None, None

@@ -43,26 +43,28 @@ class Request:
             checks.raise_if_failed()
 
     def forward(self, fill: Callable[[Tensor, Tensor], None]) -> tuple[Tensor, Merged]:
-        """Merge the shards of all ranks. One all-gather if there is more than one.
+        """Merge the shards of all ranks, tile by tile in order. One all-gather if there is more than one rank.
 
-        fill(ids, out) writes this rank's rows of merge.py into out [T, n + 3]. Returns ids [T, n] and the result.
+        fill(ids, out) writes this rank's rows of merge.py into out [tiles, T, n + 3]. Returns ids [T, n] and the
+        result.
         """
         ids = join_ids(self.target_ids, self.topk_ids)
         tokens, n = ids.shape
+        tiles = self.shard.tiles
         device = ids.device
         if self.shard.world == 1:
             self._verify(None)
-            rows = torch.empty((1, tokens, n + 3), dtype=self.dtype, device=device)
-            fill(ids, rows[0])
+            rows = torch.empty((tiles, tokens, n + 3), dtype=self.dtype, device=device)
+            fill(ids, rows)
         else:
-            packed = torch.zeros((tokens + 1, n + 3), dtype=self.dtype, device=device)
+            packed = torch.zeros((tiles * tokens + 1, n + 3), dtype=self.dtype, device=device)
             if self.check is not False:
                 kept = () if self.kept is None else (self.kept.ids, self.kept.rows)
                 write_header(packed[0], self.shard, ids, *kept)
-            fill(ids, packed[1:])
+            fill(ids, packed[1:].view(tiles, tokens, n + 3))
             gathered = gather_rows(packed, self.shard)
             self._verify(gathered[:, 0, :HEADER])
-            rows = gathered[:, 1:]
+            rows = gathered[:, 1:].reshape(self.shard.world * tiles, tokens, n + 3)
         return ids, self.backend.merge(rows, ids, self.scale, entropy=self.entropy != "none")
 
     def outputs(self, merged: Merged) -> tuple[Tensor | None, ...]:

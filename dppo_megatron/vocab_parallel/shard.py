@@ -10,13 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import all_gather
+from .compiled import worthwhile
 
 HEADER = 4  # first id, columns, vocab_size (-1: all), checksum of the ids
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Columns [first, first + columns) of the vocabulary, of which the leading `valid` are not padding."""
+    """Columns [first, first + columns) of the vocabulary, of which the leading `valid` are not padding.
+
+    tiles: how many of the vocabulary's tiles, of one width, they are.
+    eager: nothing is compiled, as where tiles were asked for: compiled code may round otherwise in another process.
+    """
 
     first: int
     columns: int
@@ -24,9 +29,26 @@ class Shard:
     vocab_size: int | None
     group: dist.ProcessGroup | None
     world: int
+    tiles: int
+    eager: bool
+
+    def compiles(self, columns: int) -> bool:
+        """Whether passes over blocks of so many columns are worth compiling, and may be."""
+        return not self.eager and worthwhile(columns)
+
+    def valid_tiles(self) -> list[slice]:
+        """This rank's columns tile by tile, without padding; those of a tile that is all padding are empty."""
+        width = self.columns // self.tiles
+        return [slice(min(i * width, self.valid), min((i + 1) * width, self.valid)) for i in range(self.tiles)]
 
 
-def make_shard(columns: int, vocab_size: int | None, vocab_start: int | None, group: dist.ProcessGroup | None) -> Shard:
+def make_shard(
+    columns: int,
+    vocab_size: int | None,
+    vocab_start: int | None,
+    group: dist.ProcessGroup | None,
+    tiles: int | None = None,
+) -> Shard:
     """Describe this rank's shard. No collective. Raises ValueError when the sizes cannot add up."""
     world = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
@@ -51,7 +73,22 @@ def make_shard(columns: int, vocab_size: int | None, vocab_start: int | None, gr
             raise ValueError(f"a single shard must start at column 0, got vocab_start={first}")
         if columns < 1:
             raise ValueError("logits have no columns")
-    return Shard(first, columns, valid, vocab_size, group if world > 1 else None, world)
+    own = 1 if tiles is None else _own_tiles(tiles, columns, vocab_start, world)
+    return Shard(first, columns, valid, vocab_size, group if world > 1 else None, world, own, tiles is not None)
+
+
+def _own_tiles(tiles: int, columns: int, vocab_start: int | None, world: int) -> int:
+    if not isinstance(tiles, Integral) or tiles < 1:
+        raise ValueError(f"tiles must be a positive int or None, got {tiles!r}")
+    if vocab_start is not None:
+        raise ValueError(f"tiles={tiles} cuts a vocabulary of equal shards; leave out vocab_start")
+    if tiles % world:
+        raise ValueError(f"tiles={tiles} must be a multiple of the {world} ranks of the group")
+    if world * columns % tiles:
+        raise ValueError(
+            f"tiles={tiles} does not divide {world} shard(s) of {columns} columns; pad the vocabulary to a multiple"
+        )
+    return tiles // world
 
 
 def _checksum(ids: Tensor) -> Tensor:

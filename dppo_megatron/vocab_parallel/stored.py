@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import blocks, checks
-from .compiled import worthwhile
 from .deferred import DeferredChecks
 from .kept import KeptSets
 from .merge import empty_rows
@@ -35,6 +34,7 @@ def token_statistics(
     kept_counts: Int[Tensor, " T"] | None = None,
     loss_mask: Bool[Tensor, " T"] | None = None,
     vocab_start: int | None = None,
+    tiles: int | None = None,
     inplace: bool | None = None,
     check: bool | DeferredChecks = True,
 ) -> TokenStatistics:
@@ -43,7 +43,8 @@ def token_statistics(
     Sharding: logits are split over `group` by columns; rank r holds [r V_local, (r + 1) V_local), or
     [vocab_start, vocab_start + V_local) where vocab_start is given (on every rank; shards may then differ in
     size). All other arguments are replicated, and so are the results, bit for bit.
-    Collectives: forward one all-gather of [T + 1, 1 + K + 3] fp32 (none without a group); backward none.
+    Collectives: forward one all-gather of [T + 1, 1 + K + 3] fp32 (none without a group), with `tiles` of T rows for
+    each tile of the rank; backward none.
     Accumulation is in fp32 whatever the logits' dtype; float64 logits stay float64.
 
     Args:
@@ -66,6 +67,9 @@ def token_statistics(
         loss_mask: [T] bool. Rows where it is False hold 0 in every statistic, send no gradient, and may have any
             target, -100 too, and any temperature. None = all rows.
         vocab_start: first global id of this rank's shard, for shards of different sizes.
+        tiles: sum the vocabulary, padding included, in so many tiles of one width, merged in their order, and gather
+            a row of sums for each: statistics and gradients are then the same bits at every size of the group
+            that divides `tiles`. None = each shard is one.
         inplace: True = the backward pass writes the gradient into the logits' own storage, so nothing of the
             size of the logits is allocated. False = it allocates. None = True unless the logits are a leaf
             or a view of one (whose values the caller would expect to keep). Either way the logits keep their
@@ -103,7 +107,7 @@ def token_statistics(
         target_ids=target_ids,
         topk_ids=topk_ids,
         kept=None if kept_ids is None or kept_counts is None else KeptSets.of(kept_ids, kept_counts, loss_mask),
-        shard=make_shard(columns, vocab_size, vocab_start, group),
+        shard=make_shard(columns, vocab_size, vocab_start, group, tiles),
         scale=checks.inverse_temperature(temperature, tokens, logits.device, dtype),
         entropy=entropy,
         dtype=dtype,
@@ -144,19 +148,20 @@ class _Stored(torch.autograd.Function):
                 request.kept.hide_others(z[:, : shard.valid], shard.first)
 
         def fill(ids: Tensor, out: Tensor) -> None:
-            if shard.valid:
-                request.backend.forward(
-                    z[:, : shard.valid],
-                    ids,
-                    shard.first,
-                    request.scale,
-                    out,
-                    entropy=request.entropy != "none",
-                    restore=True,
-                    large=worthwhile(shard.valid),
-                )
-            else:
-                empty_rows(out)
+            for rows, columns in zip(out, shard.valid_tiles(), strict=True):
+                if columns.start < columns.stop:
+                    request.backend.forward(
+                        z[:, columns],
+                        ids,
+                        shard.first + columns.start,
+                        request.scale,
+                        rows,
+                        entropy=request.entropy != "none",
+                        restore=True,
+                        large=shard.compiles(columns.stop - columns.start),
+                    )
+                else:
+                    empty_rows(rows)
 
         ids, merged = request.forward(fill)
         outputs = request.outputs(merged)
@@ -178,16 +183,17 @@ class _Stored(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         # detach, not .data: the version counter moves, so a second use of the consumed logits raises.
         gradient = logits.detach() if ctx.inplace else logits.detach().clone()
-        if shard.valid:
-            request.backend.backward(
-                gradient[:, : shard.valid],
-                ctx.ids,
-                shard.first,
-                request.scale,
-                ctx.merged.other_max,
-                coefficients,
-                dead,
-                large=worthwhile(shard.valid),
-            )
+        for columns in shard.valid_tiles():
+            if columns.start < columns.stop:
+                request.backend.backward(
+                    gradient[:, columns],
+                    ctx.ids,
+                    shard.first + columns.start,
+                    request.scale,
+                    ctx.merged.other_max,
+                    coefficients,
+                    dead,
+                    large=shard.compiles(columns.stop - columns.start),
+                )
         gradient[:, shard.valid :] = 0
         return gradient, None, None

@@ -60,7 +60,7 @@ def backward(
 
 
 def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Merged:
-    """Summaries of all ranks [ranks, T, n + 3] -> statistics of the slots ids [T, n]."""
+    """Summaries of all ranks [blocks, T, n + 3] -> statistics of the slots ids [T, n]."""
     return arithmetic.merge(rows, find_slots(ids), scale, entropy)
 
 

@@ -11,15 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from . import torch_backend, triton_rows
-from .merge import Coefficients, Merged, join_sums
+from .merge import Coefficients, Merged
 
 # Columns of a tile: wide enough that a row is few iterations, small enough to stay in registers with 8 warps.
 TILE = 4096
 WARPS = 8
 # Neighbouring columns that one thread loads at once: 16 bytes of bf16.
 CHUNK = 8
-# Programs that fill a GPU a few times over; with fewer rows than that, a row is split between programs.
-_PROGRAMS = 1024
 
 
 @triton.jit
@@ -75,11 +73,8 @@ def forward_kernel(
     columns,
     scale,
     scale_stride,
-    scores,
-    scores_stride,
-    sums,
-    sums_stride,
-    tiles_per_split,
+    out,
+    out_stride,
     n: tl.constexpr,
     n_padded: tl.constexpr,
     tile: tl.constexpr,
@@ -87,48 +82,50 @@ def forward_kernel(
     entropy: tl.constexpr,
     acc: tl.constexpr,
 ):
+    # One program for each row, however few rows there are: a split would join sums in an order that depends on T.
+    # An SM holds 8 programs of 8 warps, so some thousand rows fill a GPU. With fewer, as many bytes are in flight as
+    # there are rows, and the call takes about as long as its longest row: of 152,064 columns 38 loads behind one
+    # another, tens of microseconds, less than the launches around it.
     row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
     line = logits + row * row_stride
+    summary = out + row * out_stride
     log2 = tl.load(scale + row * scale_stride) * 1.4426950408889634
 
     slot = tl.arange(0, n_padded)
     local = tl.load(ids + row * n + slot, mask=slot < n, other=-1) - first
     is_local = (slot < n) & (local >= 0) & (local < columns)
-    if split == 0:
-        score = tl.load(line + local * column_stride, mask=is_local, other=0.0)
-        tl.store(scores + row * scores_stride + slot, score.to(acc), mask=slot < n)
 
     lanes: tl.constexpr = tile // chunk
     place = tl.expand_dims(tl.arange(0, lanes) * chunk, 1) + tl.expand_dims(tl.arange(0, chunk), 0)
     m = tl.full((lanes,), float("-inf"), acc)
     s = tl.zeros((lanes,), acc)
     u = tl.zeros((lanes,), acc)
-    begin = split * tiles_per_split
     full = columns // tile
     together: tl.constexpr = 32 if n_padded > 32 else n_padded
-    offset = tl.where(is_local, local, -1).to(tl.int32) - begin * tile
+    offset = tl.where(is_local, local, -1).to(tl.int32)
     offset = tl.reshape(offset, (together, n_padded // together))
-    where = line + begin.to(tl.int64) * tile * column_stride + place * column_stride
+    where = line + place * column_stride
     # Whole tiles without a mask: masked by an odd width, loads would not be vectorised.
-    for _ in range(begin, tl.minimum(begin + tiles_per_split, full)):
+    for _ in range(full):
         z = tl.load(where).to(acc)
         m, s, u = _add_tile(z, place, m, s, u, log2, offset, tile, entropy)
         where += tile * column_stride
         offset -= tile
-    if (begin <= full) & (full < begin + tiles_per_split) & (full * tile < columns):
+    if full * tile < columns:
         z = tl.load(where, mask=place < columns - full * tile, other=float("-inf")).to(acc)
         m, s, u = _add_tile(z, place, m, s, u, log2, offset, tile, entropy)
 
+    # Not before the loop: ptxas then takes 50 instead of 38 instructions an owned id (sm100, 21 ids, entropy).
+    score = tl.load(line + local * column_stride, mask=is_local, other=0.0)
+    tl.store(summary + slot, score.to(acc), mask=slot < n)
     top = tl.max(m, axis=0)
     shift = (m - tl.where(top == float("-inf"), 0.0, top)) * log2
     w = tl.exp2(shift)
-    out = sums + row * sums_stride + split * 3
-    tl.store(out, top)
-    tl.store(out + 1, tl.sum(w * s, axis=0))
+    tl.store(summary + n, top)
+    tl.store(summary + n + 1, tl.sum(w * s, axis=0))
     if entropy:
         u = w * (u + tl.maximum(shift, -2.0e4) * s) * 0.6931471805599453
-    tl.store(out + 2, tl.sum(u, axis=0))
+    tl.store(summary + n + 2, tl.sum(u, axis=0))
 
 
 @triton.jit
@@ -220,14 +217,9 @@ def forward(
         return
     n = ids.shape[1]
     tile = _tile(columns)
-    tiles = triton.cdiv(columns, tile)
-    splits = max(1, min(tiles, _PROGRAMS // tokens))
-    per_split = triton.cdiv(tiles, splits)
-    splits = triton.cdiv(tiles, per_split)
-    sums = out[:, n:] if splits == 1 else out.new_empty((tokens, splits, 3))
     tau, tau_stride = _by_row(scale, out)
     with torch.cuda.device_of(block):
-        forward_kernel[(tokens, splits)](
+        forward_kernel[(tokens,)](
             block,
             block.stride(0),
             block.stride(1),
@@ -238,9 +230,6 @@ def forward(
             tau_stride,
             out,
             out.stride(0),
-            sums,
-            sums.stride(0),
-            per_split,
             n=n,
             n_padded=triton.next_power_of_2(n),
             tile=tile,
@@ -249,8 +238,6 @@ def forward(
             acc=_accumulator(out.dtype),
             num_warps=WARPS,
         )
-    if splits > 1:
-        out[:, n:] = join_sums(sums.transpose(0, 1), scale)
 
 
 def backward(

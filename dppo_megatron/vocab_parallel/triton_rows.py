@@ -50,7 +50,7 @@ def _nonfinite(x):
 @triton.jit
 def _merge_kernel(
     rows,
-    rank_stride,
+    block_stride,
     row_stride,
     ids,
     scale,
@@ -62,7 +62,7 @@ def _merge_kernel(
     slot_mass,
     other_max,
     other_sum,
-    ranks: tl.constexpr,
+    blocks: tl.constexpr,
     n: tl.constexpr,
     padded: tl.constexpr,
     with_entropy: tl.constexpr,
@@ -77,16 +77,16 @@ def _merge_kernel(
 
     scores = tl.zeros((padded,), tl.float32)
     top = tl.full((), float("-inf"), tl.float32)
-    for rank in range(ranks):
-        here = line + rank * rank_stride
+    for block in range(blocks):
+        here = line + block * block_stride
         scores += tl.load(here + slot, mask=used, other=0.0)
         m = tl.load(here + n)
         top = tl.where((m > top) | (m != m), m, top)
     top = tl.where(top == float("-inf"), 0.0, top)
     s = tl.full((), 0.0, tl.float32)
     u = tl.full((), 0.0, tl.float32)
-    for rank in range(ranks):
-        here = line + rank * rank_stride + n
+    for block in range(blocks):
+        here = line + block * block_stride + n
         d = _floor((tl.load(here) - top) * tau)
         w = tl.exp(d)
         part = tl.load(here + 1)
@@ -192,8 +192,8 @@ def _coefficients_kernel(
 
 
 def merge(rows: Tensor, ids: Tensor, tau: tuple[Tensor, int], entropy: bool) -> Merged:
-    """merge.merge for rows [ranks, T, n + 3] in fp32, n <= MAX_SLOTS. tau: 1/tau and its stride over rows."""
-    ranks, tokens, width = rows.shape
+    """merge.merge for rows [blocks, T, n + 3] in fp32, n <= MAX_SLOTS. tau: 1/tau and its stride over rows."""
+    blocks, tokens, width = rows.shape
     n = width - 3
     if rows.stride(2) != 1:
         rows = rows.contiguous()
@@ -216,7 +216,7 @@ def merge(rows: Tensor, ids: Tensor, tau: tuple[Tensor, int], entropy: bool) -> 
                 mass,
                 other_max,
                 other_sum,
-                ranks=ranks,
+                blocks=blocks,
                 n=n,
                 padded=triton.next_power_of_2(n),
                 with_entropy=entropy,

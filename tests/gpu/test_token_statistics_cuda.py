@@ -42,7 +42,7 @@ def test_values_and_gradients_agree_with_float64(backend: str, dtype: str, topk:
     "changes",
     [
         {"columns": (128,), "vocab": 3},  # nearly all padding
-        {"columns": (50304,), "vocab": 50257, "tokens": 5},  # rows split between programs
+        {"columns": (50304,), "vocab": 50257, "tokens": 5},  # few rows, of many tiles
         {"columns": (75,), "vocab": 70, "layout": "transposed"},
         {"columns": (75,), "vocab": 70, "layout": "sliced", "peaked": True},
         {"tokens": 1},

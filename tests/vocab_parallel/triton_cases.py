@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ def _tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setitem(statistics_reference.HALF_ULP, dtype, 2.0 ** {"bf16": -7, "fp16": -10}[dtype])
 
 
-def check(case: Case) -> None:
-    result = shard_case(case, 0, backend="triton", count=False)
+def check(case: Case, **options: Any) -> None:
+    result = shard_case(case, 0, backend="triton", count=False, **options)
     assert_close_to_reference(case, reference(case, make_inputs(case)), result["values"], result["gradient"])
 
 
@@ -43,12 +44,52 @@ def test_random_cases() -> None:
     run()
 
 
-@pytest.mark.parametrize("programs", [1, 18, 1024])
-def test_rows_split_between_programs(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "_PROGRAMS", programs)
-    check(BASE)
-    check(replace(BASE, kept=True))
-    check(replace(BASE, temperature="tensor", peaked=True, entropy="metric"))
+PEAKED = {"temperature": "tensor", "peaked": True, "entropy": "metric"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"kept": True}, PEAKED])
+def test_case(changes: dict[str, Any]) -> None:
+    check(replace(BASE, **changes))
+
+
+@pytest.mark.parametrize("head", ["logits", "fused"])
+def test_rows_alone_and_beside_others(head: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens, columns, vocab = 9, 75, 70
+    logits, hidden = torch.randn(tokens, columns, generator=generator) * 3, torch.randn(tokens, 8, generator=generator)
+    weight = torch.randn(columns, 8, generator=generator)
+    ids = torch.randint(0, vocab, (tokens, 3), generator=generator)
+
+    def of(rows: slice) -> list[torch.Tensor]:
+        leaf = (hidden if head == "fused" else logits)[rows].clone().requires_grad_()
+        common = (ids[rows, 0], ids[rows], vocab)
+        if head == "fused":
+            options = {"block_columns": 30, "batch_invariant": True, "backend": "triton"}
+            found = linear_token_statistics(leaf, weight, *common, entropy="differentiable", **options)
+        else:
+            found = token_statistics(leaf, *common, entropy="differentiable", backend="triton")
+        (found.logprob + found.entropy + found.other_logprob).sum().backward()
+        return [found.logprob.detach(), found.entropy.detach(), found.topk_logprob.detach(), leaf.grad]
+
+    whole = of(slice(0, tokens))
+    for rows in (slice(5, 6), slice(6, 8)):
+        for one, other in zip(whole, of(rows), strict=True):
+            assert torch.equal(one[rows], other), rows
+
+
+def test_sums_do_not_depend_on_how_many_rows_there_are() -> None:
+    if triton_backend.TILE > 75:
+        pytest.skip("a row is one tile")
+    logits = torch.randn(300, 75, generator=torch.Generator().manual_seed(0)) * 3
+    ids, sums = torch.zeros(300, 1, dtype=torch.int64), torch.empty(2, 300, 4)
+    triton_backend.forward(logits, ids, 0, 1.0, sums[0], entropy=True, restore=False, large=False)
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 12)):
+        triton_backend.forward(logits[rows], ids[rows], 0, 1.0, sums[1, rows], entropy=True, restore=False, large=False)
+    assert torch.equal(sums[0, :12], sums[1, :12])
+
+
+def test_tiles_of_the_vocabulary() -> None:
+    check(replace(BASE, columns=(76,)), tiles=4)
 
 
 def test_agrees_with_torch() -> None:
