@@ -2,9 +2,11 @@
 
     python benchmarks/certify_table.py --engine vllm --dtype fp32 --model quickstart
     python benchmarks/certify_table.py                       every cell, twelve minutes on two cores
+    python benchmarks/certify_table.py --exact               the dense cells with engine.exact
 
 The dense model is the quickstart's start policy (`make quickstart` makes it), the mixture a random Qwen3-MoE of 4
-layers with 8 experts of which 2, whose routes are replayed. One engine serves both layouts of a cell.
+layers with 8 experts of which 2, whose routes are replayed. One engine serves both layouts of a cell, or with --exact
+one each, for it computes as its trainer's layout does.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ CONFIG = Path("examples/quickstart/config.yaml")
 ENGINES, DTYPES, MODELS, TENSOR = ("vllm", "sglang"), ("fp32", "bf16"), ("quickstart", "moe"), (1, 2)
 
 
-def cell_config(root: Path, engine: str, dtype: str, model: str, tensor: int) -> Config:
+def cell_config(root: Path, engine: str, dtype: str, model: str, tensor: int, exact: bool) -> Config:
     settings: dict[str, Any] = {
         "run.dir": root / f"{engine}-{dtype}-{model}",
         "data.eval": "null",
         "eval.every": 0,
         "engine.kind": engine,
         "engine.dtype": dtype,
+        "engine.exact": str(exact).lower(),
         "engine.max_num_seqs": 16,
         "model.dtype": dtype,
         "weight_sync.probe_tolerance": 1,
@@ -70,15 +73,16 @@ def row(name: str, certificate: dict[str, Any]) -> str:
     return f"{line}  {certificate['first']}; by themselves: {own or 'none'}"
 
 
-def measure(root: Path, engine: str, dtype: str, model: str) -> None:
-    with running_engines(cell_config(root, engine, dtype, model, 1)) as urls:
-        for tensor in TENSOR:
-            config = cell_config(root, engine, dtype, model, tensor)
-            found = certify(config, str(CONFIG), prompts=16, urls=urls)[1]
-            print(row(f"{engine} {dtype} {model} TP {tensor}", found), flush=True)
+def measure(root: Path, engine: str, dtype: str, model: str, exact: bool) -> None:
+    for served in [(tensor,) for tensor in TENSOR] if exact else [TENSOR]:
+        with running_engines(cell_config(root, engine, dtype, model, served[0], exact)) as urls:
+            for tensor in served:
+                config = cell_config(root, engine, dtype, model, tensor, exact)
+                found = certify(config, str(CONFIG), prompts=16, urls=urls)[1]
+                print(row(f"{engine} {dtype} {model} TP {tensor}", found), flush=True)
 
 
-def main(engines: Sequence[str], dtypes: Sequence[str], models: Sequence[str]) -> None:
+def main(engines: Sequence[str], dtypes: Sequence[str], models: Sequence[str], exact: bool) -> None:
     print(f"# {platform.processor() or platform.machine()}; {platform.platform()}")
     print(f"{'cell':28} tokens   0 ULP   KL (k3)   largest  first to differ; roundings of each operator")
     with tempfile.TemporaryDirectory(prefix="certify-") as directory:
@@ -87,13 +91,15 @@ def main(engines: Sequence[str], dtypes: Sequence[str], models: Sequence[str]) -
         rows = (json.dumps({"prompt": f"12+{n}=", "answer": "1"}) for n in range(16))
         (root / "prompts.jsonl").write_text("\n".join(rows) + "\n")
         for cell in itertools.product(engines, dtypes, models):
-            measure(root, *cell)
+            measure(root, *cell, exact)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", action="append", choices=ENGINES)
-    parser.add_argument("--dtype", action="append", choices=DTYPES)
+    parser.add_argument("--dtype", action="append", choices=(*DTYPES, "fp16"), help="default: fp32 and bf16")
     parser.add_argument("--model", action="append", choices=MODELS)
+    parser.add_argument("--exact", action="store_true", help="with engine.exact")
     chosen = parser.parse_args()
-    main(chosen.engine or ENGINES, chosen.dtype or DTYPES, chosen.model or MODELS)
+    models = chosen.model or (("quickstart",) if chosen.exact else MODELS)
+    main(chosen.engine or ENGINES, chosen.dtype or DTYPES, models, chosen.exact)

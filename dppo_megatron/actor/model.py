@@ -13,15 +13,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
+from dppo_megatron.hf import HFModelConfig, ModelError, padded_vocab_size, read_hf_config
+from dppo_megatron.vocab_parallel import batch_invariant_logits
 
 from . import megatron_version
 from .batch.packing import PackedSequences
 from .cpu.attention import PackedAttention
+from .cpu.exact import ExactAttention, multiply_exactly
 from .cpu.norm import RMSNorm
 from .layout import Layout
 from .lora import add_adapters
-from .model_config import machine_problems, model_problems, padded_vocab_size, use_transformer_engine
+from .model_config import machine_problems, model_problems, use_transformer_engine
 from .precision import fuse_weight_gradients
 
 if TYPE_CHECKING:
@@ -36,12 +38,25 @@ class PolicyModel(GPTModel):
     - on it, with `fused_head`: hidden states [n, H] of the rows, to be multiplied with `head_weight`; their
       gradient must arrive complete, summed over the tensor-parallel group;
     - on it, else: this rank's logits [n, V / tp], in the parameters' dtype or, with `fp32_head`, multiplied in fp32.
+
+    With `batch_invariant_head` a row's logits are the same bits whatever rows stand beside it.
     """
 
-    def __init__(self, *args, fused_head: bool = False, fp32_head: bool = False, **kwargs):
+    def __init__(
+        self,
+        *args,
+        fused_head: bool = False,
+        fp32_head: bool = False,
+        batch_invariant_head: bool = False,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
         self.fused_head = fused_head
         self.fp32_head = fp32_head
+        self.batch_invariant_head = batch_invariant_head
+        if self.post_process and batch_invariant_head:
+            # The module stays: Megatron hangs the gather of its parameters on it, and we the trace.
+            self.output_layer.forward = self._batch_invariant_logits
         if self.post_process and fp32_head:
             # The fused accumulation looks for the gradient buffer on the weight it is given, here a copy.
             self.output_layer.gradient_accumulation_fusion = False
@@ -62,7 +77,8 @@ class PolicyModel(GPTModel):
         if self.config.sequence_parallel:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states,
-                tensor_parallel_output_grad=not self.fused_head,  # the fused head's gradient is already a sum
+                # The gradient of these two is already a sum.
+                tensor_parallel_output_grad=not (self.fused_head or self.batch_invariant_head),
                 group=self.pg_collection.tp,
             )
         rows = hidden_states.index_select(0, packed_seq_params.rows)
@@ -73,6 +89,10 @@ class PolicyModel(GPTModel):
             rows, weight = rows.float(), weight.float()
         logits, _ = self.output_layer(rows, weight=weight)
         return logits.squeeze(1)
+
+    def _batch_invariant_logits(self, rows: Tensor, weight: Tensor) -> tuple[Tensor, None]:
+        """In place of ColumnParallelLinear.forward; adds no weight gradient to Megatron's buffer itself."""
+        return batch_invariant_logits(rows.squeeze(1), weight, self.pg_collection.tp).unsqueeze(1), None
 
 
 def check_model(config: Config) -> list[str]:
@@ -126,7 +146,7 @@ def _chunk(
     engine = use_transformer_engine(config)
     spec = megatron_version.block_spec(transformer, engine, vp_stage)
     if not engine:
-        _use_own_modules(spec)
+        _use_own_modules(spec, ExactAttention if config.engine.exact else PackedAttention)
     model = PolicyModel(
         config=transformer,
         transformer_layer_spec=spec,
@@ -144,18 +164,21 @@ def _chunk(
         vp_stage=vp_stage,
         fused_head=config.model.logits == "fused",
         fp32_head=config.model.fp32_head,
+        batch_invariant_head=config.model.batch_invariant_head,
     )
     if engine:
         fuse_weight_gradients(model.decoder)
+    if config.engine.exact:
+        multiply_exactly(model)
     return model
 
 
-def _use_own_modules(block: TransformerBlockSubmodules) -> None:
+def _use_own_modules(block: TransformerBlockSubmodules, core_attention: type[PackedAttention]) -> None:
     """Norms and core attention of the local spec become ours."""
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
         modules, attention = layer.submodules, layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
+        attention.core_attention = core_attention
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(attention, name):
                 # Megatron shards them by rows and gathers, and then each rank keeps the gradient of its own heads

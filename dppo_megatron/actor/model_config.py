@@ -17,8 +17,6 @@ from . import megatron_version
 from .lora import lora_problems
 from .precision import capability_problems, fuses_weight_gradient, installation_problems, precision_arguments, this_gpu
 
-_SHARD_UNIT = 128  # columns of the head per rank, for its GEMM
-_SMALL_VOCAB = 4096  # below it, padding to the unit would cost more than it gains
 # What Megatron-core's RotaryEmbedding takes for granted when it scales as Llama 3 does.
 _MEGATRON_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
@@ -37,12 +35,6 @@ def use_transformer_engine(config: Config) -> bool:
 def overlaps_communication(config: Config) -> bool:
     """What `parallel.overlap` means on this machine."""
     return torch.cuda.is_available() if config.parallel.overlap is None else config.parallel.overlap
-
-
-def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
-    """Rows of the embedding over all ranks: equal shards, and for real vocabularies a multiple of 128 on each."""
-    unit = tensor_size * (_SHARD_UNIT if vocab_size >= _SMALL_VOCAB else 1)
-    return -(-vocab_size // unit) * unit
 
 
 def model_problems(hf: HFModelConfig, config: Config) -> list[str]:
@@ -111,6 +103,7 @@ def _precision_arguments(hf: HFModelConfig, config: Config) -> dict[str, Any]:
         "params_dtype": parameters,
         "pipeline_dtype": parameters,
         "bf16": parameters == torch.bfloat16,
+        "fp16": parameters == torch.float16,
         "use_cpu_initialization": not fused,
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,

@@ -62,7 +62,7 @@ def certify(
     config = with_settings(config, objective=ObjectiveConfig(), rollout=rollout, engine=engine)
     preflight(config, source)
     directory = numbered_directory(config.run.dir / "certify", config.model.start.absolute().name, resume=False)
-    config = with_settings(config, run={"dir": directory})
+    config = with_settings(config, run={"dir": directory}, weight_sync={"directory": None})
     own = RunDir(directory)
     own.make()
     make_secret(config)

@@ -9,6 +9,7 @@ rule needs it: the node that drives a Slurm job may have none.
 | types, names, the objective's axes (`config.schema`) | the config | every command, when it reads its config |
 | between settings (`SETTINGS` below) | the config | every command, when it reads its config |
 | `objective`, `model`, `serving`, `data`, `reward`, `interpreter` | files, torch | `train`, `validate`, `slurm` |
+| `exact` of the model | files, torch | the same |
 | `environment` | files | the same |
 | `secret` | a file | the same |
 | `devices`, `ports` | this machine | those, where this machine runs all of it; `eval` checks `devices` |
@@ -40,6 +41,7 @@ from . import (
     engine,
     environment,
     evaluation,
+    exact,
     interpreter,
     layout,
     model,
@@ -53,12 +55,12 @@ from . import (
     slurm,
     training,
 )
-from .resume import check_run_dir, unusable_directory
+from .resume import check_run_dir, unusable_directory, unusable_weights_directory
 from .resume import problems as run_dir_problems
 
 __all__ = ["SETTINGS", "Place", "check_job", "check_run_dir", "load_config", "preflight", "settings_problems"]
 
-SETTINGS = (layout, sampling, evaluation, engine, precision, training)
+SETTINGS = (layout, sampling, evaluation, engine, exact, precision, training)
 
 Place = Literal["run", "node", "elsewhere"]
 
@@ -91,8 +93,10 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
     hf = model.read(config)
     rules = [
         partial(unusable_directory, config),
+        *([] if place == "elsewhere" else [partial(unusable_weights_directory, config)]),
         partial(objective.problems, config, notes),
         partial(model.problems, config, hf, elsewhere=place == "elsewhere"),
+        partial(exact.model_problems, config, hf, elsewhere=place == "elsewhere"),
         partial(interpreter.problems, config),
         partial(secret.problems, config),
         partial(serving.problems, config, hf),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dppo_megatron.config import Config
 
 LAST_PORT = 65535
+OF_ONE_MACHINE = ("/dev/shm", "/run", "/tmp")
 MOST_LORA_RANK = 512  # of a vLLM server
 MOST_SENDERS = 32  # of broadcast weights: a communicator for each, with buffers of its own in every engine worker
 
@@ -25,7 +26,7 @@ def problems(config: Config) -> list[str]:
         out.append(f"engine.seeded = false: {e.kind} gives every request its seed at no such price; remove it")
     if e.placement == "colocated":
         out += _colocated(config)
-    return out + _transport(config) + _deltas(config) + _quantization(config) + _adapters(config)
+    return out + _transport(config) + _directory(config) + _deltas(config) + _quantization(config) + _adapters(config)
 
 
 def _colocated(config: Config) -> list[str]:
@@ -40,8 +41,9 @@ def _colocated(config: Config) -> list[str]:
         out.append("engine.urls: colocated engines are started by the run, on the trainer's GPUs; remove one of them")
     if e.kind == "sglang":
         out.append(
-            "engine.placement = colocated: only vLLM engines give the memory of weights and cache back when they "
-            "sleep; set engine.kind to vllm or give the engines GPUs of their own"
+            "engine.placement = colocated: only vLLM engines give the memory of weights and cache back here; SGLang's "
+            "sleep needs torch_memory_saver, a CUDA library that its environment lacks; set engine.kind to vllm or "
+            "give the engines GPUs of their own"
         )
     return out
 
@@ -57,13 +59,30 @@ def _transport(config: Config) -> list[str]:
     ]
 
 
+def _directory(config: Config) -> list[str]:
+    w, nodes = config.weight_sync, config.slurm.trainer_nodes + config.slurm.engine_nodes
+    if not config.samples or w.directory is None:
+        return []
+    what, remedy = f"weight_sync.directory = {w.directory}", "remove it"
+    here = next((root for root in OF_ONE_MACHINE if w.directory.absolute().is_relative_to(root)), None)
+    why_not = (
+        (w.transport == "broadcast", "a broadcast writes nothing (weight_sync.transport = broadcast)"),
+        (here is not None and nodes > 1, f"{here} is each machine's own, and the run is to have {nodes} nodes"),
+    )
+    return [f"{what}: {why}; {remedy}" for is_so, why in why_not if is_so]
+
+
 def _deltas(config: Config) -> list[str]:
     w = config.weight_sync
     if not config.samples or w.full_every == 1:
         return []
     what, remedy = f"weight_sync.full_every = {w.full_every}", "set it to 1"
     why_not = (
-        (w.transport == "broadcast", "a broadcast is of the whole (weight_sync.transport = broadcast)"),
+        (
+            w.transport == "broadcast",
+            "a broadcast is of the whole, for ranks and engine workers keep no copy of the version before on their "
+            "hosts (weight_sync.transport = broadcast)",
+        ),
         (w.lora == "adapter", "adapters are published as they are (weight_sync.lora = adapter)"),
         (
             config.engine.placement == "colocated",

@@ -6,6 +6,7 @@ import os
 
 from dppo_megatron.config import Config, ConfigError, read_config, with_absolute_paths
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weights.place import problem
 
 # Changing these between attempts of a run is safe; changing anything else would make the second attempt another run.
 RESUMABLE_CHANGES = (
@@ -24,6 +25,7 @@ RESUMABLE_CHANGES = (
     "optimizer.offload",
     "model.recompute",
     "model.logits",
+    "model.batch_invariant_head",
     "rollout.max_concurrent_groups",
     "rollout.max_prompts_per_group",
     "reward.timeout_s",
@@ -50,6 +52,13 @@ def unusable_directory(config: Config) -> list[str]:
     if not os.access(existing, os.W_OK | os.X_OK):
         return [f"run.dir = {config.run.dir}: {existing} cannot be written here; choose another run.dir"]
     return []
+
+
+def unusable_weights_directory(config: Config) -> list[str]:
+    """Why versions cannot be written to `weight_sync.directory`."""
+    directory = config.weight_sync.directory
+    found = problem(RunDir(config.run.dir), directory) if config.samples and directory is not None else None
+    return [found] if found else []
 
 
 def problems(config: Config, *, resume: bool) -> list[str]:

@@ -15,8 +15,10 @@ from dppo_megatron.config import Config
 from dppo_megatron.run_dir import RunDir
 
 from .guard.asgi import ROOTS_VARIABLE, SECRET_VARIABLE
+from .inflow import Inflow
 from .protocol import Engine
 from .secret import read_secret
+from .serving import exact_environment
 from .sglang.client import SglangEngine
 from .sglang.server import sglang_command, sglang_environment, sglang_python
 from .vllm.client import VllmEngine
@@ -27,7 +29,7 @@ from .vllm.server import vllm_command, vllm_environment, vllm_python
 class EngineKind:
     """What the rest of the program needs of one kind of server. `version` is the policy that it starts with."""
 
-    client: Callable[[Config, str], Engine]  # (config, url); opens no connection yet
+    client: Callable[[Config, str, Inflow | None], Engine]  # (config, url, inflow); opens no connection yet
     python: Callable[[Config], Path]  # the interpreter that runs the server
     command: Callable[[Config, int, Path, int], list[str]]  # (config, port, model directory, version) -> argv
     environment: Callable[[Config, int], dict[str, str]]  # (config, version) -> variables to add to this process's own
@@ -55,9 +57,9 @@ KINDS = {
 }
 
 
-def build_engine(config: Config, url: str) -> Engine:
-    """A client of the running server at `url`."""
-    return KINDS[config.engine.kind].client(config, url)
+def build_engine(config: Config, url: str, inflow: Inflow | None = None) -> Engine:
+    """A client of the running server at `url`. inflow: one for all engines that this process samples by."""
+    return KINDS[config.engine.kind].client(config, url, inflow)
 
 
 def server_python(config: Config) -> Path:
@@ -76,4 +78,4 @@ def server_environment(config: Config, version: int) -> dict[str, str]:
     kind, run = KINDS[config.engine.kind], RunDir(config.run.dir.absolute())
     roots = os.pathsep.join(map(str, (run.root, run.weights)))  # RUN/weights may be a link to larger storage
     secrets = dict.fromkeys(kind.secret_variables, read_secret(config) or "")
-    return {ROOTS_VARIABLE: roots, **kind.environment(config, version), **secrets}
+    return {ROOTS_VARIABLE: roots, **kind.environment(config, version), **exact_environment(config), **secrets}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dppo_megatron.actor import LayoutError, check_model, init_layout, padded_vocab_size
+from dppo_megatron.actor import LayoutError, check_model, init_layout
+from dppo_megatron.hf import padded_vocab_size
 from tests.support.actor_cases import DEEPSEEK, QWEN3_MOE, YARN, actor_config, write_config
 
 

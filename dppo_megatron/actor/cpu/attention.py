@@ -21,7 +21,7 @@ from dppo_megatron.actor.batch.context import gather_rows, gathered_places, rows
 from .rope import rotate
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
 _SHORT = 32  # sequences up to here share one group: padding them costs less than another call
 _FILL = 0.7  # a longer group admits sequences of at least this share of its longest
@@ -153,13 +153,23 @@ class PackedAttention(MegatronModule):
             if plan.keys is not None:
                 positions = plan.keys.positions[rows].view(n, 1, queries, 1)
                 seen = positions >= torch.arange(length, device=positions.device)
-            o = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.scale, enable_gqa=True
-            )
+            o = self.attend(q, k, v, seen)
             out.append(o.transpose(1, 2).reshape(n * queries, -1))
             at, key_at = at + n * queries, key_at + n * length
         padded = out[0] if len(out) == 1 else torch.cat(out)
         return _Unpad.apply(padded, plan.packed_rows)
+
+    def attend(
+        self,
+        query: Float[Tensor, "n h Q d"],
+        key: Float[Tensor, "n g L d"],
+        value: Float[Tensor, "n g L v"],
+        seen: Bool[Tensor, "n 1 Q L"] | None,
+    ) -> Float[Tensor, "n h Q v"]:
+        """`seen`: which keys each query sees; None = those up to its own."""
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, is_causal=seen is None, scale=self.scale, enable_gqa=True
+        )
 
 
 class _Pad(torch.autograd.Function):

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from dppo_megatron.common.row_math import rms_norm
+
 
 class RMSNorm(torch.nn.RMSNorm):
     """Megatron's torch norm refuses sequence parallelism; this one marks its weight for the gradient reduction."""
@@ -27,12 +29,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        wide = x.float()
-        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square().div_(x.shape[-1])
-        scale = mean_square.add_(eps).rsqrt_()
-        normed = wide * scale
+        out, normed, scale = rms_norm(x, weight, eps)
         ctx.save_for_backward(normed, scale, weight)
-        return (normed * weight).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx, grad):

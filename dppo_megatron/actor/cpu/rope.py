@@ -7,21 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dppo_megatron.common.row_math import rope_tables, rotated
 from dppo_megatron.hf import inverse_frequencies
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float
 
 __all__ = ["inverse_frequencies", "rope_tables", "rotate"]
-
-
-def rope_tables(
-    frequencies: Float[Tensor, " d/2"], position_ids: Int[Tensor, " T"], dtype: torch.dtype
-) -> tuple[Float[Tensor, "T 1 d"], Float[Tensor, "T 1 d"]]:
-    """Cosine, and sine with the sign of each half, of every row's angles; computed in fp32."""
-    angles = torch.outer(position_ids.to(frequencies.dtype), frequencies)[:, None]
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(
@@ -37,13 +29,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1)
+        return rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx, grad):
-        return _rotate(grad, *ctx.saved_tensors, -1), None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * cos, swapped, sin, value=direction)
+        return rotated(grad, *ctx.saved_tensors, -1), None, None

@@ -9,11 +9,13 @@ SGLang finds the metadata beside this file because the server's PYTHONPATH names
 - /update_weights_from_disk of a server with --enable-lora takes a directory with an adapter. It takes the place of the
   one before it, as weights do, and every request is answered by it: a request that names an adapter would keep its own
   to its end, under a version that is not the adapter's.
-- It takes a directory with a delta (`weights/delta.py`), too.
+- It takes a directory with a delta (`weights/delta.py`), too. /weights_checker has one read ahead (`weights/ahead.py`).
+- With `engine.exact` it computes as the trainer does (`exact_server.py`).
 """
 
 import base64
 import importlib.util
+import os
 import sys
 import weakref
 from itertools import pairwise
@@ -24,12 +26,20 @@ UNTOLD = "untold"  # instead of the two numbers of a group
 NCCL = "dppo_nccl"
 START_TRACE = "dppo_start_trace"  # and the token ids
 TAKE_TRACE = "dppo_take_trace"
+EXACT = "DPPO_EXACT"  # in the environment of a server with engine.exact
+READ_AHEAD = "dppo_read_ahead"  # and how many bytes to keep at most, and the directory
+HAS_READ = "dppo_has_read"
+STATE = "state"  # in its answer: one of the two below, or why it cannot be read
+READING, READ = "reading", "read"
 TRACE = Path(__file__).parents[2] / "trace.py"
 WEIGHTS = Path(__file__).parents[3] / "weights"  # whose files are loaded by their paths
+GUARD = Path(__file__).parents[2] / "guard" / "asgi.py"
 ADAPTER_CONFIG = "adapter_config.json"
 POLICY = "policy"  # SGLang's name of the adapter; there is no other
 
 _recorders = []  # none or one
+_aheads = weakref.WeakKeyDictionary()  # model -> what is read for it
+_taken = []  # the one that is loaded now
 _managers = weakref.WeakKeyDictionary()  # model -> SGLang's manager of the adapter that it serves
 
 
@@ -44,6 +54,9 @@ def register():
     HookRegistry.register(f"{loader}._get_weights_iterator", weights_iterator, HookType.AROUND)
     HookRegistry.register(f"{manager}.fetch_new_loras", fetch, HookType.AROUND)
     HookRegistry.register(f"{manager}.prepare_lora_batch", prepare, HookType.AROUND)
+    if EXACT in os.environ:
+        exact = _loaded(Path(__file__).parent / "exact_server.py")
+        exact.register(exact.operators())
 
 
 def handle(original, checker, action, *arguments, role, **options):
@@ -57,6 +70,10 @@ def handle(original, checker, action, *arguments, role, **options):
         reported = {}
     elif action == TAKE_TRACE:
         reported = {f"{layer}/{operator}": _text(value) for (layer, operator), value in _recorders.pop().take().items()}
+    elif action.startswith(READ_AHEAD):
+        reported = {STATE: read_ahead(checker._get_model(), *action.split(maxsplit=2)[1:])}
+    elif action == HAS_READ:
+        reported = {STATE: has_read(checker._get_model())}
     else:
         return original(checker, action, *arguments, role=role, **options)
     return {
@@ -91,14 +108,33 @@ def held_weights(model):
     return shares
 
 
+def read_ahead(model, most_bytes, directory):
+    """Begins to read the version that /update_weights_from_disk will be told to load."""
+    guard = _loaded(GUARD)
+    before = _aheads.pop(model, None)
+    if before is not None:
+        before.drop()
+    try:
+        guard.inside_roots(directory, guard.roots_of_environment())
+        _aheads[model] = _ours("ahead").Ahead(_ours("delta").Version(Path(directory)), int(most_bytes))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return READING
+
+
+def has_read(model):
+    ahead = _aheads.get(model)
+    try:
+        return READ if ahead is None or ahead.finished() else READING
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def update_from_disk(original, updater, model_path, load_format, **options):
     manager = updater.get_model_runner().lora_manager
     is_adapter = (Path(model_path) / ADAPTER_CONFIG).is_file()
     if manager is None and not is_adapter:
-        try:
-            return original(updater, model_path, load_format, **options)
-        except _ours("delta").DamagedDelta as error:  # one that is raised would end the server
-            return False, str(error)
+        return update_whole(original, updater, model_path, load_format, **options)
     if manager is None:
         return False, f"{model_path}: an adapter; start the server with --enable-lora and --max-lora-rank to load it"
     if not is_adapter:
@@ -110,7 +146,20 @@ def update_from_disk(original, updater, model_path, load_format, **options):
     return True, "Succeeded to load the adapter."
 
 
+def update_whole(original, updater, model_path, load_format, **options):
+    ahead = _aheads.pop(updater.get_model(), None)
+    _taken[:] = [ahead] if ahead is not None and ahead.version.is_in(Path(model_path)) else []
+    try:
+        return original(updater, model_path, load_format, **options)
+    except _ours("delta").DamagedDelta as error:  # one that is raised would end the server
+        return False, str(error)
+    finally:
+        _taken.clear()
+
+
 def weights_iterator(original, loader, source, **options):
+    if _taken:
+        return ((source.prefix + name, tensor) for name, tensor in _taken[0].tensors())
     delta = _ours("delta")
     directory = Path(source.model_or_path)
     if not delta.is_delta(directory):

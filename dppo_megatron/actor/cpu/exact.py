@@ -1,0 +1,78 @@
+"""`engine.exact` on the trainer's side: a forward pass whose rows do not depend on each other (`common.row_math`).
+
+Gradients are those of the same functions, by the operators of every other run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dppo_megatron.common.row_math import attention, product
+
+from .attention import PackedAttention
+
+
+class ExactAttention(PackedAttention):
+    """In the place of SDPA, whose sums over keys depend on how many queries are computed at once."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
+        if seen is not None:
+            raise ValueError("engine.exact: not with context parallelism")
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return _Attention.apply(query, key, value, scale)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.scale = scale
+        first = torch.zeros(len(query), dtype=torch.long)
+        return attention(*(x.transpose(1, 2) for x in (query, key, value)), first, scale).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=ctx.scale, enable_gqa=True)
+        return (*torch.autograd.grad(out, inputs, grad), None)
+
+
+def multiply_exactly(model: nn.Module) -> None:
+    """From now on Megatron's linear layers of `model` multiply by `row_math.product` in the forward pass."""
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module._forward_impl = _Exactly(module._forward_impl)
+
+
+class _Exactly:
+    """The forward pass of a layer, whose one call of `torch.matmul` is the product. Its backward pass has others.
+
+    Raises RuntimeError where Megatron multiplies in another way.
+    """
+
+    def __init__(self, forward: Any):
+        self._forward = forward
+
+    def __call__(self, *arguments: Any, **options: Any) -> Tensor:
+        with _Products() as products:
+            out = self._forward(*arguments, **options)
+        if products.made != 1:
+            raise RuntimeError(f"engine.exact: a layer of this Megatron-core calls torch.matmul {products.made} times")
+        return out
+
+
+class _Products(TorchFunctionMode):
+    made = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.matmul:
+            self.made += 1
+            return product(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))

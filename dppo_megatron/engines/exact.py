@@ -1,0 +1,204 @@
+"""`engine.exact` inside a server on a CPU: its model's operators become the trainer's arithmetic (`common.row_math`).
+
+vLLM and SGLang name their modules alike; the seams that are each one's own are in `vllm/extension/exact_server.py` and
+`sglang/plugin/exact_server.py`. Where the trainer's ranks hold shards, products and log-probs are those of the shards,
+put together in the ranks' order. In need of torch alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dppo_megatron.common.row_math import attention, product, rms_norm, rope_tables, rotated
+from dppo_megatron.vocab_parallel import torch_backend
+from dppo_megatron.vocab_parallel.compiled import worthwhile
+from dppo_megatron.vocab_parallel.topk import join_ids
+
+VARIABLE = "DPPO_EXACT"  # of the server's environment
+
+
+class NoExactOperator(RuntimeError):
+    """The model has a layer that has no counterpart here; it is raised while the server loads it."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What the server must know of the trainer."""
+
+    tensor: int  # its tensor-parallel ranks
+    frequencies: tuple[float, ...]  # of the rotary embedding
+    vocab_size: int
+    shard_columns: int  # of the head, on each rank
+    fp32_head: bool
+
+    def to_environment(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> Operators | None:
+    """None without `engine.exact`."""
+    text = environment.get(VARIABLE)
+    return None if text is None else Operators(Exact(**json.loads(text)))
+
+
+class Operators:
+    """The operators of one server."""
+
+    def __init__(self, exact: Exact):
+        self._exact = exact
+        self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # of all positions up to the last one seen
+
+    def install(self, model: nn.Module) -> None:
+        """From now on `model` norms, rotates and activates so; products, attention and head follow by the server's own
+        seams. Raises `NoExactOperator` with the first layer that is none of these."""
+        for name, module in model.named_children():
+            self._install(name, module)
+
+    def _install(self, name: str, module: nn.Module) -> None:
+        kind = type(module).__name__
+        if kind == "RMSNorm":
+            module.forward = partial(_norm, module)
+        elif kind in _ROTARY:
+            module.forward = self._rotary
+        elif kind == "SiluAndMul":
+            module.forward = self.activation
+        elif kind not in _ELSEWHERE:
+            if "layers." in name and not any(module.children()):
+                raise NoExactOperator(f"engine.exact: {name} ({kind}) has no operator that the trainer has too")
+            for child, inside in module.named_children():
+                self._install(f"{name}.{child}", inside)
+
+    def linear(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[T, K] -> [T, N]: what `layer` multiplies, as the trainer's ranks would and in the order that they add."""
+        kind, ranks = type(layer).__name__, self._exact.tensor
+        if kind not in _PRODUCTS:
+            raise NoExactOperator(f"engine.exact: {kind} is no product that the trainer has too")
+        if kind in _HEADS:
+            return self.head(x, layer.weight)
+        if kind == "RowParallelLinear":
+            parts = zip(x.chunk(ranks, dim=-1), layer.weight.chunk(ranks, dim=1), strict=True)
+            out, *others = [product(part, weight.t()) for part, weight in parts]
+            for other in others:
+                out = out + other
+        else:
+            out = self._columns(x, layer.weight, _fused(layer))
+        return out if bias is None else out + bias
+
+    def _columns(self, x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
+        """Of fused projections, of each of which every rank holds an equal share."""
+        ranks = self._exact.tensor
+        if ranks == 1:
+            return product(x, weight.t())
+        shares = [part.chunk(ranks) for part in weight.split(sizes)]
+        local = [size // ranks for size in sizes]
+        outs = [product(x, torch.cat(share).t()).split(local, dim=-1) for share in zip(*shares, strict=True)]
+        return torch.cat([part for parts in zip(*outs, strict=True) for part in parts], dim=-1)
+
+    def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Logits [T, rows of weight]; those behind the vocabulary are 0."""
+        exact, rows = self._exact, weight[: self._exact.vocab_size]
+        hidden = hidden.float() if exact.fp32_head else hidden
+        logits = torch.cat([product(hidden, self._shard(rows, rank).t()) for rank in range(exact.tensor)], dim=-1)
+        return F.pad(logits[:, : exact.vocab_size], (0, len(weight) - len(rows)))
+
+    def _shard(self, rows: Tensor, rank: int) -> Tensor:
+        """With the rows of padding that the rank has."""
+        columns = self._exact.shard_columns
+        own = rows[rank * columns : (rank + 1) * columns]
+        return F.pad(own, (0, 0, 0, columns - len(own)))
+
+    def activation(self, x: Tensor) -> Tensor:
+        """silu(gate) * up, of each rank's columns by themselves: torch rounds silu otherwise at the end of a row whose
+        width is no multiple of a vector's."""
+        gates, ups = (part.chunk(self._exact.tensor, dim=-1) for part in x.chunk(2, dim=-1))
+        return torch.cat([F.silu(gate) * up for gate, up in zip(gates, ups, strict=True)], dim=-1)
+
+    def _rotary(self, positions: Tensor, query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rope(positions, query.dtype)
+        width = cos.shape[-1]
+        query_out, key_out = (rotated(x.reshape(len(positions), -1, width), cos, sin) for x in (query, key))
+        return query_out.view(query.shape), key_out.view(key.shape)
+
+    def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        last = int(positions.max()) if len(positions) else 0
+        if dtype not in self._tables or len(self._tables[dtype][0]) <= last:
+            frequencies = torch.tensor(self._exact.frequencies)
+            self._tables[dtype] = rope_tables(frequencies, torch.arange(2 * last + 1), dtype)
+        cos, sin = self._tables[dtype]
+        return cos[positions], sin[positions]
+
+    def logprobs(self, logits: Tensor, ids: Tensor, temperature: Tensor | None = None) -> Tensor:
+        """fp32 [T, 1 + K] of ids [T, 1 + K], the target and the top K, as the trainer's ranks merge them.
+
+        logits: [T, V] before temperature; temperature: [T], default 1.
+        """
+        exact = self._exact
+        ids = join_ids(ids[:, 0], ids[:, 1:])
+        logits = logits.float()
+        scale = 1.0 if temperature is None else temperature.float().reciprocal()
+        rows = logits.new_zeros(exact.tensor, *ids.shape[:1], ids.shape[1] + 3)
+        for rank, out in enumerate(rows):
+            first = rank * exact.shard_columns
+            block = logits[:, first : min(first + exact.shard_columns, exact.vocab_size)].clone()
+            large = worthwhile(block.shape[1])
+            torch_backend.forward(block, ids, first, scale, out, entropy=False, restore=False, large=large)
+        return torch_backend.merge(rows, ids, scale, entropy=False).logprob
+
+
+def attend(
+    query: Tensor,
+    cached: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    lengths: Tensor,
+    counts: Tensor,
+    scale: float,
+) -> Tensor:
+    """[T, h, d]: attention of requests whose new tokens lie end to end in `query`, over what is cached of them.
+
+    counts [n]: new tokens of each; lengths [n]: all of it, those included. cached(requests [m], L) gives keys and
+    values [m, L, g, d] of the first L positions, whatever lies behind a request's length.
+    """
+    out = torch.empty_like(query)
+    starts = counts.cumsum(0) - counts
+    for count in counts.unique().tolist():
+        members = (counts == count).nonzero().flatten()
+        if not count:
+            continue
+        of_members = lengths[members]
+        longest = int(of_members.max())
+        rows = (starts[members][:, None] + torch.arange(count)).flatten()
+        keys, values = cached(members, longest)
+        # What lies behind the length may be no number, and 0 times it would be none.
+        behind = torch.arange(longest) >= of_members[:, None]
+        values = values.masked_fill(behind[:, :, None, None], 0.0)
+        queries = query[rows].view(len(members), count, *query.shape[1:])
+        out[rows] = attention(queries, keys, values, of_members - count, scale).flatten(0, 1)
+    return out
+
+
+_ROTARY = {"RotaryEmbedding", "Llama3RotaryEmbedding"}
+_HEADS = {"ParallelLMHead", "VocabParallelEmbedding"}
+_PRODUCTS = {"QKVParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear", *_HEADS}
+_ELSEWHERE = {"Attention", "RadixAttention", *_PRODUCTS}  # leaves of layers that the server's own seams reach
+
+
+def _fused(layer: Any) -> list[int]:
+    if type(layer).__name__ == "QKVParallelLinear":
+        groups = layer.num_kv_heads * layer.head_size
+        return [layer.num_heads * layer.head_size, groups, groups]
+    return list(layer.output_sizes)
+
+
+def _norm(module: Any, x: Tensor, residual: Tensor | None = None, *_: Any) -> Any:
+    if residual is None:
+        return rms_norm(x, module.weight, module.variance_epsilon)[0]
+    stream = residual + x
+    return rms_norm(stream, module.weight, module.variance_epsilon)[0], stream
