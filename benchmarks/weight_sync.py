@@ -1,12 +1,16 @@
 """Publishing a model of about 1 GB to a real vLLM server: bytes, seconds and share of the memory-copy speed.
 
-    python benchmarks/weight_sync.py [--layers 28] [--repeats 3]
+    python benchmarks/weight_sync.py [--layers 28] [--repeats 3] [--memory /dev/shm] [--changed 0.01]
 
 One trainer rank, one server, bf16 on both sides, both transports in one run; and over shared storage publishes of what
 changed, where that is one value in a hundred (weight_sync.full_every; the first one is whole and does not count). Each
 publish has its weight check included: the engine must score a fixed text exactly as it did when it loaded the same
 weights itself. The engine's share (unpacking into its own layout) is measured alone too, by having it load a directory
 that is in memory already.
+
+Versions are written to memory (weight_sync.directory). Whole publishes and those of what changed are then set side by
+side: the pause and its parts in the engine's worker (reading files and making tensors of them, loading, packing for the
+kernels, fingerprints), and bytes beside 1.2 x (changed values and their indices). 28 layers are 0.5 billion parameters.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -36,7 +41,9 @@ from dppo_megatron.actor import init_layout
 from dppo_megatron.actor.model import build_model
 from dppo_megatron.actor.model_config import transformer_config
 from dppo_megatron.config import Config
+from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
 from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
+from dppo_megatron.engines.protocol import Engine
 from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.fleet.registry import engine_services, free_port
@@ -44,10 +51,13 @@ from dppo_megatron.hf import load_into, make_random_hf_model, read_hf_config
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import build_publisher
 from dppo_megatron.weight_sync.engine_thread import EngineThread
+from dppo_megatron.weight_sync.publisher import Published
+from dppo_megatron.weights.place import clear
 
 CHECK_TOKENS = np.arange(3, 67, dtype=np.int32)
 CHANGED = 0.01  # of the values
 START_TIMEOUT_S = 300
+PARTS = ("read", "load", "pack", "fingerprint")
 
 
 def model_config(layers: int) -> dict:
@@ -81,7 +91,11 @@ def changed(policy: Path, out: Path, share: float) -> Path:
 
 
 def run_config(
-    directory: Path, urls: tuple[str, ...] = (), transport: str = "shared_storage", full_every: int = 1
+    directory: Path,
+    urls: tuple[str, ...] = (),
+    transport: str = "shared_storage",
+    full_every: int = 1,
+    memory: Path | None = None,
 ) -> Config:
     return Config.model_validate(
         {
@@ -97,7 +111,7 @@ def run_config(
                 "kv_cache_bytes": 1 << 28,
             },
             "weight_sync": {
-                **{"transport": transport, "full_every": full_every},
+                **{"transport": transport, "full_every": full_every, "directory": memory},
                 **{"timeout_s": 120, "probe_tolerance": 1e-6},
             },
         }
@@ -109,9 +123,11 @@ def server(config: Config, log: Path) -> Iterator[str]:
     port = free_port()
     with log.open("wb") as output:
         make_secret(config)
+        environment = server_environment(config, 0)
+        roots = environment[ROOTS_VARIABLE]
         process = subprocess.Popen(
             server_command(config, port, config.model.path, 0),
-            env=os.environ | server_environment(config, 0),
+            env=os.environ | environment | {ROOTS_VARIABLE: f"{roots}:{config.model.path.parent}"},
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -167,9 +183,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--repeats", type=int, default=5, help="publishes of each transport")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="where versions are written")
+    parser.add_argument("--changed", type=float, default=CHANGED, help="share of the values that a delta changes")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=arguments.memory) as memory:
+        directory, memory = Path(name), Path(memory) / "versions"
         policies = [directory / "a", directory / "b"]
         for seed, policy in enumerate(policies):
             make_random_hf_model(policy, model_config(arguments.layers), seed, dtype=torch.bfloat16)
@@ -182,7 +200,7 @@ def main() -> None:
         with server(config, directory / "log") as url:
             scores, alone_s = engine_alone(config, url, policies, arguments.repeats)
             assert np.abs(scores[0] - scores[1]).max() > 0.01, "the two policies must differ"
-            near = [policies[0], changed(policies[0], directory / "c", CHANGED)]
+            near = [policies[0], changed(policies[0], directory / "c", arguments.changed)]
             near_scores, _ = engine_alone(config, url, near, 2)
             nbytes = sum(file.stat().st_size for file in policies[0].glob("*.safetensors"))
             speed = copy_speed(nbytes)
@@ -195,16 +213,55 @@ def main() -> None:
                   f"in {alone_s:.2f} s ({nbytes / alone_s / 1e9:.2f} GB/s)")  # fmt: skip
             print(f"{'transport':<16}{'export s':>9}{'engine s':>9}{'pause s':>8}{'check s':>8}{'sum s':>7}{'GB/s':>7}"
                   f"{'of copy':>9}")  # fmt: skip
-            for transport in ("shared_storage", "broadcast"):
-                publish_all(run_config(directory, (url,), transport), actor, policies, scores, arguments.repeats, speed)
-            of_changes = run_config(directory, (url,), full_every=1000)
-            publish_all(of_changes, actor, near, near_scores, arguments.repeats, speed)
+            broadcast = run_config(directory, (url,), "broadcast")
+            publish_all(broadcast, actor, policies, scores, arguments.repeats, speed)
+            rows = {}
+            for name, full_every in (("whole", 1), ("what changed", 1000)):
+                stored = run_config(directory, (url,), full_every=full_every, memory=memory)
+                rows[name] = publish_all(stored, actor, near, near_scores, arguments.repeats, speed)
+            side_by_side(rows, nbytes // torch.bfloat16.itemsize)
+            clear(RunDir(stored.run.dir))
         layout.close()
 
 
-def publish_all(config: Config, actor, policies, scores, repeats: int, speed: float) -> None:
-    run = RunDir(config.run.dir)
-    engines = EngineThread(lambda: LiveEngines(config, lambda: engine_services(config, run), build_engine))
+def side_by_side(rows: dict[str, tuple[list[Published], list[dict[str, float]]]], elements: int) -> None:
+    """Medians; `rest` of a pause is what passes between the server's processes."""
+    print(f"\n{'seconds':<16}" + "".join(f"{part:>13}" for part in ("pause", *PARTS, "rest", "to load")))
+    pauses = []
+    for name, (published, parts) in rows.items():
+        pause, load = (median(getattr(p, f"{part}_s") for p in published) for part in ("pause", "load"))
+        spent = [median(part[f"{which}_s"] for part in parts) for which in PARTS]
+        print(f"{name:<16}" + "".join(f"{value:>13.3f}" for value in (pause, *spent, pause - sum(spent), load)))
+        pauses.append(pause)
+    print(f"{'ratio of pauses':<16}{pauses[1] / pauses[0]:>13.3f}")
+    (delta, *_) = rows["what changed"][0]
+    least = delta.changed_share * elements * (torch.bfloat16.itemsize + 2)  # an index of 2 bytes
+    print(
+        f"{delta.nbytes:,} bytes for {delta.changed_share:.2%} of {elements:,} values: {delta.nbytes / least:.3f} x "
+        "(changed values and indices); at most 1.2 x is asked for"
+    )
+
+
+def recording(parts: list[dict[str, float]], config: Config, url: str) -> Engine:
+    """A client that keeps what the server says of each update."""
+    engine = build_engine(config, url)
+    ask = engine._calls.json
+
+    async def asked(what: str, path: str, *arguments, **options) -> dict:
+        reply = await ask(what, path, *arguments, **options)
+        if path == "/dppo/load_weights":
+            parts.append(reply["parts"])
+        return reply
+
+    engine._calls.json = asked
+    return engine
+
+
+def publish_all(
+    config: Config, actor, policies, scores, repeats: int, speed: float
+) -> tuple[list[Published], list[dict[str, float]]]:
+    run, parts = RunDir(config.run.dir), []
+    engines = EngineThread(lambda: LiveEngines(config, lambda: engine_services(config, run), partial(recording, parts)))
     publisher = build_publisher(config, actor, engines, CHECK_TOKENS)
     published = []
     for number in range(repeats + 1):
@@ -226,6 +283,7 @@ def publish_all(config: Config, actor, policies, scores, repeats: int, speed: fl
         f"{rate / speed:>9.1%}   ({published[-1].nbytes:,} bytes{share})",
         flush=True,
     )
+    return published[1:], parts[1:]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import KINDS
 from dppo_megatron.engines.protocol import Engine, EngineInfo
-from dppo_megatron.hf import export_weights
+from dppo_megatron.hf import ModelError, export_weights
+from dppo_megatron.hf.export import overflowing
 from dppo_megatron.hf.turns import Turns
 from dppo_megatron.weights.broadcast_plan import (
     BUCKET_BYTES,
@@ -74,7 +75,13 @@ class Broadcast:
         self._fingerprints = config.weight_sync.fingerprint
 
     def prepare(self, version: int) -> None:
-        """Finds out who sends what; shapes do not change, so once is enough."""
+        """Finds out who sends what; shapes do not change, so once is enough. Raises `ModelError` on every rank for
+        weights beyond fp16, of which nothing is sent."""
+        if self._stored.dtype == torch.float16:
+            own = overflowing(self._actor.model_chunks, self._actor.hf, self._stored.dtype)
+            everyone = self._ranks.gather(own, "the weights to be looked at")
+            if problems := sorted({problem for of_rank in everyone for problem in of_rank}):
+                raise ModelError(f"policy version {version}", problems)
         if not self._streams:
             specs = [TensorSpec.of(name, tensor) for name, tensor in self._export()]
             everyone = self._ranks.gather(make_buckets(specs, self._bucket_bytes), "the buckets of all source ranks")

@@ -20,6 +20,7 @@ from dppo_megatron.hf.peft import save_peft
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.delta import DamagedDelta, chain
 from dppo_megatron.weights.fingerprint import Fingerprint, add, merged
+from dppo_megatron.weights.place import lead
 
 from .delta_writer import DeltaTooLarge, write_delta
 from .transport import StoredAs
@@ -48,6 +49,7 @@ class SharedStorage:
 
     def _take_over(self) -> list[int]:
         """Versions that earlier attempts of the run left, oldest first; unfinished ones are removed."""
+        lead(self._run, self._config.weight_sync.directory)
         for unfinished in self._run.weights.glob(".v*.writing"):
             shutil.rmtree(unfinished, ignore_errors=True)
         return sorted(int(found.name[1:]) for found in self._run.weights.glob("v*") if found.name[1:].isdecimal())

@@ -138,7 +138,7 @@ class Version:
         self.model, deltas = chain(self.directory)
         self._model = _Files(self.model)
         self._deltas = [_Files(delta) for delta in deltas]
-        unknown = {_tensor(name) for delta in self._deltas for name in delta.names} - self._model.names.keys()
+        unknown = self.changed - self._model.names.keys()
         if unknown:
             some = ", ".join(sorted(unknown)[:SHOWN])
             raise DamagedDelta(f"{directory}: changes tensors that {self.model} lacks ({some})")
@@ -146,6 +146,16 @@ class Version:
     @property
     def names(self) -> list[str]:
         return list(self._model.names)
+
+    @property
+    def changed(self) -> set[str]:
+        """Names of the tensors that are not as in the model."""
+        return {_tensor(name) for delta in self._deltas for name in delta.names}
+
+    def is_in(self, directory: Path) -> bool:
+        """Whether `directory` still holds it: its name is that of the version, which is written again only as a whole,
+        in the place of a delta that no engine took."""
+        return self.directory == directory and is_delta(directory) == bool(self._deltas)
 
     @property
     def model_bytes(self) -> int:

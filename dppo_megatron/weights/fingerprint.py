@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 MODULUS = 1 << 64
-CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements mixed at a time: what a CPU's cache holds
+CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements mixed at a time: what a CPU's cache holds
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 _MIX = (0x9E3779B97F4A7C15 - MODULUS, 0xBF58476D1CE4E5B9 - MODULUS)  # odd, as signed numbers: of splitmix64
+_MIX_UPPER = (_MIX[0] << 16) % MODULUS  # below 2**63; of bits that are the upper half of an fp32
 
 _EXPERTS = {"RoutedExperts", "FusedMoE"}
 _SHARDED = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
@@ -47,16 +48,24 @@ def bit_sums(rows: torch.Tensor) -> list[int]:
     rows = rows.detach().reshape(len(rows), -1) if rows.numel() else rows.detach().reshape(len(rows), 0)
     chunk = CHUNK.get(rows.device.type, CHUNK["cuda"])
     sums = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-    height = max(1, chunk // max(1, rows.shape[1]))
+    height, width = max(1, chunk // max(1, rows.shape[1])), min(chunk, rows.shape[1])
+    room = torch.empty(2, min(height, len(rows)) * width, dtype=torch.int64, device=rows.device)
     for top in range(0, len(rows), height):
         for left in range(0, rows.shape[1], chunk):
             part = rows[top : top + height, left : left + chunk]
-            bits = part.float().view(torch.int32) if part.is_floating_point() else part
-            mixed = bits.to(torch.int64) * _MIX[0]
-            mixed ^= mixed >> 29
-            mixed *= _MIX[1]
-            sums[top : top + height] += mixed.sum(1)
-    return [value % MODULUS for value in sums.tolist()]
+            bits, factor = _bits(part)
+            mixed, upper = (buffer[: part.numel()].view(part.shape) for buffer in room)
+            mixed.copy_(bits).mul_(factor)
+            torch.bitwise_right_shift(mixed, 29, out=upper)
+            sums[top : top + height] += mixed.bitwise_xor_(upper).sum(1)
+    return [value * _MIX[1] % MODULUS for value in sums.tolist()]  # the same for all elements, so once for their sum
+
+
+def _bits(part: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Integers, and what to multiply them by first. A bf16 is the upper half of an fp32, so its own bits will do."""
+    if part.dtype == torch.bfloat16:
+        return part.view(torch.int16), _MIX_UPPER
+    return part.float().view(torch.int32) if part.is_floating_point() else part, _MIX[0]
 
 
 def bit_sum(tensor: torch.Tensor) -> int:

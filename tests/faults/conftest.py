@@ -31,11 +31,22 @@ def engines(task, tmp_path_factory):
 @pytest.fixture(scope="session")
 def undisturbed(task, engines, tmp_path_factory) -> Path:
     """The run directory."""
+    return without_faults(task, engines, tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed_slowly(task, engines, tmp_path_factory) -> Path:
+    """The run directory of one whose steps change few bits."""
+    from tests.support.faults import SLOWLY
+
+    return without_faults(task, engines, tmp_path_factory.mktemp("slowly"), optimizer=SLOWLY)
+
+
+def without_faults(task: Path, engines, directory: Path, **sections: dict) -> Path:
     from tests.support.faults import fault_config
     from tests.support.runs import run, write_config
 
-    directory = tmp_path_factory.mktemp("undisturbed")
-    tree = fault_config(task, directory / "run", urls=[engine.url for engine in engines])
+    tree = fault_config(task, directory / "run", urls=[engine.url for engine in engines]) | sections
     run("train", write_config(tree, directory / "c.yaml"))
     return directory / "run"
 
@@ -47,8 +58,10 @@ def start_run(task, tmp_path):
 
     runs = []
 
-    def start(*, urls=(), **engine) -> Run:
-        runs.append(Run(fault_config(task, tmp_path / "run", urls=list(urls), **engine), tmp_path))
+    def start(*, urls=(), optimizer=None, weight_sync=None, **engine) -> Run:
+        tree = fault_config(task, tmp_path / "run", urls=list(urls), **engine)
+        tree |= {"weight_sync": weight_sync or {}} | ({"optimizer": optimizer} if optimizer else {})
+        runs.append(Run(tree, tmp_path))
         return runs[-1]
 
     yield start

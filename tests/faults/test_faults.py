@@ -15,9 +15,10 @@ import pytest
 from dppo_megatron.engines.vllm.extension.wire import decode_reply, encode_reply
 from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weights.delta import is_delta
 from dppo_megatron.weights.published import PublishedPolicy
-from tests.support.faults import NOTICED_S, Proxy, frozen, info, kill, wait_while_generating
-from tests.support.runs import end_session, engine_tree, start, wait_until, write_config
+from tests.support.faults import NOTICED_S, SLOWLY, Proxy, frozen, info, kill, wait_while_generating
+from tests.support.runs import end_session, engine_tree, records, start, wait_until, write_config
 
 pytestmark = pytest.mark.faults
 
@@ -51,6 +52,28 @@ def test_the_only_engine_is_killed_before_an_update(start_run, undisturbed):
     run.wait_to_end(RESTART_S + REST_S)
     assert run.total("engine/restarts") == 1
     run.check_equals(undisturbed)
+
+
+def test_killed_where_what_changed_is_published(start_run, undisturbed_slowly, tmp_path):
+    """The engine that comes back starts with the last whole model and loads what changed since. It is killed again as
+    the trainer publishes a delta. The run that nothing disturbs publishes all of the weights."""
+    memory = tmp_path / "memory"
+    run = start_run(optimizer=SLOWLY, weight_sync={"full_every": 4, "directory": str(memory)})
+    weights = RunDir(run.dir).weights_of
+    run.wait_for_step(2)
+    with run.held():
+        assert is_delta(weights(1))
+        assert weights(1).resolve().parent == memory.resolve()
+        kill(run.engine_pid("engine-0"))
+        run.wait_for_log("train", "engine-0 serves again", RESTART_S)
+    run.wait_for_step(4)
+    run.wait_until(weights(5).exists, "the next delta", REST_S)
+    kill(run.engine_pid("engine-0"))
+    run.wait_to_end(RESTART_S + REST_S)
+    assert run.total("engine/restarts") == 2
+    assert sum(0 < record.get("publish/changed_share", 0) < 0.5 for record in records(run.dir)) >= 3
+    run.check_equals(undisturbed_slowly)
+    assert not memory.exists(), "the run gives back what it took"
 
 
 def test_frozen_while_it_generates(start_run, engines, undisturbed):

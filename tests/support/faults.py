@@ -33,6 +33,7 @@ from tests.support.runs import (
 
 STEPS = 6
 PROBES = {"health_interval_s": 0.5, "health_timeout_s": 2.0, "health_failures": 3}
+SLOWLY = {"lr": 1e-10}  # a step moves less than the last bit of most fp32 weights
 NOTICED_S = 3 * (0.5 + 2.0)  # until an engine that answers nothing is dead: health_failures checks
 
 

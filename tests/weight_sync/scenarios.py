@@ -21,6 +21,7 @@ from dppo_megatron.weight_sync import WeightSyncError
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.fakes.engine import SCORES, FakeEngine
 from tests.weight_sync.delta_scenarios import RESTARTED, all_changes, deltas
+from tests.weight_sync.fp16_scenarios import overflows
 from tests.weight_sync.trainer_ranks import TIMEOUT_S, trainer
 
 LONG_TIMEOUT_S = 30.0
@@ -369,6 +370,7 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     "scores_late": scores_late,
     "disagrees": one_of_two_disagrees,
     **{f"keeps_{transport}": partial(one_of_two_keeps_a_layer, transport=transport) for transport in FREEZES},
+    **{f"overflows_{transport}": partial(overflows, transport=transport) for transport in FREEZES},
     "one_token": one_token_differs,
     "freezes": one_of_two_freezes,
     **{

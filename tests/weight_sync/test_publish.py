@@ -70,6 +70,17 @@ def test_what_the_fp8_trainer_published_is_a_model_that_reads_as_its_weights(res
     assert Manifest.read(directory).fp8 == {name for name in source.tensors if fp8.is_quantized(name)}
 
 
+@pytest.mark.parametrize("transport", ["broadcast", "shared_storage"])
+def test_a_weight_beyond_fp16_is_named_on_every_rank_and_not_published(result_of, transport):
+    result = result_of(f"overflows_{transport}")
+    assert result["dtypes"] == {torch.float16}
+    for message in result["messages"]:
+        assert "model.layers.1.mlp.down_proj.weight: holds values beyond 65504" in message
+        assert "use bf16 (model.dtype, engine.dtype or --dtype)" in message
+    assert result["kept"]
+    assert result["left"] == []
+
+
 def test_colocated_engines_and_the_actor_take_turns(result_of):
     result = result_of("colocated")
     turn = ["score", "offloaded", "wake", "load", "check", "sleep", "onloaded"]
@@ -117,7 +128,9 @@ def test_a_trainer_that_starts_again_takes_over_what_earlier_lives_left(tmp_path
         run.weights_of(version).mkdir(parents=True)
     (run.weights / ".v000013.writing").mkdir()
     (run.weights / "start").mkdir()
-    config = SimpleNamespace(run=SimpleNamespace(dir=tmp_path), weight_sync=SimpleNamespace(keep_versions=2))
+    config = SimpleNamespace(
+        run=SimpleNamespace(dir=tmp_path), weight_sync=SimpleNamespace(keep_versions=2, directory=None)
+    )
     storage = SharedStorage(config, None, SimpleNamespace(rank=0), None)
 
     def left() -> list[str]:

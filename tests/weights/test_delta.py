@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,32 @@ def moved(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str
             raw = tensor.view(-1).view(torch.uint8).view(tensor.numel(), -1)
             raw[torch.rand(len(raw), generator=generator) < share, 0] ^= 1
     return out
+
+
+@pytest.mark.parametrize("clustered", [False, True], ids=["random", "clustered"])
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.1])
+def test_bytes_are_at_most_a_fifth_more_than_values_and_indices(tmp_path, share, clustered):
+    """Of the files, headers and checksums included; an index has 2 bytes, as a tensor of a layer needs no more between
+    two changes."""
+    generator = torch.Generator().manual_seed(0)
+    names = [f"model.layers.{layer}.mlp.{part}_proj.weight" for layer in range(2) for part in ("gate", "up", "down")]
+    old = {name: torch.randn(512, 1536, generator=generator).bfloat16() for name in names}
+    new, changed = {}, 0
+    for name, tensor in old.items():
+        new[name] = tensor.clone()
+        if clustered:  # rows, as of an embedding or of an expert's part
+            which = torch.zeros(512, 1536, dtype=torch.bool)
+            which[: max(1, round(512 * share))] = True
+        else:
+            which = torch.rand(512, 1536, generator=generator) < share
+        new[name].view(torch.int16)[which] ^= 1
+        changed += int(which.sum())
+    (tmp_path / "v0").mkdir()
+    save_file(old, tmp_path / "v0" / "model.safetensors")
+    stored(tmp_path / "v1", tmp_path / "v0", new)
+    assert all(torch.equal(tensor, new[name]) for name, tensor in Version(tmp_path / "v1").tensors())
+    nbytes = sum(file.stat().st_size for file in (tmp_path / "v1").iterdir())
+    assert nbytes <= 1.2 * changed * (2 + 2)
 
 
 @pytest.mark.parametrize("share", [1e-5, 0.01, 0.4])
@@ -127,6 +154,19 @@ def cut(file: str):
 
 def gone(file: str):
     return lambda root: (root / file).unlink()
+
+
+def test_a_delta_that_was_written_again_as_a_whole_is_another_version(tmp_path, model):
+    directory = stored(tmp_path / "v1", tmp_path / "v0", {**model, "norm": model["norm"] + 1})
+    version = Version(directory)
+    assert version.changed == {"norm"}
+    assert version.is_in(directory)
+    assert not version.is_in(tmp_path / "v0")
+    shutil.rmtree(directory)
+    assert not version.is_in(directory)
+    shutil.copytree(tmp_path / "v0", directory)
+    assert not version.is_in(directory)
+    assert Version(directory).is_in(directory)
 
 
 DAMAGE = {

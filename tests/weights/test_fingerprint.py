@@ -59,6 +59,22 @@ def test_large_tensors_are_taken_in_pieces():
     assert bit_sums(large[:-5].view(2, -1)) == [bit_sum(half) for half in large[:-5].view(2, -1)]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_value_counts_as_the_fp32_of_the_same_value(dtype):
+    """Also infinities, zeros of either sign and every NaN."""
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    assert bit_sums(values[:, None]) == bit_sums(values.float()[:, None])
+    strided = values.view(256, 256)[:, ::3]
+    assert bit_sum(strided) == bit_sum(strided.contiguous())
+
+
+def test_the_value_is_what_it_always_was():
+    """Servers and trainers of one run may come from two versions of this program."""
+    values = torch.tensor([1.0, -2.5, 3e-5])
+    assert bit_sum(values) == 0xD820159E0E9791F2
+    assert bit_sum(values.bfloat16()) == 0x19716438A7AE3560
+
+
 def test_groups():
     assert group_of("model.layers.3.self_attn.q_proj.weight_scale_inv") == "layer 3"
     assert group_of("model.layers.12.mlp.experts.7.up_proj.weight") == "layer 12 expert 7"

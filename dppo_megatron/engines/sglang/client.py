@@ -14,6 +14,7 @@ import numpy as np
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.engines.http import REQUEST_TIMEOUT_REMEDY, EngineCalls
+from dppo_megatron.engines.inflow import Inflow, Room
 from dppo_megatron.engines.protocol import (
     EngineError,
     EngineIncompatible,
@@ -52,8 +53,10 @@ class SglangEngine:
     `config.weight_sync.timeout_s` bounds `load_weights`, waiting for running requests included.
     """
 
-    def __init__(self, config: Config, url: str):
+    def __init__(self, config: Config, url: str, inflow: Inflow | None = None):
+        """inflow: of all clients of this process; None = this one has its own."""
         self.url = url.rstrip("/")
+        self._inflow = inflow or Inflow()
         self._model_path = config.model.path
         self._max_logprobs = config.engine.max_logprobs
         self._seeded = config.engine.seeded
@@ -70,7 +73,8 @@ class SglangEngine:
         self._tracing = asyncio.Lock()
         self._calls = EngineCalls(self.url, read_secret(config), "is it an SGLang server of at least 0.5.23?")
         adapters = config.model.lora if self._adapters else None
-        self._weights = SglangWeights(self._calls, start_model(config), config.weight_sync.timeout_s, adapters)
+        sync = config.weight_sync
+        self._weights = SglangWeights(self._calls, start_model(config), sync.timeout_s, adapters, sync.read_ahead_bytes)
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         what = f"generation of group {request.request_id}"
@@ -80,10 +84,16 @@ class SglangEngine:
         # Under a name of its own: the server may still be busy ending a request of that id whose client is gone.
         sent = dataclasses.replace(request, request_id=f"{request.request_id}~{uuid4().hex[:8]}")
         body = encode_group(sent, min(request.max_tokens, room))
+        with self._inflow.room() as room:
+            return await self._sampled(what, request, sent, body, limits, room)
+
+    async def _sampled(
+        self, what: str, request: GenerateRequest, sent: GenerateRequest, body: Any, limits: EngineInfo, room: Room
+    ) -> tuple[Rollout, ...]:
         self._running[request.request_id] = sent
         try:
             reply = await self._calls.call(
-                what, "/generate", self._generate_timeout_s, body=body, timeout_remedy=REQUEST_TIMEOUT_REMEDY
+                what, "/generate", self._generate_timeout_s, body=body, timeout_remedy=REQUEST_TIMEOUT_REMEDY, room=room
             )
         except (asyncio.CancelledError, EngineTimeout):
             with contextlib.suppress(EngineError):

@@ -21,8 +21,9 @@ from dppo_megatron.weights.delta import is_delta
 from dppo_megatron.weights.manifest import BadWeights, Manifest, UnreadableWeights
 from dppo_megatron.weights.process_group import Rendezvous, WeightGroupError, nccl_problem
 
-from .plugin.dppo_sglang_plugin import NCCL
+from .plugin.dppo_sglang_plugin import HAS_READ, NCCL, READ, READ_AHEAD, READING, STATE
 
+READ_POLL_S = 0.01
 IDLE_POLL_S = 0.05
 CLEAN_UP_TIMEOUT_S = 5.0  # after a failure; the server may not answer at all
 INCONSISTENT = "inconsistent"  # label of weights that are neither the old nor the new ones
@@ -46,11 +47,19 @@ class SglangWeights:
     """Updates through the server's own routes, one at a time, each within `timeout_s`. What the server would load
     although it is not the model of `model_path`, or an adapter of `adapters` for it, is refused here."""
 
-    def __init__(self, calls: EngineCalls, model_path: Path, timeout_s: float, adapters: LoraConfig | None = None):
+    def __init__(
+        self,
+        calls: EngineCalls,
+        model_path: Path,
+        timeout_s: float,
+        adapters: LoraConfig | None = None,
+        read_ahead_bytes: int = 0,
+    ):
         self.url = calls.url
         self._calls = calls
         self._model_path = model_path
         self._update_timeout_s = timeout_s
+        self._read_ahead_bytes = read_ahead_bytes
         self._adapters = adapters
         self._manifest: Manifest | None = None
         self._updates = asyncio.Lock()
@@ -70,12 +79,33 @@ class SglangWeights:
             deadline = time.monotonic() + self._update_timeout_s
             await asyncio.to_thread(self._check_weights, what, path)
             if self._adapters is not None or is_delta(path):  # SGLang alone would take its file for one of weights
-                await ask_plugin(self._calls, what, NCCL)
+                workers = len(await ask_plugin(self._calls, what, NCCL))
+                if self._adapters is None:
+                    await self._read_ahead(what, path, self._read_ahead_bytes // workers, deadline)
             if mode == "wait":
                 await self._wait_until_idle(what, deadline)
             async with self._paused(what, mode, deadline) as since:
                 await self._swap(what, path, version, deadline)
             return time.monotonic() - since
+
+    async def _read_ahead(self, what: str, path: Path, most_bytes: int, deadline: float) -> None:
+        """Has the schedulers read `path` while they go on. Raises `EngineError` where one cannot."""
+        action, pause_s = f"{READ_AHEAD} {most_bytes} {path}", READ_POLL_S
+        while True:
+            told = await ask_plugin(self._calls, what, action, _left(deadline))
+            states = {worker.get(STATE, "garbled reply") for worker in told}
+            if problems := states - {READING, READ}:
+                raise EngineError(f"engine {self.url}: {what}: {'; '.join(sorted(problems))}; the old weights go on")
+            if action == HAS_READ and states == {READ}:
+                return
+            if time.monotonic() > deadline:
+                raise EngineTimeout(
+                    f"engine {self.url}: {what}: not read within {self._update_timeout_s:g} s (weight_sync.timeout_s); "
+                    "the old weights go on"
+                )
+            action = HAS_READ
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 50 * READ_POLL_S)
 
     async def join(self, plan: WeightGroupPlan, workers: int) -> None:
         what = f"joining weight group {plan.name}"

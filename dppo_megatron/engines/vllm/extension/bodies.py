@@ -58,6 +58,7 @@ class LoadBody(Body):
     version: Int32
     mode: UpdateMode
     wait_s: Seconds
+    read_ahead_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
 
 
 class ReceiveBody(Body):

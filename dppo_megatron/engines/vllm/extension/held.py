@@ -7,6 +7,9 @@ as it stays. What stays must still be there when the fingerprint is asked for; t
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -29,8 +32,10 @@ class HeldWeights:
         self._model = model
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._processed: WeakKeyDictionary[torch.nn.Module, tuple[Shares, Shares]] = WeakKeyDictionary()
+        self.fingerprint_s = self.pack_s = 0.0  # of the layers that were processed since `follow`
 
     def follow(self) -> None:
+        self.fingerprint_s = self.pack_s = 0.0
         for name, module in self._model.named_modules():
             self._names[module] = name
             method = getattr(module, "quant_method", None)
@@ -39,11 +44,22 @@ class HeldWeights:
                 method.process_weights_after_loading = _Following(self, process)
 
     def processed(self, module: torch.nn.Module, process: Any) -> Any:
-        name = self._names[module]
+        name, began = self._names[module], time.perf_counter()
         loaded = module_shares(name, module, set())
+        told = time.perf_counter()
         result = process(module)
+        packed = time.perf_counter()
         self._processed[module] = loaded, module_shares(name, module, set())
+        self.pack_s += packed - told
+        self.fingerprint_s += time.perf_counter() - packed + told - began
         return result
+
+    @contextmanager
+    def packing(self) -> Iterator[None]:
+        """Counts what is done inside, for other layers than those that vLLM processes."""
+        began, counted = time.perf_counter(), self.pack_s + self.fingerprint_s
+        yield
+        self.pack_s += time.perf_counter() - began - (self.pack_s + self.fingerprint_s - counted)
 
     def shares(self) -> Shares:
         shares: Shares = {}

@@ -219,8 +219,8 @@ class DppoRoutes:
         body = parse(LoadBody, await request.body())
         roots = (*roots_of_environment(), str(self._engine.model_config.model))
         path = Path(await asyncio.to_thread(inside_roots, body.path, roots))
-        seconds = await self._updater.load(path, body.version, body.mode, body.wait_s)
-        return JSONResponse({"version": body.version, "paused_s": seconds})
+        seconds = await self._updater.load(path, body.version, body.mode, body.wait_s, body.read_ahead_bytes)
+        return JSONResponse({"version": body.version, "paused_s": seconds, "parts": await self._updater.parts()})
 
     async def _join_weight_group(self, request: Request) -> Response:
         plan = parse(PlanBody, await request.body()).plan()

@@ -15,12 +15,15 @@ from vllm.lora.request import LoRARequest
 
 from dppo_megatron.engines.protocol import UpdateMode
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
-from dppo_megatron.weights.manifest import BadWeights, Manifest
+from dppo_megatron.weights.delta import is_delta
+from dppo_megatron.weights.manifest import BadWeights, Manifest, UnreadableWeights
 from dppo_megatron.weights.process_group import nccl_problem, nccl_version
 
 from .adapter import adapter_in
 
 log = logging.getLogger(__name__)
+
+READ_POLL_S = 0.01
 
 
 class WeightsInconsistent(RuntimeError):
@@ -115,8 +118,10 @@ class WeightUpdater:
         async with self._exclusive():
             await self._engine.wake_up()
 
-    async def load(self, path: Path, version: int, mode: UpdateMode, wait_s: float) -> float:
+    async def load(self, path: Path, version: int, mode: UpdateMode, wait_s: float, read_ahead_bytes: int = 0) -> float:
         """Serve `path` as policy `version`; returns the seconds generation stood still.
+
+        What changed is read before, as far as each worker's share of `read_ahead_bytes` goes.
 
         Raises BadWeights or UnreadableWeights before anything is touched, TimeoutError when running requests do not end
         within `wait_s` (mode wait; the old weights go on), and WeightsInconsistent when loading itself fails.
@@ -125,7 +130,32 @@ class WeightUpdater:
             if (adapter := adapter_in(path, self._adapters)) is not None:
                 return await self._update(str(path), adapter, version, mode, wait_s)
             await asyncio.to_thread(lambda: self._check(Manifest.read(path)))
+            if is_delta(path):
+                await self._read_ahead(path, read_ahead_bytes, wait_s)
             return await self._update(str(path), {"directory": str(path)}, version, mode, wait_s)
+
+    async def _read_ahead(self, path: Path, most_bytes: int, wait_s: float) -> None:
+        """Has the workers read `path` while they go on. Raises UnreadableWeights where one cannot."""
+        share = most_bytes // self._engine.vllm_config.parallel_config.world_size
+        deadline, pause_s = time.monotonic() + wait_s, READ_POLL_S
+        try:
+            await self._on_workers("dppo_read_ahead", str(path), share)
+        except RuntimeError as error:
+            raise UnreadableWeights(str(error)) from None
+        while True:
+            replies = await self._engine.collective_rpc("dppo_has_read")
+            if problems := [reply for reply in replies if isinstance(reply, str)]:
+                raise UnreadableWeights("; ".join(problems))
+            if all(replies):
+                return
+            if time.monotonic() > deadline:
+                raise UnreadableWeights(f"{path}: not read within {wait_s:.0f} s")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 50 * READ_POLL_S)
+
+    async def parts(self) -> dict[str, float]:
+        """Seconds of the last update by what they were spent on, of the slowest worker."""
+        return max(await self._engine.collective_rpc("dppo_update_parts"), key=lambda parts: sum(parts.values()))
 
     async def _update(
         self, source: str, info: dict[str, Any] | LoRARequest, version: int, mode: UpdateMode, wait_s: float
@@ -173,10 +203,10 @@ class WeightUpdater:
         if not await self._engine.reset_prefix_cache(reset_running_requests=mode == "keep"):
             raise RuntimeError("the prefix cache still holds keys and values of the old weights")
 
-    async def _on_workers(self, method: str, argument: dict[str, Any] | str) -> None:
+    async def _on_workers(self, method: str, *arguments: Any) -> None:
         """Raises RuntimeError with the problems that workers return: one that raised would leave the replies of the
         others in vLLM's queues, to be taken for those to the next call."""
-        replies = await self._engine.collective_rpc(method, args=(argument,))
+        replies = await self._engine.collective_rpc(method, args=arguments)
         problems = [f"worker {number}: {reply}" for number, reply in enumerate(replies) if reply is not None]
         if problems:
             raise RuntimeError("; ".join(problems))

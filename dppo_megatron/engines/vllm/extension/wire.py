@@ -6,17 +6,22 @@ What is no array (finish reasons, ids) is JSON in the metadata of the safetensor
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.engines.trace import Trace
 
 MEDIA_TYPE = "application/x-safetensors"
+_DTYPES = {  # safetensors' names of what numpy has
+    **{f"I{8 * size}": f"i{size}" for size in (1, 2, 4, 8)},
+    **{f"U{8 * size}": f"u{size}" for size in (1, 2, 4, 8)},
+    **{f"F{8 * size}": f"f{size}" for size in (2, 4, 8)},
+}
 
 
 def encode_reply(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
@@ -24,15 +29,33 @@ def encode_reply(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes
     return save(contiguous, metadata={"header": json.dumps(header)})
 
 
-def decode_reply(reply: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Header and arrays. Raises ValueError for anything that `encode_reply` does not return."""
+def decode_reply(reply: bytes | bytearray) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Header and arrays, which are views of `reply`. Raises ValueError for anything that `encode_reply` does not
+    return."""
     try:
-        arrays = load(reply)
-        metadata_size = int.from_bytes(reply[:8], "little")
-        metadata = json.loads(reply[8 : 8 + metadata_size])["__metadata__"]
-        return dict(json.loads(metadata["header"])), arrays
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not safetensors with a header ({error!r}); it begins with {reply[:16]!r}") from error
+        size = int.from_bytes(reply[:8], "little")
+        if 8 + size > len(reply):
+            raise ValueError(f"invalid header length {size}")
+        table = json.loads(reply[8 : 8 + size])
+        header = dict(json.loads(table.pop("__metadata__")["header"]))
+        return header, _views(memoryview(reply)[8 + size :], table)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"not safetensors with a header ({error!r}); it begins with {bytes(reply[:16])!r}") from error
+
+
+def _views(data: memoryview, table: dict[str, Any]) -> dict[str, np.ndarray]:
+    """As safetensors' own reader, which would copy every array: the arrays lie end to end and fill the data."""
+    arrays, end = {}, 0
+    for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (start, stop) = np.dtype(_DTYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+            raise ValueError(f"{name}: {entry}")
+        if start != end or stop - start != math.prod(shape) * dtype.itemsize or stop > len(data):
+            raise ValueError(f"not fully covered: {name} is bytes {start} to {stop} of {len(data)}, {shape} of {dtype}")
+        arrays[name], end = np.frombuffer(data[start:stop], dtype).reshape(shape), stop
+    if end != len(data):
+        raise ValueError(f"not fully covered: {len(data) - end} bytes belong to no array")
+    return arrays
 
 
 def encode_request(request: GenerateRequest) -> bytes:

@@ -11,13 +11,13 @@ import logging
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -28,7 +28,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from dppo_megatron.engines import exact
 from dppo_megatron.engines.trace import Recorder
+from dppo_megatron.weights.ahead import Ahead
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.delta import Version
 from dppo_megatron.weights.fingerprint import Shares, add_shares
@@ -70,32 +72,58 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*arguments)
         self._receiver: WeightReceiver | None = None
         self.held = HeldWeights.of(self.model)
+        self._ahead: Ahead | None = None  # read for the update to come
+        self._loading: Ahead | None = None  # of the update that goes on
+        self._began = 0.0
+        self.parts: dict[str, float] = {}  # seconds of the update before
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
         plan = WeightGroupPlan.from_json(init_info.plan)
         self._receiver = WeightReceiver(plan, self.parallel_config.rank, self.device)
 
+    def read_ahead(self, directory: Path, most_bytes: int) -> None:
+        """Begins to read a version that is to be loaded next."""
+        before, self._ahead = self._ahead, None
+        if before is not None:
+            before.drop()
+        self._ahead = Ahead(Version(directory), most_bytes)
+
+    def has_read(self) -> bool:
+        """Raises what reading raised."""
+        return self._ahead is None or self._ahead.finished()
+
     def start_weight_update(self) -> None:
+        self._began, self._loading = time.perf_counter(), None
         self.held.follow()
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if update_info.directory:
-            self._load(Version(Path(update_info.directory)).tensors())
+            self._loading = self._taken(Path(update_info.directory))
+            self.model.load_weights(self._loading.tensors())
             return
         if self._receiver is None:
             raise WeightGroupError("this worker is in no weight group")
         for bucket in self._receiver.receive(update_info.step):
-            self._load(bucket)
+            self.model.load_weights(bucket)
 
-    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self.model.load_weights(weights)
+    def _taken(self, directory: Path) -> Ahead:
+        ahead, self._ahead = self._ahead, None
+        return ahead if ahead is not None and ahead.version.is_in(directory) else Ahead(Version(directory), 0)
 
     def finish_weight_update(self) -> None:
+        loading, self._loading = self._loading, None
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            _repack(self.model)
+            with self.held.packing():
+                _repack(self.model)
+        self.parts = {
+            "read_s": 0.0 if loading is None else loading.read_s,
+            "pack_s": self.held.pack_s,
+            "fingerprint_s": self.held.fingerprint_s,
+        }
+        self.parts["load_s"] = time.perf_counter() - self._began - sum(self.parts.values())
 
     def shutdown(self) -> None:
         if self._receiver is not None:
@@ -139,6 +167,21 @@ class WorkerExtension:
     def dppo_join_weight_group(self, plan: dict[str, Any]) -> str | None:
         """None, or why it failed. As for an update, what is raised here would cost vLLM its queues' order."""
         return _problem(lambda: self.init_weight_transfer_engine({"plan": plan}))
+
+    def dppo_read_ahead(self, directory: str, most_bytes: int) -> str | None:
+        """Begins to read the version that `dppo_update_weights` will be told to load; None, or why not."""
+        return _problem(lambda: self.weight_transfer_engine.read_ahead(Path(directory), most_bytes))
+
+    def dppo_has_read(self) -> bool | str:
+        """Whether it is read, or why it cannot be."""
+        try:
+            return self.weight_transfer_engine.has_read()
+        except Exception as error:
+            return str(error) or type(error).__name__
+
+    def dppo_update_parts(self) -> dict[str, float]:
+        """Seconds of the last update: reading files, loading, packing, fingerprints."""
+        return self.weight_transfer_engine.parts
 
     def dppo_update_weights(self, info: dict[str, Any]) -> str | None:
         """A whole update from an `UpdateInfo`; None, or why it failed."""
@@ -208,6 +251,15 @@ def _follow_first_load() -> None:
     base_loader.process_weights_after_loading = followed
 
 
+def _compute_as_the_trainer() -> None:
+    """With `engine.exact`."""
+    if (operators := exact.from_environment()) is not None:
+        from . import exact_server
+
+        exact_server.install(operators)
+
+
 WeightTransferEngineFactory.register_engine(BACKEND, TrainerWeights)
 _follow_first_load()
+_compute_as_the_trainer()
 _end_with_parent()

@@ -1,0 +1,131 @@
+"""Where a run's versions lie: in RUN/weights, or in `weight_sync.directory`, to which RUN/weights then leads.
+
+So whoever reads them knows the run directory alone. The other directory may be in memory that everybody shares, such as
+/dev/shm: it is made for its owner alone, never through a link that somebody put there, and belongs to one run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.run_dir import RunDir
+
+from .published import PublishedPolicy
+
+SETTING = "weight_sync.directory"
+OWNER = "run"  # the file that says whose it is
+_OURS = re.compile(r"v\d+|\.v\d+\..*|start|\.start\..*|published\.json|" + OWNER)
+
+
+def problem(run: RunDir, directory: Path) -> str | None:
+    """Why versions cannot be written to `directory`, or None. Makes nothing."""
+    what, directory = f"{SETTING} = {directory}", directory.absolute()
+    parent = directory.parent
+    if not parent.is_dir():
+        return f"{what}: {parent} is no directory; make it, or choose another one"
+    about = parent.stat()
+    if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
+        return f"{what}: anybody may replace what is in {parent} (it is not sticky); choose another one"
+    if directory.parent.resolve() / directory.name == run.weights.parent.resolve() / run.weights.name:
+        return f"{what}: that is where versions are without it; remove the setting"
+    if not os.path.lexists(directory):
+        if os.access(parent, os.W_OK | os.X_OK):
+            return None
+        return f"{what}: {parent} cannot be written here; choose another one"
+    about = directory.lstat()
+    if not stat.S_ISDIR(about.st_mode):
+        return f"{what}: is no directory of its own (a link or a file); remove it, or choose another one"
+    if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
+        return f"{what}: others may read or write it; it must be yours, of mode 0700; choose one that does not exist"
+    owner = _owner(directory)
+    if owner is None and any(directory.iterdir()):
+        return f"{what}: holds files that no run wrote; choose an empty one, or one that does not exist"
+    if owner not in (None, _name(run)):
+        return f"{what}: is that of the run {owner}; choose another one for each run, or remove it if that run is over"
+    return None
+
+
+def lead(run: RunDir, directory: Path | None) -> None:
+    """Makes RUN/weights lead to `directory`, which is made where it is not there, or be a directory itself. What an
+    earlier attempt of the run left elsewhere is removed. Raises `ExpectedError`. May be called again."""
+    there = run.weights.readlink() if run.weights.is_symlink() else None
+    if directory is None:
+        clear(run)
+        if run.weights.is_symlink() and not run.weights.exists():
+            raise ExpectedError(f"{run.weights}: leads to {there}, which is not there; remove the link")
+        run.weights.mkdir(parents=True, exist_ok=True)
+        return
+    directory = directory.absolute()
+    if found := problem(run, directory):
+        raise ExpectedError(found)
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)  # never makes what a link points to
+        if (found := problem(run, directory)) is not None:  # somebody was quicker
+            raise ExpectedError(found)
+        _claim(run, directory)
+        if there == directory:
+            return
+        clear(run)
+        if run.weights.is_symlink():  # the user's own
+            run.weights.unlink()
+        elif run.weights.exists():
+            _remove_versions(run.weights)
+            run.weights.rmdir()
+        run.make()
+        run.weights.symlink_to(directory)
+    except OSError as error:
+        raise ExpectedError(f"{SETTING} = {directory}: {error}; choose another one") from None
+
+
+def clear(run: RunDir) -> None:
+    """At the end of the run, or of an attempt: gives back what its versions take in a directory that `lead` led to.
+    The last one's number stays in RUN/weights."""
+    if not run.weights.is_symlink():
+        return
+    directory = run.weights.readlink()
+    if _owner(directory) != _name(run):  # a link of the user's own
+        return
+    last = PublishedPolicy.read(run.published)
+    run.weights.unlink()
+    run.weights.mkdir()
+    if last is not None:
+        replace(last, path=None).write(run.published)
+    _remove_versions(directory)
+    directory.rmdir()
+
+
+def _remove_versions(directory: Path) -> None:
+    """Raises `ExpectedError` where something else is in it."""
+    if foreign := [path.name for path in directory.iterdir() if not _OURS.fullmatch(path.name)]:
+        raise ExpectedError(f"{directory}: holds {foreign[0]}, which is not of published weights; move it away")
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _name(run: RunDir) -> str:
+    return str(run.root.resolve())
+
+
+def _owner(directory: Path) -> str | None:
+    try:
+        return (directory / OWNER).read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _claim(run: RunDir, directory: Path) -> None:
+    try:
+        with open(directory / OWNER, "x") as file:
+            file.write(_name(run))
+    except FileExistsError:
+        if (owner := _owner(directory)) != _name(run):
+            raise ExpectedError(f"{SETTING} = {directory}: is that of the run {owner}; choose another one") from None

@@ -1,0 +1,156 @@
+"""Where versions lie: a directory of the run alone, which nobody else can reach, and and nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weights.place import OWNER, clear, lead, problem
+from dppo_megatron.weights.published import PublishedPolicy
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.make()
+    return run
+
+
+def publish(run: RunDir, version: int) -> None:
+    run.weights_of(version).mkdir()
+    (run.weights_of(version) / "model.safetensors").write_text("weights")
+    PublishedPolicy(version, str(run.weights_of(version)), 0.0).write(run.published)
+
+
+def test_versions_lie_there_for_their_owner_alone_and_nothing_is_left(run, tmp_path):
+    memory = tmp_path / "memory"
+    lead(run, memory)
+    publish(run, 3)
+    lead(run, memory)  # a resume
+    assert (memory / "v000003" / "model.safetensors").read_text() == "weights"
+    assert stat.S_IMODE(memory.stat().st_mode) == 0o700
+    clear(run)
+    clear(run)
+    assert not memory.exists()
+    assert run.weights.is_dir()
+    assert not run.weights.is_symlink()
+    last = PublishedPolicy.read(run.published)
+    assert (last.version, last.path) == (3, None)
+
+
+def test_without_the_setting_it_is_a_directory_of_the_run(run):
+    lead(run, None)
+    publish(run, 1)
+    lead(run, None)
+    clear(run)
+    assert run.weights_of(1).is_dir()
+
+
+def test_the_setting_may_come_go_and_change_between_attempts(run, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for place in (None, one, two, None, two):
+        lead(run, place)
+        publish(run, 1)
+        assert run.weights.resolve() == (place or run.weights).resolve()
+    assert not one.exists()
+
+
+def test_memory_that_a_reboot_has_emptied_is_made_anew(run, tmp_path):
+    memory = tmp_path / "memory"
+    lead(run, memory)
+    (memory / OWNER).unlink()
+    memory.rmdir()
+    lead(run, memory)
+    publish(run, 1)
+    assert run.weights_of(1).is_dir()
+
+
+def test_a_link_of_the_users_own_stays(run, tmp_path):
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    (storage / "theirs").touch()
+    run.weights.symlink_to(storage)
+    lead(run, None)
+    clear(run)
+    assert run.weights.resolve() == storage.resolve()
+    lead(run, tmp_path / "memory")
+    assert (storage / "theirs").exists()
+    storage.rename(tmp_path / "elsewhere")
+    clear(run)
+    run.weights.rmdir()
+    run.weights.symlink_to(storage)
+    with pytest.raises(ExpectedError, match=r"leads to .*/storage, which is not there; remove the link"):
+        lead(run, None)
+
+
+def link(place: Path) -> None:
+    place.with_name("target").mkdir(mode=0o700)
+    place.symlink_to(place.with_name("target"))
+
+
+def open_to_others(place: Path) -> None:
+    place.mkdir()
+    place.chmod(0o750)
+
+
+def of_another_run(place: Path) -> None:
+    place.mkdir(mode=0o700)
+    (place / OWNER).write_text("/another/run")
+
+
+def with_files(place: Path) -> None:
+    place.mkdir(mode=0o700)
+    (place / "thesis.tex").touch()
+
+
+def replaceable(place: Path) -> None:
+    place.parent.chmod(0o777)
+
+
+UNFIT = {
+    "a link": (link, "is no directory of its own"),
+    "a dangling link": (lambda place: place.symlink_to("nowhere"), "is no directory of its own"),
+    "a file": (lambda place: place.touch(), "is no directory of its own"),
+    "open to others": (open_to_others, "others may read or write it"),
+    "another run's": (of_another_run, "is that of the run /another/run"),
+    "with files": (with_files, "holds files that no run wrote"),
+    "replaceable": (replaceable, "anybody may replace what is in"),
+    "nowhere": (lambda place: place.parent.rmdir(), "is no directory; make it"),
+}
+
+
+@pytest.mark.parametrize("unfit", UNFIT)
+def test_a_directory_that_others_could_reach_is_refused(run, tmp_path, unfit):
+    parent = tmp_path / "memory"
+    parent.mkdir()
+    make, why = UNFIT[unfit]
+    make(parent / "weights")
+    before = sorted(parent.rglob("*")) if parent.exists() else []
+    assert why in problem(run, parent / "weights")
+    with pytest.raises(ExpectedError, match=r"weight_sync\.directory = "):
+        lead(run, parent / "weights")
+    assert (sorted(parent.rglob("*")) if parent.exists() else []) == before
+    assert not run.weights.is_symlink()
+
+
+def test_a_directory_of_somebody_else_is_refused(run, tmp_path, monkeypatch):
+    (tmp_path / "memory").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert "it must be yours" in problem(run, tmp_path / "memory")
+
+
+def test_the_run_directory_itself_is_refused(run):
+    assert "remove the setting" in problem(run, run.weights)
+
+
+def test_what_is_not_of_weights_is_not_removed(run, tmp_path):
+    lead(run, tmp_path / "memory")
+    (tmp_path / "memory" / "notes.txt").touch()
+    with pytest.raises(ExpectedError, match=r"notes\.txt"):
+        clear(run)
+    assert (tmp_path / "memory" / "notes.txt").exists()
