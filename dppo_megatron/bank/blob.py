@@ -112,12 +112,11 @@ def decode_front(front: bytes, entry: BankEntry) -> tuple[Prompt, list[str]]:
     """
     assert entry.shapes is not None
     size = int.from_bytes(front[:8], "little")
-    header = json.loads(front[8 : 8 + size])
-    metadata = header.pop("__metadata__", {})
+    metadata, as_indexed = _read_header(front[8 : 8 + size].rstrip(b" "), entry.shapes)
     finish = metadata.get("finish_reasons", "").split(",")
     stored = {
         "format": metadata.get("format"),
-        "tensors": header,
+        "tensors": as_indexed,
         "position": metadata.get("position"),
         "row": metadata.get("row"),
         "temperature": metadata.get("temperature"),
@@ -131,7 +130,7 @@ def decode_front(front: bytes, entry: BankEntry) -> tuple[Prompt, list[str]]:
     rewards = entry.turn_rewards
     indexed = {
         "format": "2",
-        "tensors": entry.shapes.table(),
+        "tensors": True,
         "position": str(entry.position),
         "row": str(entry.row),
         "temperature": repr(entry.temperature),
@@ -148,6 +147,15 @@ def decode_front(front: bytes, entry: BankEntry) -> tuple[Prompt, list[str]]:
         raise ValueError(f"{len(front) - 8 - size} bytes of prompt ids, expected {4 * entry.prompt_tokens}")
     ids = np.frombuffer(bytearray(front[8 + size :]), np.int32)
     return Prompt(entry.position, entry.row, ids, metadata["text"], metadata["answer"]), finish
+
+
+def _read_header(header: bytes, shapes: Shapes) -> tuple[dict[str, Any], bool]:
+    """Its metadata, and whether its tensors are those of `shapes`: parsed only where it differs from their text."""
+    start, end = b'{"__metadata__":', b"," + shapes.text().encode()
+    if header.startswith(start) and header.endswith(end):
+        return json.loads(header[len(start) : -len(end)]), True
+    tensors = json.loads(header)
+    return tensors.pop("__metadata__", {}), tensors == shapes.table()
 
 
 def decode_sample(entry: BankEntry, i: int, finish_reason: str, parts: dict[str, np.ndarray]) -> Rollout:

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+from pydantic_core import from_json
 
 from dppo_megatron.types import RolloutGroup
 
@@ -122,7 +123,7 @@ def starts_with_sealed(tail: bytes) -> bool:
 
 def parse_group_line(line: bytes, number: int, segment: int, line_number: int) -> BankEntry:
     """Raises `ValueError`, `KeyError`, `IndexError` or `TypeError` for a line that is not a group's."""
-    fields = json.loads(line)
+    fields = from_json(line)  # every rank reads the lines of every group: half the time of the standard library's
     version = fields.get("v", 1)
     if version not in (1, 2) or (version == 2 and not is_sealed(line)):
         raise ValueError(f"format {version!r}, or not as it was written")
@@ -164,12 +165,13 @@ def _of_format_2(fields: dict[str, Any]) -> dict[str, Any]:
     spans, trajectory, rewards = (fields.get(name) for name in ("spans", "trajectory", "turn_rewards"))
     routing, lengths, parts = fields["routing"], fields["lengths"], np.array(fields["parts"], dtype=np.int64)
     sampled = lengths if spans is None else [policy for policy, _, _ in spans]
+    spans_bytes = parts[:, 0] - 4 * np.array(lengths) - 8 * np.array(sampled)
     return {
         "shapes": Shapes(
             prompt=fields["prompt_tokens"],
             tokens=lengths,
             sampled=sampled,
-            spans=[(int(core) - 4 * s - 8 * r) // 12 for core, s, r in zip(parts[:, 0], lengths, sampled, strict=True)],
+            spans=(spans_bytes // 12).tolist(),
             topk=fields["topk"],
             kept=fields.get("kept"),
             routing=None if routing is None else tuple(routing),

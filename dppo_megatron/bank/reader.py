@@ -6,6 +6,7 @@ import os
 import time
 import zlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dppo_megatron.types import Rollout, RolloutGroup
+from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 
 from . import format1
 from .blob import decode_front, decode_sample
@@ -25,6 +26,8 @@ from .ledger import Ledger
 from .lines import parse_group_line
 from .shapes import PARTS
 
+Front = tuple[Prompt, list[str]]  # the prompt, the finish reason of every sample
+FRONTS = 256  # that a reader keeps
 LAG_S = 60.0  # for which a network file system may remember that there was no such file, or a shorter one
 
 
@@ -44,6 +47,7 @@ class BankReader:
         self._lines = array("l")
         self._offsets = array("q")
         self._sizes = array("l")
+        self._fronts: OrderedDict[int, tuple[BankEntry, Front]] = OrderedDict()  # by group, those read last
 
     @property
     def num_groups(self) -> int:
@@ -135,13 +139,24 @@ class BankReader:
             with path.open("rb", buffering=0) as file:
                 if entry.shapes is None:
                     return _only(format1.decode_group(_whole_blob(file.fileno(), entry)), chosen, parts)
-                return read_samples(file.fileno(), entry, chosen, parts)
+                return read_samples(file.fileno(), entry, chosen, parts, self._front(file.fileno(), entry))
         except FileNotFoundError:
             raise BankCorruption(f"{where}: the file is gone; restore it, or train from a later step") from None
         except OSError as error:
             raise not_accessible(path, error) from error
         except ValueError as error:
             raise BankCorruption(f"{where}: {error}; {RESTORE}") from error
+
+    def _front(self, file: int, entry: BankEntry) -> Front:
+        """Of one entry checked once, though its samples are read a few at a time."""
+        known = self._fronts.get(entry.number)
+        if known is not None and known[0] is entry:
+            return known[1]
+        front = read_front(file, entry)
+        self._fronts[entry.number] = entry, front
+        if len(self._fronts) > FRONTS:
+            self._fronts.popitem(last=False)
+        return front
 
     def _not_there(self, problem: str) -> int:
         """Raises `BankCorruption`, or waits and sees where files of other hosts appear late."""
@@ -224,12 +239,23 @@ def _whole_blob(file: int, entry: BankEntry) -> bytes:
     return _piece(file, entry.size, entry.offset, entry.crc32, "the blob").tobytes()
 
 
-def read_samples(file: int, entry: BankEntry, samples: Sequence[int], parts: Sequence[str] = PARTS) -> RolloutGroup:
-    """Samples of the group of an entry; `file` is the descriptor of the blobs. Raises `ValueError` and `OSError`."""
+def read_front(file: int, entry: BankEntry) -> Front:
+    """What stands before the samples: the prompt and their finish reasons. Raises as `read_samples`."""
+    size, crc = entry.front
+    return decode_front(_piece(file, size, entry.offset, crc, "the prompt").tobytes(), entry)
+
+
+def read_samples(
+    file: int, entry: BankEntry, samples: Sequence[int], parts: Sequence[str] = PARTS, front: Front | None = None
+) -> RolloutGroup:
+    """Samples of the group of an entry; `file` is the descriptor of the blobs, `front` what `read_front` gave for it.
+
+    Raises `ValueError` and `OSError`.
+    """
     assert entry.parts is not None
     assert entry.part_crc is not None
-    size, crc = entry.front
-    prompt, finish = decode_front(_piece(file, size, entry.offset, crc, "the prompt").tobytes(), entry)
+    size, _ = entry.front
+    prompt, finish = front or read_front(file, entry)
     ends = entry.offset + size + np.cumsum(entry.parts).reshape(entry.parts.shape)
     if ends[-1, -1] != entry.offset + entry.size:
         raise ValueError(f"its parts have {ends[-1, -1] - entry.offset} of {entry.size} bytes")

@@ -13,6 +13,7 @@ from dppo_megatron.types import RolloutGroup
 
 PARTS = ("core", "topk", "mask", "routes")
 DTYPES = {"I32": np.int32, "F32": np.float32, "U8": np.uint8, "U16": np.uint16}
+_BYTES = {name: np.dtype(dtype).itemsize for name, dtype in DTYPES.items()}
 Tensor = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape
 
 
@@ -75,6 +76,21 @@ class Shapes:
             entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         return entries
 
+    def text(self) -> str:
+        """`table` as the writer's JSON has it, without the opening brace.
+
+        A reader needs it of every group that it opens, and to write it is faster than to parse the header's.
+        """
+        entries, end = [], 0
+        tensors: list[Tensor] = [("prompt.ids", "I32", (self.prompt,))]
+        for i in range(len(self.tokens)):
+            tensors += [(f"s{i}.{name}", dtype, shape) for part in self.parts(i) for name, dtype, shape in part]
+        for name, dtype, shape in tensors:
+            begin, end = end, end + math.prod(shape) * _BYTES[dtype]
+            sizes = ",".join(map(str, shape))
+            entries.append(f'"{name}":{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}')
+        return ",".join(entries) + "}"
+
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
-    return math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+    return math.prod(shape) * _BYTES[dtype]

@@ -14,6 +14,7 @@ from dppo_megatron.bank import BankWriter
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import PromptSource, training_prompts
 from dppo_megatron.data.tokenizer import end_token_ids, load_tokenizer
+from dppo_megatron.engines.inflow import Inflow
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineTimeout, EngineUnavailable
 from dppo_megatron.engines.serving import start_model
@@ -46,13 +47,16 @@ def run_orchestrator(config: Config, prompts: int | None = None) -> None:
     run = RunDir(config.run.dir)
     setup_logging("orchestrator", run.root)
     allow_open_files(config)
+    setting = _Setting(config)  # this and the prompts are read while the engines start
+    if config.environment.source is None:
+        setting.training_prompts()
     engine_urls(config, run)
 
     async def main() -> None:
         task = asyncio.current_task()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        await _fill_bank(config, prompts)
+        await _fill_bank(config, setting, prompts)
 
     try:
         asyncio.run(main())
@@ -75,8 +79,8 @@ async def evaluate_once(
         return await setting.evaluator(pools, episodes).start(version, policy, sampler)
 
 
-async def _fill_bank(config: Config, prompts: int | None) -> None:
-    run, setting = RunDir(config.run.dir), _Setting(config)
+async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> None:
+    run = RunDir(config.run.dir)
     if prompts is not None:  # nobody else publishes; every engine loads it, whatever it started with
         run.weights.mkdir(exist_ok=True)
         PublishedPolicy(0, str(start_model(config).absolute()), time.time()).write(run.published)
@@ -87,11 +91,12 @@ async def _fill_bank(config: Config, prompts: int | None) -> None:
         await engine.check_compatible(config, vocab_size=setting.vocab_size)
 
     await _check_all(config, check)
+    inflow = Inflow()
     pool = EnginePool(
         config,
         services=lambda: engine_services(config, run),
         published=published,
-        build=build_engine,
+        build=lambda config, url: build_engine(config, url, inflow),
         check=check,
         trainer=prompts is None,
     )
@@ -109,7 +114,7 @@ async def _fill_bank(config: Config, prompts: int | None) -> None:
             await Orchestrator(
                 config,
                 sampler=sampler,
-                prompts=training_prompts(config, setting.tokenizer, setting.tools),
+                prompts=setting.training_prompts(),
                 tokenizer=setting.tokenizer,
                 rewards=rewards,
                 bank=bank,
@@ -125,6 +130,7 @@ async def _fill_bank(config: Config, prompts: int | None) -> None:
                 episodes=episodes,
                 journals=journals,
                 prompts_in_all=prompts,
+                inflow=inflow,
             ).run()
 
 
@@ -150,8 +156,14 @@ class _Setting:
         self.tokenizer = load_tokenizer(config.model.path, self.vocab_size)
         end = end_token_ids(config.model.path, self.tokenizer)
         self.stop_token_ids = tuple(dict.fromkeys((*end, *config.rollout.stop_token_ids)))
-
         self.tools: list[dict[str, Any]] = []  # of the environment, once there are `episodes`
+        self._prompts: PromptSource | None = None
+
+    def training_prompts(self) -> PromptSource:
+        """Read at the first call; with an environment that comes after `episodes`, for they show its tools."""
+        if self._prompts is None:
+            self._prompts = training_prompts(self._config, self.tokenizer, self.tools)
+        return self._prompts
 
     async def episodes(
         self, pools: contextlib.AsyncExitStack, sampler: Sampler, journals: Journals | None = None

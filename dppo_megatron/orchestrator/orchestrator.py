@@ -8,6 +8,7 @@ make it sample those the same again. With an environment it loses no finished tu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -15,16 +16,18 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dppo_megatron.bank import BankTimeout, BankWriter
 from dppo_megatron.config import Config
+from dppo_megatron.engines.inflow import Inflow
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.environments.journals import Journals
 from dppo_megatron.fleet.sampling import Sampler
+from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Prompt, RolloutGroup
 from dppo_megatron.weights.published import POLL_S, PublishedFollower, PublishedPolicy
 
@@ -32,6 +35,7 @@ from .dynamic_sampling import NO_SIGNAL, SignalFilter, describe_drop
 from .evaluation import Evaluator
 from .metrics import StepRecorder
 from .staleness import StalenessBound
+from .waiting import WaitingGroups
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +82,15 @@ class Orchestrator:
         episodes: Episodes | None = None,
         journals: Journals | None = None,
         prompts_in_all: int | None = None,
+        inflow: Inflow | None = None,
     ):
         """episodes: where the policy answers in turns; journals: of these. prompts_in_all: groups to fill the bank
-        with, all by the policy there is; None = what a trainer needs."""
+        with, all by the policy there is; None = what a trainer needs. inflow: of the engines' clients."""
         self._config = config
         self._episodes = episodes
         self._journals = journals
         self._prompts_in_all = prompts_in_all
+        self._waiting = WaitingGroups(inflow or Inflow(), RunDir(config.run.dir).bank)
         self._sampler = sampler
         self._prompts = prompts
         self._tokenizer = tokenizer
@@ -176,8 +182,16 @@ class Orchestrator:
             self._write(first.prompt.position, self._bank.begin_append(first))
 
     def _write(self, position: int, record: Future) -> None:
-        """Remembers a record on its way to the disk; once it is there, the prompt's journal is not needed."""
+        """Remembers a record on its way to the disk; once it is there, its memory is free and the prompt's journal not
+        needed."""
         self._writes.append(record)
+        loop = asyncio.get_running_loop()
+
+        def release(_: Future) -> None:  # in the writer's thread
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._waiting.release, position)
+
+        record.add_done_callback(release)
         if self._journals is not None:
             record.add_done_callback(lambda done: done.exception() or self._journals.remove(position))
 
@@ -240,8 +254,9 @@ class Orchestrator:
 
     async def _produce(self, prompt: Prompt) -> RolloutGroup:
         if self._episodes is not None:
-            return await self._episodes.play(prompt, self._rewards)
-        rollouts = await self._sample(prompt)
+            group = await self._episodes.play(prompt, self._rewards)
+            return replace(group, rollouts=await self._waiting.keep(prompt.position, group.rollouts))
+        rollouts = await self._waiting.keep(prompt.position, await self._sample(prompt))
         texts = self._tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
         rewards, failed = await self._rewards.score(prompt, texts)
         return RolloutGroup(prompt, rollouts, rewards, failed, self._config.rollout.temperature)

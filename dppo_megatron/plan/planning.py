@@ -61,7 +61,7 @@ def make_plan(
     hf, problems = _problems(config, cluster, rank)
     if problems:
         raise ConfigError(source, problems)
-    from dppo_megatron.actor import padded_vocab_size
+    from dppo_megatron.hf import padded_vocab_size
 
     load = largest_load(config)
     padded = padded_vocab_size(hf.vocab_size, config.parallel.tensor)

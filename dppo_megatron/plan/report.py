@@ -68,10 +68,11 @@ def _disk(plan: Plan) -> Iterator[str]:
         if config.engine.serves_fp8:
             yield f"quantised start model {_size(total.published_bytes)}"
         if config.weight_sync.transport == "shared_storage":
-            yield f"published versions {config.weight_sync.keep_versions + 1} x {_size(total.published_bytes)}" + (
-                f" and what changed in up to {config.weight_sync.full_every} others"
-                if config.weight_sync.full_every > 1
-                else ""
+            sync = config.weight_sync
+            yield (
+                f"published versions {sync.keep_versions + 1} x {_size(total.published_bytes)}"
+                + (f" and what changed in up to {sync.full_every} others" if sync.full_every > 1 else "")
+                + (f" in {sync.directory}" if sync.directory is not None else "")
             )
         keep = config.checkpoint.keep_rollouts
         whole = f"{_size(total.bank_bytes)} in all {config.train.steps} steps"

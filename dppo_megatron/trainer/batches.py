@@ -212,13 +212,15 @@ class BankBatches:
             return None
         lengths = [int(entries[g].prompt_tokens + entries[g].response_lengths[i]) for g, i in computed]
         plan = plan_micro_batches(lengths, self._size, self._config.train.micro_batch_tokens)
-        own = computed[[i for indices in plan[self._rank] for i in indices]]
-        read = {
-            g: self._sequences(entries[g], own[own[:, 0] == g, 1].tolist(), advantages[g], weights[g])
-            for g in np.unique(own[:, 0])
-        }
         topk = self._config.rollout.topk_logprobs if "topk" in self._parts else 0
-        micro_batches = [pack([read[g][i] for g, i in computed[indices]], topk=topk) for indices in plan[self._rank]]
+        micro_batches = []
+        for indices in plan[self._rank]:  # one after the other: what is read is packed, and its memory used again
+            own = computed[indices].reshape(-1, 2)
+            read = {
+                g: self._sequences(entries[g], own[own[:, 0] == g, 1].tolist(), advantages[g], weights[g])
+                for g in np.unique(own[:, 0])
+            }
+            micro_batches.append(pack([read[g][i] for g, i in own], topk=topk))
         stored = self._stored(entries, computed, plan[self._rank])
         return UpdateBatch(micro_batches, len(computed), sum(lengths), stored)
 

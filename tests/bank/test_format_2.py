@@ -11,6 +11,8 @@ import pytest
 from safetensors.numpy import load as load_tensors
 
 from dppo_megatron.bank import PARTS, BankCorruption, BankReader, BankWriter
+from dppo_megatron.bank.blob import decode_front
+from dppo_megatron.bank.shapes import Shapes
 from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Rollout, RolloutGroup
 from tests.support.bank import assert_same_array, assert_same_group, make_group
 
@@ -238,3 +240,29 @@ def test_a_line_with_other_lengths_than_its_blob_is_refused(tmp_path):
     shapes = dataclasses.replace(entry.shapes, tokens=entry.shapes.tokens[::-1])
     with pytest.raises(BankCorruption, match="differ in tensors"):
         reader.read(dataclasses.replace(entry, shapes=shapes))
+
+
+@pytest.mark.parametrize("group", [make_group(1), make_group(1, topk=2, experts=4), branched_group(2)])
+def test_the_text_of_the_shapes_is_what_the_writer_writes(group):
+    shapes = Shapes.of(group)
+    assert "{" + shapes.text() == json.dumps(shapes.table(), separators=(",", ":"))
+
+
+def test_a_header_in_another_spelling_is_compared_as_well(tmp_path):
+    """As another writer's would be; a table that differs is refused in either."""
+    group = make_group(1, topk=2)
+    _, (entry,) = written(tmp_path, group)
+    front = (tmp_path / "segment-000000.bin").read_bytes()[: entry.front[0]]
+    size = int.from_bytes(front[:8], "little")
+    header = json.loads(front[8 : 8 + size])
+
+    def decoded(table, **spelling):
+        text = json.dumps(table, **spelling).encode()
+        return decode_front(len(text).to_bytes(8, "little") + text + front[8 + size :], entry)
+
+    prompt, _ = decoded(header)
+    assert prompt.text == group.prompt.text
+    shorter = header | {"s1.ids": header["s1.ids"] | {"shape": [1]}}
+    for spelling in ({}, {"separators": (",", ":")}):
+        with pytest.raises(ValueError, match="differ in tensors"):
+            decoded(shorter, **spelling)

@@ -266,6 +266,8 @@ def test_disk_is_what_is_kept(builder):
 
     stored = ["weight_sync.transport=shared_storage", "weight_sync.keep_versions=1"]
     assert "checkpoints 4 x 106.8 GiB, published versions 2 x 15.3 GiB" in disk("checkpoint.keep=3", *stored)
+    memory = "weight_sync.directory=/shared/mine"
+    assert "published versions 2 x 15.3 GiB in /shared/mine" in disk(memory, *stored)
     assert "published versions 2 x 8." in disk("engine.quantization=fp8_block", *stored)
     assert "published" not in disk("weight_sync.transport=broadcast")
 

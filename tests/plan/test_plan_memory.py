@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from dppo_megatron.actor import padded_vocab_size
 from dppo_megatron.config import Config
-from dppo_megatron.hf import read_hf_config
+from dppo_megatron.hf import padded_vocab_size, read_hf_config
 from dppo_megatron.plan import Load, RankBuilder, estimate, hardware
 from tests.plan.measured import measure_checkpoints, measure_updates
 from tests.support.configs import make_config

@@ -1,0 +1,5 @@
+"""A reward that costs nothing and differs between the samples of a group, so that every sample is trained on."""
+
+
+def even_length(_prompt, response_text: str) -> float:
+    return float(len(response_text) % 2 == 0)

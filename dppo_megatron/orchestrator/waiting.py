@@ -1,0 +1,99 @@
+"""Groups between their last token and the bank: in memory while there is room, beyond it in a file.
+
+They wait for their rewards, for slower groups that must be stored before them, and for the disk. With responses of very
+different lengths that may be most of a step, far more than a process should hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+
+from dppo_megatron.engines.inflow import Inflow
+from dppo_megatron.types import Rollout
+
+log = logging.getLogger(__name__)
+
+_ALIGNMENT = 64
+
+
+class WaitingGroups:
+    """Charges the bytes of waiting groups to `inflow`; those beyond half of its room are laid aside in `directory`.
+
+    So at least half stays for replies that arrive. A file has no name, and is gone when its group is.
+    """
+
+    def __init__(self, inflow: Inflow, directory: Path):
+        self._inflow = inflow
+        self._directory = directory
+        self._kept: dict[int, int] = {}  # bytes by prompt position
+
+    async def keep(self, position: int, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        """The samples of one group, in memory or in a file. `release` them."""
+        size = sum(array.nbytes for rollout in rollouts for _, array in _arrays(rollout))
+        fits = self._inflow.kept + size <= self._inflow.most // 2
+        self._charge(position, size)
+        if fits or not size:
+            return tuple(rollouts)
+        try:
+            aside = await asyncio.to_thread(lay_aside, rollouts, self._directory)
+        except OSError as error:
+            log.warning("prompt %d waits in memory: %s: %s", position, self._directory, error)
+            return tuple(rollouts)
+        self.release(position)
+        return aside
+
+    def release(self, position: int) -> None:
+        """The group is stored, dropped or given up."""
+        self._inflow.give_back(self._kept.pop(position, 0))
+
+    def _charge(self, position: int, size: int) -> None:
+        self._kept[position] = size
+        self._inflow.keep(size)
+
+
+def lay_aside(rollouts: Sequence[Rollout], directory: Path) -> tuple[Rollout, ...]:
+    """Equal samples whose arrays are mapped from a file without a name in `directory`; some hold a byte at least.
+
+    Raises OSError.
+    """
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        places = [{name: (_write(file, array), array) for name, array in _arrays(r)} for r in rollouts]
+        # Keeps no descriptor open, as a map of the standard library does: there may be thousands of groups.
+        mapped = torch.from_file(f"/proc/self/fd/{file.fileno()}", size=file.tell(), dtype=torch.uint8).numpy()
+        mapped.flags.writeable = False
+    return tuple(
+        replace(
+            rollout,
+            **{
+                name: np.frombuffer(mapped, array.dtype, array.size, offset).reshape(array.shape)
+                for name, (offset, array) in of.items()
+            },
+        )
+        for rollout, of in zip(rollouts, places, strict=True)
+    )
+
+
+def _arrays(rollout: Rollout) -> Iterator[tuple[str, np.ndarray]]:
+    for field in fields(rollout):
+        array = getattr(rollout, field.name)
+        if isinstance(array, np.ndarray) and array.size:
+            yield field.name, array
+
+
+def _write(file: IO[bytes], array: np.ndarray) -> int:
+    """Where in the file it begins."""
+    offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
+    file.seek(offset)
+    left = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    while left:
+        left = left[file.write(left) :]
+    return offset

@@ -1,0 +1,180 @@
+"""The bound on what this process holds of engines' replies: order, progress, and clients that wait before they read."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from dppo_megatron.engines.inflow import Inflow
+from dppo_megatron.engines.protocol import EngineUnavailable
+from dppo_megatron.engines.vllm.client import VllmEngine
+from dppo_megatron.engines.vllm.extension.wire import encode_reply
+from tests.support.fakes.http_server import http
+
+from .test_vllm_client_faults import GOOD_ARRAYS, GOOD_HEADER, INFO_REPLY, REQUEST, config  # noqa: F401
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def started(call) -> asyncio.Task:
+    return asyncio.get_running_loop().create_task(call)
+
+
+def test_room_is_given_in_the_order_it_was_asked_for():
+    async def main():
+        inflow = Inflow(100)
+        await inflow.take(60)
+        large, small = started(inflow.take(50)), started(inflow.take(10))
+        await settled()
+        assert not large.done()
+        assert not small.done()  # it would fit, and the large one never would
+        inflow.end(60)
+        await settled()
+        assert large.done()
+        assert small.done()
+        assert inflow.reading == 60
+
+    asyncio.run(main())
+
+
+def test_one_reply_is_always_read_whatever_is_kept():
+    """Groups are kept until another one has arrived, and a reply may be larger than the bound."""
+
+    async def main():
+        inflow = Inflow(100)
+        inflow.keep(500)
+        async with asyncio.timeout(5):
+            await inflow.take(300)
+        second = started(inflow.take(1))
+        await settled()
+        assert not second.done()
+        inflow.end(300)
+        await settled()
+        assert second.done()
+
+    asyncio.run(main())
+
+
+def test_one_that_is_cancelled_leaves_no_hole():
+    async def main():
+        inflow = Inflow(100)
+        await inflow.take(90)
+        waiting, behind = started(inflow.take(50)), started(inflow.take(10))
+        await settled()
+        waiting.cancel()
+        await settled()
+        assert behind.done()  # for whom there was room behind it
+        admitted = started(inflow.take(80))
+        await settled()
+        inflow.end(90)
+        admitted.cancel()  # at the very moment at which its turn came
+        await settled()
+        assert inflow.reading == 10
+
+    asyncio.run(main())
+
+
+def test_what_is_given_back_lets_others_in():
+    async def main():
+        inflow = Inflow(100)
+        inflow.keep(80)
+        await inflow.take(20)
+        waiting = started(inflow.take(30))
+        await settled()
+        assert not waiting.done()
+        inflow.give_back(80)
+        await settled()
+        assert waiting.done()
+
+    asyncio.run(main())
+
+
+class Server:
+    """Answers generate requests with one good reply each, and counts the bytes that the client has taken of them."""
+
+    def __init__(self, padding: int):
+        arrays = GOOD_ARRAYS | {"padding": np.zeros(padding, np.uint8)}
+        self.reply = encode_reply(GOOD_HEADER, arrays)
+        self.sent: list[int] = []  # bytes of each reply that are on their way
+
+    async def answer(self, reader, writer):
+        try:
+            while line := await reader.readline():
+                headers = (await reader.readuntil(b"\r\n\r\n")).lower()
+                if b"content-length:" in headers:
+                    await reader.readexactly(int(headers.split(b"content-length:")[1].split()[0]))
+                path = line.split()[1].decode()
+                if path in INFO_REPLY:
+                    writer.write(INFO_REPLY[path][0])
+                    await writer.drain()
+                    continue
+                number = len(self.sent)
+                self.sent.append(0)
+                writer.write(b"HTTP/1.1 200 x\r\ncontent-length: %d\r\n\r\n" % len(self.reply))
+                for begin in range(0, len(self.reply), 1 << 16):
+                    writer.write(self.reply[begin : begin + (1 << 16)])
+                    await writer.drain()
+                    self.sent[number] = begin
+        finally:
+            writer.close()
+
+
+def test_a_client_reads_a_reply_only_while_there_is_room(config):  # noqa: F811
+    """Three replies of 32 MB and room for one and a half: the others wait in the server, which cannot send them."""
+
+    async def main():
+        server = Server(padding=32 << 20)
+        inflow = Inflow(48 << 20)
+        listening = await asyncio.start_server(server.answer, "127.0.0.1", 0)
+        engine = VllmEngine(config, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", inflow)
+        engine._suffix = "~00000000"  # as GOOD_HEADER names the request
+        engine._generate_timeout_s = 60
+        held = []
+        decode = engine._decode_samples
+
+        def note(*arguments):
+            held.append((inflow.reading, sum(sent > 16 << 20 for sent in server.sent)))
+            return decode(*arguments)
+
+        engine._decode_samples = note
+        try:
+            async with asyncio.timeout(60):
+                groups = await asyncio.gather(*(engine.generate(REQUEST) for _ in range(3)))
+        finally:
+            await engine.close()
+            listening.close()
+        assert all(len(group) == 2 for group in groups)
+        assert [sent for _, sent in held] == [1, 2, 3]  # one after the other
+        assert {reading for reading, _ in held} == {len(server.reply)}
+        assert inflow.reading == 0
+
+    asyncio.run(main())
+
+
+def test_a_reply_that_breaks_off_gives_its_room_back(config):  # noqa: F811
+    async def main():
+        async def answer(reader, writer):
+            line = await reader.readline()
+            await reader.readuntil(b"\r\n\r\n")
+            whole = INFO_REPLY["/dppo/info"][0] if b"info" in line else http(200, bytes(1000))[:-500]
+            writer.write(whole)
+            await writer.drain()
+            writer.close()
+
+        inflow = Inflow(100)
+        listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+        engine = VllmEngine(config, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", inflow)
+        try:
+            with pytest.raises(EngineUnavailable):
+                await engine.generate(REQUEST)
+        finally:
+            await engine.close()
+            listening.close()
+        assert inflow.reading == 0
+
+    asyncio.run(main())
