@@ -13,8 +13,9 @@ TRAIN = [
     "pyyaml>=6",  # config files
     "typer>=0.19",  # commands
     "rich>=13.9",  # progress and tables
-    "httpx>=0.28",  # engine HTTP clients
-    "aiohttp>=3.10",  # the gateway that agents talk to
+    "aiohttp>=3.10",  # engine HTTP clients, the gateway that agents talk to
+    "certifi",  # who signs for engines behind https
+    "httpx>=0.28",  # rewards that a server computes
     "tenacity>=9",  # retries with back-off: common/retry.py
     "psutil>=6",  # process supervision; megatron-core's checkpoint writer needs it undeclared
     "safetensors>=0.5",  # weights and rollouts on disk

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
+from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
+import certifi
+from yarl import URL
 
+from .inflow import Room
 from .protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, EngineUnavailable
 
 CONTROL_TIMEOUT_S = 30.0  # requests an engine answers at once, even under load
@@ -21,7 +26,6 @@ OTHER_SECRET = (
 )
 NO_SECRET = "this process brought none: RUN/secret is not there, or not for this user to read; see engine.secret_file"
 RETRY_BUSY_S = (0.05, 1.0)  # first and longest wait after "503, try again"
-REQUESTS_PER_POOL = 8
 JSON = {"content-type": "application/json"}
 IDLE_CONNECTION_S = 4.0  # below uvicorn's default of 5: a reused connection is never one the server just closed
 
@@ -33,7 +37,7 @@ class EngineCalls:
         self.url = url.rstrip("/")
         self._unknown_route = unknown_route
         self._unknown_secret = OTHER_SECRET if secret else NO_SECRET
-        self._http = HttpPools(self.url, secret)
+        self._http = Connections(self.url, secret)
 
     async def call(
         self,
@@ -45,17 +49,18 @@ class EngineCalls:
         body: dict[str, Any] | None = None,
         retry_busy: bool = True,
         timeout_remedy: str = "",
-    ) -> bytes:
+        room: Room | None = None,
+    ) -> bytes | bytearray:
         """Body of a 200 reply; POST when there is something to send. `what` names the operation in errors, of which
-        one for the time-out ends in `timeout_remedy`."""
+        one for the time-out ends in `timeout_remedy`. With `room` it is read once there is some."""
         content = json.dumps(body).encode() if body is not None else content
         wait = RETRY_BUSY_S[0]
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    reply = await self._http.request("GET" if content is None else "POST", path, content)
+                    reply = await self._http.request("GET" if content is None else "POST", path, content, room)
                     # Servers refuse new requests for a moment while they are paused or their queue is full.
-                    if reply.status_code != 503 or not retry_busy:
+                    if reply.status != 503 or not retry_busy:
                         break
                     await asyncio.sleep(wait)
                     wait = min(2 * wait, RETRY_BUSY_S[1])
@@ -63,10 +68,10 @@ class EngineCalls:
             raise EngineTimeout(
                 f"engine {self.url}: no answer within {timeout_s:g} s to {what}{timeout_remedy}"
             ) from None
-        except httpx.TransportError as error:
+        except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise EngineUnavailable(f"engine {self.url}: connection failed during {what}: {reason}") from None
-        if reply.status_code == 200:
+        if reply.status == 200:
             return reply.content
         raise self._failure(what, reply)
 
@@ -84,69 +89,70 @@ class EngineCalls:
     async def close(self) -> None:
         await self._http.close()
 
-    def _failure(self, what: str, reply: httpx.Response) -> EngineError:
-        message = f"engine {self.url}: {what} failed with status {reply.status_code}: {_reason(reply)}"
-        if reply.status_code == 404:
+    def _failure(self, what: str, reply: Reply) -> EngineError:
+        message = f"engine {self.url}: {what} failed with status {reply.status}: {_reason(reply.content)}"
+        if reply.status == 404:
             return EngineIncompatible(f"{message} ({self._unknown_route})")
-        if reply.status_code in (401, 403):
+        if reply.status in (401, 403):
             return EngineIncompatible(f"{message} ({self._unknown_secret})")
-        if reply.status_code == 504:
+        if reply.status == 504:
             return EngineTimeout(message)
-        if reply.status_code == 503:
+        if reply.status == 503:
             return EngineUnavailable(message)
-        return EngineRefused(message) if reply.status_code in (400, 413, 422) else EngineError(message)
+        return EngineRefused(message) if reply.status in (400, 413, 422) else EngineError(message)
 
 
-def _reason(reply: httpx.Response) -> str:
-    """The reason in the reply: `{"error": text}` (vLLM with our routes), `{"error": {"message"}}` or `{"message"}`."""
+def _reason(content: bytes | bytearray) -> str:
+    """The reason in a reply: `{"error": text}` (vLLM with our routes), `{"error": {"message"}}` or `{"message"}`."""
     try:
-        error = reply.json()
+        error = json.loads(content)
         error = error.get("error", error)
         return error if isinstance(error, str) else str(error["message"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return reply.text[:300]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return content.decode(errors="replace")[:300]
 
 
-class HttpPools:
-    """httpx clients for `url`, opened as concurrency grows; they bring `secret`.
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: int
+    content: bytes | bytearray
 
-    httpx looks at every connection of a pool for every request, which at hundreds of connections costs more than the
-    requests; a few connections in each of many pools do not. No timeouts of its own: bound the call.
+
+class Connections:
+    """As many connections to `url` as requests run; they bring `secret`. Bound to the event loop of the first request.
+
+    No timeouts of its own: bound the call.
     """
 
     def __init__(self, url: str, secret: str | None):
         self._url = url
         self._headers = {"authorization": f"Bearer {secret}"} if secret else {}
-        self._tls = httpx.create_ssl_context(trust_env=False)
-        self._pools: list[httpx.AsyncClient] = []
-        self._running: list[int] = []  # requests in each pool
+        self._session: aiohttp.ClientSession | None = None
 
-    async def request(self, method: str, path: str, content: bytes | None = None) -> httpx.Response:
-        """The whole reply, whatever its status. `content` is JSON. Raises httpx.TransportError."""
-        index = self._choose()
-        self._running[index] += 1
-        try:
-            return await self._pools[index].request(method, path, content=content, headers=JSON if content else None)
-        finally:
-            self._running[index] -= 1
+    async def request(self, method: str, path: str, content: bytes | None = None, room: Room | None = None) -> Reply:
+        """The whole reply, whatever its status; of a 200 with `room` once there is some. `content` is JSON. Raises
+        aiohttp.ClientError and OSError."""
+        if self._session is None:
+            self._session = self._open()
+        url = URL(self._url + path, encoded=True)
+        headers = None if content is None else JSON
+        async with self._session.request(method, url, data=content, headers=headers, allow_redirects=False) as reply:
+            read = reply.read() if room is None or reply.status != 200 else room.read(reply)
+            return Reply(reply.status, await read)
 
     async def close(self) -> None:
-        for pool in self._pools:
-            await pool.aclose()
+        if self._session is not None:
+            await self._session.close()
 
-    def _choose(self) -> int:
-        for index, running in enumerate(self._running):
-            if running < REQUESTS_PER_POOL:
-                return index
-        self._pools.append(
-            httpx.AsyncClient(
-                base_url=self._url,
-                headers=self._headers,
-                timeout=None,
-                limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_CONNECTION_S),
-                verify=self._tls,
-                trust_env=False,  # engines are peers of this process; a web proxy is never between them
-            )
+    def _open(self) -> aiohttp.ClientSession:
+        tls = ssl.create_default_context(cafile=certifi.where()) if self._url.startswith("https") else True
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=IDLE_CONNECTION_S, ssl=tls, resolver=aiohttp.ThreadedResolver()
         )
-        self._running.append(0)
-        return len(self._pools) - 1
+        return aiohttp.ClientSession(
+            connector=connector,
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,  # engines are peers of this process; a web proxy is never between them
+        )

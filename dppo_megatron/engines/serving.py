@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
-from dppo_megatron.hf import read_hf_config
+from dppo_megatron.hf import inverse_frequencies, padded_vocab_size, read_hf_config
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.fingerprint import Fingerprint, of_workers
 
+from .exact import Exact
 from .protocol import EngineError, EngineIncompatible, EngineInfo
 
 Device = Literal["cpu", "cuda"]
@@ -29,6 +30,20 @@ def start_model(config: Config) -> Path:
     if not config.engine.serves_fp8 or read_hf_config(config.model.path).quantization is not None:
         return config.model.path
     return RunDir(config.run.dir).quantized_start
+
+
+def exact_environment(config: Config) -> dict[str, str]:
+    """What a server must be told with `engine.exact`; else nothing."""
+    if not config.engine.exact:
+        return {}
+    hf, ranks = read_hf_config(config.model.path), config.parallel.tensor
+    return Exact(
+        tensor=ranks,
+        frequencies=tuple(inverse_frequencies(hf).tolist()),
+        vocab_size=hf.vocab_size,
+        shard_columns=padded_vocab_size(hf.vocab_size, ranks) // ranks,
+        fp32_head=config.model.fp32_head,
+    ).to_environment()
 
 
 def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | None) -> None:

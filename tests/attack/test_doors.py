@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from dppo_megatron.config import Config, read_config, save_resolved
 from dppo_megatron.engines.guard.asgi import MAX_BODY_BYTES, ROOTS_VARIABLE, SECRET_VARIABLE, Guard
-from dppo_megatron.engines.http import EngineCalls
+from dppo_megatron.engines.http import EngineCalls, Reply
 from dppo_megatron.engines.kinds import server_command, server_environment
 from dppo_megatron.engines.protocol import EngineIncompatible
 from dppo_megatron.engines.secret import NoSecret, make_secret, read_secret
@@ -336,9 +336,11 @@ def test_a_resolved_config_holds_no_secret(tmp_path):
 def test_who_is_refused_is_told_whether_it_brought_a_secret(secret, why):
     async def call():
         calls = EngineCalls("http://engine", secret, "")
-        transport = httpx.MockTransport(lambda _: httpx.Response(401, json={"error": "not authorized"}))
-        calls._http._choose()
-        calls._http._pools[0]._transport = transport
+
+        async def refuse(*_):
+            return Reply(401, b'{"error": "not authorized"}')
+
+        calls._http.request = refuse
         await calls.json("its description", "/info")
 
     with pytest.raises(EngineIncompatible, match=rf"status 401: not authorized \(.*{why}"):

@@ -109,7 +109,7 @@ def test_a_module_that_cannot_be_imported_is_one_clear_error(tmp_path, monkeypat
     [
         ("import os; os._exit(3)", r"ended \(exit code 3\)"),
         ("import os; os.abort()", r"ended \(killed by SIGABRT\)"),
-        ("import os\nfor d in range(3, 64):\n    try: os.write(d, b'rubbish')\n    except OSError: pass", "rubbish"),
+        ("import os\nfor d in range(3, 4096):\n    try: os.write(d, b'rubbish')\n    except OSError: pass", "rubbish"),
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("def reward(prompt, response_text): return 1.0", None),
     ],

@@ -1,5 +1,5 @@
 """Whole runs with other ways to move weights, to sample and to compute: broadcast, asynchronous, colocated, SGLang,
-16 bits."""
+16 bits, exact."""
 
 from __future__ import annotations
 
@@ -45,6 +45,21 @@ VARIANTS = {
     # Both as all examples for GPUs have it, and an exact trainer with engines as they are there.
     "bf16": {"model": {"dtype": "bf16"}, **BF16},
     "bf16_engine": BF16,
+    "fp16": {
+        "model": {"dtype": "fp16"},
+        "engine": {"dtype": "fp16"},
+        "weight_sync": {"probe_tolerance": 0.05},
+        "rollout": {"max_mismatch_kl": 1e-3},
+    },
+    # Without a differing bit, rounded to 16 bits by two ranks, and with the engine's top K.
+    "exact": {"model": {"dtype": "bf16"}, "engine": {"dtype": "bf16", "exact": True}},
+    "exact_sglang": {
+        "parallel": {"world_size": 1, "tensor": 1},
+        "engine": {"kind": "sglang", "exact": True},
+        "weight_sync": {"transport": "broadcast"},
+        "rollout": {"topk_logprobs": 4, "temperature": 0.9},
+        "objective": TOPK,
+    },
 }
 
 
@@ -57,16 +72,20 @@ def test_a_run_trains_to_its_end(task, tmp_path, name):
     assert steps_done(tmp_path / "run") == list(range(1, STEPS + 1))
     trained = [r for r in records(tmp_path / "run") if "time/step_s" in r]
     assert all(r["train/grad_norm"] > 0 for r in trained)
+    assert all(("train/loss_scale" in r) == (name == "fp16") for r in trained)
     lag = max(r["rollout/staleness_max"] for r in trained)
     assert lag <= tree["rollout"].get("max_staleness", 0)
     least, most = DIFFERENCE[tree["engine"]["dtype"]]
+    if tree["engine"].get("exact"):
+        least, most = 0, 1e-30
+        assert {r["mismatch/kl"] for r in trained} == {0}
     assert all(least <= r["probe/max_abs_logprob_difference"] < most for r in trained)
     if name != "asynchronous":
         assert all(least <= r["mismatch/max_abs_logprob_difference"] < most for r in trained)
     (trained_model,) = (tmp_path / "run" / "model").glob("*.safetensors")
     with safe_open(trained_model, framework="np") as file:
         stored = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
-    assert stored == {{"fp32": "F32", "bf16": "BF16"}[tree["model"]["dtype"]]}
+    assert stored == {{"fp32": "F32", "bf16": "BF16", "fp16": "F16"}[tree["model"]["dtype"]]}
     reader = BankReader(tmp_path / "run" / "bank")
     assert reader.refresh() == STEPS * GROUPS
     assert all("abort" not in entry.finish_reasons for entry in reader.entries(0, STEPS * GROUPS))

@@ -22,7 +22,7 @@ from dppo_megatron.engines.protocol import (
 from dppo_megatron.engines.vllm.client import VllmEngine
 from dppo_megatron.engines.vllm.extension.wire import encode_reply
 from tests.support.engines import engine_config, with_engine
-from tests.support.fakes.http_server import against, http
+from tests.support.fakes.http_server import Last, against, http
 
 REQUEST = GenerateRequest("g", np.array([1, 2, 3]), 2, (5, 6), 1.0, 4)
 INFO = {
@@ -84,6 +84,27 @@ def test_dead_server(config):
 def test_server_that_dies_while_generating(config):
     with pytest.raises(EngineUnavailable, match="generation of group g"):
         against(config, INFO_REPLY | {"/dppo/generate": [b""]}, generate)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        pytest.param(good_reply()[:-10], id="cut"),
+        pytest.param(b"not HTTP at all\r\n\r\n", id="no HTTP"),
+        pytest.param(b"HTTP/1.1 200 x\r\ncontent-length: many\r\n\r\n", id="no length"),
+        pytest.param(b"HTTP/1.1 200 x\r\ncontent-encoding: gzip\r\ncontent-length: 3\r\n\r\nabc", id="no gzip"),
+    ],
+)
+def test_a_reply_that_is_no_whole_reply(config, reply):
+    """The connection is closed behind it."""
+    with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1.*connection failed during generation of group g: \S"):
+        against(config, INFO_REPLY | {"/dppo/generate": [Last(reply)]}, generate)
+
+
+def test_a_reply_that_points_elsewhere_is_not_followed(config):
+    elsewhere = b"HTTP/1.1 307 x\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n"
+    with pytest.raises(EngineError, match="failed with status 307"):
+        against(config, INFO_REPLY | {"/dppo/generate": [elsewhere], "/elsewhere": [good_reply()]}, generate)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import numpy as np
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, REQUEST_TIMEOUT_REMEDY, EngineCalls
+from dppo_megatron.engines.inflow import Inflow
 from dppo_megatron.engines.protocol import (
     EngineError,
     EngineIncompatible,
@@ -41,10 +42,13 @@ class VllmEngine:
     `config.weight_sync.timeout_s` bounds a weight update, waiting for running requests included.
     """
 
-    def __init__(self, config: Config, url: str):
+    def __init__(self, config: Config, url: str, inflow: Inflow | None = None):
+        """inflow: of all clients of this process; None = this one has its own."""
         self.url = url.rstrip("/")
+        self._inflow = inflow or Inflow()
         self._generate_timeout_s = config.request_timeout_s
         self._update_timeout_s = config.weight_sync.timeout_s
+        self._read_ahead_bytes = config.weight_sync.read_ahead_bytes
         # Of request ids: the server takes each once, and may still be busy ending those of a client that is gone, as
         # of the orchestrator before it was started again.
         self._suffix = f"~{uuid4().hex[:8]}"
@@ -57,19 +61,21 @@ class VllmEngine:
         what = f"generation of group {request.request_id}"
         limits = await self._static_info()
         sent = replace(request, request_id=request.request_id + self._suffix)
-        reply = await self._calls.call(
-            what,
-            "/dppo/generate",
-            self._generate_timeout_s,
-            content=encode_request(sent),
-            timeout_remedy=REQUEST_TIMEOUT_REMEDY,
-        )
-        # In a thread: top-K log-probs of a group of long responses take a third of a second.
-        samples = await asyncio.to_thread(self._decode_samples, what, reply, request, sent.request_id, limits)
+        with self._inflow.room() as room:
+            reply = await self._calls.call(
+                what,
+                "/dppo/generate",
+                self._generate_timeout_s,
+                content=encode_request(sent),
+                timeout_remedy=REQUEST_TIMEOUT_REMEDY,
+                room=room,
+            )
+            # In a thread: top-K log-probs of a group of long responses take a third of a second.
+            samples = await asyncio.to_thread(self._decode_samples, what, reply, request, sent.request_id, limits)
         return samples.rollouts(len(request.token_ids))
 
     def _decode_samples(
-        self, what: str, reply: bytes, request: GenerateRequest, sent_id: str, limits: EngineInfo
+        self, what: str, reply: bytes | bytearray, request: GenerateRequest, sent_id: str, limits: EngineInfo
     ) -> GroupSamples:
         header, arrays = self._decode(what, reply)
         if header.get("instance", limits.instance) != limits.instance:
@@ -118,7 +124,7 @@ class VllmEngine:
         return trace, check_scores(f"engine {self.url}: {what}", arrays.get("logprobs"), len(token_ids) - 1)
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
-        source = {"path": str(Path(path).absolute())}
+        source = {"path": str(Path(path).absolute()), "read_ahead_bytes": self._read_ahead_bytes}
         return await self._update(f"loading policy {version} from {path}", "/dppo/load_weights", source, version, mode)
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
@@ -129,7 +135,7 @@ class VllmEngine:
         source = {"group": group, "step": step}
         return await self._update(f"receiving policy {version}", "/dppo/receive_weights", source, version, mode)
 
-    async def _update(self, what: str, path: str, source: dict[str, str], version: int, mode: UpdateMode) -> float:
+    async def _update(self, what: str, path: str, source: dict[str, Any], version: int, mode: UpdateMode) -> float:
         body = {
             **source,
             "version": int(version),

@@ -14,12 +14,14 @@ import torch
 
 from dppo_megatron.engines.protocol import EngineError, EngineInfo, EngineTimeout, EngineUnavailable
 from dppo_megatron.engines.vllm.extension.receiver import WeightReceiver
+from dppo_megatron.weights.ahead import Ahead
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.delta import DamagedDelta, Version
 from dppo_megatron.weights.fingerprint import Fingerprint, add
 from dppo_megatron.weights.process_group import WeightGroupError
 
 LATE_S = 60.0
+READ_AHEAD = 20_000  # bytes: some tensors, and not all
 SCORES = np.linspace(-3, -1, 7, dtype=np.float32)
 
 Result = TypeVar("Result")
@@ -87,7 +89,8 @@ class FakeEngine:
         def load() -> dict[str, torch.Tensor]:
             self._freeze_at("receive")
             try:
-                self.weights = {name: tensor.clone() for name, tensor in Version(path).tensors()}
+                ahead = Ahead(Version(path), READ_AHEAD)
+                self.weights = {name: tensor.clone() for name, tensor in ahead.tensors()}
             except DamagedDelta as error:
                 raise EngineError(f"engine {self.url}: {error}") from error
             self._freeze_at("loaded")

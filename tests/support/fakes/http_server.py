@@ -11,6 +11,10 @@ def http(status: int, body: bytes) -> bytes:
     return b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
+class Last(bytes):
+    """A reply behind which the connection is closed."""
+
+
 def against(config, replies, use, unused=None):
     """Result of `use` on a client of a server that answers a path with the bytes of `replies`, one after the other.
 
@@ -30,7 +34,7 @@ def against(config, replies, use, unused=None):
                     await asyncio.sleep(60)
                 writer.write(reply)
                 await writer.drain()
-                if not reply:
+                if not reply or isinstance(reply, Last):
                     break
         finally:
             writer.close()

@@ -1,0 +1,195 @@
+"""TRL's side of `end_to_end.py`: its GRPOTrainer as published, in TRL's own environment, with a clock around its parts.
+
+    .venv-integrations/bin/python benchmarks/end_to_end_trl.py CELL DIRECTORY RECORDS [--steps N] [--every N]
+
+DIRECTORY has `model/` and `prompts.jsonl`, with --every `heldout.jsonl`, too. Appends a line to RECORDS for each step,
+and at the end one for a plain step of transformers: forward and backward on what was sampled last, with no loss but
+the mean log-prob of the responses and no optimizer. Nothing of TRL is changed; methods are overridden to be timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from end_to_end_task import CELLS, QUICKSTART, Cell, even
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl_objectives import accuracy, right
+
+PLAIN_STEPS = 3  # the first is to warm up
+
+
+class Clock:
+    """Seconds of named parts since the last `take`; a part inside another counts in both."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds[name] += time.perf_counter() - started
+
+    def take(self) -> Counter[str]:
+        taken, self._seconds = self._seconds, Counter()
+        return taken
+
+
+class TimedGRPO(GRPOTrainer):
+    """Times sampling and scoring, and keeps what was sampled last."""
+
+    clock: Clock
+    sampled: dict[str, torch.Tensor]
+
+    def _generate(self, prompts: list) -> Any:
+        with self.clock("sample"):
+            return super()._generate(prompts)
+
+    def _generate_and_score_completions(self, inputs: list) -> dict[str, Any]:
+        with self.clock("sample and score"):
+            self.sampled = super()._generate_and_score_completions(inputs)
+        return self.sampled
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.clock("training step"):
+            return super().training_step(*args, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        running = ExitStack()
+        optimizer.register_step_pre_hook(lambda *_: running.enter_context(self.clock("optimizer")))
+        optimizer.register_step_post_hook(lambda *_: running.close())
+        return optimizer
+
+
+class Records(TrainerCallback):
+    """A line for each step, which is `updates` of the trainer's own; every `every` steps an accuracy, outside them."""
+
+    def __init__(self, path: Path, updates: int, evaluate: Callable[[], float] | None, every: int):
+        self._path, self._updates, self._evaluate, self._every = path, updates, evaluate, every
+        self.trainer: TimedGRPO
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._evaluate_if_due(0)
+        self._begun = time.perf_counter()
+
+    def on_step_end(self, _arguments: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step % self._updates:
+            return
+        step, seconds = state.global_step // self._updates, time.perf_counter() - self._begun
+        parts = self.trainer.clock.take()
+        scored = parts["sample and score"]
+        self._append(
+            {
+                "step": step,
+                "time": time.time(),
+                "step_s": seconds,
+                "sample": parts["sample"],
+                "score": scored - parts["sample"],
+                "forward and backward": parts["training step"] - scored,
+                "optimizer": parts["optimizer"],
+                "response_tokens": int(self.trainer.sampled["completion_mask"].sum()),
+            }
+        )
+        self._evaluate_if_due(step)
+        self._begun = time.perf_counter()
+
+    def append_plain(self, seconds: float) -> None:
+        self._append({"plain_s": seconds})
+
+    def _evaluate_if_due(self, step: int) -> None:
+        if self._evaluate is not None and step % self._every == 0:
+            self._append({"step": step, "accuracy": self._evaluate()})
+
+    def _append(self, record: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cell", choices=CELLS)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("records", type=Path)
+    parser.add_argument("--steps", type=int, help="default: the cell's")
+    parser.add_argument("--every", type=int, default=0, help="steps between greedy accuracies; 0 = none")
+    arguments = parser.parse_args()
+    cell = CELLS[arguments.cell]
+    steps = arguments.steps or cell.warm + cell.timed
+    model_path = str(arguments.directory / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype="float32")
+    evaluate = None
+    if arguments.every:
+        rows = [json.loads(line) for line in (arguments.directory / "heldout.jsonl").read_text().splitlines()]
+
+        def evaluate() -> float:
+            return accuracy(model, tokenizer, rows)
+
+    records = Records(arguments.records, cell.updates, evaluate, arguments.every)
+    prompts = str(arguments.directory / "prompts.jsonl")
+    trainer = TimedGRPO(
+        model,
+        right if cell.name == QUICKSTART else even,
+        args=settings(cell, steps, arguments.records.parent),
+        train_dataset=Dataset.from_json(prompts, cache_dir=str(arguments.directory / "datasets")),
+        processing_class=tokenizer,
+        callbacks=[records],
+    )
+    trainer.clock, records.trainer = Clock(), trainer
+    trainer.train()
+    records.append_plain(plain_step(trainer.model, trainer.sampled, cell.updates))
+
+
+def settings(cell: Cell, steps: int, output: Path) -> GRPOConfig:
+    return GRPOConfig(
+        output_dir=str(output / "trl"),
+        per_device_train_batch_size=cell.sequences // cell.updates,
+        steps_per_generation=cell.updates,
+        num_generations=cell.samples,
+        max_completion_length=cell.response,
+        max_steps=steps * cell.updates,
+        learning_rate=cell.lr,
+        lr_scheduler_type="constant",
+        loss_type="dr_grpo",
+        scale_rewards="none",
+        gradient_checkpointing=False,  # the default recomputes the forward pass, for memory that is not short here
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=10 * steps * cell.updates,
+        disable_tqdm=True,
+    )
+
+
+def plain_step(model: torch.nn.Module, sampled: dict[str, torch.Tensor], updates: int) -> float:
+    """Seconds of transformers' forward and backward on all sampled sequences, in as many batches as there are updates;
+    prompts of a batch are equally long or padded, as TRL trains on them."""
+    tokens = torch.cat((sampled["prompt_ids"], sampled["completion_ids"]), dim=1)
+    mask = torch.cat((sampled["prompt_mask"], sampled["completion_mask"]), dim=1)
+    response = sampled["completion_ids"].shape[1]
+    seconds = []
+    for _ in range(PLAIN_STEPS):
+        started = time.perf_counter()
+        for part, seen in zip(tokens.chunk(updates), mask.chunk(updates), strict=True):
+            logits = model(input_ids=part, attention_mask=seen, logits_to_keep=response + 1).logits[:, :-1]
+            targets = part[:, -response:].masked_fill(seen[:, -response:] == 0, -100)
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+            model.zero_grad()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])
+
+
+if __name__ == "__main__":
+    main()
