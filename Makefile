@@ -18,6 +18,7 @@
 # make format         ruff, which mends what it can
 # make install        the pinned CPU environment in .venv (the others do it when needed)
 # make sglang         SGLang's own pinned CPU environment in .venv-sglang, 3.3 GB (for engine.kind: sglang)
+# make environments   every other environment that a target of test-all makes when needed
 # make clean          removes the environments and what packaging left; runs stay
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -31,7 +32,7 @@ INTEGRATIONS_STAMP := $(INTEGRATIONS_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart study-smoke test test-all test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser attack lint docs-check format install sglang clean
+.PHONY: quickstart study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser attack lint docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -47,7 +48,11 @@ test: install
 test-cpu: install
 	$(PYTEST) tests $(SIDE_BY_SIDE) -m "not engines and not faults and not slurm and not integrations and not browser"
 
-test-all: test-cpu study-smoke test-megatron-next test-engines test-integrations test-verifiers test-browser test-slurm
+test-all: test-here test-elsewhere
+
+# In .venv alone, and with what `environments` installs.
+test-here: test-cpu study-smoke test-megatron-next
+test-elsewhere: test-engines test-integrations test-verifiers test-browser test-slurm
 
 test-parallel: install
 	$(PYTEST) tests/parallel -m ""
@@ -138,6 +143,8 @@ $(VENV)/%/.installed: requirements/%.lock $(STAMP)
 	touch $@
 
 sglang: $(SGLANG_STAMP)
+
+environments: sglang $(INTEGRATIONS_STAMP) $(VENV)/verifiers/.installed $(VENV)/browser/.installed
 
 $(SGLANG_STAMP): requirements/sglang-cpu.lock
 	$(PYTHON) -m venv $(SGLANG_VENV)
