@@ -32,6 +32,20 @@ def plan(
     gpus_per_node: Annotated[int, typer.Option(min=1, help="devices of each")],
     gpu: Annotated[str, typer.Option(help="a100-40|a100-80|l40s-48|h100-80|h20-96|h200-141|b200-192|cpu-GIB")],
     rank: Annotated[int | None, typer.Option(help="trainer rank to show; default: one that needs most")] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(help="lengths of sampled responses, a group a line, or a run: predicts time and staleness, too"),
+    ] = None,
+    tokens_per_s: Annotated[
+        float, typer.Option(min=1e-3, help="with --lengths: that an engine samples of one response")
+    ] = 50.0,
+    train_s: Annotated[
+        float, typer.Option(min=0, help="with --lengths: that the trainer takes for a step and its publish")
+    ] = 60.0,
+    store_mb_per_s: Annotated[
+        float,
+        typer.Option(min=1e-3, help="with --lengths: that the orchestrator stores; benchmarks/scale.py measures it"),
+    ] = 100.0,
     overrides: Overrides = None,
 ) -> None:
     """Print what each rank of a layout holds and needs, and what to change first where it does not fit.
@@ -39,12 +53,18 @@ def plan(
     Needs config.json at model.path (no weights) and neither GPUs nor a network. Exit 1 when it does not fit.
     """
     from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
+    from dppo_megatron.plan.lengths import pace_report, pace_settings, read_lengths
 
     config = read_config(config_file, overrides or ())
     cluster = Cluster(nodes, gpus_per_node, hardware(gpu))
     with RankBuilder() as builder:
         made = make_plan(config, cluster, builder, rank, source=str(config_file))
         typer.echo(report(made, [] if made.fits else advise(made, builder)))
+    if lengths is not None:
+        settings = pace_settings(
+            config, made.hf, tokens_per_s=tokens_per_s, train_s=train_s, store_mb_per_s=store_mb_per_s
+        )
+        typer.echo("\n" + "\n".join(pace_report(read_lengths(lengths, config.rollout.group_size), settings)))
     raise typer.Exit(0 if made.fits else 1)
 
 

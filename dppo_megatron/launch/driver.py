@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import forget, forget_all
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weights.place import clear, lead
 
 from .launcher import Launcher, PlanT, ProcessT, RunPlan
 from .restarts import RestartedServer, RestartPolicy
@@ -56,6 +58,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
     def start(self, plan: RunPlan[PlanT]) -> None:
         """Engines first: they take the longest to start."""
         self._examine(rollouts=False)  # what an earlier attempt left was said by it
+        lead(self._run, self._config.weight_sync.directory if self._config.samples else None)
         forget_all(self._run)
         if plan.engines:
             make_secret(self._config)
@@ -94,6 +97,9 @@ class RunDriver(Generic[PlanT, ProcessT]):
         self._launcher.end(self._workers, GRACE_S)
         self._launcher.end([server.process for server in self._servers], GRACE_S)
         self._examination.close()
+        if self._config.weight_sync.directory is not None:
+            with contextlib.suppress(ExpectedError, OSError):  # a run is not failed by what it leaves
+                clear(self._run)
 
     def _examine(self, *, rollouts: bool) -> list[Finding]:
         try:

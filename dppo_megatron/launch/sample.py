@@ -74,5 +74,6 @@ def sampling_only(config: Config, n: int, directory: Path) -> Config:
             "eval": EvalConfig(),
             "rollout": config.rollout.model_copy(update=rollout),
             "engine": config.engine.model_copy(update={"placement": "disaggregated"}),
+            "weight_sync": config.weight_sync.model_copy(update={"directory": None}),
         }
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -99,13 +100,13 @@ def _shared_engine(cells: Sequence[Cell], directory: Path, say: Callable[[str], 
         yield []
         return
     run = RunDir(directory / "engine")
+    places = (directory, config.weight_sync.directory)
+    roots = os.pathsep.join(str(place.absolute()) for place in places if place is not None)
     shutil.rmtree(run.root, ignore_errors=True)
     config = config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": run.root.absolute()}),
-            "engine": config.engine.model_copy(
-                update={"env": {**config.engine.env, ROOTS_VARIABLE: str(directory.absolute())}}
-            ),
+            "engine": config.engine.model_copy(update={"env": {**config.engine.env, ROOTS_VARIABLE: roots}}),
         }
     )
     with running_engines(config) as urls:
