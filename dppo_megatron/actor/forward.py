@@ -206,6 +206,7 @@ def head_statistics(
         entropy=entropy,
         kept_ids=rows.kept_ids,
         kept_counts=rows.kept_counts,
+        tiles=layout.tensor_size if policy.exact else None,  # one a rank; with tiles nothing is compiled
         check=step.checks,
     )
 

@@ -39,7 +39,8 @@ class PolicyModel(GPTModel):
       gradient must arrive complete, summed over the tensor-parallel group;
     - on it, else: this rank's logits [n, V / tp], in the parameters' dtype or, with `fp32_head`, multiplied in fp32.
 
-    With `batch_invariant_head` a row's logits are the same bits whatever rows stand beside it.
+    With `batch_invariant_head` a row's logits are the same bits whatever rows stand beside it. `exact` is for whoever
+    makes statistics of them: nothing may be compiled, for an engine computes the same in another process.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class PolicyModel(GPTModel):
         fused_head: bool = False,
         fp32_head: bool = False,
         batch_invariant_head: bool = False,
+        exact: bool = False,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
         self.fused_head = fused_head
         self.fp32_head = fp32_head
         self.batch_invariant_head = batch_invariant_head
+        self.exact = exact
         if self.post_process and batch_invariant_head:
             # The module stays: Megatron hangs the gather of its parameters on it, and we the trace.
             self.output_layer.forward = self._batch_invariant_logits
@@ -165,6 +168,7 @@ def _chunk(
         fused_head=config.model.logits == "fused",
         fp32_head=config.model.fp32_head,
         batch_invariant_head=config.model.batch_invariant_head,
+        exact=config.engine.exact,
     )
     if engine:
         fuse_weight_gradients(model.decoder)

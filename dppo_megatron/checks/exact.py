@@ -61,16 +61,11 @@ def model_problems(config: Config, hf: HFModelConfig | None, *, elsewhere: bool)
     """`elsewhere`: the run has other devices than this machine."""
     import torch
 
-    from dppo_megatron.hf import padded_vocab_size
-    from dppo_megatron.vocab_parallel.compiled import worthwhile
-
     if not config.engine.exact:
         return []
     gpus = config.slurm.gpus_per_node > 0 if elsewhere else torch.cuda.is_available()
     out = [(gpus, "the operators are those of CPUs, and GPUs have none of them; run without GPUs")]
     if hf is not None:
-        ranks = config.parallel.tensor
-        columns = min(hf.vocab_size, padded_vocab_size(hf.vocab_size, ranks) // ranks)
         out += [
             (
                 hf.moe is not None,
@@ -78,10 +73,5 @@ def model_problems(config: Config, hf: HFModelConfig | None, *, elsewhere: bool)
                 "share; use a dense model",
             ),
             (hf.mla is not None, "latent attention has no operator that both sides share; use another model"),
-            (
-                config.engine.kind == "sglang" and worthwhile(columns),
-                f"log-probs over {columns} columns are compiled in the trainer, and SGLang on a CPU compiles nothing; "
-                "set engine.kind to vllm",
-            ),
         ]
     return [f"{WHAT}: {why}, {REMEDY}" for is_so, why in out if is_so]

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from dppo_megatron.common.row_math import attention, product, rms_norm, rope_tables, rotated
 from dppo_megatron.vocab_parallel import torch_backend
-from dppo_megatron.vocab_parallel.compiled import worthwhile
 from dppo_megatron.vocab_parallel.topk import join_ids
 
 VARIABLE = "DPPO_EXACT"  # of the server's environment
@@ -149,8 +148,8 @@ class Operators:
         for rank, out in enumerate(rows):
             first = rank * exact.shard_columns
             block = logits[:, first : min(first + exact.shard_columns, exact.vocab_size)].clone()
-            large = worthwhile(block.shape[1])
-            torch_backend.forward(block, ids, first, scale, out, entropy=False, restore=False, large=large)
+            # Nothing is compiled: compiled code may round otherwise in the trainer's process.
+            torch_backend.forward(block, ids, first, scale, out, entropy=False, restore=False, large=False)
         return torch_backend.merge(rows, ids, scale, entropy=False).logprob
 
 

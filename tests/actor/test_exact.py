@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.actor.scenarios.exact import LAYOUTS, changed_layers, exact, merged
+from tests.actor.scenarios.exact import LAYOUTS, changed_layers, compiles, exact, merged
 from tests.actor.scenarios.served import DTYPES_OF, MODELS, served
 
 CASES = [(size, name) for size, layouts in LAYOUTS.items() for name in layouts]
@@ -54,3 +54,7 @@ def test_without_the_setting_the_layers_are_those_of_other_runs(one_rank):
         set(),
         {"core_attention", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer"},
     )
+
+
+def test_nothing_is_compiled_for_an_engine_computes_in_another_process(one_rank):
+    assert one_rank(compiles) == (True, False)

@@ -55,17 +55,6 @@ def test_models_whose_operators_both_sides_do_not_share(monkeypatch):
     assert "latent attention" in of_model(DEEPSEEK)[-1]
 
 
-def test_a_vocabulary_that_the_trainer_compiles_for(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    wide = QWEN3 | {"vocab_size": 10_000}
-    sglang = {"engine": {"kind": "sglang"}}
-    assert of_model(wide) == []
-    assert "set engine.kind to vllm" in of_model(wide, **sglang)[0]
-    two = {"parallel": {"tensor": 2, "world_size": 2}}
-    assert of_model(wide, **two, **sglang) == []
-    assert of_model(QWEN3 | {"vocab_size": 16_300}, **two, **sglang)  # with its padding 8,192 columns on the first rank
-
-
 def test_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "run without GPUs" in of_model(QWEN3)[0]

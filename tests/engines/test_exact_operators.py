@@ -18,6 +18,7 @@ from dppo_megatron.engines import exact, kinds
 from dppo_megatron.engines.exact import Exact, NoExactOperator, Operators
 from dppo_megatron.engines.sglang.plugin.exact_server import sample
 from dppo_megatron.engines.sglang.server import PLUGIN
+from dppo_megatron.vocab_parallel import compiled, token_statistics
 from tests.support.engines import VOCAB, engine_config, make_model
 
 
@@ -87,6 +88,21 @@ def test_log_probs_are_a_softmax_at_the_temperature():
     expected = (logits[:, :11] / temperature[:, None]).log_softmax(-1).gather(1, ids)
     for tensor in (1, 2):
         torch.testing.assert_close(operators(tensor).logprobs(logits, ids, temperature), expected)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_log_probs_of_a_large_vocabulary_are_the_trainers_bits_and_nothing_is_compiled(monkeypatch, tensor):
+    def forbidden(*_, **__):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(compiled.CompiledOrEager, "__call__", forbidden)
+    vocab = 2 * 8192
+    logits, ids = torch.randn(3, vocab), torch.tensor([[3, 1, 2], [16000, 1, 4], [10, 8192, 9]])
+    trainer = token_statistics(
+        logits.clone(), target_ids=ids[:, 0], topk_ids=ids[:, 1:], vocab_size=vocab, tiles=tensor, entropy="none"
+    )
+    ours = operators(tensor, vocab).logprobs(logits, ids)
+    assert torch.equal(ours, torch.cat((trainer.logprob[:, None], trainer.topk_logprob), dim=1))
 
 
 def decoder(extra: nn.Module | None = None) -> nn.Module:

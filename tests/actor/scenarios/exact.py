@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from dppo_megatron.actor.cpu.exact import ExactAttention
 from dppo_megatron.engines.exact import Exact, Operators
+from dppo_megatron.vocab_parallel import compiled
 from tests.actor.scenarios.parts import train
 from tests.support.actor_cases import VOCAB, K, pack, sequences
 from tests.support.actor_ranks import Rank
@@ -39,6 +41,21 @@ def changed_layers(rank: Rank) -> tuple[set[str], set[str]]:
                 name for name, layer in layers if type(layer) is ExactAttention or "_forward_impl" in vars(layer)
             )
             found.append({name.rpartition(".")[2] for name in changed})
+    return found[0], found[1]
+
+
+def compiles(rank: Rank) -> tuple[bool, bool]:
+    """Whether statistics of columns that are worth it would run compiled code, without it and with it."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        calls = []
+        patch.setattr(compiled, "_WORTHWHILE", 0)
+        patch.setattr(compiled.CompiledOrEager, "__call__", lambda *_, **__: calls.append(1))
+        for sections in ({}, EXACT):
+            calls.clear()
+            with rank.actor(sections=sections) as actor:
+                list(actor.scores([pack(sequences())]))
+            found.append(bool(calls))
     return found[0], found[1]
 
 
