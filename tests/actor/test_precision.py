@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +87,13 @@ def test_apex_of_the_package_index_is_not_nvidias(tmp_path, monkeypatch):
     assert chosen().optimizer == "torch"
 
 
+@pytest.mark.slow
+def test_megatron_is_imported_without_wandb_which_can_be_imported_after_it():
+    """Megatron imports it for nothing that is used here, and it takes a second of every process."""
+    code = "import sys, dppo_megatron.actor; assert 'wandb' not in sys.modules; import wandb; wandb.init"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("kernel", [False, True])
 def test_the_log_says_of_weight_gradients_what_megatron_is_told(kernel, tmp_path, monkeypatch):
     """The setting is Megatron's own layers'; TransformerEngine's need no apex."""
@@ -105,7 +113,7 @@ def test_layers_of_transformer_engine_accumulate_weight_gradients_themselves(eng
     layers[0].fuse_wgrad_accumulation = layers[1][0].fuse_wgrad_accumulation = False
     monkeypatch.setattr(model, "PolicyModel", lambda **_: SimpleNamespace(decoder=layers))
     monkeypatch.setattr(model, "use_transformer_engine", lambda config: engine)
-    monkeypatch.setattr(model, "_use_own_modules", lambda spec: None)
+    monkeypatch.setattr(model, "_use_own_modules", lambda *_: None)
     monkeypatch.setattr(megatron_version, "block_spec", lambda *_: None)
     hf, config = read_hf_config(write_config(tmp_path)), actor_config(tmp_path, dtype="bf16")
     model._chunk(hf, config, SimpleNamespace(tensor_size=1), None, True, True, None)

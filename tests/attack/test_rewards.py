@@ -59,7 +59,7 @@ def test_a_process_that_is_ruined_costs_its_own_sample_alone(seed):
     """All of them among samples that are not hostile, in an order drawn anew; each alone takes at most its time-out."""
     names = [*HARMS, *["ok"] * len(HARMS)]
     generator("harms", seed).shuffle(names)
-    with pool("sync", workers=4, timeout_s=4.0) as rewards:
+    with pool("sync", workers=4, timeout_s=8.0) as rewards:
         check(names, *asyncio.run(rewards.score(PROMPT, names)))
         check(["ok"] * 8, *asyncio.run(rewards.score(PROMPT, ["ok"] * 8)))
 

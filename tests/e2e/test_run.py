@@ -96,65 +96,72 @@ def test_the_secret_is_in_no_file_of_a_run_or_of_its_engine(task, engine, uninte
     assert stat.S_IMODE(uninterrupted.stat().st_mode) == 0o700
 
 
-def kill_in_the_middle(config, run_dir, victim, output):
-    """Starts a run, kills the process whose command line `victim` picks after step 2, returns the exit code."""
-    process = start("train", config, output=output)
-    wait_until(lambda: 2 in steps_done(run_dir), "step 2", process, output)
-    (target, *_) = [p for p in descendants(process) if victim in " ".join(p.cmdline())]
+def start_until(config, step, output, *options):
+    """Starts a run, or goes on with it, and returns when it has trained `step`."""
+    process = start("train", config, *options, output=output)
+    wait_until(lambda: f"step {step}/" in shown(output), f"step {step}", process, output)
+    return process
+
+
+def kill_a_part(process, part):
+    """kill -9 of the process whose command line has `part`; the run's exit code, when none of its processes is left."""
     others = descendants(process)
-    target.kill()
+    next(p for p in others if part in " ".join(p.cmdline())).kill()
     code = process.wait(60)
-    assert not [p for p in others if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], "processes were left"
+    assert not still_there(others)
     return code
 
 
-@pytest.mark.parametrize(
-    ("victim", "named", "starts_engine"),
-    [
-        pytest.param("dppo_megatron orchestrator", "orchestrator ended", False, marks=pytest.mark.slow),
-        pytest.param("dppo_megatron trainer", "trainer-", False, marks=pytest.mark.slow),
-        pytest.param("api_server", "engine-0 ended", True, marks=pytest.mark.slow),
-    ],
-)
-def test_kill_9_then_resume_equals_an_undisturbed_run(
-    task, engine, uninterrupted, tmp_path, victim, named, starts_engine
-):
-    urls = () if starts_engine else (engine.url,)
-    tree = config_tree(task, tmp_path / "run", urls=urls)
-    tree["engine"]["restarts"] = 0  # the launcher would start it again
-    config = write_config(tree, tmp_path / "c.yaml")
-    assert kill_in_the_middle(config, tmp_path / "run", victim, tmp_path / "out") == 1
-    shown = (tmp_path / "out").read_text()
-    assert named in shown
-    assert "SIGKILL" in shown
-    run("train", config, "--resume")
-    check_complete(tmp_path / "run", uninterrupted)
+def still_there(processes):
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def shown(output):
+    return output.read_text() if output.exists() else ""
 
 
 @pytest.mark.slow
-def test_a_killed_supervisor_leaves_no_process_and_a_resumable_run(task, engine, uninterrupted, tmp_path):
-    config = write_config(config_tree(task, tmp_path / "run", urls=(engine.url,)), tmp_path / "c.yaml")
-    process = start("train", config, output=tmp_path / "out")
-    wait_until(lambda: 1 in steps_done(tmp_path / "run"), "step 1", process, tmp_path / "out")
+def test_however_it_is_ended_it_goes_on_and_equals_an_undisturbed_run(task, engine, uninterrupted, tmp_path):
+    """SIGTERM, then kill -9 of the orchestrator, of a trainer rank and of the supervisor, each resumed."""
+    run_dir, outputs = tmp_path / "run", [tmp_path / f"out-{life}" for life in range(4)]
+    config = write_config(config_tree(task, run_dir, urls=(engine.url,)), tmp_path / "c.yaml")
+
+    process = start_until(config, 1, outputs[0])
+    children = descendants(process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not still_there(children)
+    assert "--resume" in shown(outputs[0])
+
+    for step, part, named, output in (
+        (2, "dppo_megatron orchestrator", "orchestrator ended", outputs[1]),
+        (3, "dppo_megatron trainer", "trainer-", outputs[2]),
+    ):
+        assert kill_a_part(start_until(config, step, output, "--resume"), part) == 1
+        assert named in shown(output)
+        assert "SIGKILL" in shown(output)
+
+    process = start_until(config, 3, outputs[3], "--resume")
     children = descendants(process)
     process.kill()
     process.wait()
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
+
     run("train", config, "--resume")
-    check_complete(tmp_path / "run", uninterrupted)
+    check_complete(run_dir, uninterrupted)
 
 
 @pytest.mark.slow
-def test_sigterm_checkpoints_leaves_no_process_and_resumes(task, engine, uninterrupted, tmp_path):
-    config = write_config(config_tree(task, tmp_path / "run", urls=(engine.url,)), tmp_path / "c.yaml")
-    process = start("train", config, output=tmp_path / "out")
-    wait_until(lambda: 1 in steps_done(tmp_path / "run"), "step 1", process, tmp_path / "out")
-    children = descendants(process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 128 + signal.SIGTERM
-    assert not [p for p in children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert "--resume" in (tmp_path / "out").read_text()
+def test_a_killed_engine_ends_a_run_without_restarts_which_goes_on(task, uninterrupted, tmp_path):
+    """With an engine of its own, which the launcher would start again by default."""
+    tree = config_tree(task, tmp_path / "run")
+    tree["engine"]["restarts"] = 0
+    config = write_config(tree, tmp_path / "c.yaml")
+    process = start_until(config, 2, tmp_path / "out")
+    assert kill_a_part(process, "api_server") == 1
+    assert "engine-0 ended" in shown(tmp_path / "out")
+    assert "SIGKILL" in shown(tmp_path / "out")
     run("train", config, "--resume")
     check_complete(tmp_path / "run", uninterrupted)
 

@@ -36,7 +36,6 @@ VARIANTS = {
         "rollout": {"top_p": 0.95, "top_k": 9, "min_p": 0.01, "topk_logprobs": 4},
         "objective": TOPK,
     },
-    "fp16_engine": {"engine": {"dtype": "fp16"}, "weight_sync": {"probe_tolerance": 0.05}},
     "lora": {"model": {"lora": {"r": 4}}, "weight_sync": {"transport": "broadcast"}},
     "lora_adapter": {
         "model": {"lora": {"r": 4, "targets": ["q_proj", "v_proj", "down_proj"]}},

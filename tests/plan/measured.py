@@ -16,7 +16,7 @@ from tests.support.ranks import Ranks, rendezvous
 if TYPE_CHECKING:
     from dppo_megatron.actor import Actor
 
-UPDATES, _UPDATE = 8, "one update"
+UPDATES, _UPDATE = 5, "one update"
 
 
 def measure_updates(config: Config, sequences: int, micro_batches: int, directory: Path) -> list[int]:

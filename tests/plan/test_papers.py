@@ -10,7 +10,7 @@ import pytest
 
 from dppo_megatron.checks import load_config, preflight, slurm
 from dppo_megatron.config import ConfigError
-from dppo_megatron.plan import Cluster, RankBuilder, hardware, make_plan, report
+from dppo_megatron.plan import Cluster, hardware, make_plan, report
 
 ROOT = Path(__file__).parents[2]
 PAPERS = ROOT / "examples/papers"
@@ -71,10 +71,9 @@ def test_every_method_goes_with_every_config_it_is_for(method, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
-def test_each_fits_the_machines_that_it_names(path):
+def test_each_fits_the_machines_that_it_names(builder, path):
     nodes, gpu = NODES.search(path.read_text()).groups()
-    with RankBuilder() as builder:
-        plan = make_plan(load_config(path), Cluster(int(nodes), 8, hardware(gpu)), builder)
+    plan = make_plan(load_config(path), Cluster(int(nodes), 8, hardware(gpu)), builder)
     assert plan.fits, report(plan, [])
     spare = re.search(r"fits: (\S+ GiB) of", report(plan, []))[1]
     assert f"{int(nodes) * 8} GPUs, {spare} of each to spare |" in row_of(path)

@@ -14,15 +14,9 @@ from dppo_megatron.checks import serving
 from dppo_megatron.cli import app
 from dppo_megatron.config import ConfigError, read_config
 from dppo_megatron.hf import read_hf_config
-from dppo_megatron.plan import Advice, Cluster, RankBuilder, advise, hardware, make_plan, report
+from dppo_megatron.plan import Advice, Cluster, advise, hardware, make_plan, report
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture(scope="module")
-def builder():
-    with RankBuilder() as built:
-        yield built
 
 
 def config(name: str, *overrides: str):

@@ -73,7 +73,15 @@ def config(directory: Path, hf: dict, model: dict, parallel: dict, tokens: int, 
     )
 
 
-def check(directory: Path, hf: dict, *, model: dict[str, Any] | None = None, tokens: int = TOKENS, **parallel: Any):
+def check(
+    builder: RankBuilder,
+    directory: Path,
+    hf: dict,
+    *,
+    model: dict[str, Any] | None = None,
+    tokens: int = TOKENS,
+    **parallel: Any,
+) -> None:
     """Every stage's plan against the measurement of its rank."""
     made = config(directory, hf, model or {}, parallel, tokens)
     micro_batches = 2 * made.parallel.pipeline
@@ -81,8 +89,7 @@ def check(directory: Path, hf: dict, *, model: dict[str, Any] | None = None, tok
     view = read_hf_config(directory)
     own = tokens // made.parallel.context
     padded = padded_vocab_size(view.vocab_size, made.parallel.tensor)
-    with RankBuilder() as builder:
-        ranks = builder.build(made)
+    ranks = builder.build(made)
     per_stage = made.parallel.world_size // made.parallel.pipeline
     for rank in ranks:
         memory = estimate(rank, view, made, hardware("cpu-16"), Load(own, own, micro_batches), padded)
@@ -95,14 +102,14 @@ def check(directory: Path, hf: dict, *, model: dict[str, Any] | None = None, tok
 
 
 @pytest.mark.slow
-def test_dense_on_one_rank(tmp_path):
-    check(tmp_path, DENSE)
+def test_dense_on_one_rank(builder, tmp_path):
+    check(builder, tmp_path, DENSE)
 
 
 @pytest.mark.parallel
-def test_few_tokens(tmp_path):
+def test_few_tokens(builder, tmp_path):
     """What gloo copies to reduce the gradients decides."""
-    check(tmp_path, DENSE, tokens=64)
+    check(builder, tmp_path, DENSE, tokens=64)
 
 
 @pytest.mark.parallel
@@ -127,8 +134,8 @@ def test_few_tokens(tmp_path):
         ),
     ],
 )
-def test_layouts(tmp_path, hf, model, parallel):
-    check(tmp_path, hf, model=model, **parallel)
+def test_layouts(builder, tmp_path, hf, model, parallel):
+    check(builder, tmp_path, hf, model=model, **parallel)
 
 
 @pytest.mark.slow
@@ -142,11 +149,10 @@ def test_layouts(tmp_path, hf, model, parallel):
         ({"world_size": 2, "tensor": 2, "sequence": True}, False),
     ],
 )
-def test_a_checkpoint_takes_what_is_planned(tmp_path, parallel, asynchronous):
+def test_a_checkpoint_takes_what_is_planned(builder, tmp_path, parallel, asynchronous):
     """An asynchronous one, too, holds what it writes once."""
     made = config(tmp_path, DENSE, {"dtype": "bf16"}, parallel, TOKENS, checkpoint={"asynchronous": asynchronous})
-    with RankBuilder() as builder:
-        (rank,) = builder.build(made)
+    (rank,) = builder.build(made)
     load = Load(TOKENS, TOKENS, 1)
     planned = estimate(rank, read_hf_config(tmp_path), made, hardware("cpu-16"), load, DENSE["vocab_size"]).phases
     saving, loading = (sum(i.bytes for i in planned[f"{kind} a checkpoint"]) for kind in ("saving", "loading"))
@@ -156,12 +162,11 @@ def test_a_checkpoint_takes_what_is_planned(tmp_path, parallel, asynchronous):
 
 
 @pytest.mark.slow
-def test_a_save_takes_at_most_256_mib_of_a_gpu(tmp_path):
+def test_a_save_takes_at_most_256_mib_of_a_gpu(builder, tmp_path):
     """Of the largest there is on one rank, which gives as much as it receives."""
     (tmp_path / "config.json").write_text(json.dumps({**DENSE, "vocab_size": 1 << 20}))
     made = make_config(model={"path": str(tmp_path), "dtype": "bf16"}, rollout={"bank": "unused"})
-    with RankBuilder() as builder:
-        (rank,) = builder.build(made)
+    (rank,) = builder.build(made)
     load = Load(TOKENS, TOKENS, 1)
     planned = estimate(rank, read_hf_config(tmp_path), made, hardware("h100-80"), load, 1 << 20).phases
     saving = sum(item.bytes for item in planned["saving a checkpoint"])

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 300.0
-MOST_THREADS = 100  # of a rank; with more it is replaced by a new process
+MOST_THREADS = 24  # of a rank; with more it is replaced by a new process, which costs a fork
 RANKS = "TEST_RANKS"  # environment: names these processes, for files of their own in a directory that others had
 TORCH = ("torch", "torch.distributed", "torch._dynamo")  # dispatch modes need Dynamo
 MEGATRON = (*TORCH, "dppo_megatron.actor")
@@ -87,7 +87,7 @@ class Ranks:
 
     def _threads(self) -> int:
         """Of the rank that has most. Process groups that a function left behind have threads that poll: those of some
-        scenarios together would take a core from the tests."""
+        scenarios together would take a core from the tests; six such ranks took a fifth of one."""
         return max(psutil.Process(process.pid).num_threads() for process, _ in self._members)
 
     def close(self) -> None:

@@ -1,0 +1,15 @@
+"""What builds the ranks' models: one process for all tests of the plan, for it imports Megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from dppo_megatron.plan import RankBuilder
+
+
+@pytest.fixture(scope="session")
+def builder() -> Iterator[RankBuilder]:
+    with RankBuilder() as built:
+        yield built
