@@ -50,9 +50,11 @@ test-cpu: install
 
 test-all: test-here test-elsewhere
 
-# In .venv alone, and with what `environments` installs.
-test-here: test-cpu study-smoke test-megatron-next
-test-elsewhere: test-engines test-integrations test-verifiers test-browser test-slurm
+# In .venv alone, and with what `environments` installs. What is one process at a time runs two beside each other.
+test-here: test-cpu
+	$(MAKE) --jobs 2 study-smoke test-megatron-next
+test-elsewhere: test-engines
+	$(MAKE) --jobs 2 test-slurm test-integrations test-verifiers test-browser
 
 test-parallel: install
 	$(PYTEST) tests/parallel -m ""
@@ -72,19 +74,21 @@ test-megatron-next: install $(NEXT)/.$(NEXT_MEGATRON)
 	$(WITH_NEXT) $(PYTEST) tests/parallel tests/actor -m megatron_next
 
 # The lab's slurmd starts jobs as root does. Where neither root nor sudo is to be had, the tests say so and are skipped.
-APT := apt-get install -y -qq --no-install-recommends slurm-wlm slurm-client slurmctld slurmd munge
+# Another target may be installing meanwhile.
+APT_GET := apt-get -y -qq -o DPkg::Lock::Timeout=300
+APT := $(APT_GET) install --no-install-recommends slurm-wlm slurm-client slurmctld slurmd munge
 AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || { sudo -n true 2>/dev/null && \
   echo sudo -n --preserve-env=OMP_NUM_THREADS,HF_HUB_OFFLINE PYTHONDONTWRITEBYTECODE=1; })
 test-slurm: install
-	@{ command -v slurmctld && command -v munged; } >/dev/null || $(AS_ROOT) sh -c '$(APT) || { apt-get update -qq && $(APT); }' \
+	@{ command -v slurmctld && command -v munged; } >/dev/null || $(AS_ROOT) sh -c '$(APT) || { $(APT_GET) update && $(APT); }' \
 	  || echo "Slurm is not installed, and apt-get cannot install it here"
 	$(AS_ROOT) $(PYTEST) tests/slurm -m slurm
 
 # Where it cannot be installed, the tests say so and are skipped.
-CHROMIUM := apt-get install -y -qq --no-install-recommends chromium-headless-shell
+CHROMIUM := $(APT_GET) install --no-install-recommends chromium-headless-shell
 test-browser: install $(VENV)/browser/.installed
 	@{ command -v chromium-headless-shell || command -v chromium || command -v google-chrome; } >/dev/null || \
-	  $(AS_ROOT) sh -c '$(CHROMIUM) || { apt-get update -qq && $(CHROMIUM); }' || echo "Chromium cannot be installed here"
+	  $(AS_ROOT) sh -c '$(CHROMIUM) || { $(APT_GET) update && $(CHROMIUM); }' || echo "Chromium cannot be installed here"
 	PYTHONPATH=$(CURDIR)/$(VENV)/browser $(PYTEST) tests/view -m browser
 
 test-engines: install sglang

@@ -5,15 +5,15 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
 from dppo_megatron.bank import BankReader
+from tests.support import runs
 from tests.support.runs import (
     GROUPS,
-    STEPS,
-    config_tree,
     descendants,
     environment,
     records,
@@ -24,6 +24,14 @@ from tests.support.runs import (
     weights_digest,
     write_config,
 )
+
+STEPS = 10  # so many that a run can be ended in each of several lives
+
+
+def config_tree(task, run_dir, *, urls=()):
+    tree = runs.config_tree(task, run_dir, urls=urls)
+    tree["train"]["steps"] = STEPS
+    return tree
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +78,7 @@ def test_a_run_trains_publishes_and_deletes_rollouts_that_no_checkpoint_needs(ta
     check_complete(tmp_path / "run", uninterrupted)
     left = sorted(path.name for path in (tmp_path / "run/bank").glob("*.bin"))
     assert "segment-000000.bin" not in left
-    assert left[-1] == "segment-000003.bin"
+    assert left[-1] == f"segment-{STEPS - 1:06d}.bin"
     shutil.rmtree(tmp_path / "run/checkpoints" / f"step-{STEPS:06d}")
     run("train", config, "--resume")
     check_complete(tmp_path / "run", uninterrupted)
@@ -96,10 +104,15 @@ def test_the_secret_is_in_no_file_of_a_run_or_of_its_engine(task, engine, uninte
     assert stat.S_IMODE(uninterrupted.stat().st_mode) == 0o700
 
 
-def start_until(config, step, output, *options):
-    """Starts a run, or goes on with it, and returns when it has trained `step`."""
+def start_until_a_step(config, run_dir, output, *options):
+    """Starts a run, or goes on with it, and returns when it has trained a step."""
+    begun = time.time()
     process = start("train", config, *options, output=output)
-    wait_until(lambda: f"step {step}/" in shown(output), f"step {step}", process, output)
+
+    def trained():
+        return any(r["time"] > begun for r in records(run_dir) if "time/step_s" in r)
+
+    wait_until(trained, "a step", process, output)
     return process
 
 
@@ -126,22 +139,22 @@ def test_however_it_is_ended_it_goes_on_and_equals_an_undisturbed_run(task, engi
     run_dir, outputs = tmp_path / "run", [tmp_path / f"out-{life}" for life in range(4)]
     config = write_config(config_tree(task, run_dir, urls=(engine.url,)), tmp_path / "c.yaml")
 
-    process = start_until(config, 1, outputs[0])
+    process = start_until_a_step(config, run_dir, outputs[0])
     children = descendants(process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
     assert not still_there(children)
     assert "--resume" in shown(outputs[0])
 
-    for step, part, named, output in (
-        (2, "dppo_megatron orchestrator", "orchestrator ended", outputs[1]),
-        (3, "dppo_megatron trainer", "trainer-", outputs[2]),
+    for part, named, output in (
+        ("dppo_megatron orchestrator", "orchestrator ended", outputs[1]),
+        ("dppo_megatron trainer", "trainer-", outputs[2]),
     ):
-        assert kill_a_part(start_until(config, step, output, "--resume"), part) == 1
+        assert kill_a_part(start_until_a_step(config, run_dir, output, "--resume"), part) == 1
         assert named in shown(output)
         assert "SIGKILL" in shown(output)
 
-    process = start_until(config, 3, outputs[3], "--resume")
+    process = start_until_a_step(config, run_dir, outputs[3], "--resume")
     children = descendants(process)
     process.kill()
     process.wait()
@@ -158,7 +171,7 @@ def test_a_killed_engine_ends_a_run_without_restarts_which_goes_on(task, uninter
     tree = config_tree(task, tmp_path / "run")
     tree["engine"]["restarts"] = 0
     config = write_config(tree, tmp_path / "c.yaml")
-    process = start_until(config, 2, tmp_path / "out")
+    process = start_until_a_step(config, tmp_path / "run", tmp_path / "out")
     assert kill_a_part(process, "api_server") == 1
     assert "engine-0 ended" in shown(tmp_path / "out")
     assert "SIGKILL" in shown(tmp_path / "out")
@@ -182,8 +195,8 @@ def test_resume_under_settings_of_another_run_is_refused(task, engine, uninterru
 
 
 def replay(task, bank, directory, world_size):
-    """Trains on an existing bank: no engine, no orchestrator."""
-    tree = config_tree(task, directory / "run")
+    """Trains on the first steps of an existing bank: no engine, no orchestrator."""
+    tree = runs.config_tree(task, directory / "run")
     tree["parallel"] = {"world_size": world_size, "tensor": world_size}
     tree["rollout"]["bank"] = str(bank)
     tree["optimizer"]["eps"] = 1e-4  # with the usual one, rounding decides the sign of the smallest updates
@@ -194,7 +207,7 @@ def replay(task, bank, directory, world_size):
 @pytest.mark.slow
 def test_tensor_parallel_sizes_agree_on_the_same_bank(task, uninterrupted, tmp_path_factory):
     one, two = (replay(task, uninterrupted / "bank", tmp_path_factory.mktemp(f"tp{n}"), n) for n in (1, 2))
-    assert len(one) == len(two) == STEPS
+    assert len(one) == len(two) == runs.STEPS
     for a, b in zip(one, two, strict=True):
         # Advantages of a group add up to 0, so near the rollout policy the loss is what is left of terms of ~0.1.
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-5, abs=1e-6)
