@@ -31,6 +31,7 @@ STEPS = 10  # so many that a run can be ended in each of several lives
 def config_tree(task, run_dir, *, urls=()):
     tree = runs.config_tree(task, run_dir, urls=urls)
     tree["train"]["steps"] = STEPS
+    tree["optimizer"]["lr"] = 2e-4  # so slow that no step is without a reward to learn from
     return tree
 
 
@@ -59,6 +60,7 @@ def test_a_run_trains_publishes_evaluates_and_reports(uninterrupted):
     assert len(probes) == STEPS + 1
     assert max(probes) < 1e-4
     trained = [r for r in everything if "time/step_s" in r]
+    assert len(trained) == STEPS
     assert all(r["mismatch/max_abs_logprob_difference"] < 1e-4 for r in trained)
     assert all(r["train/grad_norm"] > 0 for r in trained)
     assert (uninterrupted / "report" / "curves.png").stat().st_size > 10_000
