@@ -50,11 +50,11 @@ test-cpu: install
 
 test-all: test-here test-elsewhere
 
-# In .venv alone, and with what `environments` installs. What is one process at a time runs two beside each other.
-test-here: test-cpu
-	$(MAKE) --jobs 2 study-smoke test-megatron-next
-test-elsewhere: test-engines
-	$(MAKE) --jobs 2 test-slurm test-integrations test-verifiers test-browser
+# In .venv alone, and with what `environments` installs. Beside the largest run the others, one after the other.
+test-here:
+	$(MAKE) --jobs 2 test-cpu study-smoke test-megatron-next
+test-elsewhere:
+	$(MAKE) --jobs 2 test-engines test-slurm test-integrations test-verifiers test-browser
 
 test-parallel: install
 	$(PYTEST) tests/parallel -m ""

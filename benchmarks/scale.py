@@ -38,7 +38,6 @@ from scale_parts import (
     Shape,
     Watcher,
     bank_batches,
-    cpu_seconds,
     drop_cache,
     segment,
     write_run,
@@ -78,7 +77,6 @@ class Measured:
     cold_s: list[float] = field(default_factory=list)  # of all ranks, from the disk
     cold_bytes: list[int] = field(default_factory=list)
     peaks: dict[str, Peaks] = field(default_factory=dict)
-    store_cpu_s: float = 0.0  # of the orchestrator, without its start
     seconds: float = 0.0  # from the first publish to the last
 
     def pace(self) -> Pace:
@@ -146,7 +144,6 @@ def wait_until_started(config: Config, filling: subprocess.Popen) -> None:
 def run(config: Config, ranks: RankProcesses, filling: subprocess.Popen, train_s: float, watcher: Watcher) -> Measured:
     measured, first = Measured(), bank_batches(config, 0)
     wait_until_started(config, filling)
-    start_cpu_s = cpu_seconds(filling.pid)
     asyncio.run(publish(config, 0))
     began = time.perf_counter()
     for step in range(config.train.steps):
@@ -173,7 +170,6 @@ def run(config: Config, ranks: RankProcesses, filling: subprocess.Popen, train_s
     measured.seconds = time.perf_counter() - began
     filling.wait(120)
     measured.peaks = watcher.end()
-    measured.store_cpu_s = measured.peaks["orchestrator"].cpu_s - start_cpu_s
     for step in range(config.train.steps):
         measured.disk_mb_s.append(ranks.raw_speed(segment(config, step)))
         drop_cache(segment(config, step))
@@ -184,7 +180,7 @@ def run(config: Config, ranks: RankProcesses, filling: subprocess.Popen, train_s
 
 
 def predicted(config: Config, measured: Measured, tokens_per_s: float) -> Pace:
-    """From the lengths in the bank and the orchestrator's measured rate: bytes stored in a second of its CPU time."""
+    """From the lengths in the bank and the speed at which the first step was stored, beside all that runs here."""
     reader = BankReader(RunDir(config.run.dir).bank)
     entries = reader.entries(0, reader.refresh())
     stored, tokens = sum(entry.size for entry in entries), sum(int(entry.sampled.sum()) for entry in entries)
@@ -196,7 +192,7 @@ def predicted(config: Config, measured: Measured, tokens_per_s: float) -> Pace:
         steps=config.train.steps,
         tokens_per_s=tokens_per_s,
         bytes_per_token=stored / tokens,
-        store_bytes_per_s=stored / max(measured.store_cpu_s, 1e-9),
+        store_bytes_per_s=sum(entry.size for entry in entries[: config.rollout.prompts_per_step]) / measured.wait_s[0],
         train_s=actual.train_s,
         read_s=actual.read_s,
         publish_s=actual.publish_s,

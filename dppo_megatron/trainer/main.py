@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+from functools import cache
 
 from dppo_megatron.actor import Actor, Layout, init_layout
 from dppo_megatron.bank import BankReader
 from dppo_megatron.common.open_files import raise_limit
 from dppo_megatron.common.ranks import Ranks, authenticate
 from dppo_megatron.config import Config
-from dppo_megatron.data.prompts import training_prompts
+from dppo_megatron.data.prompts import PromptSource, training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.secret import make_secret, read_secret
@@ -72,12 +72,15 @@ def run_trainer(config: Config, *, resume: bool) -> None:
         actor.load_start()
     log.info("starting at step %d of %d", first_step or 0, config.train.steps)
 
-    tokenizer = load_tokenizer(config.model.path)
-    # Only where called: it reads and tokenizes the whole file.
-    prompts = partial(training_prompts, config, tokenizer)
+    # Only where called: transformers takes a second to import, and the prompts' file is read and tokenized whole.
+    tokenizer = cache(lambda: load_tokenizer(config.model.path))
+
+    def prompts() -> PromptSource:
+        return training_prompts(config, tokenizer())
+
     rank, size = layout.data_parallel_rank, layout.data_parallel_size
     if config.objective.supervised:
-        source = SupervisedBatches(config, prompts(), tokenizer, rank, size)
+        source = SupervisedBatches(config, prompts(), tokenizer(), rank, size)
     else:
         source = BankBatches(
             config, BankReader(config.rollout.bank or run.bank), objective, rank, size, parts_of(actor)
@@ -89,7 +92,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
         if not colocated:
             engines = _connect(config, run, layout, control)
         publisher = build_publisher(config, actor, engines, tokens)
-    with RankZeroRecorder(config, layout.rank, first_step, lambda token: tokenizer.decode([token])) as recorder:
+    with RankZeroRecorder(config, layout.rank, first_step, lambda token: tokenizer().decode([token])) as recorder:
         with control, checkpoints:
             done = train(
                 config,

@@ -7,7 +7,7 @@ import pytest
 from safetensors import safe_open
 
 from dppo_megatron.bank import BankReader
-from tests.support.runs import GROUPS, STEPS, config_tree, records, run, steps_done, write_config
+from tests.support.runs import GROUPS, STEPS, config_tree, records, run, start_engine, steps_done, write_config
 
 pytestmark = pytest.mark.engines
 TOPK = {"name": "dppo_topk_tv", "settings": {"delta": 0.2}}
@@ -60,11 +60,24 @@ VARIANTS = {
         "objective": TOPK,
     },
 }
+# Those that ask nothing of a server's start share one; the others start theirs, as runs do.
+SHARED = {
+    **dict.fromkeys(("broadcast", "asynchronous", "truncated", "lora"), "engine"),
+    **dict.fromkeys(("bf16", "bf16_engine"), "engine_in_bf16"),
+}
+
+
+@pytest.fixture(scope="module")
+def engine_in_bf16(task, tmp_path_factory):
+    server = start_engine(task, tmp_path_factory.mktemp("bf16_engine"), dtype="bf16")
+    yield server
+    server.end()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_run_trains_to_its_end(task, tmp_path, name):
-    tree = config_tree(task, tmp_path / "run")
+def test_a_run_trains_to_its_end(task, tmp_path, request, name):
+    urls = (request.getfixturevalue(SHARED[name]).url,) if name in SHARED else ()
+    tree = config_tree(task, tmp_path / "run", urls=urls)
     for section, settings in VARIANTS[name].items():
         tree[section] = tree.get(section, {}) | settings
     run("train", write_config(tree, tmp_path / "c.yaml"))
@@ -90,8 +103,8 @@ def test_a_run_trains_to_its_end(task, tmp_path, name):
     assert all("abort" not in entry.finish_reasons for entry in reader.entries(0, STEPS * GROUPS))
 
 
-def test_a_mismatch_beyond_the_limit_ends_the_run(task, tmp_path):
-    tree = config_tree(task, tmp_path / "run")
+def test_a_mismatch_beyond_the_limit_ends_the_run(task, engine_in_bf16, tmp_path):
+    tree = config_tree(task, tmp_path / "run", urls=(engine_in_bf16.url,))
     tree["engine"]["dtype"] = "bf16"
     tree["weight_sync"] = {"probe_tolerance": 0.3}
     tree["rollout"]["max_mismatch_kl"] = 1e-9

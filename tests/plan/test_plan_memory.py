@@ -15,7 +15,7 @@ from dppo_megatron.plan import Load, RankBuilder, estimate, hardware
 from tests.plan.measured import measure_checkpoints, measure_updates
 from tests.support.configs import make_config
 
-TOKENS = 1024
+TOKENS = 512
 DENSE = {  # large enough that activations, logits and states all count
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

@@ -1,7 +1,7 @@
 """Ranks for the tests: processes that are started once per world size and run functions named by reference.
 
 Every suite that needs several ranks uses these. The processes come from one fork server, which imports torch and
-Megatron-core once.
+Megatron-core once, and for `commands` what a command imports.
 """
 
 from __future__ import annotations
@@ -29,11 +29,16 @@ TIMEOUT_S = 300.0
 MOST_THREADS = 24  # of a rank; with more it is replaced by a new process, which costs a fork
 RANKS = "TEST_RANKS"  # environment: names these processes, for files of their own in a directory that others had
 TORCH = ("torch", "torch.distributed", "torch._dynamo")  # dispatch modes need Dynamo
-MEGATRON = (*TORCH, "dppo_megatron.actor")
+ALL = (
+    *TORCH,
+    "dppo_megatron.actor",
+    *("dppo_megatron.cli", "dppo_megatron.launch.local_run", "dppo_megatron.observability.curves"),
+    *("transformers.models.auto.tokenization_auto", "matplotlib.figure"),
+)
 
 
 @functools.cache
-def fork_server(preload: tuple[str, ...] = MEGATRON) -> ForkServerContext:
+def fork_server(preload: tuple[str, ...] = ALL) -> ForkServerContext:
     """Starts processes with `preload` already imported. The server is one for all: the first `preload` holds."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = multiprocessing.get_context("forkserver")
@@ -57,7 +62,7 @@ class Ranks:
     in time the processes are killed, and the next function starts others.
     """
 
-    def __init__(self, size: int, backend: str | None = None, preload: tuple[str, ...] = MEGATRON) -> None:
+    def __init__(self, size: int, backend: str | None = None, preload: tuple[str, ...] = ALL) -> None:
         self.size = size
         self._backend = backend
         self._context = fork_server(preload)

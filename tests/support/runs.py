@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import psutil
 import yaml
 
 from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
+from tests.support.commands import Command
 
 STEPS, GROUPS, SAMPLES = 4, 4, 4
 TIMEOUT_S = 300
@@ -25,7 +26,7 @@ TIMEOUT_S = 300
 @dataclass
 class Engine:
     url: str
-    process: subprocess.Popen
+    process: Command
     directory: Path
 
     def end(self) -> None:
@@ -69,57 +70,57 @@ def write_config(tree: dict, path: Path) -> Path:
     return path
 
 
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "dppo_megatron", *map(str, arguments)]
-
-
 def environment(**variables: str) -> dict[str, str]:
     """Of a process that a test starts. SIGABRT makes it say where its threads are."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **variables}
 
 
-def start(*arguments: str | Path, output: Path) -> subprocess.Popen:
-    with output.open("ab") as file:
-        return subprocess.Popen(
-            command(*arguments), stdout=file, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
-        )
+def start(*arguments: str | Path, output: Path) -> Command:
+    return Command(*arguments, output=output, errors=output, variables=environment(), session=True)
 
 
 def run(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess:
     """Of a command that waits in vain: where its processes wait, and the ends of the logs that it names."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command(*arguments), env=environment(), text=True, **pipes) as process:
+    with tempfile.TemporaryDirectory() as directory:
+        output, errors = Path(directory, "stdout"), Path(directory, "stderr")
+        process = Command(*arguments, output=output, errors=errors, variables=environment())
         try:
-            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+            process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            for member in [*descendants(process), process]:
+            for member in [*descendants(process), psutil.Process(process.pid)]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.send_signal(signal.SIGABRT)
-            stdout, stderr = process.communicate()
-            logs = [log for line in stdout.splitlines() for log in Path(line.rpartition("logs in ")[2]).glob("*.log")]
+            process.wait()
+            logs = [
+                log
+                for line in output.read_text().splitlines()
+                for log in Path(line.rpartition("logs in ")[2]).glob("*.log")
+            ]
             ends = "\n".join(f"== {log}\n{log.read_text()[-12000:]}" for log in logs)
-            raise AssertionError(f"not over after {TIMEOUT_S} s\n{stdout}\n{stderr}\n{ends}") from None
-    if check:
-        assert process.returncode == 0, f"{stdout}\n{stderr}"
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+            said = f"{output.read_text()}\n{errors.read_text()}"
+            raise AssertionError(f"not over after {TIMEOUT_S} s\n{said}\n{ends}") from None
+        done = subprocess.CompletedProcess(process.args, process.returncode, output.read_text(), errors.read_text())
+    assert not check or done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
 
 
-def engine_tree(task: Path, directory: Path) -> dict:
+def engine_tree(task: Path, directory: Path, **settings: object) -> dict:
     """Of an engine that several runs share: all know its secret, and it loads the weights of all."""
     tree = config_tree(task, directory)
-    tree["engine"] |= {"secret_file": str(task / "secret"), "env": {ROOTS_VARIABLE: str(directory.parent)}}
+    tree["engine"] |= {"secret_file": str(task / "secret"), "env": {ROOTS_VARIABLE: str(directory.parent)}, **settings}
     return tree
 
 
-def start_engine(task: Path, directory: Path) -> Engine:
-    config = write_config(engine_tree(task, directory), directory / "config.yaml")
+def start_engine(task: Path, directory: Path, **settings: object) -> Engine:
+    """settings: of the section `engine`."""
+    config = write_config(engine_tree(task, directory, **settings), directory / "config.yaml")
     process = start("engine", config, output=directory / "engine.out")
     service = directory / "services" / "engine-0.json"
     wait_until(service.exists, "the engine", process, directory / "engine.out")
     return Engine(json.loads(service.read_text())["url"], process, directory)
 
 
-def wait_until(condition, what: str, process: subprocess.Popen, output: Path, timeout_s: float = TIMEOUT_S) -> None:
+def wait_until(condition, what: str, process: Command, output: Path, timeout_s: float = TIMEOUT_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         shown = output.read_text() if output.exists() else ""
@@ -128,7 +129,7 @@ def wait_until(condition, what: str, process: subprocess.Popen, output: Path, ti
         time.sleep(0.02)
 
 
-def end_session(process: subprocess.Popen) -> None:
+def end_session(process: Command) -> None:
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(30)
@@ -137,7 +138,7 @@ def end_session(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def descendants(process: subprocess.Popen) -> list[psutil.Process]:
+def descendants(process: Command) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 

@@ -93,6 +93,7 @@ def vllm_environment(config: Config, version: int, *, device: Device | None = No
             "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
             "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the cores from trainer and API process
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "TORCHDYNAMO_DISABLE": "1",  # of the small functions that eager mode leaves compiled: 2 s before the first publish
+            # Eager mode leaves some small functions compiled, which takes 2 s before the first publish.
+            "TORCHDYNAMO_DISABLE": "1",
         }
     return environment | config.engine.env
