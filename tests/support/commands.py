@@ -30,6 +30,7 @@ class Command:
         )
         self._process.start()
         self.pid: int = self._process.pid
+        atexit.register(self.kill)  # of a test that failed: the interpreter would wait for it
 
     @property
     def returncode(self) -> int | None:
