@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.serving import Device, device_here
+from dppo_megatron.engines.serving import Device, cpu_threads, device_here
 from dppo_megatron.hf import read_hf_config
 
 from .client import CONTEXT_MARGIN
@@ -98,8 +98,7 @@ def sglang_environment(config: Config, _version: int, *, device: Device | None =
             "SGLANG_USE_CPU_ENGINE": "1",
             "PYTHONPATH": f"{CPU_ENVIRONMENT}{os.pathsep}{PLUGIN}",
             "TORCHDYNAMO_DISABLE": "1",  # one small function, for which a compiler would have to be there
-            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the cores from trainer and API process
+            **cpu_threads(config),
         }
     return environment | config.engine.env
 

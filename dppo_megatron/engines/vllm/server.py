@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.serving import Device, device_here
+from dppo_megatron.engines.serving import Device, cpu_threads, device_here
 from dppo_megatron.hf import read_hf_config
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be
@@ -90,8 +89,7 @@ def vllm_environment(config: Config, version: int, *, device: Device | None = No
         environment |= {
             # On the CPU this keeps the only worker in the engine process: one process and one hop a step less.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the cores from trainer and API process
+            **cpu_threads(config),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # Eager mode leaves some small functions compiled, which takes 2 s before the first publish.
             "TORCHDYNAMO_DISABLE": "1",
