@@ -29,7 +29,7 @@ from dppo_megatron.environments.journals import Journals
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Prompt, RolloutGroup
-from dppo_megatron.weights.published import POLL_S, PublishedFollower, PublishedPolicy
+from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
 
 from .dynamic_sampling import NO_SIGNAL, SignalFilter, describe_drop
 from .evaluation import Evaluator
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 TOO_STALE = "too_stale"  # the reason in the bank
 MOST_WRITES = 4  # with more of them on their way to the disk, no further group is begun
 LONGEST_WRITE_S = 300.0
+LOOK_S = 0.02  # between looks for a newer policy, which lets further groups begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class Orchestrator:
                     begun += 1
                 done, _ = await asyncio.wait(
                     {*running, *self._evaluations},
-                    timeout=POLL_S if rollout.max_staleness else None,
+                    timeout=LOOK_S if rollout.max_staleness else None,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 for task in done & self._evaluations:

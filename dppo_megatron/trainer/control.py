@@ -6,12 +6,12 @@ import signal
 import time
 
 from dppo_megatron.common.ranks import Ranks
+from dppo_megatron.common.retry import look_again_s
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.weight_sync import Publisher
 
 from .batches import BatchSource
 
-POLL_S = 0.005
 LAG_S = 2.0  # between checks for engines that came back
 ROUND_S = 60.0  # the longest that other ranks wait in one broadcast
 GO, STOP, STALLED, LAG, WAIT = 0, 1, 2, 3, 4
@@ -74,8 +74,8 @@ class Control:
         return decision != LAG
 
     def _watch(self, source: BatchSource, step: int, publisher: Publisher | None) -> int:
-        look = time.monotonic() + LAG_S
-        until = time.monotonic() + ROUND_S
+        began = time.monotonic()
+        look, until = began + LAG_S, began + ROUND_S
         while not self._stop:
             if source.ready(step):
                 return GO
@@ -89,7 +89,7 @@ class Control:
                 if publisher.engines_lag():
                     return LAG
                 look = time.monotonic() + LAG_S
-            time.sleep(POLL_S)
+            time.sleep(look_again_s(time.monotonic() - began))
         return STOP
 
     def _on_signal(self, _number: int, _frame: object) -> None:

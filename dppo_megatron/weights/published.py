@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from dppo_megatron.common.files import parse_as, read_as, write_json
+from dppo_megatron.common.retry import look_again_s
 from dppo_megatron.errors import ExpectedError
-
-POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,8 @@ class PublishedFollower:
 
         Raises `PolicyTimeout` when no new version of any number appeared for the timeout.
         """
-        last, since = self.current, time.monotonic()
+        last, began = self.current, time.monotonic()
+        since = began
         while True:
             policy = self.current
             if policy is not None and policy.version >= version:
@@ -80,4 +80,4 @@ class PublishedFollower:
                     f"waited {self._timeout_s:.0f} s (run.stall_timeout_s) for policy version {version} in "
                     f"{self._path}, found {have}; see the trainer's log"
                 )
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(look_again_s(time.monotonic() - began))

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dppo_megatron.common.retry import RetryBudget, retry, retry_async, wait_until
+from dppo_megatron.common.retry import RetryBudget, look_again_s, retry, retry_async, wait_until
 
 
 class Busy(Exception):
@@ -122,3 +122,9 @@ def test_waiting_returns_the_first_true_value_or_the_last_false_one():
 def test_a_budget_has_a_bound():
     with pytest.raises(ValueError, match="attempts, timeout_s or both"):
         RetryBudget()
+
+
+def test_a_look_at_a_file_comes_soon_at_first_and_adds_a_hundredth_to_a_long_wait():
+    assert look_again_s(0.0) == 0.005
+    assert look_again_s(3.0) == pytest.approx(0.03)
+    assert look_again_s(3600.0) == 0.1
