@@ -45,6 +45,7 @@ from scale_parts import (
 from table_engines import TableSettings
 
 from dppo_megatron.bank import BankReader
+from dppo_megatron.common.retry import look_again_s
 from dppo_megatron.config import Config, read_config
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.secret import make_secret
@@ -53,7 +54,6 @@ from dppo_megatron.fleet.registry import engine_services
 from dppo_megatron.observability.tail import read_records
 from dppo_megatron.plan.pace import Pace, PaceSettings, predict
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.trainer.control import POLL_S
 from dppo_megatron.weights.published import PublishedPolicy
 
 HERE = Path(__file__).parent
@@ -138,7 +138,7 @@ def wait_until_started(config: Config, filling: subprocess.Popen) -> None:
         check_alive(config, filling)
         if time.monotonic() > deadline:
             sys.exit(f"the orchestrator has not opened its bank within {START_S} s")
-        time.sleep(POLL_S)
+        time.sleep(0.1)
 
 
 def run(config: Config, ranks: RankProcesses, filling: subprocess.Popen, train_s: float, watcher: Watcher) -> Measured:
@@ -150,7 +150,7 @@ def run(config: Config, ranks: RankProcesses, filling: subprocess.Popen, train_s
         at = time.perf_counter()
         while not first.ready(step):
             check_alive(config, filling)
-            time.sleep(POLL_S)
+            time.sleep(look_again_s(time.perf_counter() - at))
         measured.wait_s.append(time.perf_counter() - at)
         seconds, readings = ranks.read(step)
         reader = BankReader(RunDir(config.run.dir).bank)
