@@ -27,6 +27,7 @@ def install() -> None:
     _patch_streams()
     _patch_experts()
     _patch_uneven_exchange()
+    _patch_exchange_with_oneself()
 
 
 def import_without_compiled_fusions() -> None:
@@ -89,6 +90,14 @@ def _patch_uneven_exchange() -> None:
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
     mappings._gather_along_first_dim = functools.partial(_gather_unevenly, gather)
     mappings._reduce_scatter_along_first_dim = functools.partial(_reduce_scatter_unevenly, reduce_scatter)
+
+
+def _patch_exchange_with_oneself() -> None:
+    """Gradients and parameters of a single replica go nowhere: NCCL then does nothing, gloo copies all of them."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    buffers.dist_all_gather_func = functools.partial(_unless_in_place, buffers.dist_all_gather_func)
+    buffers.dist_reduce_scatter_func = functools.partial(_unless_in_place, buffers.dist_reduce_scatter_func)
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -173,6 +182,12 @@ def _reduce_scatter_unevenly(evenly, input_, group, input_split_sizes=None, use_
     total = input_.clone()
     dist.all_reduce(total, group=group)
     return total.split(list(input_split_sizes))[group.rank()].clone()
+
+
+def _unless_in_place(exchange, out, input_, **settings):
+    if settings["group"].size() == 1 and out.data_ptr() == input_.data_ptr():
+        return None
+    return exchange(out, input_, **settings)
 
 
 def _to_host(tensor, as_numpy=False, record_stream=False):
