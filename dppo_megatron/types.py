@@ -104,5 +104,7 @@ class TokenBatch:
     old_topk_logprob: torch.Tensor | None = None  # [T, K] fp32, of topk_ids by the same weights
     old_other_logprob: torch.Tensor | None = None  # [T] fp32, of all tokens but topk_ids and the target
     reference_logprob: torch.Tensor | None = None  # [T] fp32, by the run's start model
+    # Computed once where possible: the first so many tokens of a sequence are those of the sequence before it.
+    shared_prefix: torch.Tensor | None = None  # [B] int32, 0 = none; the same of all sequences with one beginning
     # Routing replay: the experts of each MoE layer that read token_ids[t], -1 where the trainer chooses itself.
     routed_experts: torch.Tensor | None = None  # [T, L, k] int16

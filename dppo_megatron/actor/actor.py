@@ -34,7 +34,7 @@ from .forward import LossStep
 from .layout import Layout
 from .loss_scale import LossScale
 from .model import PolicyModel, build_model
-from .model_config import transformer_config, use_transformer_engine
+from .model_config import shares_prefixes, transformer_config, use_transformer_engine
 from .optimizer import build_optimizer, build_schedule, learning_rate, optimizer_step, wrap_data_parallel
 from .parameter_gather import ParameterGather
 from .reduction import reduce_reports
@@ -103,6 +103,7 @@ class Actor:
         self._writing: BackgroundWrite | None = None
         self.routing = RoutingReplay(self.hf, self.model_chunks) if config.rollout.routing_replay else None
         self.packer = Packer.of(self.hf, config, layout, self.routing.held_layers if self.routing else None)
+        self.shares_prefixes = shares_prefixes(self.hf, config)  # what micro-batches may say of their sequences
         self._scorer = Scorer(self.model, self.packer, layout, self.hf.vocab_size, config.train.micro_batch_tokens)
         self._forward_backward = partial(
             get_forward_backward_func(),

@@ -37,9 +37,39 @@ def overlaps_communication(config: Config) -> bool:
     return torch.cuda.is_available() if config.parallel.overlap is None else config.parallel.overlap
 
 
+def shares_prefixes(hf: HFModelConfig, config: Config) -> bool:
+    """What `train.share_prefixes` means for this model on this machine."""
+    wanted = config.train.share_prefixes
+    return not prefix_problems(hf, config) if wanted is None else wanted
+
+
+def prefix_problems(hf: HFModelConfig, config: Config) -> list[str]:
+    """Why a micro-batch cannot compute a prompt once for all of its samples."""
+    remedy = "or set train.share_prefixes to false"
+    why_not = (
+        (
+            use_transformer_engine(config),
+            "TransformerEngine's attention knows no sequence that continues rows of another; set model.layers to local",
+        ),
+        (
+            hf.mla is not None,
+            "Megatron's latent attention rotates each packed sequence from position 0; use another model",
+        ),
+        (config.parallel.context > 1, "ranks hold parts of each sequence; set parallel.context to 1"),
+        (config.engine.exact, "each row is computed as the engine does; set engine.exact to false"),
+        (
+            config.rollout.routing_replay,
+            "engines may route a prompt otherwise for each of its samples; set rollout.routing_replay to false",
+        ),
+    )
+    return [f"train.share_prefixes = true: {why}, {remedy}" for is_so, why in why_not if is_so]
+
+
 def model_problems(hf: HFModelConfig, config: Config) -> list[str]:
     """Every reason why `hf` cannot be trained here in the configured layout, each `setting = value: why; remedy`."""
     problems = machine_problems(config) + _family_problems(hf, config) + _layout_problems(hf, config.parallel)
+    if config.train.share_prefixes:
+        problems += prefix_problems(hf, config)
     return problems + lora_problems(hf, config)
 
 

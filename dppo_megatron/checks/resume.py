@@ -20,6 +20,7 @@ RESUMABLE_CHANGES = (
     "weight_sync",
     "run.stall_timeout_s",
     "train.micro_batch_tokens",
+    "train.share_prefixes",
     "optimizer.lr",
     "optimizer.min_lr",
     "optimizer.offload",

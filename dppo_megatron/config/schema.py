@@ -130,6 +130,10 @@ class TrainConfig(Section):
     steps: Count = Field(description="rollout batches to train on (policy versions)")
     updates_per_step: Count = Field(1, description="optimizer updates per rollout batch")
     micro_batch_tokens: Count = Field(8192, description="packed tokens per forward-backward on one rank")
+    share_prefixes: bool | None = Field(
+        None,
+        description="samples of a prompt that are in one micro-batch compute it once; default: where the layers can",
+    )
 
 
 class EngineConfig(Section):

@@ -1,9 +1,8 @@
-"""From sequences to packed micro-batches: a plan on lengths alone, then tensors for this rank's part."""
+"""From sequences to a packed micro-batch: tensors for the part of a plan (`micro_batches`) that is this rank's."""
 
 from __future__ import annotations
 
-import heapq
-import math
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,42 +74,13 @@ class TokenSequence:
         return len(self.response_ids) if self.sampled is None else int(self.sampled.sum())
 
 
-def plan_micro_batches(lengths: Sequence[int] | np.ndarray, data_parallel: int, budget: int) -> list[list[list[int]]]:
-    """Splits sequences of the given lengths over ranks and micro-batches.
-
-    lengths: tokens of each sequence. budget: most tokens of a micro-batch; a longer sequence gets one of its
-    own.
-    Returns `plan[rank][micro_batch]` -> ascending indices into `lengths`. Every index occurs once; every rank
-    has the same number of micro-batches, at least one, some possibly empty; the token counts of two ranks
-    differ by at most the longest sequence. Largest micro-batches come first, so that memory runs out at once
-    or not at all.
-    Equal arguments give equal plans. Raises `ValueError` for lengths, ranks or a budget below 1.
-    """
-    sizes = np.asarray(lengths, dtype=np.int64)
-    if data_parallel < 1 or budget < 1 or (len(sizes) and sizes.min() < 1):
-        raise ValueError(f"lengths, data_parallel = {data_parallel} and budget = {budget} must all be at least 1")
-    order = np.argsort(-sizes, kind="stable")
-    ordered = sizes[order].tolist()
-    bins = _fewest_bins(ordered, data_parallel, budget)
-    totals = [sum(ordered[i] for i in members) for members in bins]
-    by_load = sorted(range(len(bins)), key=lambda b: (-totals[b], b))
-    plan: list[list[list[int]]] = [[] for _ in range(data_parallel)]
-    loads = [0] * data_parallel
-    for start in range(0, len(bins), data_parallel):
-        # One of each round's near-equal bins to every rank, the largest to the rank that has least.
-        ranks = sorted(range(data_parallel), key=lambda rank: (loads[rank], rank))
-        for rank, b in zip(ranks, by_load[start : start + data_parallel], strict=True):
-            plan[rank].append(sorted(order[bins[b]].tolist()))
-            loads[rank] += totals[b]
-    return plan
-
-
-def pack(sequences: Sequence[TokenSequence], *, topk: int = 0) -> TokenBatch:
+def pack(sequences: Sequence[TokenSequence], *, topk: int = 0, share_prefixes: bool = False) -> TokenBatch:
     """One micro-batch on the CPU, sequences end to end in the given order.
 
     All sequences must have the same optional fields, those that the result has.
     Without sequences the result is a filler: a single masked token with zero loss weight, rollout fields and
     `topk` top-K entries, so that a rank with nothing to do runs the same collectives as the others.
+    share_prefixes: a prompt that is the same as that of the sequence before is to be computed once.
     Raises `ValueError` for an empty prompt, fields whose lengths or presence disagree, and weights or
     advantages that are not finite.
     """
@@ -192,11 +162,21 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0) -> TokenBatch:
         for start, size, s in zip(starts, sizes, sequences, strict=True):
             routed[start : start + size - 1] = s.routed_experts
         batch["routed_experts"] = torch.from_numpy(routed)
+    if share_prefixes:
+        batch["shared_prefix"] = torch.tensor(_shared_prefixes(sequences), dtype=torch.int32)
     if not finite:
         raise ValueError(
             "a loss_weight or advantage is not finite; it would make the gradient not finite of the whole batch"
         )
     return TokenBatch(**batch)
+
+
+def _shared_prefixes(sequences: Sequence[TokenSequence]) -> list[int]:
+    """Of each sequence the prompt tokens that are those of the one before it: all or none."""
+    shared = [0]
+    for before, own in itertools.pairwise(s.prompt_ids for s in sequences):
+        shared.append(len(own) if own is before or np.array_equal(own, before) else 0)
+    return shared
 
 
 def _filler(topk: int) -> TokenBatch:
@@ -214,39 +194,6 @@ def _filler(topk: int) -> TokenBatch:
         topk_ids=torch.full((1, topk), -1, dtype=torch.int32) if topk else None,
         rollout_topk_logprob=torch.zeros(1, topk) if topk else None,
     )
-
-
-def _fewest_bins(ordered: list[int], multiple: int, budget: int) -> list[list[int]]:
-    """Indices into `ordered` (descending) in the fewest bins, a multiple of `multiple`, that suffice."""
-    filled = sum(min(size, budget) for size in ordered)
-    needed = max(math.ceil(filled / budget), sum(size > budget / 2 for size in ordered), 1)
-    low, high = math.ceil(needed / multiple), math.ceil(max(len(ordered), 1) / multiple)
-    if (bins := _fill(ordered, low * multiple, budget)) is not None:
-        return bins
-    low += 1
-    best: list[list[int]] | None = None
-    step = 1  # from below, where it nearly always is: doubling, then by halves
-    while low < high:
-        middle = min(low + step - 1, (low + high) // 2)
-        if (bins := _fill(ordered, middle * multiple, budget)) is not None:
-            best, high, step = bins, middle, high
-        else:
-            low, step = middle + 1, 2 * step
-    # With a bin for every sequence the filling cannot fail.
-    return best or _fill(ordered, high * multiple, budget) or []
-
-
-def _fill(ordered: list[int], count: int, budget: int) -> list[list[int]] | None:
-    """Longest first, each into the emptiest bin; None when one does not fit there, and so nowhere."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    heap = [(0, b) for b in range(count)]
-    for index, size in enumerate(ordered):
-        load, b = heap[0]
-        if load and load + size > budget:
-            return None
-        bins[b].append(index)
-        heapq.heapreplace(heap, (load + size, b))
-    return bins
 
 
 def _check(sequences: Sequence[TokenSequence]) -> None:

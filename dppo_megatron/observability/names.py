@@ -38,6 +38,7 @@ _TRAIN = (
     ("train/loss_scale", "1", "fp16: what the loss was multiplied by in the step's last update"),
     ("train/sequences", "count", "responses trained on in this step"),
     ("train/tokens", "tokens", "prompt and response tokens trained on in this step"),
+    ("train/computed_rows", "tokens", "of those the model computed, each prompt once where samples share it"),
     ("train/entropy", "nats", "policy entropy, mean over trained tokens"),
     ("train/entropy_positive", "nats", "the same over trained tokens with advantage > 0"),
     ("train/entropy_negative", "nats", "the same over trained tokens with advantage < 0"),

@@ -14,7 +14,8 @@ import torch
 
 from dppo_megatron.bank import PARTS, BankEntry, BankReader
 from dppo_megatron.config import Config
-from dppo_megatron.data.packing import TokenSequence, pack, plan_micro_batches
+from dppo_megatron.data.micro_batches import Prefixes, computed_rows, plan_micro_batches
+from dppo_megatron.data.packing import TokenSequence, pack
 from dppo_megatron.data.prompts import PromptSource
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.objectives import Objective, sequence_weights
@@ -49,7 +50,8 @@ class UpdateBatch:
 
     micro_batches: list[TokenBatch]
     sequences: int  # computed over all ranks
-    tokens: int  # computed over all ranks
+    tokens: int  # of those
+    rows: int  # computed for them: fewer than tokens where sequences share a prefix
     stored: tuple[StoredSequence, ...] = ()
 
 
@@ -74,6 +76,7 @@ class BankBatches:
     """Batch of step s: bank groups [s*G, (s+1)*G), in prompt order so that a resumed run sums in the same order.
 
     Reads the samples of data-parallel rank `rank` alone, and of those the `parts` that `parts_of` says this rank needs.
+    share_prefixes: samples of a group are kept together, to compute their prompt once (`Actor.shares_prefixes`).
     """
 
     def __init__(
@@ -84,8 +87,11 @@ class BankBatches:
         rank: int,
         size: int,
         parts: Sequence[str] = PARTS,
+        *,
+        share_prefixes: bool = False,
     ):
         self._config = config
+        self._share_prefixes = share_prefixes
         self._parts = parts
         self._reader = reader
         self._objective = objective
@@ -210,8 +216,10 @@ class BankBatches:
         computed = np.array([(g, i) for g, of in enumerate(of_groups) for i in of])
         if not len(computed):
             return None
-        lengths = [int(entries[g].prompt_tokens + entries[g].response_lengths[i]) for g, i in computed]
-        plan = plan_micro_batches(lengths, self._size, self._config.train.micro_batch_tokens)
+        prompts = np.array([entries[g].prompt_tokens for g, _ in computed])
+        lengths = prompts + [entries[g].response_lengths[i] for g, i in computed]
+        prefixes = Prefixes(computed[:, 0], prompts) if self._share_prefixes else None
+        plan = plan_micro_batches(lengths, self._size, self._config.train.micro_batch_tokens, prefixes)
         topk = self._config.rollout.topk_logprobs if "topk" in self._parts else 0
         micro_batches = []
         for indices in plan[self._rank]:  # one after the other: what is read is packed, and its memory used again
@@ -220,9 +228,10 @@ class BankBatches:
                 g: self._sequences(entries[g], own[own[:, 0] == g, 1].tolist(), advantages[g], weights[g])
                 for g in np.unique(own[:, 0])
             }
-            micro_batches.append(pack([read[g][i] for g, i in own], topk=topk))
+            micro_batches.append(pack([read[g][i] for g, i in own], topk=topk, share_prefixes=self._share_prefixes))
         stored = self._stored(entries, computed, plan[self._rank])
-        return UpdateBatch(micro_batches, len(computed), sum(lengths), stored)
+        rows = sum(computed_rows(batch, lengths, prefixes) for of_rank in plan for batch in of_rank)
+        return UpdateBatch(micro_batches, len(computed), int(lengths.sum()), rows, stored)
 
     def _stored(
         self, entries: Sequence[BankEntry], computed: np.ndarray, plan: list[list[int]]
@@ -303,4 +312,4 @@ class SupervisedBatches:
             pack([TokenSequence.of_answer(prompts[i], answers[i], loss_weight=float(weights[i])) for i in indices])
             for indices in plan[self._rank]
         ]
-        return UpdateBatch(micro_batches, len(prompts), sum(lengths))
+        return UpdateBatch(micro_batches, len(prompts), sum(lengths), sum(lengths))

@@ -83,7 +83,13 @@ def run_trainer(config: Config, *, resume: bool) -> None:
         source = SupervisedBatches(config, prompts(), tokenizer(), rank, size)
     else:
         source = BankBatches(
-            config, BankReader(config.rollout.bank or run.bank), objective, rank, size, parts_of(actor)
+            config,
+            BankReader(config.rollout.bank or run.bank),
+            objective,
+            rank,
+            size,
+            parts_of(actor),
+            share_prefixes=actor.shares_prefixes,
         )
     publisher = None
     if config.samples:

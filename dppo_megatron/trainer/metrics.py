@@ -136,6 +136,7 @@ class StepMetrics:
             "train/skipped_updates": float(sum(s.skipped for s in stats)),
             "train/sequences": float(sum(b.sequences for _, b in self._updates)),
             "train/tokens": float(sum(b.tokens for _, b in self._updates)),
+            "train/computed_rows": float(sum(b.rows for _, b in self._updates)),
             "time/forward_backward_s": sum(s.forward_backward_s for s in stats),
             "time/optimizer_s": sum(s.optimizer_s for s in stats),
         }

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dppo_megatron.actor.batch.packing import PackedSequences
-from dppo_megatron.actor.cpu.attention import PackedAttention, plan_segments
+from dppo_megatron.actor.cpu.attention import PackedAttention
 from dppo_megatron.actor.cpu.rope import rope_tables, rotate
+from dppo_megatron.actor.cpu.segments import plan_segments
 
 LENGTHS = {
     "short": [3, 1, 16, 2, 9, 9, 16, 32],

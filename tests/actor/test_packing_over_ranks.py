@@ -9,7 +9,8 @@ import torch
 
 from dppo_megatron.actor.batch.context import gathered_places, rows_of_rank
 from dppo_megatron.actor.batch.packing import Packer, at_rows, filler
-from dppo_megatron.actor.cpu.attention import PackedAttention, plan_segments
+from dppo_megatron.actor.cpu.attention import PackedAttention
+from dppo_megatron.actor.cpu.segments import plan_segments
 from tests.support.actor_cases import VOCAB, pack, sequences
 
 
@@ -129,5 +130,7 @@ def test_a_gathered_plan_sees_what_each_query_may(monkeypatch):
     of_ranks = [rows_of_rank(bounds, rank, size) for rank in range(size)]
     monkeypatch.setattr(attention, "gather_rows", lambda own, group: torch.cat((key, value), -1)[torch.cat(of_ranks)])
     for rank, rows in enumerate(of_ranks):
-        got = attend(query[rows], key[rows], value[rows], plan=plan_segments(bounds, rank, size))
+        got = attend(
+            query[rows], key[rows], value[rows], plan=plan_segments(bounds, context_rank=rank, context_size=size)
+        )
         torch.testing.assert_close(got, expected[rows])

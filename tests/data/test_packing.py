@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dppo_megatron.data.packing import TokenSequence, pack, plan_micro_batches
+from dppo_megatron.data.micro_batches import Prefixes, computed_rows, plan_micro_batches
+from dppo_megatron.data.packing import TokenSequence, pack
 from dppo_megatron.types import Prompt, Rollout
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=80)
@@ -43,11 +44,52 @@ def test_plans_use_few_micro_batches(lengths, ranks, budget):
     assert len(plan[0]) <= -(-2 * sum(lengths) // budget) // ranks + 1
 
 
+GROUPS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(1, 40), min_size=1, max_size=8)), max_size=12)
+
+
+@given(GROUPS, st.integers(1, 4), st.integers(1, 200))
+@settings(max_examples=200, deadline=None)
+def test_plans_of_groups_conserve_and_compute_no_more(groups, ranks, budget):
+    lengths = np.array([prompt + n for prompt, responses in groups for n in responses], dtype=np.int64)
+    prefixes = Prefixes(
+        np.array([g for g, (_, responses) in enumerate(groups) for _ in responses], dtype=np.int64),
+        np.array([prompt for prompt, responses in groups for _ in responses], dtype=np.int64),
+    )
+    plan = plan_micro_batches(lengths, ranks, budget, prefixes)
+    assert sorted(i for rank in plan for part in rank for i in part) == list(range(len(lengths)))
+    assert len(plan) == ranks
+    assert len({len(rank) for rank in plan}) == 1
+    for part in (part for rank in plan for part in rank):
+        assert part == sorted(part)
+        assert computed_rows(part, lengths, prefixes) <= budget or len(part) == 1
+
+    def longest(plan) -> int:
+        return sum(max(computed_rows(part, lengths, prefixes) for part in parts) for parts in zip(*plan, strict=True))
+
+    assert longest(plan) <= longest(plan_micro_batches(lengths, ranks, budget))
+    assert plan == plan_micro_batches(lengths, ranks, budget, prefixes)
+
+
+def test_groups_are_kept_together_where_that_saves_and_not_where_ranks_would_wait():
+    def plan(prompt: int, responses: list[list[int]], ranks: int, budget: int):
+        lengths = np.array([prompt + n for of in responses for n in of])
+        groups = np.array([g for g, of in enumerate(responses) for _ in of])
+        return plan_micro_batches(lengths, ranks, budget, Prefixes(groups, np.full(len(lengths), prompt)))
+
+    # Four samples of two long prompts: one micro-batch a prompt.
+    assert plan(100, [[5] * 4, [5] * 4], 1, 120) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+    # One long group, one short: two ranks share both.
+    long, short = plan(1, [[100] * 4, [10] * 4], 2, 1000)
+    assert len([i for i in long[0] if i < 4]) == len([i for i in short[0] if i < 4]) == 2
+
+
 def test_plan_edge_cases():
     assert plan_micro_batches([], 2, 10) == [[[]], [[]]]
     assert plan_micro_batches([5], 2, 10) == [[[0]], [[]]]
     assert plan_micro_batches([50, 3, 3], 1, 10) == [[[0], [1, 2]]]
     assert plan_micro_batches([4, 4, 4, 4], 2, 8) == [[[0, 2]], [[1, 3]]]
+    nothing = np.array([], dtype=np.int64)
+    assert plan_micro_batches([], 2, 10, Prefixes(nothing, nothing)) == [[[]], [[]]]
     for bad in (([1], 0, 10), ([1], 1, 0), ([0], 1, 10)):
         with pytest.raises(ValueError, match="at least 1"):
             plan_micro_batches(*bad)

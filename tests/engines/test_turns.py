@@ -114,7 +114,10 @@ def trainer_logprobs(rank: Rank, model: str, bank: Path, replay: bool) -> dict[s
     for name, layout in {"tensor": {"tensor": 2, "sequence": True}, "context": {"context": 2}}.items():
         with rank.actor(model, sections=sections, **layout) as actor:
             objective = build_objective(METHOD["name"], **METHOD["settings"])
-            batches = BankBatches(actor.config, BankReader(bank), objective, 0, 1, parts_of(actor))
+            share = actor.shares_prefixes
+            batches = BankBatches(
+                actor.config, BankReader(bank), objective, 0, 1, parts_of(actor), share_prefixes=share
+            )
             (update,) = batches.read(0).updates
             scored = actor.logprobs(update.micro_batches)
         apart = [(s - b.rollout_logprob)[b.mask] for s, b in zip(scored, update.micro_batches, strict=True)]

@@ -35,7 +35,8 @@ def train(rank: Rank, case: str) -> dict[str, list]:
     ):
         objective = build_objective(actor.config.objective.name, **actor.config.objective.settings)
         place = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
-        batches = BankBatches(actor.config, BankReader(bank), objective, *place, parts_of(actor))
+        share = actor.shares_prefixes
+        batches = BankBatches(actor.config, BankReader(bank), objective, *place, parts_of(actor), share_prefixes=share)
         stats = []
         for step in range(STEPS):
             (update,) = batches.read(step).updates

@@ -58,7 +58,10 @@ def turns_update(rank: Rank, methods: tuple[str, ...], replay: bool, layouts: di
             with rank.actor(model, sections=settings, **layout) as actor:
                 objective = build_objective(actor.config.objective.name, **actor.config.objective.settings)
                 place = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
-                batches = BankBatches(actor.config, BankReader(bank), objective, *place, parts_of(actor))
+                share = actor.shares_prefixes
+                batches = BankBatches(
+                    actor.config, BankReader(bank), objective, *place, parts_of(actor), share_prefixes=share
+                )
                 (update,) = batches.read(0).updates
                 stats = actor.train_update(update.micro_batches, objective)
             found[name, method] = {

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from dppo_megatron.actor.cpu.attention import SegmentPlan, plan_segments
 from dppo_megatron.actor.cpu.rope import inverse_frequencies, rope_tables
+from dppo_megatron.actor.cpu.segments import SegmentPlan, plan_segments
 from dppo_megatron.actor.layout import Layout
 from dppo_megatron.actor.model_config import dtype, use_transformer_engine
 from dppo_megatron.actor.precision import row_multiple
@@ -25,6 +25,7 @@ from dppo_megatron.objectives import sequence_ids_from_cu_seqlens
 from dppo_megatron.types import TokenBatch
 
 from .context import rows_of_rank
+from .prefixes import SharedRows, shared_rows
 from .routing import ReplayedExperts
 
 if TYPE_CHECKING:
@@ -50,13 +51,14 @@ class PackedSequences(PackedSeqParams):
 class MicroBatch:
     """This rank's part of a `TokenBatch` on its device: all of it for the model, the loss rows for the objective.
 
+    Prefixes that sequences share are there once (`prefixes`), so that T may be less than the tokens of the batch.
     Without context parallelism the part is everything. `loss` holds the per-token fields of the n rows in
     `packed.rows`; its token_ids and position_ids are theirs too, its cu_seqlens those of the whole batch.
     """
 
     token_ids: Int[Tensor, "1 T"]
     position_ids: Int[Tensor, "1 T"]
-    packed: PackedSequences
+    packed: PackedSequences  # of its rows one may be read for several loss rows
     loss: TokenBatch
     loss_rows: Int[Tensor, " n"]  # where `loss` lies in the batch as given
     context_rows: tuple[Int[Tensor, " m"], ...]  # the same of every context-parallel rank, empty where it has none
@@ -128,13 +130,17 @@ class Packer:
             self._check_ids(batch, number)
         missing = -len(batches) % self.round_size
         batches = [*batches, *[filler(batches[0])] * missing]
-        bounds = [self._bounds(batch.cu_seqlens.cpu()) for batch in batches]
+        shared = [self._shared(batch) for batch in batches]
+        bounds = [
+            self._bounds(batch.cu_seqlens.cpu() if rows is None else rows.bounds)
+            for batch, rows in zip(batches, shared, strict=True)
+        ]
         ends = torch.tensor([int(b[-1]) for b in bounds])
         if self.equal_group is not None:
             longest = ends.to(self.device)
             dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.equal_group)
             ends = longest.cpu()
-        return [self._micro_batch(*part) for part in zip(batches, bounds, ends.tolist(), strict=True)]
+        return [self._micro_batch(*part) for part in zip(batches, shared, bounds, ends.tolist(), strict=True)]
 
     def __call__(self, batch: TokenBatch) -> MicroBatch:
         """Copies to the device. Raises ValueError for a batch without tokens or with an empty sequence."""
@@ -154,6 +160,13 @@ class Packer:
                     f"{highest}: these are tokens of another model"
                 )
 
+    def _shared(self, batch: TokenBatch) -> SharedRows | None:
+        if batch.shared_prefix is None or not batch.shared_prefix.any():
+            return None
+        if not self.own_attention or self.context_size > 1 or self.held_layers is not None:
+            raise ValueError("train.share_prefixes: these layers compute whole sequences; see `prefix_problems`")
+        return shared_rows(batch.cu_seqlens.cpu(), batch.shared_prefix.cpu())
+
     def _bounds(self, cu_seqlens: Tensor) -> Tensor:
         """[B + 1] of the sequences, each padded to what context parallelism divides evenly, and of the padding."""
         if int(cu_seqlens[-1]) == 0:
@@ -166,46 +179,66 @@ class Packer:
         whole = self.context_size * math.lcm(self.multiple, 2 if self.context_size > 1 else 1)
         return _extend(bounds, -(-int(bounds[-1]) // whole) * whole)
 
-    def _micro_batch(self, batch: TokenBatch, bounds: Tensor, end: int) -> MicroBatch:
+    def _micro_batch(self, batch: TokenBatch, shared: SharedRows | None, bounds: Tensor, end: int) -> MicroBatch:
         bounds = _extend(bounds, end)
-        origin, position_ids = _padded_rows(batch.cu_seqlens.cpu().long(), bounds, batch.position_ids)
-        carries = (origin >= 0) & batch.mask[origin]
-        context_rows = (origin[carries],)
+        if shared is None:
+            origin, position_ids = _padded_rows(batch.cu_seqlens.cpu().long(), bounds, batch.position_ids)
+            carries = (origin >= 0) & batch.mask[origin]
+            context_rows = (origin[carries],)
+        else:
+            origin = F.pad(shared.origin, (0, end - len(shared.origin)), value=-1)
+            position_ids = torch.where(origin >= 0, batch.position_ids[origin], 0)
+            context_rows = (batch.mask.nonzero().flatten(),)
         if self.context_size > 1:
             of_ranks = [rows_of_rank(bounds, rank, self.context_size) for rank in range(self.context_size)]
             context_rows = tuple(origin[part][carries[part]] for part in of_ranks)
             own = of_ranks[self.context_rank]
             origin, position_ids, carries = origin[own], position_ids[own], carries[own]
         real = origin >= 0
-        rows = carries.nonzero().flatten()
+        if shared is None:
+            rows, num_tokens = carries.nonzero().flatten(), int(real.sum())
+            loss_rows = origin[rows]
+        else:
+            (loss_rows,), num_tokens = context_rows, len(batch.token_ids)
+            rows = shared.row[loss_rows]
         num_loss_tokens = len(rows)
         if num_loss_tokens == 0:  # the head and its collectives still run, on a row that the mask leaves out
-            rows = torch.zeros(1, dtype=torch.long)
-        loss_rows = origin[rows].clamp(min=0)  # that one may be padding
+            rows, loss_rows = torch.zeros(2, 1, dtype=torch.long).unbind()
         loss = loss_fields(batch, loss_rows, num_loss_tokens > 0)
         position_ids = position_ids.to(self.device)
         return MicroBatch(
             token_ids=torch.where(real, batch.token_ids[origin], 0).to(self.device)[None],
             position_ids=position_ids[None],
-            packed=self._packed(bounds, position_ids, rows.to(self.device), self._experts_to_replay(batch, origin)),
+            packed=self._packed(
+                bounds,
+                None if shared is None else F.pad(shared.prefixes, (0, 0, 0, len(bounds) - len(shared.bounds))),
+                position_ids,
+                rows.to(self.device),
+                self._experts_to_replay(batch, origin),
+            ),
             loss=to_device(loss, self.device),
             loss_rows=loss_rows.to(self.device),
             context_rows=context_rows,
             sequence_ids=_sequence_ids(batch, context_rows).to(self.device),
             given=batch,
             batch_tokens=batch.token_ids.shape[0],
-            num_tokens=int(real.sum()),
+            num_tokens=num_tokens,
             num_loss_tokens=num_loss_tokens,
         )
 
     def _packed(
-        self, cu_seqlens: Tensor, position_ids: Tensor, rows: Tensor, replay: ReplayedExperts | None
+        self,
+        cu_seqlens: Tensor,
+        prefixes: Tensor | None,
+        position_ids: Tensor,
+        rows: Tensor,
+        replay: ReplayedExperts | None,
     ) -> PackedSequences:
         longest = int(cu_seqlens.diff().max())
         on_device = cu_seqlens.to(self.device, torch.int32)
         plan = rope = None
         if self.own_attention:
-            plan = plan_segments(cu_seqlens, self.context_rank, self.context_size).to(self.device)
+            plan = plan_segments(cu_seqlens, prefixes, self.context_rank, self.context_size).to(self.device)
         if self.frequencies is not None:
             rope = rope_tables(self.frequencies, position_ids, self.dtype)
         return PackedSequences(
@@ -266,15 +299,17 @@ def filler(batch: TokenBatch) -> TokenBatch:
     return replace(
         first,
         cu_seqlens=batch.cu_seqlens.new_tensor([0, 1]),
+        shared_prefix=None,
         mask=torch.zeros_like(first.mask),
         loss_weight=torch.zeros_like(first.loss_weight),
     )
 
 
 def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
-    """Every per-token field at `rows`; cu_seqlens stays that of the whole batch."""
+    """Every per-token field at `rows`; cu_seqlens and shared_prefix stay those of the whole batch."""
+    whole = ("cu_seqlens", "shared_prefix", "kept_ids")
     picked = {
-        f.name: value if f.name in ("cu_seqlens", "kept_ids") or value is None else value.index_select(0, rows)
+        f.name: value if f.name in whole or value is None else value.index_select(0, rows)
         for f in fields(TokenBatch)
         for value in (getattr(batch, f.name),)
     }

@@ -90,6 +90,60 @@ def host_reads(rank: Rank) -> Any:
     return found
 
 
+def shared_prefixes(rank: Rank) -> Any:
+    """For several models: (an update that computes every sequence whole, one that computes each prompt once)."""
+    import numpy as np
+
+    from dppo_megatron.data.packing import TokenSequence
+    from dppo_megatron.data.packing import pack as pack_sequences
+
+    generator = np.random.default_rng(0)
+
+    def ids(*shape: int) -> np.ndarray:
+        return generator.integers(0, VOCAB, shape, dtype=np.int32)
+
+    prompts = [ids(size) for size in (40, 1, 7) for _ in range(4)]
+    prompts = [prompts[number // 4 * 4] for number in range(len(prompts))]
+    sizes = [9, 9, 3, 1, 30, 2, 2, 2, 40, 33, 35, 1]
+    responses = [
+        TokenSequence(
+            prompt, ids(size), 1 / sum(sizes), (-1.0) ** size, generator.normal(-3.5, 0.5, size).astype(np.float32)
+        )
+        for prompt, size in zip(prompts, sizes, strict=True)
+    ]
+    families = {
+        "dense": ("qwen3", {}),
+        "tied": ("tied", {}),
+        "experts": ("qwen3_moe", {}),
+        "lora": ("qwen3", {"lora": {"r": 4}}),
+        "recompute": ("qwen3", {"recompute": "full"}),
+    }
+    results = {}
+    for family, (model, settings) in families.items():
+        results[family] = []
+        for share in (False, True):
+            batch = pack_sequences(responses, share_prefixes=share)
+            with rank.actor(model, settings=settings) as actor:
+                logprobs = actor.logprobs([batch])[0]
+                stats = actor.train_update([batch], build_objective("dppo_binary_tv", delta=0.2))
+                results[family].append(
+                    {
+                        "rows": actor.packer(batch).token_ids.shape[1],
+                        "tokens": stats.tokens,
+                        "loss_tokens": stats.loss_tokens,
+                        "logprobs": logprobs,
+                        "masked": stats.masked,
+                        "loss": torch.tensor(stats.loss),
+                        "gradients": {
+                            name: parameter.main_grad.clone()
+                            for name, parameter in actor.model_chunks[0].named_parameters()
+                            if parameter.requires_grad
+                        },
+                    }
+                )
+    return results
+
+
 def wrong_ids(rank: Rank) -> Any:
     """The error for each field that names a token outside the vocabulary."""
     messages = {}

@@ -1,0 +1,130 @@
+"""Which sequences are computed together, and by which rank: a plan on lengths alone."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Plan = list[list[list[int]]]  # [rank][micro-batch] -> ascending indices of sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Sequences [N] of one group stand next to each other and begin with the same tokens."""
+
+    groups: np.ndarray  # [N] int, of which group each is
+    lengths: np.ndarray  # [N] int, so many tokens are the same, less than the sequence has
+
+
+def plan_micro_batches(
+    lengths: Sequence[int] | np.ndarray, data_parallel: int, budget: int, prefixes: Prefixes | None = None
+) -> Plan:
+    """Splits sequences of the given lengths over ranks and micro-batches.
+
+    lengths: tokens of each sequence. budget: most tokens of a micro-batch; a longer sequence gets one of its
+    own. prefixes: a micro-batch computes a prefix once, however many of its group's sequences it holds.
+    Returns `plan[rank][micro_batch]` -> ascending indices into `lengths`. Every index occurs once; every rank
+    has the same number of micro-batches, at least one, some possibly empty; the token counts of two ranks
+    differ by at most the longest sequence, or the largest part of a group that is kept together. Largest
+    micro-batches come first, so that memory runs out at once or not at all.
+    With prefixes groups are kept whole, or in halves or quarters of the budget, or not at all: whichever lets ranks
+    wait least for the one that has most to compute.
+    Equal arguments give equal plans. Raises `ValueError` for lengths, ranks or a budget below 1.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if data_parallel < 1 or budget < 1 or (len(sizes) and sizes.min() < 1):
+        raise ValueError(f"lengths, data_parallel = {data_parallel} and budget = {budget} must all be at least 1")
+    if prefixes is None:
+        return _plan(sizes, data_parallel, budget)
+    plans = []
+    for most in (budget, budget // 2, budget // 4, 0):
+        parts, rows = _parts(sizes, prefixes, most)
+        of_parts = _plan(rows, data_parallel, budget)
+        plans.append([[[i for part in batch for i in parts[part]] for batch in rank] for rank in of_parts])
+    return min(plans, key=lambda plan: _longest(plan, sizes, prefixes))
+
+
+def computed_rows(indices: Sequence[int], sizes: np.ndarray, prefixes: Prefixes | None) -> int:
+    """Rows that a micro-batch of these sequences computes, given the tokens [N] of all."""
+    rows = int(sizes[indices].sum())
+    if prefixes is not None and len(indices):
+        groups = prefixes.groups[indices]
+        again = groups[1:] == groups[:-1]
+        rows -= int(prefixes.lengths[indices][1:][again].sum())
+    return rows
+
+
+def _longest(plan: Plan, sizes: np.ndarray, prefixes: Prefixes) -> int:
+    """Rows that are computed one after the other when ranks wait for each other at each micro-batch."""
+    return sum(max(computed_rows(batch, sizes, prefixes) for batch in of_ranks) for of_ranks in zip(*plan, strict=True))
+
+
+def _parts(sizes: np.ndarray, prefixes: Prefixes, most: int) -> tuple[list[list[int]], np.ndarray]:
+    """Groups in parts that compute at most `most` rows, or hold one sequence; and the rows of each."""
+    parts: list[list[int]] = []
+    rows: list[int] = []
+    columns = zip(prefixes.groups.tolist(), sizes.tolist(), prefixes.lengths.tolist(), strict=True)
+    last = None
+    for index, (group, size, prefix) in enumerate(columns):
+        if group == last and rows[-1] + size - prefix <= most:
+            parts[-1].append(index)
+            rows[-1] += size - prefix
+        else:
+            parts.append([index])
+            rows.append(size)
+        last = group
+    return parts, np.array(rows, dtype=np.int64)
+
+
+def _plan(sizes: np.ndarray, data_parallel: int, budget: int) -> Plan:
+    order = np.argsort(-sizes, kind="stable")
+    ordered = sizes[order].tolist()
+    bins = _fewest_bins(ordered, data_parallel, budget)
+    totals = [sum(ordered[i] for i in members) for members in bins]
+    by_load = sorted(range(len(bins)), key=lambda b: (-totals[b], b))
+    plan: Plan = [[] for _ in range(data_parallel)]
+    loads = [0] * data_parallel
+    for start in range(0, len(bins), data_parallel):
+        # One of each round's near-equal bins to every rank, the largest to the rank that has least.
+        ranks = sorted(range(data_parallel), key=lambda rank: (loads[rank], rank))
+        for rank, b in zip(ranks, by_load[start : start + data_parallel], strict=True):
+            plan[rank].append(sorted(order[bins[b]].tolist()))
+            loads[rank] += totals[b]
+    return plan
+
+
+def _fewest_bins(ordered: list[int], multiple: int, budget: int) -> list[list[int]]:
+    """Indices into `ordered` (descending) in the fewest bins, a multiple of `multiple`, that suffice."""
+    filled = sum(min(size, budget) for size in ordered)
+    needed = max(math.ceil(filled / budget), sum(size > budget / 2 for size in ordered), 1)
+    low, high = math.ceil(needed / multiple), math.ceil(max(len(ordered), 1) / multiple)
+    if (bins := _fill(ordered, low * multiple, budget)) is not None:
+        return bins
+    low += 1
+    best: list[list[int]] | None = None
+    step = 1  # from below, where it nearly always is: doubling, then by halves
+    while low < high:
+        middle = min(low + step - 1, (low + high) // 2)
+        if (bins := _fill(ordered, middle * multiple, budget)) is not None:
+            best, high, step = bins, middle, high
+        else:
+            low, step = middle + 1, 2 * step
+    # With a bin for every sequence the filling cannot fail.
+    return best or _fill(ordered, high * multiple, budget) or []
+
+
+def _fill(ordered: list[int], count: int, budget: int) -> list[list[int]] | None:
+    """Longest first, each into the emptiest bin; None when one does not fit there, and so nowhere."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, b) for b in range(count)]
+    for index, size in enumerate(ordered):
+        load, b = heap[0]
+        if load and load + size > budget:
+            return None
+        bins[b].append(index)
+        heapq.heapreplace(heap, (load + size, b))
+    return bins

@@ -1,0 +1,146 @@
+"""A prompt that is computed once for all of its samples: the same numbers as when each sequence is computed whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from dppo_megatron.actor import check_model
+from dppo_megatron.actor.batch.packing import PackedSequences, Packer
+from dppo_megatron.actor.batch.prefixes import shared_rows
+from dppo_megatron.actor.cpu.attention import PackedAttention
+from dppo_megatron.actor.cpu.rope import rope_tables
+from dppo_megatron.actor.cpu.segments import plan_segments
+from tests.actor.scenarios import update
+from tests.support.actor_cases import DEEPSEEK, QWEN3_MOE, actor_config, pack, sequences, write_config
+
+RUNS = st.lists(  # of sequences: the prefix of a run, and the tokens behind it of each sequence
+    st.tuples(st.integers(0, 40), st.lists(st.integers(0, 60), min_size=1, max_size=5)), min_size=1, max_size=6
+)
+
+
+def batch_of(runs) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cu_seqlens, shared_prefix) of those runs."""
+    lengths, shared = [], []
+    for prefix, behind in runs:
+        for number, more in enumerate(behind):
+            lengths.append(max(1, prefix + more))
+            shared.append(prefix if number else 0)
+    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int(), torch.tensor(shared).int()
+
+
+@given(RUNS)
+@settings(max_examples=200, deadline=None)
+def test_every_token_has_a_row_of_its_own_kind(runs):
+    bounds, shared = batch_of(runs)
+    rows = shared_rows(bounds, shared)
+    tokens = torch.arange(int(bounds[-1]))
+    # A token and the one whose row it shares lie at the same place of two sequences of one run.
+    first = rows.origin[rows.row]
+    column = tokens - bounds[:-1].long().repeat_interleave(bounds.long().diff())
+    assert torch.equal(column[first], column)
+    assert torch.equal(rows.origin.sort().values.unique(), rows.origin.sort().values)
+    assert len(rows.origin) == int(bounds[-1]) - int(shared.sum())
+    assert int(rows.bounds[-1]) == len(rows.origin)
+    assert len(rows.prefixes) == len(rows.bounds) - 1
+    # What a segment continues lies before it and is one whole segment.
+    for (begin, count), start in zip(rows.prefixes.tolist(), rows.bounds.tolist(), strict=False):
+        if count:
+            assert begin + count <= start
+            assert begin in rows.bounds
+            assert begin + count in rows.bounds
+
+
+@pytest.mark.parametrize(("lengths", "shared"), [([5, 5], [2, 0]), ([5, 5, 5], [0, 2, 3]), ([5, 2], [0, 3])])
+def test_prefixes_that_cannot_be_shared_are_refused(lengths, shared):
+    with pytest.raises(ValueError, match="cannot share"):
+        shared_rows(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)), torch.tensor(shared))
+
+
+@given(RUNS, st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_attention_is_that_of_whole_sequences(runs, with_rope):
+    bounds, shared = batch_of(runs)
+    rows = shared_rows(bounds, shared)
+    heads, groups, size, total = 4, 2, 16, int(bounds[-1])
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(count: int) -> torch.Tensor:
+        return torch.randn(len(rows.origin), count, size, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    inputs = leaf(heads), leaf(groups), leaf(groups)
+    upstream = torch.randn(total, heads * size, generator=generator, dtype=torch.float64)
+    column = torch.arange(total) - bounds[:-1].long().repeat_interleave(bounds.long().diff())
+    frequencies = 1.0 / 100.0 ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    attention = PackedAttention(
+        TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=heads), layer_number=1
+    )
+
+    def attend(plan, positions, *values) -> torch.Tensor:
+        rope = rope_tables(frequencies, positions, torch.float64) if with_rope else None
+        packed = PackedSequences(qkv_format="thd", plan=plan, rope=rope)
+        return attention(*values, None, packed_seq_params=packed)
+
+    got = attend(plan_segments(rows.bounds, rows.prefixes), column[rows.origin], *inputs)[rows.row]
+    expected = attend(plan_segments(bounds), column, *(x[rows.row] for x in inputs))
+    torch.testing.assert_close(got, expected)
+    for mine, theirs in zip(
+        torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_what_is_not_shared_has_no_mask():
+    """Whole sequences beside it go on with causal attention alone, and all of them in a call of their own."""
+    bounds, shared = batch_of([(0, [40]), (30, [5, 9]), (0, [41])])
+    rows = shared_rows(bounds, shared)
+    plan = plan_segments(rows.bounds, rows.prefixes)
+    assert [(n, queries, keys) for n, queries, keys in plan.groups] == [(3, 41, 41), (2, 9, 39)]
+
+
+@pytest.mark.parametrize("family", ["dense", "tied", "experts", "lora", "recompute"])
+def test_loss_and_gradients_are_those_of_whole_sequences(one_rank, family):
+    whole, shared = one_rank(update.shared_prefixes)[family]
+    assert shared["rows"] < 0.7 * whole["rows"]
+    assert shared["tokens"] == whole["tokens"]
+    assert shared["loss_tokens"] == whole["loss_tokens"]
+    torch.testing.assert_close(shared["logprobs"], whole["logprobs"], rtol=1e-5, atol=1e-5)
+    assert shared["masked"] == whole["masked"]
+    torch.testing.assert_close(shared["loss"], whole["loss"], rtol=1e-5, atol=1e-7)
+    for name, gradient in whole["gradients"].items():
+        torch.testing.assert_close(shared["gradients"][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_layers_that_compute_whole_sequences_refuse_them():
+    batch = replace(pack(sequences(2)), shared_prefix=torch.tensor([0, 1]))
+    packer = Packer(device=torch.device("cpu"), dtype=torch.float32, frequencies=None, own_attention=False)
+    with pytest.raises(ValueError, match="share_prefixes"):
+        packer(batch)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "named"),
+    [
+        (DEEPSEEK, {}, "latent attention"),
+        ({}, {"parallel": {"context": 2, "world_size": 2}}, "parallel.context"),
+        ({}, {"sections": {"engine": {"exact": True, "dtype": "fp32"}}}, "engine.exact"),
+        (QWEN3_MOE, {"sections": {"rollout": {"routing_replay": True}}}, "rollout.routing_replay"),
+    ],
+)
+def test_what_cannot_share_says_so_when_asked_and_does_not_when_not(tmp_path, model, changes, named):
+    def problems(share: bool | None) -> list[str]:
+        sections = {"train": {"steps": 1, "share_prefixes": share}, **changes.get("sections", {})}
+        own = {name: value for name, value in changes.items() if name != "sections"}
+        found = check_model(actor_config(write_config(tmp_path, **model), sections=sections, **own))
+        return [line for line in found if line.startswith("train.share_prefixes")]
+
+    assert problems(None) == problems(False) == []
+    (line,) = problems(True)
+    assert named in line
+    assert "set train.share_prefixes to false" in line
