@@ -129,6 +129,7 @@ def shared_prefixes(rank: Rank) -> Any:
                 results[family].append(
                     {
                         "rows": actor.packer(batch).token_ids.shape[1],
+                        "mlps": sorted({type(layer.mlp).__name__ for layer in actor.model_chunks[0].decoder.layers}),
                         "tokens": stats.tokens,
                         "loss_tokens": stats.loss_tokens,
                         "logprobs": logprobs,
