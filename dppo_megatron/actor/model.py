@@ -151,8 +151,7 @@ def _chunk(
     engine = use_transformer_engine(config)
     spec = megatron_version.block_spec(transformer, engine, vp_stage)
     if not engine:
-        attention = ExactAttention if config.engine.exact else PackedAttention
-        _use_own_modules(spec, attention, GatedMLP if GatedMLP.stands_for(transformer) else MLP)
+        _use_own_modules(spec, transformer, ExactAttention if config.engine.exact else PackedAttention)
     model = PolicyModel(
         config=transformer,
         transformer_layer_spec=spec,
@@ -181,15 +180,15 @@ def _chunk(
 
 
 def _use_own_modules(
-    block: TransformerBlockSubmodules, core_attention: type[PackedAttention], dense: type[MLP]
+    block: TransformerBlockSubmodules, config: TransformerConfig, core_attention: type[PackedAttention]
 ) -> None:
     """Norms, core attention and the MLP of dense layers of the local spec become ours."""
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
         modules, attention = layer.submodules, layer.submodules.self_attention.submodules
         attention.core_attention = core_attention
-        if getattr(modules.mlp, "module", None) is MLP:
-            modules.mlp.module = dense
+        if GatedMLP.stands_for(config) and getattr(modules.mlp, "module", None) is MLP:
+            modules.mlp.module = GatedMLP
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(attention, name):
                 # Megatron shards them by rows and gathers, and then each rank keeps the gradient of its own heads

@@ -2,12 +2,14 @@
 
 With `engine.exact` trainer and engines compute by it, one token at a time or a whole batch. Matrix libraries choose
 their kernels, and with them the order of sums, by the number of rows; so products are made of tiles of one shape, in
-fp32, rounded once. Sums over keys go by blocks of one size from the first key on: what lies behind a query's last key
-adds exact zeros. In need of torch alone.
+fp32, rounded once, by one thread, for MKL may have several share the sum of an element. Sums over keys go by blocks of
+one size from the first key on: what lies behind a query's last key adds exact zeros. In need of torch alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +29,8 @@ def product(x: Float[Tensor, "... K"], weight: Float[Tensor, "K N"]) -> Float[Te
     count = rows.shape[0]
     tiles = _tiled(rows.float())
     wide = weight.float().expand(len(tiles), *weight.shape)
-    out = torch.bmm(tiles, wide).flatten(0, 1)[:count]
+    with _one_thread():
+        out = torch.bmm(tiles, wide).flatten(0, 1)[:count]
     return out.to(x.dtype).view(*x.shape[:-1], weight.shape[1])
 
 
@@ -113,4 +116,16 @@ def _products(tiles: Tensor, others: Tensor) -> Tensor:
     """[m, tiles, ROWS, a] with [m, a, b] -> [m, tiles, ROWS, b]."""
     m, count = tiles.shape[:2]
     others = others[:, None].expand(-1, count, -1, -1).reshape(m * count, *others.shape[1:])
-    return torch.bmm(tiles.reshape(m * count, *tiles.shape[2:]), others).view(m, count, ROWS, -1)
+    with _one_thread():
+        return torch.bmm(tiles.reshape(m * count, *tiles.shape[2:]), others).view(m, count, ROWS, -1)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch computes with one thread inside. Takes a microsecond."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

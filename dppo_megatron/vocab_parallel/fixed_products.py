@@ -1,11 +1,15 @@
 """Matrix products whose rows have the same bits whatever rows stand beside them, and the head made of them.
 
 A library picks the kernel of a product, and so the order of its sums, by the shape of the operands. Here every product
-has one number of rows: as many as there are go through in tiles of it, the last one filled up with zeros.
+has one number of rows: as many as there are go through in tiles of it, the last one filled up with zeros. On CPUs one
+thread computes a tile: MKL has several share the sum of an element (on Intel processors, where there are
+few elements and long sums).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,19 +31,32 @@ def fixed_mm(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor
 
     That holds where a kernel treats the rows of a tile alike: tests/vocab_parallel/test_fixed_products.py asks the CPU.
     """
-    size = _ROWS_CPU if rows.device.type == "cpu" else _ROWS_GPU
+    on_cpu = rows.device.type == "cpu"
+    size = _ROWS_CPU if on_cpu else _ROWS_GPU
     tokens = rows.shape[0]
     rows = rows.contiguous()
     out = rows.new_empty((-(-tokens // size) * size, matrix.shape[1]))
-    for start in range(0, tokens, size):
-        tile = rows[start : start + size]
-        if len(tile) < size:
-            tile = torch.cat((tile, tile.new_zeros(size - len(tile), tile.shape[1])))
-        if bias is None:
-            torch.mm(tile, matrix, out=out[start : start + size])
-        else:
-            torch.addmm(bias, tile, matrix, out=out[start : start + size])
+    with _one_thread() if on_cpu else nullcontext():
+        for start in range(0, tokens, size):
+            tile = rows[start : start + size]
+            if len(tile) < size:
+                tile = torch.cat((tile, tile.new_zeros(size - len(tile), tile.shape[1])))
+            if bias is None:
+                torch.mm(tile, matrix, out=out[start : start + size])
+            else:
+                torch.addmm(bias, tile, matrix, out=out[start : start + size])
     return out[:tokens]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch computes with one thread inside. Takes a microsecond."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Head(torch.autograd.Function):
