@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import urllib.request
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import EngineIncompatible, EngineRefused
+from dppo_megatron.engines.secret import read_secret
 from tests.support.engines import EOS, MAX_LOGPROBS, MAX_MODEL_LEN, PROMPT, VOCAB, group
 
 pytestmark = pytest.mark.timeout(300)
@@ -103,6 +106,47 @@ def test_top_p_leaves_the_most_likely_tokens_and_the_seeds_draw_among_them(serve
         assert ((p * (p > sampled[:, None])).sum(1) < 0.5 + 1e-4).all()  # what is likelier did not make 0.5 yet
         outside += int((p.argmax(1) != rollout.token_ids).sum())
     assert outside > 0, "only the likeliest token was ever sampled: the test lost its point"
+
+
+def test_samples_are_those_of_the_servers_own_route(served):
+    if served.kind != "vllm":
+        pytest.skip("only vLLM has a route of ours")
+    request = group("same", n=6, first_seed=2**62, max_tokens=12, stop=(EOS, 40), topk=3)
+    for seed, rollout in zip(request.seeds, served.use(generate(request)), strict=True):
+        expected = own_completion(served, request, seed)
+        found = expected["logprobs"]
+        most_likely = [  # after the sampled token's entry, which stands for its own among them
+            {int(name.removeprefix("token_id:")): np.float32(value) for name, value in row.items()}
+            for row in found["top_logprobs"]
+        ]
+        assert rollout.token_ids.tolist() == expected["token_ids"]
+        assert rollout.finish_reason == expected["finish_reason"]
+        assert rollout.rollout_logprob.tolist() == found["token_logprobs"]
+        for token, row, ids, logprobs in zip(
+            rollout.token_ids, most_likely, rollout.topk_ids, rollout.rollout_topk_logprob, strict=True
+        ):
+            assert row == dict(zip(ids.tolist(), logprobs, strict=True)) | {int(token): row[int(token)]}
+
+
+def own_completion(served, request, seed):
+    """What vLLM's /v1/completions samples."""
+    body = {
+        "model": str(served.models["a"]),
+        "prompt": request.token_ids.tolist(),
+        "seed": seed,
+        "temperature": request.temperature,
+        "max_tokens": request.max_tokens,
+        "stop_token_ids": request.stop_token_ids,
+        "ignore_eos": True,
+        "logprobs": request.topk,
+        "detokenize": False,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    headers = {"Authorization": f"Bearer {read_secret(served.config)}", "Content-Type": "application/json"}
+    sent = urllib.request.Request(f"{served.url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(sent, timeout=60) as reply:
+        return json.loads(reply.read())["choices"][0]
 
 
 def test_seeds_sample_the_distribution(served):
@@ -268,4 +312,5 @@ def test_a_server_of_another_kind_is_named(served):
 def test_server_log_shows_no_failure(served):
     log = served.log.read_text()
     assert "ERROR" not in log
+    assert "each sample is sent by itself" not in log  # vLLM has what fan_out.py needs
     assert "Traceback" not in log.partition("fired up and ready")[2]  # SGLang greets itself before it answers

@@ -35,8 +35,6 @@ async def waits():
 
 
 class Server:
-    output_processor = SimpleNamespace(external_req_ids={}, request_states={})
-
     async def generate(self, *_, **__):
         yield SimpleNamespace(finished=True, outputs=[SimpleNamespace(token_ids=[1], logprobs=None)])
 
@@ -49,7 +47,7 @@ def test_a_group_that_ends_while_its_experts_are_read_leaves_no_kept_sets(read, 
     request = group("lost", n=2, top_k=5, kept=True, experts=True)
 
     async def main():
-        running = asyncio.create_task(sample_group(Server(), request, experts, kept, None))
+        running = asyncio.create_task(sample_group(Server(), request, experts, kept, None, None))
         await asyncio.sleep(0.05)
         running.cancel()
         await running

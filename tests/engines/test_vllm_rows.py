@@ -15,12 +15,6 @@ from dppo_megatron.engines.vllm.extension.rows import LogprobRows, columns, keep
 STEPS, K = 3, 2
 
 
-def engine_of(processor: LogprobsProcessor) -> SimpleNamespace:
-    state = SimpleNamespace(logprobs_processor=processor)
-    output = SimpleNamespace(external_req_ids={"a": ["a-1"]}, request_states={"a-1": state})
-    return SimpleNamespace(output_processor=output)
-
-
 def processor() -> LogprobsProcessor:
     return LogprobsProcessor(
         tokenizer=None,
@@ -43,9 +37,9 @@ def steps(entries: int) -> list[LogprobsLists]:
 @pytest.mark.parametrize("entries", [K + 1, K + 5])
 def test_rows_are_what_vllm_would_have_kept(entries):
     theirs, ours = processor(), processor()
-    engine = engine_of(ours)
-    keep_rows(engine, ["a", "unknown"])
-    kept = engine.output_processor.request_states["a-1"].logprobs_processor
+    state = SimpleNamespace(logprobs_processor=ours)
+    keep_rows(state)
+    kept = state.logprobs_processor
     for step in steps(entries):
         theirs._update_sample_logprobs(step)
         kept._update_sample_logprobs(step)
@@ -59,9 +53,9 @@ def test_rows_are_what_vllm_would_have_kept(entries):
 def test_a_request_that_has_sampled_stays_as_it_is():
     begun = processor()
     begun._update_sample_logprobs(steps(K + 1)[0])
-    engine = engine_of(begun)
-    keep_rows(engine, ["a"])
-    assert engine.output_processor.request_states["a-1"].logprobs_processor is begun
+    state = SimpleNamespace(logprobs_processor=begun)
+    keep_rows(state)
+    assert state.logprobs_processor is begun
     assert columns(begun.logprobs, 1, K)[0].shape == (1, K + 1)
 
 

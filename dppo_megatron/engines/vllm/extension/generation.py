@@ -15,9 +15,10 @@ from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.engines.samples import GroupSamples
 
 from .experts import RECORDED, ExpertsReader
+from .fan_out import FanOut
 from .kept import RECORDED as KEPT
 from .kept import KeptReader, Sets
-from .rows import columns, keep_rows
+from .rows import columns
 
 
 async def sample_group(
@@ -26,28 +27,29 @@ async def sample_group(
     experts: ExpertsReader,
     kept: KeptReader,
     adapter: LoRARequest | None,
+    fan_out: FanOut | None,
 ) -> GroupSamples:
-    """All samples of one group. Cancelling it, or the failure of one sample, aborts the others in the engine."""
+    """All samples of one group. Cancelling it, or the failure of one sample, aborts the others in the engine.
+
+    fan_out: None = through vLLM's public interface, with the same results.
+    """
     prompt = request.token_ids.tolist()
     names = child_ids(request)
     try:
-        async with asyncio.TaskGroup() as tasks:
-            children = [
-                tasks.create_task(_final(engine, prompt, _params(request, seed, experts, kept), name, adapter))
-                for seed, name in zip(request.seeds, names, strict=True)
-            ]
-            await asyncio.sleep(0)  # they begin
-            keep_rows(engine, names)
-        samples = [child.result().outputs[0] for child in children]
+        if fan_out is None:
+            each = [_params(request, seed, experts, kept) for seed in request.seeds]
+            samples = await _finals(engine, prompt, each, names, adapter)
+        else:
+            params = _params(request, request.seeds[0], experts, kept)
+            seeds = request.seeds if request.temperature else [None] * request.n
+            samples = await fan_out.finals(tokens_input(prompt), params, seeds, names, adapter)
         routed = await experts.read(samples, names, len(prompt)) if request.routed_experts else None
         sets = await kept.read(samples, names, len(prompt)) if request.kept else (None, None)
-    except BaseException as error:
+    except BaseException:
         if request.routed_experts:
             await experts.forget(names)
         if request.kept:
             await kept.forget(names)
-        if isinstance(error, ExceptionGroup):
-            raise error.exceptions[0] from None
         raise
     return _flatten(samples, request.topk, routed, sets)
 
@@ -102,6 +104,24 @@ def _params(request: GenerateRequest, seed: int, experts: ExpertsReader, kept: K
         # Positions whose keys and values come from the cache are not routed again: who records must see them computed.
         skip_reading_prefix_cache=(request.routed_experts and not experts.of_cached_positions) or None,
     )
+
+
+async def _finals(
+    engine: EngineClient,
+    prompt: list[int],
+    params: list[SamplingParams],
+    names: list[str],
+    adapter: LoRARequest | None,
+) -> list[CompletionOutput]:
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            children = [
+                tasks.create_task(_final(engine, prompt, each, name, adapter))
+                for each, name in zip(params, names, strict=True)
+            ]
+    except ExceptionGroup as error:
+        raise error.exceptions[0] from None
+    return [child.result().outputs[0] for child in children]
 
 
 async def _final(

@@ -30,6 +30,7 @@ from dppo_megatron.weights.manifest import BadWeights
 
 from .bodies import AbortBody, GenerateBody, LoadBody, PlanBody, ReceiveBody, ScoreBody, parse
 from .experts import ExpertsReader
+from .fan_out import FanOut, missing
 from .generation import child_ids, parse_version, sample_group, score
 from .kept import KeptReader
 from .weights import WeightsInconsistent, WeightUpdater
@@ -61,6 +62,7 @@ class DppoRoutes:
         self._instance = uuid4().hex  # of this server; another one after a restart
         self._experts: ExpertsReader | None = None
         self._kept: KeptReader | None = None
+        self._fan_out: FanOut | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         for path, handler, method in (
@@ -93,6 +95,10 @@ class DppoRoutes:
         self._kept = KeptReader(engine_client, engine_client.vllm_config)
         if self._kept.available:
             await self._kept.start()
+        if lacking := missing(engine_client):
+            log.warning("vLLM %s lacks %s: each sample is sent by itself, slower", vllm_version, ", ".join(lacking))
+        else:
+            self._fan_out = FanOut(engine_client)
         if version >= 0:
             await engine_client.update_weight_version(str(version))
 
@@ -127,7 +133,7 @@ class DppoRoutes:
         self._updater.check_consistent()
         self._admit(group)
         try:
-            work = sample_group(self._engine, group, self._experts, self._kept, self._updater.adapter)
+            work = sample_group(self._engine, group, self._experts, self._kept, self._updater.adapter, self._fan_out)
             samples = await _unless_gone(request, work)
         finally:
             del self._running[group.request_id]

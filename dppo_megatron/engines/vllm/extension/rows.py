@@ -5,13 +5,12 @@ vLLM's own container spreads every entry over four Python lists, which costs mor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
-from vllm.engine.protocol import EngineClient
 from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.outputs import LogprobsLists
 
 
@@ -34,21 +33,14 @@ class RowsProcessor(LogprobsProcessor):
         self.logprobs.parts.append((ids, logprobs))
 
 
-def keep_rows(engine: EngineClient, request_ids: Sequence[str]) -> None:
-    """From now on keeps rows for those requests that have begun and have sampled nothing yet.
+def keep_rows(state: RequestState) -> None:
+    """From now on keeps rows for a request that has sampled nothing yet.
 
-    For speed alone: a request that is not found goes on in vLLM's container, which `columns` reads too.
+    For speed alone: where vLLM keeps log-probs in another way, they stay as they are.
     """
-    output = getattr(engine, "output_processor", None)  # in this process only for vLLM's asynchronous engine
-    if output is None:
-        return
-    for request_id in request_ids:
-        for internal_id in output.external_req_ids.get(request_id, ()):
-            state = output.request_states.get(internal_id)
-            own = None if state is None else state.logprobs_processor
-            if type(own) is LogprobsProcessor and isinstance(own.logprobs, FlatLogprobs) and not len(own.logprobs):
-                kept = {field.name: getattr(own, field.name) for field in fields(own)}
-                state.logprobs_processor = RowsProcessor(**{**kept, "logprobs": LogprobRows()})
+    own = state.logprobs_processor
+    if type(own) is LogprobsProcessor and isinstance(own.logprobs, FlatLogprobs) and not len(own.logprobs):
+        state.logprobs_processor = RowsProcessor(**vars(own) | {"logprobs": LogprobRows()})
 
 
 def columns(found: LogprobRows | FlatLogprobs, positions: int, k: int) -> tuple[np.ndarray, np.ndarray]:
