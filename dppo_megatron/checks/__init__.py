@@ -97,7 +97,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         partial(objective.problems, config, notes),
         partial(model.problems, config, hf, elsewhere=place == "elsewhere"),
         partial(exact.model_problems, config, hf, elsewhere=place == "elsewhere"),
-        partial(interpreter.problems, config),
+        partial(interpreter.problems, config, elsewhere=place == "elsewhere"),
         partial(secret.problems, config),
         partial(serving.problems, config, hf),
         partial(data.problems, config, hf, notes),

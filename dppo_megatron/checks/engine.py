@@ -39,12 +39,6 @@ def _colocated(config: Config) -> list[str]:
         )
     if e.urls:
         out.append("engine.urls: colocated engines are started by the run, on the trainer's GPUs; remove one of them")
-    if e.kind == "sglang":
-        out.append(
-            "engine.placement = colocated: only vLLM engines give the memory of weights and cache back here; SGLang's "
-            "sleep needs torch_memory_saver, a CUDA library that its environment lacks; set engine.kind to vllm or "
-            "give the engines GPUs of their own"
-        )
     return out
 
 

@@ -42,3 +42,10 @@ def test_arguments_of_other_doors_are_refused_however_short(monkeypatch, argumen
     monkeypatch.syspath_prepend(str(Path(guard.__file__).parent))
     with pytest.raises(SystemExit, match=f"{argument.partition('=')[0]}: .*engine.extra_args"):
         importlib.import_module("sglang_server").main(["--model-path", "m", argument])
+
+
+def test_colocated_engines_without_the_package_that_frees_memory_say_so(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(guard.__file__).parent))
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", None)  # importing it raises ImportError
+    with pytest.raises(SystemExit, match=f"{sys.executable} cannot import torch_memory_saver .*engine.placement"):
+        importlib.import_module("sglang_server").main(["--model-path", "m", "--enable-memory-saver"])

@@ -22,9 +22,10 @@ def config(**sections: dict) -> Config:
             {"weight_sync": {"full_every": 5, "transport": "broadcast"}},
             "weight_sync.full_every = 5: a broadcast is of the whole, for ranks and engine workers keep no copy",
         ),
+        ({"engine": {"placement": "colocated", "kind": "sglang"}, "rollout": {"max_staleness": 0}}, None),
         (
-            {"engine": {"placement": "colocated", "kind": "sglang"}, "rollout": {"max_staleness": 0}},
-            "SGLang's sleep needs torch_memory_saver",
+            {"engine": {"placement": "colocated", "kind": "sglang"}, "weight_sync": {"transport": "broadcast"}},
+            "weight_sync.transport = broadcast: NCCL does not connect two processes on one GPU",
         ),
         (
             {"weight_sync": {"directory": "/dev/shm/mine", "transport": "broadcast"}},

@@ -149,10 +149,6 @@ def test_missing_file_and_broken_yaml(tmp_path):
             "engine.quantization = fp8_block: not with engine.urls of SGLang",
         ),
         (
-            {"engine": {"placement": "colocated", "kind": "sglang"}, "rollout": {"max_staleness": 0}},
-            "engine.placement = colocated: only vLLM engines",
-        ),
-        (
             {
                 "weight_sync": {"transport": "broadcast"},
                 "parallel": {"world_size": 256, "tensor": 8, "pipeline": 16, "expert": 16, "expert_tensor": 1},

@@ -15,6 +15,7 @@ from asgi import SECRET_VARIABLE, Guard, roots_of_environment  # beside this fil
 OTHER_DOORS = ("--tokenizer-worker-num", "--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--encoder-only", "--use-ray")
 """Arguments of servers that answer elsewhere than through this process's application."""
 ITS_FILE = "--config"  # of further arguments
+SLEEPS = "--enable-memory-saver"
 
 
 def main(arguments: list[str]) -> None:
@@ -27,6 +28,9 @@ def main(arguments: list[str]) -> None:
             sys.exit(f"{flag}: its arguments are not looked at; write them into engine.extra_args")
     if os.environ.get("SGLANG_RUST_SERVER", "0").lower() not in ("", "0", "false", "no"):
         sys.exit("SGLANG_RUST_SERVER: opens a port that the run's secret does not guard; unset it (engine.env)")
+
+    if SLEEPS in arguments:
+        _check_memory_saver()
 
     from sglang.srt.plugins import load_plugins
 
@@ -50,6 +54,19 @@ def main(arguments: list[str]) -> None:
     http_server.requests = own
     sys.argv[1:] = arguments
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+
+def _check_memory_saver() -> None:
+    """Where a run has colocated engines; else a process of SGLang's would end over it later, amid other messages."""
+    try:
+        import torch_memory_saver  # noqa: F401
+    except (ImportError, OSError) as error:
+        sys.exit(
+            f"{SLEEPS}: {sys.executable} cannot import torch_memory_saver ({error}), without which SGLang gives no "
+            "memory back to the trainer (engine.placement = colocated); install it there (torch-memory-saver), set "
+            "engine.python to an interpreter that has it, set engine.kind to vllm, or give the engines GPUs of "
+            "their own"
+        )
 
 
 if __name__ == "__main__":

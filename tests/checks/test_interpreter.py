@@ -1,0 +1,57 @@
+"""Whether the interpreter of the engines has what they need, which depends on the machine that they run on."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from dppo_megatron.checks import interpreter
+from dppo_megatron.config import Config
+from tests.support.configs import make_config
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """Adds packages to those that this interpreter finds, also when it is started anew."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def have(*packages: str) -> None:
+        for package in packages:
+            (tmp_path / f"{package}.py").touch()
+
+    return have
+
+
+def config(kind: str, placement: str = "colocated", gpus_per_node: int = 0) -> Config:
+    engine = {"kind": kind, "placement": placement, "python": sys.executable}
+    return make_config(engine=engine, slurm={"gpus_per_node": gpus_per_node})
+
+
+def problems(config: Config, device: str, monkeypatch, **where: bool) -> list[str]:
+    monkeypatch.setattr("dppo_megatron.engines.serving.device_here", lambda: device)
+    return interpreter.problems(config, **where)
+
+
+def test_sglang_engines_that_sleep_on_gpus_need_the_memory_saver(environment, monkeypatch):
+    environment("sglang", "vllm")
+    (told,) = problems(config("sglang"), "cuda", monkeypatch)
+    assert told.startswith(f"engine.placement = colocated: {sys.executable} has no package torch_memory_saver")
+    assert "engine.python" in told
+    assert problems(config("sglang"), "cpu", monkeypatch) == [], "nothing is freed there, whatever is installed"
+    assert problems(config("sglang", "disaggregated"), "cuda", monkeypatch) == []
+    assert problems(config("vllm"), "cuda", monkeypatch) == []
+    environment("torch_memory_saver")
+    assert problems(config("sglang"), "cuda", monkeypatch) == []
+
+
+@pytest.mark.parametrize(("gpus", "refused"), [(8, 1), (0, 0)])
+def test_of_a_run_elsewhere_its_own_devices_count(environment, monkeypatch, gpus, refused):
+    environment("sglang")
+    here = "cpu" if gpus else "cuda"
+    assert len(problems(config("sglang", gpus_per_node=gpus), here, monkeypatch, elsewhere=True)) == refused
+
+
+def test_an_interpreter_without_the_engine_is_named_once(environment, monkeypatch):
+    (told,) = problems(config("sglang"), "cuda", monkeypatch)
+    assert told.startswith(f"engine.kind = sglang: {sys.executable} has no package sglang")
