@@ -25,6 +25,7 @@ VARIANTS = {
         "rollout": {"max_staleness": 2, "on_update": "abort", "beyond_bound": "drop"},
     },
     "colocated": {"engine": {"placement": "colocated"}},
+    "colocated_sglang": {"engine": {"placement": "colocated", "kind": "sglang"}},
     # By shared storage it runs in tests/faults.
     "sglang": {
         "engine": {"kind": "sglang"},

@@ -30,6 +30,8 @@ DANGEROUS = {
         "/abort_request",
         "/flush_cache",
         "/set_internal_state",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
     },
 }
 LOADS = {

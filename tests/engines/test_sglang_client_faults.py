@@ -303,3 +303,62 @@ def test_the_cache_of_a_gpu_holds_its_share_of_the_heads(config, model, gpus, to
     command = sglang_command(config.model_copy(update={"engine": engine}), 1, model, 0, device="cuda")
     assert shape.num_kv_heads == 2
     assert command[command.index("--max-total-tokens") + 1] == str(10 * tokens)
+
+
+@pytest.mark.parametrize(
+    ("placement", "device"), [("colocated", "cuda"), ("colocated", "cpu"), ("disaggregated", "cuda")]
+)
+def test_only_engines_that_are_to_free_memory_of_gpus_are_started_so(config, model, placement, device):
+    engine = config.engine.model_copy(update={"placement": placement})
+    command = sglang_command(config.model_copy(update={"engine": engine}), 1, model, 0, device=device)
+    assert ("--enable-memory-saver" in command) == ((placement, device) == ("colocated", "cuda"))
+
+
+def labelled(*labels: str) -> list[bytes]:
+    return [say({"weight_version": label}) for label in labels]
+
+
+IDLE = {"/v1/loads": [say({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]})]}
+
+
+def test_memory_is_given_back_by_an_idle_server_that_takes_no_requests(config):
+    """Its scheduler would end otherwise. The label, the last step, is all that other clients see of it."""
+    sleeps = {**IDLE, "/pause_generation": [say({})], "/update_weight_version": [say({})] * 2}
+    sleeps |= {"/release_memory_occupation": [say(None)], "/model_info": labelled("3")}
+    against(config, sleeps, SglangEngine.sleep, unused := [])
+    assert unused == []
+    against(config, {"/model_info": labelled("asleep-3")}, SglangEngine.sleep)
+    busy = {"/v1/loads": [say({"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 0}]})] * 99}
+    with pytest.raises(EngineTimeout, match="going to sleep: running requests did not end"):
+        against(config, busy | {"/model_info": labelled("3")}, SglangEngine.sleep)
+
+
+@pytest.mark.parametrize("label", ["asleep-3", "empty-3", "updating-1", "inconsistent"])
+def test_whatever_may_sleep_is_woken_and_what_serves_is_left_alone(config, label):
+    """A call whose answer was lost is repeated: the plug-in makes the second of two do nothing."""
+    wakes = {"/resume_memory_occupation": [say(None)], "/update_weight_version": [say({})] * 2}
+    against(config, wakes | {"/model_info": labelled(label)}, SglangEngine.wake, unused := [])
+    assert unused == []
+    against(config, {"/model_info": labelled("3")}, SglangEngine.wake)
+
+
+@pytest.mark.parametrize("call", [SglangEngine.sleep, SglangEngine.wake])
+def test_a_server_that_fails_to_sleep_or_wake_is_marked(config, call):
+    """Its tokens are refused from then on: the label of the update that began is replaced."""
+    fails = {**IDLE, "/pause_generation": [say({})], "/update_weight_version": [say({})] * 2}
+    label = "3" if call is SglangEngine.sleep else "asleep-3"
+    for route in ("/release_memory_occupation", "/resume_memory_occupation"):
+        fails[route] = [say({"error": {"message": "out of memory"}}, 400)]
+    with pytest.raises(EngineError, match="out of memory") as raised:
+        against(config, fails | {"/model_info": labelled(label)}, call, unused := [])
+    assert not isinstance(raised.value, EngineRefused), "it would end the run"
+    assert "/update_weight_version" not in unused
+
+
+def test_weights_are_not_loaded_into_an_engine_that_sleeps(config, model):
+    """Where memory is given back there is none to write to."""
+    engine = config.engine.model_copy(update={"placement": "colocated"})
+    colocated = config.model_copy(update={"engine": engine})
+    with pytest.raises(EngineError, match=r"loading policy 4 .*put to sleep.*wake it") as raised:
+        against(colocated, {"/model_info": labelled("asleep-3")}, lambda engine: engine.load_weights(model, 4))
+    assert not isinstance(raised.value, EngineRefused)

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from dppo_megatron.engines.sglang.server import sglang_python
+from dppo_megatron.engines.sglang.server import sglang_environment, sglang_python
 from dppo_megatron.fleet.registry import free_port
 from tests.support.engines import EXPERTS, Reference, engine_config, make_model, running_server
 from tests.support.faults import Proxy
@@ -22,6 +22,7 @@ from tests.weight_sync.trainer_process import PROBE, WAIT
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 TOLERANCE = 1e-4
+FORGETFUL = Path(__file__).parents[1] / "support" / "forgetful_sglang"
 
 
 def publish(
@@ -155,13 +156,31 @@ def test_there_and_back_on_two_engines(two_servers, dense, tmp_path, transport, 
             assert np.abs(np.array(scores) - expected).max() < TOLERANCE
 
 
-def test_colocated_engines_sleep_while_the_trainer_trains(two_servers, dense, tmp_path):
-    """The memory is given back on GPUs alone; that nothing is served in between holds everywhere."""
+@pytest.fixture
+def forgetful_sglang(dense, tmp_path):
+    """One server, whose weights and cache are NaN once it has slept."""
+    config = engine_config(dense[0], kind="sglang")
+    if not sglang_python(config).with_name("sglang").exists():
+        pytest.skip("needs SGLang's environment (make sglang)")
+    path = os.pathsep.join((sglang_environment(config, 0)["PYTHONPATH"], str(FORGETFUL)))
+    engine = config.engine.model_copy(update={"env": config.engine.env | {"PYTHONPATH": path}})
+    with running_server(config.model_copy(update={"engine": engine}), tmp_path / "log", version=0) as url:
+        yield [url]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_colocated_engines_sleep_while_the_trainer_trains(request, dense, tmp_path, kind):
+    """The memory is given back on GPUs alone; that nothing is served in between holds everywhere, and that an SGLang
+    server uses nothing that it held before it slept."""
+    servers = request.getfixturevalue({"vllm": "two_servers", "sglang": "forgetful_sglang"}[kind])
     a, b = dense
-    processes, out = publish(tmp_path, a, two_servers, [a, b], engine={"placement": "colocated"})
+    settings = {"placement": "colocated", "kind": kind}
+    processes, out = publish(tmp_path, a, servers, [a, b, a], engine=settings, fingerprint=True)
     records = finished(processes, out)
-    for scores in records[1]["scores"].values():
-        assert np.abs(np.array(scores) - Reference(b).score(PROBE)).max() < TOLERANCE
+    for record, policy in zip(records, (a, b, a), strict=True):
+        assert record["engines"] == len(servers)
+        for scores in record["scores"].values():
+            assert np.abs(np.array(scores) - Reference(policy).score(PROBE)).max() < TOLERANCE
 
 
 def test_an_engine_killed_during_an_update_is_named_within_the_time_out(dense, tmp_path):

@@ -36,10 +36,19 @@ from dppo_megatron.weights.fingerprint import Fingerprint
 
 from .plugin.dppo_sglang_plugin import HELD_WEIGHTS, START_TRACE, TAKE_TRACE, UNTOLD
 from .weights import UPDATING, SglangWeights, ask_plugin
-from .wire import child_ids, decode_group, decode_score, decode_trace, encode_group, encode_score, parse_version
+from .wire import (
+    ASLEEP,
+    EMPTY,
+    child_ids,
+    decode_group,
+    decode_score,
+    decode_trace,
+    encode_group,
+    encode_score,
+    reported_version,
+)
 
 CONTEXT_MARGIN = 8  # positions of --context-length that SGLang keeps back from prompt and response
-NO_SLEEP = "an SGLang server keeps its memory; engine.placement = colocated needs engine.kind = vllm"
 
 
 class SglangEngine:
@@ -61,6 +70,7 @@ class SglangEngine:
         self._max_logprobs = config.engine.max_logprobs
         self._seeded = config.engine.seeded
         self._adapters = config.weight_sync.lora == "adapter"
+        self._sleeps = config.engine.placement == "colocated"
         self._generate_timeout_s = config.request_timeout_s
         self._update_timeout_s = config.weight_sync.timeout_s
         self._running: dict[str, GenerateRequest] = {}  # request id -> as the server knows it
@@ -80,6 +90,7 @@ class SglangEngine:
         what = f"generation of group {request.request_id}"
         limits = await self._static_info()
         self._admit(what, request, limits)
+        await self._check_not(what, ASLEEP, EMPTY)
         room = limits.max_model_len - len(request.token_ids)
         # Under a name of its own: the server may still be busy ending a request of that id whose client is gone.
         sent = dataclasses.replace(request, request_id=f"{request.request_id}~{uuid4().hex[:8]}")
@@ -118,6 +129,7 @@ class SglangEngine:
         if token_ids.ndim != 1 or len(token_ids) < 2:
             raise EngineRefused(f"engine {self.url}: {what}: scoring needs a vector of at least two tokens")
         self._check_ids(what, token_ids, limits.vocab_size)
+        await self._check_not(what, ASLEEP, EMPTY)
         tokens = token_ids.tolist()
         reply = await self._calls.call(what, "/generate", self._generate_timeout_s, body=encode_score(tokens))
         try:
@@ -146,6 +158,7 @@ class SglangEngine:
         return trace, logprobs
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
+        await self._check_not(f"loading policy {version} from {path}", ASLEEP)
         return await self._weights.load(path, version, mode)
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
@@ -156,6 +169,7 @@ class SglangEngine:
 
     async def held_weights(self) -> Fingerprint:
         what = "fingerprints of its weights"
+        await self._check_not(what, ASLEEP, EMPTY)
         told = await ask_plugin(self._calls, what, HELD_WEIGHTS, self._update_timeout_s)
         workers = [
             {group: None if value == UNTOLD else value.split() for group, value in rank.items()} for rank in told
@@ -163,10 +177,10 @@ class SglangEngine:
         return held_weights(self.url, workers)
 
     async def sleep(self) -> None:
-        raise EngineRefused(f"engine {self.url}: {NO_SLEEP}")
+        await self._weights.sleep()
 
     async def wake(self) -> None:
-        raise EngineRefused(f"engine {self.url}: {NO_SLEEP}")
+        await self._weights.wake()
 
     async def info(self) -> EngineInfo:
         what = "its description"
@@ -178,7 +192,7 @@ class SglangEngine:
         server = await self._calls.json(what, "/server_info")
         try:
             self._last_info = EngineInfo(
-                version=parse_version(served["weight_version"]),
+                version=reported_version(served["weight_version"]),
                 vocab_size=_vocab_size(Path(served["model_path"]), self._model_path),
                 max_model_len=server["max_req_input_len"] - 2,
                 max_logprobs=self._max_logprobs,
@@ -212,7 +226,7 @@ class SglangEngine:
         what = "its version"
         served = await self._calls.json(what, "/model_info")
         try:
-            return parse_version(served["weight_version"])
+            return reported_version(served["weight_version"])
         except (KeyError, AttributeError) as error:
             raise EngineError(f"engine {self.url}: {what}: not in its description: {error}") from error
 
@@ -289,6 +303,10 @@ class SglangEngine:
             raise EngineRefused(
                 f"engine {self.url}: {what}: token id {foreign[0]} is outside the vocabulary of {vocab_size}"
             )
+
+    async def _check_not(self, what: str, *labels: str) -> None:
+        if self._sleeps:  # others would ask before every request for nothing
+            await self._weights.check_not(what, *labels)
 
     async def _static_info(self) -> EngineInfo:
         async with self._first_use:

@@ -63,6 +63,8 @@ def sglang_command(
             *("--lora-target-modules", *sorted({target.rpartition(".")[2] for target in lora.targets})),
             *(("--lora-backend", "torch_native") if cpu else ()),
         ]
+    if engine.placement == "colocated" and not cpu:
+        command.append("--enable-memory-saver")  # without it sleep frees nothing
     if engine.kv_cache_bytes is not None or cpu:
         tokens = (engine.kv_cache_bytes or CPU_KV_CACHE_BYTES) // _kv_bytes_per_token(config, model_path)
         command += ["--max-total-tokens", str(tokens)]

@@ -22,6 +22,7 @@ from dppo_megatron.weights.manifest import BadWeights, Manifest, UnreadableWeigh
 from dppo_megatron.weights.process_group import Rendezvous, WeightGroupError, nccl_problem
 
 from .plugin.dppo_sglang_plugin import HAS_READ, NCCL, READ, READ_AHEAD, READING, STATE
+from .wire import ASLEEP, EMPTY, reported_version
 
 READ_POLL_S = 0.01
 IDLE_POLL_S = 0.05
@@ -106,6 +107,49 @@ class SglangWeights:
             action = HAS_READ
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 50 * READ_POLL_S)
+
+    async def sleep(self) -> None:
+        """Waits for running requests and gives the memory of weights and cache back. Until weights are loaded again the
+        server holds requests back that clients send all the same."""
+        what = "going to sleep"
+        async with self._updates:
+            deadline = time.monotonic() + self._update_timeout_s
+            label = await self._present_label(what)
+            if label.startswith(ASLEEP):
+                return
+            if not label.startswith(EMPTY):
+                await self._wait_until_idle(what, deadline)
+            # A scheduler that is not idle would end. Of the ways to pause this one ends what came since, and alone
+            # costs no core: it stops the server's HTTP process, not the scheduler, which would spin.
+            await self._calls.call(what, "/pause_generation", _left(deadline), body={"mode": "abort"})
+            await self._occupy(what, "/release_memory_occupation", f"{ASLEEP}{reported_version(label)}", deadline)
+
+    async def wake(self) -> None:
+        """Takes the memory again, whose contents are arbitrary; does nothing where weights are served."""
+        what = "waking up"
+        async with self._updates:
+            deadline = time.monotonic() + self._update_timeout_s
+            label = await self._present_label(what)
+            if label.startswith((ASLEEP, EMPTY, UPDATING, INCONSISTENT)):
+                await self._occupy(what, "/resume_memory_occupation", f"{EMPTY}{reported_version(label)}", deadline)
+
+    async def _occupy(self, what: str, route: str, label: str, deadline: float) -> None:
+        try:
+            await self._mark_updating(what, deadline)
+            await self._calls.call(what, route, _left(deadline), body={})
+            await self._label(what, label)
+        except BaseException as error:
+            await self._mark_inconsistent(what)
+            if isinstance(error, EngineRefused):  # SGLang answers so whatever goes wrong, and a refusal ends the run
+                raise EngineError(str(error)) from None
+            raise
+
+    async def check_not(self, what: str, *labels: str) -> None:
+        """Raises `EngineError` where the label of the weights begins with one of `labels`, `ASLEEP` or `EMPTY`."""
+        if (await self._present_label(what)).startswith(labels):
+            raise EngineError(
+                f"engine {self.url}: {what}: it was put to sleep, which discards its weights; wake it and load them"
+            )
 
     async def join(self, plan: WeightGroupPlan, workers: int) -> None:
         what = f"joining weight group {plan.name}"
@@ -203,6 +247,12 @@ class SglangWeights:
     async def _mark_updating(self, what: str, deadline: float) -> None:
         """Before the scheduler is busy: its HTTP process still reports the label."""
         await self._label(what, f"{UPDATING}{uuid4().hex[:8]}", _left(deadline))
+
+    async def _present_label(self, what: str) -> str:
+        try:
+            return str((await self._calls.json(what, "/model_info"))["weight_version"])
+        except KeyError as error:
+            raise EngineError(f"engine {self.url}: {what}: its description lacks {error}") from None
 
     async def _label(self, what: str, label: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         body = {"new_version": label, "abort_all_requests": False}

@@ -22,6 +22,8 @@ from dppo_megatron.hf import HFModelConfig
 # Temperature 0 makes SGLang draw the whole batch another way, so a seeded sample would depend on its neighbours. This
 # is the least it takes: probabilities of tokens that are 1e-4 nats apart differ by a factor of e**50.
 GREEDY_TEMPERATURE = 2e-6
+# What begins the labels of weights that sleep discarded, asleep and awake again; the version before follows.
+ASLEEP, EMPTY = "asleep-", "empty-"
 
 
 def child_ids(request_id: str, n: int) -> list[str]:
@@ -108,6 +110,11 @@ def decode_score(reply: bytes, token_ids: list[int], vocab_size: int) -> tuple[n
 def parse_version(label: str) -> int:
     """SGLang labels weights with text; ours is a number, anything else is -1."""
     return int(label) if label.isdecimal() else -1
+
+
+def reported_version(label: str) -> int:
+    """Of an engine that sleeps or has just woken that of the weights it discarded, as vLLM reports it."""
+    return parse_version(label.removeprefix(ASLEEP).removeprefix(EMPTY))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ SGLang finds the metadata beside this file because the server's PYTHONPATH names
   one before it, as weights do, and every request is answered by it: a request that names an adapter would keep its own
   to its end, under a version that is not the adapter's.
 - It takes a directory with a delta (`weights/delta.py`), too. /weights_checker has one read ahead (`weights/ahead.py`).
+- /release_memory_occupation and /resume_memory_occupation may be repeated, for an answer can be lost: over the second
+  of two SGLang's scheduler ends.
 - With `engine.exact` it computes as the trainer does (`exact_server.py`).
 """
 
@@ -49,11 +51,14 @@ def register():
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     loader = "sglang.srt.model_loader.loader.DefaultModelLoader"
     manager = "sglang.srt.lora.lora_manager.LoRAManager"
+    memory = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", handle, HookType.AROUND)
     HookRegistry.register(f"{updater}.update_weights_from_disk", update_from_disk, HookType.AROUND)
     HookRegistry.register(f"{loader}._get_weights_iterator", weights_iterator, HookType.AROUND)
     HookRegistry.register(f"{manager}.fetch_new_loras", fetch, HookType.AROUND)
     HookRegistry.register(f"{manager}.prepare_lora_batch", prepare, HookType.AROUND)
+    HookRegistry.register(f"{memory}.release_memory_occupation", release, HookType.AROUND)
+    HookRegistry.register(f"{memory}.resume_memory_occupation", resume, HookType.AROUND)
     if EXACT in os.environ:
         exact = _loaded(Path(__file__).parent / "exact_server.py")
         exact.register(exact.operators())
@@ -192,6 +197,18 @@ def prepare(original, manager, forward_batch):
 def _answered_by(manager, names):
     """The policy, once there is one, instead of the weights alone."""
     return [POLICY if name is None and POLICY in manager.loras else name for name in names]
+
+
+def release(original, manager, request):
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+
+    return ReleaseMemoryOccupationReqOutput() if manager.offload_tags else original(manager, request)
+
+
+def resume(original, manager, request):
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
+
+    return original(manager, request) if manager.offload_tags else ResumeMemoryOccupationReqOutput()
 
 
 def _text(value):

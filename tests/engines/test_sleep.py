@@ -1,0 +1,78 @@
+"""Every engine asleep: it samples nothing until it woke and loaded, is healthy, and may be told twice. That memory is
+given back shows on GPUs alone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from dppo_megatron.engines.protocol import EngineError, EngineRefused
+from dppo_megatron.fleet.engine_checks import check_health
+from tests.engines.test_contract import TOLERANCE, some_steps
+from tests.engines.test_contract_updates import PROBE
+from tests.support.engines import group
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def use_colocated(served, function):
+    """Result of `function` on a client of a run whose engines sleep."""
+    engine = served.config.engine.model_copy(update={"placement": "colocated"})
+    return served.use(function, served.config.model_copy(update={"engine": engine}))
+
+
+async def refuses_to_serve(engine) -> None:
+    for call in (engine.generate(group("early", n=1)), engine.score(PROBE), engine.held_weights()):
+        with pytest.raises(EngineError, match="put to sleep") as raised:
+            await asyncio.wait_for(call, 20)
+        assert not isinstance(raised.value, EngineRefused), "it would be refused again, and end the run"
+
+
+def test_a_sleeper_serves_nothing_until_it_woke_and_loaded(served, load):
+    async def nap(engine):
+        running = asyncio.ensure_future(engine.generate(group("before", n=2, max_tokens=100)))
+        await some_steps(engine, running)
+        await engine.sleep()
+        assert running.done() or (await asyncio.wait_for(running, 5))
+        await refuses_to_serve(engine)
+        await engine.wake()
+        await refuses_to_serve(engine)
+        await load(engine, "b", 1)
+        return await running, await engine.generate(group("after", n=2)), await engine.score(PROBE)
+
+    before, after, score = use_colocated(served, nap)
+    assert all(len(r.token_ids) == 100 and (r.versions == 0).all() for r in before), "they end before it sleeps"
+    assert all((r.versions == 1).all() for r in after)
+    assert np.abs(score - served.reference("b").score(PROBE)).max() < TOLERANCE
+
+
+def test_a_sleeper_is_healthy_and_reports_the_version_that_it_served(served, load):
+    """A run's orchestrator would load the published policy into one that lags."""
+
+    async def look(engine):
+        await load(engine, "a", 3)
+        await engine.sleep()
+        asleep = await check_health(engine, served.config)
+        await engine.wake()
+        awake = await check_health(engine, served.config)
+        await load(engine, "a", 4)
+        return [(info.version, info.updating_s) for info in (asleep, awake, await engine.info())]
+
+    assert use_colocated(served, look) == [(3, None), (3, None), (4, None)]
+
+
+def test_calls_may_be_repeated(served, load):
+    async def twice(engine):
+        await engine.wake()  # it is awake, and goes on
+        (rollout,) = await engine.generate(group("awake", n=1))
+        for call in (engine.sleep, engine.sleep, engine.wake, engine.wake, engine.sleep, engine.wake):
+            await call()
+        await refuses_to_serve(engine)
+        await load(engine, "b", 2)
+        return rollout, await engine.score(PROBE)
+
+    rollout, score = use_colocated(served, twice)
+    assert (rollout.versions == 0).all()
+    assert np.abs(score - served.reference("b").score(PROBE)).max() < TOLERANCE
