@@ -6,6 +6,7 @@ order of appending: step s trains on groups [s G, (s + 1) G). docs/bank.md descr
 
 from .entry import BankEntry
 from .errors import BankCorruption, BankError, BankLocked, BankTimeout, BankWriteError
+from .files import ReadBuffer
 from .reader import BankReader
 from .retention import give_leave
 from .shapes import PARTS
@@ -21,5 +22,6 @@ __all__ = [
     "BankTimeout",
     "BankWriteError",
     "BankWriter",
+    "ReadBuffer",
     "give_leave",
 ]

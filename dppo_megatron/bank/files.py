@@ -20,6 +20,9 @@ FORMAT = 2  # what a new bank is written in; an old one goes on in its own
 HEAD_NAME = "head.json"
 # Where what one process wrote is at once visible, in order, to every other that can see the file system.
 LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "apfs"})
+_HINT_BYTES = 128 << 10  # of a longer hint Linux takes the beginning alone: as much as it reads ahead, by default this
+_BUFFER_BYTES = 32 << 20  # of address space: memory is what of it was ever used
+_ALIGNED = 64  # bytes
 _INDEX_NAME = re.compile(r"segment-(\d{6,18})\.jsonl")
 
 
@@ -97,13 +100,44 @@ class Head:
         return head
 
 
-def read_up_to(file: int, size: int, offset: int) -> np.ndarray:
+class ReadBuffer:
+    """Memory for what is read, used again after `reuse`: the system clears every page of new memory, which takes longer
+    than to copy one out of its cache."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+        self._used = 0
+
+    def take(self, size: int) -> np.ndarray:
+        """[size] uint8, the caller's until `reuse`."""
+        begin = self._used
+        if begin + size > len(self._bytes):  # what was taken before keeps the memory that it has
+            begin, self._bytes = 0, np.empty(max(size, 2 * len(self._bytes), _BUFFER_BYTES), np.uint8)
+        self._used = begin + -(-size // _ALIGNED) * _ALIGNED
+        return self._bytes[begin : begin + size]
+
+    def reuse(self) -> None:
+        """What was taken is written over by what is taken from now on."""
+        self._used = 0
+
+
+def read_up_to(file: int, size: int, offset: int, buffer: ReadBuffer | None = None) -> np.ndarray:
     """[size] uint8 of a file, fewer where it ends. One call of the system may give less, and never more than 2 GiB."""
-    buffer = np.empty(size, np.uint8)
+    into = np.empty(size, np.uint8) if buffer is None else buffer.take(size)
     found = 0
-    while found < size and (count := os.preadv(file, [buffer.data[found:]], offset + found)):
+    while found < size and (count := os.preadv(file, [into.data[found:]], offset + found)):
         found += count
-    return buffer[:found]
+    return into[:found]
+
+
+def announce(file: int, begin: int, end: int) -> None:
+    """Has the system fetch bytes [begin, end) of a file into its cache, where it takes such hints; does not wait.
+
+    Raises OSError where a file system refuses.
+    """
+    if hasattr(os, "posix_fadvise"):
+        for at in range(begin, end, _HINT_BYTES):
+            os.posix_fadvise(file, at, min(_HINT_BYTES, end - at), os.POSIX_FADV_WILLNEED)
 
 
 def split_lines(path: Path) -> tuple[list[bytes], bytes]:

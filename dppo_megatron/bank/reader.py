@@ -7,7 +7,8 @@ import time
 import zlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +22,7 @@ from . import format1
 from .blob import decode_front, decode_sample
 from .entry import BankEntry
 from .errors import RESTORE, BankCorruption, BankTimeout, not_accessible
-from .files import Head, is_local, read_up_to, segment_paths
+from .files import Head, ReadBuffer, announce, is_local, read_up_to, segment_paths
 from .ledger import Ledger
 from .lines import parse_group_line
 from .shapes import PARTS
@@ -122,13 +123,33 @@ class BankReader:
         ends = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
         return [(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True) if b > a]
 
+    def announce(self, wanted: Iterable[tuple[BankEntry, Sequence[int]]], parts: Sequence[str] = PARTS) -> int:
+        """Has the system fetch what `read` of these samples will read, and does not wait for it; returns its bytes.
+
+        Only a hint: nothing is checked, and nothing raised where files are missing.
+        """
+        total = 0
+        for segment, group in groupby(wanted, key=lambda each: each[0].segment):
+            spans = [span for entry, samples in group for span in _spans(entry, samples, parts)]
+            total += sum(end - begin for begin, end in spans)
+            with suppress(OSError), segment_paths(self._directory, segment)[0].open("rb", buffering=0) as file:
+                there = os.fstat(file.fileno()).st_size  # what an entry says is not checked yet
+                for begin, end in spans:
+                    announce(file.fileno(), begin, min(end, there))
+        return total
+
     def read(
-        self, entry: BankEntry, samples: Sequence[int] | None = None, parts: Sequence[str] = PARTS
+        self,
+        entry: BankEntry,
+        samples: Sequence[int] | None = None,
+        parts: Sequence[str] = PARTS,
+        buffer: ReadBuffer | None = None,
     ) -> RolloutGroup:
         """The group of an entry, or of its samples those given alone; reads their bytes and the prompt's alone.
 
         parts: of `PARTS`, `core` always among them; fields of the others are None. Of a group of format 1 all is read,
-        whatever is asked for.
+        whatever is asked for. buffer: what the samples' arrays lie in, until it is used again; None = memory of their
+        own.
         Raises `BankCorruption` when bytes are missing, do not match their checksum or contradict the entry.
         """
         path = segment_paths(self._directory, entry.segment)[0]
@@ -139,7 +160,7 @@ class BankReader:
             with path.open("rb", buffering=0) as file:
                 if entry.shapes is None:
                     return _only(format1.decode_group(_whole_blob(file.fileno(), entry)), chosen, parts)
-                return read_samples(file.fileno(), entry, chosen, parts, self._front(file.fileno(), entry))
+                return read_samples(file.fileno(), entry, chosen, parts, self._front(file.fileno(), entry), buffer)
         except FileNotFoundError:
             raise BankCorruption(f"{where}: the file is gone; restore it, or train from a later step") from None
         except OSError as error:
@@ -246,7 +267,12 @@ def read_front(file: int, entry: BankEntry) -> Front:
 
 
 def read_samples(
-    file: int, entry: BankEntry, samples: Sequence[int], parts: Sequence[str] = PARTS, front: Front | None = None
+    file: int,
+    entry: BankEntry,
+    samples: Sequence[int],
+    parts: Sequence[str] = PARTS,
+    front: Front | None = None,
+    buffer: ReadBuffer | None = None,
 ) -> RolloutGroup:
     """Samples of the group of an entry; `file` is the descriptor of the blobs, `front` what `read_front` gave for it.
 
@@ -254,9 +280,8 @@ def read_samples(
     """
     assert entry.parts is not None
     assert entry.part_crc is not None
-    size, _ = entry.front
     prompt, finish = front or read_front(file, entry)
-    ends = entry.offset + size + np.cumsum(entry.parts).reshape(entry.parts.shape)
+    ends = _ends(entry)
     if ends[-1, -1] != entry.offset + entry.size:
         raise ValueError(f"its parts have {ends[-1, -1] - entry.offset} of {entry.size} bytes")
     rollouts: list[Rollout] = []
@@ -266,7 +291,7 @@ def read_samples(
             if part in parts:
                 size = int(entry.parts[i, p])
                 what = f"sample {i}, part {part}"
-                pieces[part] = _piece(file, size, int(ends[i, p]) - size, int(entry.part_crc[i, p]), what)
+                pieces[part] = _piece(file, size, int(ends[i, p]) - size, int(entry.part_crc[i, p]), what, buffer)
         rollouts.append(decode_sample(entry, i, finish[i], pieces))
     chosen = list(samples)
     group = RolloutGroup(
@@ -284,9 +309,33 @@ def read_samples(
     return group
 
 
-def _piece(file: int, size: int, offset: int, crc: int, what: str) -> np.ndarray:
+def _ends(entry: BankEntry) -> np.ndarray:
+    """[n, 4] int64: where in the file each part of each sample ends."""
+    assert entry.parts is not None
+    return entry.offset + entry.front[0] + np.cumsum(entry.parts).reshape(entry.parts.shape)
+
+
+def _spans(entry: BankEntry, samples: Sequence[int], parts: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """(begin, end) in the file of what `read` reads of these samples; end to end ones are one."""
+    if entry.parts is None:
+        yield entry.offset, entry.offset + entry.size
+        return
+    begin, end = entry.offset, entry.offset + entry.front[0]
+    ends, wanted = _ends(entry), [p for p, part in enumerate(PARTS) if part in parts]
+    for i in samples:
+        for p in wanted:
+            after = int(ends[i, p])
+            before = after - int(entry.parts[i, p])
+            if before != end:
+                yield begin, end
+                begin = before
+            end = after
+    yield begin, end
+
+
+def _piece(file: int, size: int, offset: int, crc: int, what: str, buffer: ReadBuffer | None = None) -> np.ndarray:
     """[size] uint8, checked."""
-    found = read_up_to(file, size, offset)
+    found = read_up_to(file, size, offset, buffer)
     if len(found) < size:
         raise ValueError(f"{what}: only {len(found)} of {size} bytes are there")
     if zlib.crc32(found.data) != crc:

@@ -5,14 +5,14 @@ Every denominator of the loss is fixed here, for the whole global update, before
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from dppo_megatron.bank import PARTS, BankEntry, BankReader
+from dppo_megatron.bank import PARTS, BankEntry, BankReader, ReadBuffer
 from dppo_megatron.config import Config
 from dppo_megatron.data.micro_batches import Prefixes, computed_rows, plan_micro_batches
 from dppo_megatron.data.packing import TokenSequence, pack
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dppo_megatron.actor import Actor
 
 
+AHEAD_BYTES = 32 << 20  # of this micro-batch and the next ones, that the system is asked to fetch
 VISIBLE_S = 120.0  # within which a network file system shows every node what rank 0 has seen
 
 
@@ -96,6 +97,7 @@ class BankBatches:
         self._reader = reader
         self._objective = objective
         self._rank, self._size = rank, size
+        self._buffer = ReadBuffer()  # of one micro-batch, all of which is copied when it is packed
         self._rollout_metrics = RunDir(config.run.dir).rollout_metrics
         self._experts = read_hf_config(config.model.path).moe if config.rollout.routing_replay else None
 
@@ -182,7 +184,7 @@ class BankBatches:
         self, entry: BankEntry, samples: Sequence[int], advantages: np.ndarray, weights: np.ndarray
     ) -> dict[int, TokenSequence]:
         """The given samples of one group; advantages [n, T] and weights [n] are those of all of its trajectories."""
-        group = self._reader.read(entry, samples, self._parts)
+        group = self._reader.read(entry, samples, self._parts, self._buffer)
         replays = self._experts is not None and "routes" in self._parts
         if replays:
             largest = max(int(r.routed_experts.max(initial=0)) for r in group.rollouts)
@@ -222,16 +224,24 @@ class BankBatches:
         plan = plan_micro_batches(lengths, self._size, self._config.train.micro_batch_tokens, prefixes)
         topk = self._config.rollout.topk_logprobs if "topk" in self._parts else 0
         micro_batches = []
-        for indices in plan[self._rank]:  # one after the other: what is read is packed, and its memory used again
-            own = computed[indices].reshape(-1, 2)
-            read = {
-                g: self._sequences(entries[g], own[own[:, 0] == g, 1].tolist(), advantages[g], weights[g])
-                for g in np.unique(own[:, 0])
-            }
+        # One after the other: what is read is packed, and its memory used again.
+        for own in self._fetched_ahead(entries, [computed[indices].reshape(-1, 2) for indices in plan[self._rank]]):
+            self._buffer.reuse()
+            read = {g: self._sequences(entries[g], of, advantages[g], weights[g]) for g, of in _by_group(own).items()}
             micro_batches.append(pack([read[g][i] for g, i in own], topk=topk, share_prefixes=self._share_prefixes))
         stored = self._stored(entries, computed, plan[self._rank])
         rows = sum(computed_rows(batch, lengths, prefixes) for of_rank in plan for batch in of_rank)
         return UpdateBatch(micro_batches, len(computed), int(lengths.sum()), rows, stored)
+
+    def _fetched_ahead(self, entries: Sequence[BankEntry], own: list[np.ndarray]) -> Iterator[np.ndarray]:
+        """The micro-batches ([C, 2] group and sample), one after the other. Meanwhile the system fetches those that
+        come next, of this rank's share of the update alone, so that the disk works while one is checked and packed."""
+        sizes: list[int] = []
+        for number, samples in enumerate(own):
+            while len(sizes) < len(own) and sum(sizes[number:]) < AHEAD_BYTES:
+                wanted = [(entries[g], of) for g, of in _by_group(own[len(sizes)]).items()]
+                sizes.append(self._reader.announce(wanted, self._parts))
+            yield samples
 
     def _stored(
         self, entries: Sequence[BankEntry], computed: np.ndarray, plan: list[list[int]]
@@ -251,6 +261,11 @@ class BankBatches:
             for number, c in enumerate(indices)
             if c in chosen
         )
+
+
+def _by_group(samples: np.ndarray) -> dict[int, list[int]]:
+    """The samples of each group, of [C, 2] group and sample."""
+    return {g: samples[samples[:, 0] == g, 1].tolist() for g in np.unique(samples[:, 0]).tolist()}
 
 
 def _of_tokens(advantages: np.ndarray, entry: BankEntry, trajectory: int, rollout: Rollout) -> float | np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load as load_tensors
 
-from dppo_megatron.bank import PARTS, BankCorruption, BankReader, BankWriter
+from dppo_megatron.bank import PARTS, BankCorruption, BankReader, BankWriter, files
 from dppo_megatron.bank.blob import decode_front
+from dppo_megatron.bank.files import segment_paths
 from dppo_megatron.bank.shapes import Shapes
 from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Rollout, RolloutGroup
 from tests.support.bank import assert_same_array, assert_same_group, make_group
@@ -174,6 +176,27 @@ class Disk:
         monkeypatch.setattr(os, "preadv", preadv)
 
 
+def places(ranges: list[tuple[int, int]]) -> list[int]:
+    return sorted(place for begin, end in ranges for place in range(begin, end))
+
+
+def test_a_hint_that_cannot_be_given_is_left_out(tmp_path, monkeypatch):
+    """What is wrong with a file is for its reader to say; some platforms have no such hints."""
+    reader, (entry,) = written(tmp_path, branched_group(4))
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    assert reader.announce([(entry, [0])]) > 0
+    monkeypatch.delattr(os, "posix_fadvise")
+    assert reader.announce([(entry, [0])]) > 0
+    segment_paths(tmp_path, 0)[0].unlink()
+    assert reader.announce([(entry, [0])]) > 0
+    with pytest.raises(BankCorruption, match="the file is gone"):
+        reader.read(entry, [0])
+
+
+def refuse(*_arguments) -> None:
+    raise OSError(errno.EINVAL, "not here")
+
+
 @pytest.mark.parametrize("parts", [("core",), ("core", "topk"), ("core", "routes"), ("core", "mask"), PARTS])
 def test_samples_are_read_alone_with_the_parts_that_are_asked_for(tmp_path, monkeypatch, parts):
     group = branched_group(4)
@@ -182,6 +205,12 @@ def test_samples_are_read_alone_with_the_parts_that_are_asked_for(tmp_path, monk
     found = reader.read(entry, [2, 0], parts)
     wanted = [PARTS.index(part) for part in parts]
     assert disk.bytes == entry.front[0] + entry.parts[[2, 0]][:, wanted].sum()
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(files, "_HINT_BYTES", 64)  # of a longer hint Linux takes the beginning alone
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, at, size, advice: told.append((at, at + size)))
+    assert reader.announce([(entry, [2, 0])], parts) == disk.bytes
+    assert max(end - begin for begin, end in told) == 64
+    assert places(told) == places(disk.ranges)
     absent = {
         name
         for part, names in {

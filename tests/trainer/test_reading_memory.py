@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dppo_megatron.bank import BankReader
+from dataclasses import fields
+
+import pytest
+import torch
+
+from dppo_megatron.bank import BankReader, ReadBuffer
 from dppo_megatron.objectives import build_objective
 from dppo_megatron.trainer import batches
 from dppo_megatron.trainer.batches import BankBatches
+from dppo_megatron.types import TokenBatch
 from tests.support.tiny_task import task_config
 
 from .test_bank_batches import _long_bank
 
 
-def test_a_rank_packs_what_it_read_before_it_reads_on(tmp_path, monkeypatch):
-    """So it holds its share of a step as tensors, and of the bank's bytes those of one micro-batch."""
+def source_of(tmp_path) -> BankBatches:
+    """Rank 0 of 2, whose share of a step is several micro-batches."""
     _long_bank(tmp_path / "bank", 4, 8, layers=1)
     config = task_config(
         tmp_path,
@@ -25,12 +31,18 @@ def test_a_rank_packs_what_it_read_before_it_reads_on(tmp_path, monkeypatch):
             "topk_logprobs": 20,
         },
     )
+    return BankBatches(config, BankReader(tmp_path / "bank"), build_objective("dppo_topk_tv"), 0, 2)
+
+
+def test_a_rank_packs_what_it_read_before_it_reads_on(tmp_path, monkeypatch):
+    """So it holds its share of a step as tensors, and of the bank's bytes those of one micro-batch."""
+    source = source_of(tmp_path)
     happened = []
     read, pack = BankReader.read, batches.pack
 
-    def noted_read(self, entry, samples, parts):
+    def noted_read(self, entry, samples, *rest):
         happened.append(len(samples))
-        return read(self, entry, samples, parts)
+        return read(self, entry, samples, *rest)
 
     def noted_pack(sequences, **settings):
         happened.append(-len(sequences))
@@ -38,10 +50,60 @@ def test_a_rank_packs_what_it_read_before_it_reads_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(BankReader, "read", noted_read)
     monkeypatch.setattr(batches, "pack", noted_pack)
-    source = BankBatches(config, BankReader(tmp_path / "bank"), build_objective("dppo_topk_tv"), 0, 2)
     (update,) = source.read(0).updates
     assert len(update.micro_batches) > 2
     held = 0
     for count in happened:
         held += count
         assert held == 0 or count > 0  # each pack takes all that was read
+
+
+def test_no_batch_lies_where_the_next_one_is_read(tmp_path, monkeypatch):
+    """What a rank reads lies in memory that is used again for the next micro-batch."""
+    clean = source_of(tmp_path).read(0).updates[0].micro_batches
+    reuse = ReadBuffer.reuse
+
+    def spoil(self):
+        self._bytes.fill(0xEE)
+        reuse(self)
+
+    monkeypatch.setattr(ReadBuffer, "reuse", spoil)
+    source = source_of(tmp_path / "again")
+    spoiled = source.read(0).updates[0].micro_batches
+    spoil(source._buffer)
+    assert len(clean) == len(spoiled) > 2
+    for one, other in zip(clean, spoiled, strict=True):
+        for field in fields(TokenBatch):
+            expected, found = getattr(one, field.name), getattr(other, field.name)
+            assert (expected is None and found is None) or torch.equal(expected, found), field.name
+
+
+@pytest.mark.parametrize("ahead", [1, 300_000, 1 << 30])
+def test_the_system_is_told_what_comes_next(tmp_path, monkeypatch, ahead):
+    """Of every micro-batch once, before it is read, and as far ahead as is wanted."""
+    told, sizes, read = [], [], []
+    announce, pack = BankReader.announce, batches.pack
+
+    def noted(self, wanted, parts):
+        told.append([(entry.number, i) for entry, samples in wanted for i in samples])
+        sizes.append(announce(self, wanted, parts))
+        return sizes[-1]
+
+    def noted_pack(sequences, **settings):
+        read.append(len(told))
+        assert len(sequences) == len(told[len(read) - 1])
+        return pack(sequences, **settings)
+
+    monkeypatch.setattr(batches, "AHEAD_BYTES", ahead)
+    monkeypatch.setattr(BankReader, "announce", noted)
+    monkeypatch.setattr(batches, "pack", noted_pack)
+    (update,) = source_of(tmp_path).read(0).updates
+    of_all = len(update.micro_batches)
+    assert len(told) == len(read) == of_all
+    names = [name for of in told for name in of]
+    assert len(set(names)) == len(names)
+    for number, count in enumerate(read):
+        assert count > number
+        assert sum(sizes[number : count - 1]) < ahead, "further than is wanted"
+        assert count == of_all or sum(sizes[number:count]) >= ahead, "less far than is wanted"
+    assert (1 < read[0] < of_all) == (ahead == 300_000)
