@@ -187,14 +187,16 @@ def with_engine(config: Config, url: str, use: Callable[[Engine], Awaitable[Resu
 
 
 class Reference:
-    """The model of `directory` in transformers, fp32."""
+    """The model of `directory` in transformers, in fp64, so that an engine alone rounds."""
 
     def __init__(self, directory: Path):
         import torch
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float64, experts_implementation="eager"
+        ).eval()
 
     def logprobs(self, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """[R, V] log-probs at `temperature` of each response position."""
