@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import certifi
@@ -15,6 +16,7 @@ from yarl import URL
 from .inflow import Room
 from .protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, EngineUnavailable
 
+T = TypeVar("T")
 CONTROL_TIMEOUT_S = 30.0  # requests an engine answers at once, even under load
 REQUEST_TIMEOUT_REMEDY = (
     " (engine.request_timeout_s, waiting in the engine's queue included); raise it, add engines, or lower "
@@ -27,7 +29,16 @@ OTHER_SECRET = (
 NO_SECRET = "this process brought none: RUN/secret is not there, or not for this user to read; see engine.secret_file"
 RETRY_BUSY_S = (0.05, 1.0)  # first and longest wait after "503, try again"
 JSON = {"content-type": "application/json"}
+SMALL_REPLY_BYTES = 64 << 10  # decoded in less time than a thread takes to be found
 IDLE_CONNECTION_S = 4.0  # below uvicorn's default of 5: a reused connection is never one the server just closed
+
+
+async def decoded(decode: Callable[..., T], reply: bytes | bytearray, *arguments: Any) -> T:
+    """decode(reply, *arguments), in a thread if the reply is large: top-K log-probs of a group of long responses take a
+    third of a second."""
+    if len(reply) <= SMALL_REPLY_BYTES:
+        return decode(reply, *arguments)
+    return await asyncio.to_thread(decode, reply, *arguments)
 
 
 class EngineCalls:

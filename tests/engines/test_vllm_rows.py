@@ -45,9 +45,22 @@ def test_rows_are_what_vllm_would_have_kept(entries):
         kept._update_sample_logprobs(step)
     assert isinstance(kept.logprobs, LogprobRows)
     assert len(kept.logprobs) == len(theirs.logprobs) == STEPS
-    for found, expected in zip(columns(kept.logprobs, STEPS, K), columns(theirs.logprobs, STEPS, K), strict=True):
+    for found, expected in zip(
+        columns([kept.logprobs], [STEPS], K), columns([theirs.logprobs], [STEPS], K), strict=True
+    ):
         np.testing.assert_array_equal(found, expected)
         assert found.dtype == expected.dtype
+
+
+def test_samples_of_a_group_stand_one_behind_the_other():
+    theirs, ours, nothing = processor(), LogprobRows(), LogprobRows()
+    for step in steps(K + 1):
+        theirs._update_sample_logprobs(step)
+        ours.parts.append((step.logprob_token_ids, step.logprobs))
+    together = columns([ours, nothing, theirs.logprobs], [STEPS, 0, STEPS], K)
+    for found, alone in zip(together, columns([ours], [STEPS], K), strict=True):
+        np.testing.assert_array_equal(found, np.concatenate((alone, alone)))
+    assert columns([nothing], [0], K)[0].shape == (0, K + 1)
 
 
 def test_a_request_that_has_sampled_stays_as_it_is():
@@ -56,11 +69,12 @@ def test_a_request_that_has_sampled_stays_as_it_is():
     state = SimpleNamespace(logprobs_processor=begun)
     keep_rows(state)
     assert state.logprobs_processor is begun
-    assert columns(begun.logprobs, 1, K)[0].shape == (1, K + 1)
+    assert columns([begun.logprobs], [1], K)[0].shape == (1, K + 1)
 
 
 def test_other_shapes_are_refused():
     rows = LogprobRows()
     rows.parts.append((np.zeros((1, K + 1), np.int32), np.zeros((1, K + 1), np.float32)))
-    with pytest.raises(ValueError, match="reshape"):
-        columns(rows, 2, K)
+    for held, positions in (([rows], [2]), ([rows, LogprobRows()], [0, 1])):
+        with pytest.raises(ValueError, match="expected"):
+            columns(held, positions, K)

@@ -13,7 +13,7 @@ from uuid import uuid4
 import numpy as np
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.http import REQUEST_TIMEOUT_REMEDY, EngineCalls
+from dppo_megatron.engines.http import REQUEST_TIMEOUT_REMEDY, EngineCalls, decoded
 from dppo_megatron.engines.inflow import Inflow, Room
 from dppo_megatron.engines.protocol import (
     EngineError,
@@ -25,7 +25,7 @@ from dppo_megatron.engines.protocol import (
     InvalidSample,
     UpdateMode,
 )
-from dppo_megatron.engines.samples import check_scores
+from dppo_megatron.engines.samples import GroupSamples, check_scores
 from dppo_megatron.engines.secret import read_secret
 from dppo_megatron.engines.serving import check_info, held_weights, start_model
 from dppo_megatron.engines.trace import UNSEEN, Trace, joined
@@ -113,14 +113,17 @@ class SglangEngine:
         finally:
             del self._running[request.request_id]
         try:
-            # In threads: top-K log-probs of a group of long responses take a third of a second and more.
-            samples = await asyncio.to_thread(decode_group, reply, sent, self._model)
-            await asyncio.to_thread(
-                samples.check, request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len
-            )
+            samples = await decoded(self._decode_samples, reply, request, sent, limits)
         except (ValueError, InvalidSample) as error:
             raise InvalidSample(f"engine {self.url}: {what}: {error}") from None
         return samples.rollouts(len(request.token_ids))
+
+    def _decode_samples(
+        self, reply: bytes | bytearray, request: GenerateRequest, sent: GenerateRequest, limits: EngineInfo
+    ) -> GroupSamples:
+        samples = decode_group(reply, sent, self._model)
+        samples.check(request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len)
+        return samples
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         what = f"scoring of {len(token_ids)} tokens"

@@ -11,7 +11,7 @@ from uuid import uuid4
 import numpy as np
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, REQUEST_TIMEOUT_REMEDY, EngineCalls
+from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, REQUEST_TIMEOUT_REMEDY, EngineCalls, decoded
 from dppo_megatron.engines.inflow import Inflow
 from dppo_megatron.engines.protocol import (
     EngineError,
@@ -70,12 +70,11 @@ class VllmEngine:
                 timeout_remedy=REQUEST_TIMEOUT_REMEDY,
                 room=room,
             )
-            # In a thread: top-K log-probs of a group of long responses take a third of a second.
-            samples = await asyncio.to_thread(self._decode_samples, what, reply, request, sent.request_id, limits)
+            samples = await decoded(self._decode_samples, reply, what, request, sent.request_id, limits)
         return samples.rollouts(len(request.token_ids))
 
     def _decode_samples(
-        self, what: str, reply: bytes | bytearray, request: GenerateRequest, sent_id: str, limits: EngineInfo
+        self, reply: bytes | bytearray, what: str, request: GenerateRequest, sent_id: str, limits: EngineInfo
     ) -> GroupSamples:
         header, arrays = self._decode(what, reply)
         if header.get("instance", limits.instance) != limits.instance:

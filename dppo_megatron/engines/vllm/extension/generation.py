@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
@@ -79,7 +81,7 @@ async def score(
     # Position 0 has no entry; each other one begins with the prompt's token.
     first = np.asarray(flat.start_indices[1:])
     logprobs = np.asarray(flat.logprobs, dtype=np.float32)[first]
-    return logprobs, int(_versions(output.outputs[0].weight_versions, 1)[0])
+    return logprobs, int(_versions([output.outputs[0].weight_versions or ()], np.ones(1, np.int32))[0])
 
 
 def _greedy(kept: KeptReader) -> dict[str, float]:
@@ -141,19 +143,15 @@ def _flatten(
     sets: Sets | tuple[None, None],
 ) -> GroupSamples:
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int32)
-    topk = [columns(sample.logprobs, len(sample.token_ids), k) for sample in samples]
-    logprobs = np.concatenate([logprobs for _, logprobs in topk])
-    ids = np.concatenate([ids for ids, _ in topk])
+    ids, logprobs = columns([sample.logprobs for sample in samples], lengths.tolist(), k)
     # Column 0 of each position is the sampled token, the K most likely follow, then any that could not be drawn.
     ids[np.isneginf(logprobs)] = -1
     return GroupSamples(
         lengths=lengths,
         finish_reasons=tuple(sample.finish_reason or "" for sample in samples),
-        token_ids=np.concatenate([np.asarray(sample.token_ids, dtype=np.int32) for sample in samples]),
+        token_ids=np.fromiter(chain.from_iterable(sample.token_ids for sample in samples), np.int32, lengths.sum()),
         rollout_logprob=logprobs[:, 0],
-        versions=np.concatenate(
-            [_versions(s.weight_versions, n) for s, n in zip(samples, lengths.tolist(), strict=True)]
-        ),
+        versions=_versions([sample.weight_versions or () for sample in samples], lengths),
         topk_ids=ids[:, 1:] if k else None,
         rollout_topk_logprob=logprobs[:, 1:] if k else None,
         routed_experts=routed_experts,
@@ -162,11 +160,14 @@ def _flatten(
     )
 
 
-def _versions(spans: list[WeightVersionSpan] | None, length: int) -> np.ndarray:
-    """[length] int32; -1 where the weights carry no version of ours."""
-    versions = np.full(length, -1, dtype=np.int32)
-    for span in spans or ():
-        versions[span.start : span.end] = parse_version(span.version)
+def _versions(spans: Sequence[Sequence[WeightVersionSpan]], lengths: np.ndarray) -> np.ndarray:
+    """[tokens of all samples] int32, of the spans and the length of each; -1 where the weights carry no version of
+    ours."""
+    ends = np.cumsum(lengths)
+    versions = np.full(ends[-1], -1, dtype=np.int32)
+    for of_sample, start, end in zip(spans, (ends - lengths).tolist(), ends.tolist(), strict=True):
+        for span in of_sample:
+            versions[start + span.start : min(start + span.end, end)] = parse_version(span.version)
     return versions
 
 

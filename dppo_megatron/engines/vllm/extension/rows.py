@@ -5,6 +5,7 @@ vLLM's own container spreads every entry over four Python lists, which costs mor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,14 +44,24 @@ def keep_rows(state: RequestState) -> None:
         state.logprobs_processor = RowsProcessor(**vars(own) | {"logprobs": LogprobRows()})
 
 
-def columns(found: LogprobRows | FlatLogprobs, positions: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """ids int32 and log-probs fp32, [positions, k + 1]: the sampled token's first. Raises ValueError for others."""
+def columns(
+    found: Sequence[LogprobRows | FlatLogprobs], positions: Sequence[int], k: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """ids int32 and log-probs fp32, [positions of all samples, k + 1]: the sampled token's first.
+
+    positions: of each sample; raises ValueError where it has others.
+    """
+    if (held := list(map(len, found))) != list(positions):
+        raise ValueError(f"log-probs of {held} positions, expected {list(positions)}")
+    pieces = [piece for each in found for piece in _pieces(each, k + 1)] or [(np.empty((0, k + 1)),) * 2]
+    ids, logprobs = (np.concatenate(of_all) for of_all in zip(*pieces, strict=True))
+    return ids.astype(np.int32), logprobs.astype(np.float32)
+
+
+def _pieces(found: LogprobRows | FlatLogprobs, entries: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """ids and log-probs [positions, entries] of some positions each."""
     if isinstance(found, LogprobRows):
         # A step has as many entries as the request of the batch that wants most.
-        ids = [part[:, : k + 1] for part, _ in found.parts] or [np.empty((0, k + 1))]
-        logprobs = [part[:, : k + 1] for _, part in found.parts] or [np.empty((0, k + 1))]
-        ids, logprobs = np.concatenate(ids), np.concatenate(logprobs)
-    else:
-        ids, logprobs = np.asarray(found.token_ids), np.asarray(found.logprobs)
-    shape = (positions, k + 1)
-    return ids.astype(np.int32).reshape(shape), logprobs.astype(np.float32).reshape(shape)
+        return [(ids[:, :entries], logprobs[:, :entries]) for ids, logprobs in found.parts]
+    shape = (len(found), entries)
+    return [(np.asarray(found.token_ids).reshape(shape), np.asarray(found.logprobs).reshape(shape))]
