@@ -200,17 +200,21 @@ class Reference:
 
     def logprobs(self, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """[R, V] log-probs at `temperature` of each response position."""
+        from tests.support.in_double import InDouble
+
         torch = self._torch
         ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
-        with torch.no_grad():
+        with torch.no_grad(), InDouble():
             logits = self._model(ids).logits[0, len(prompt) - 1 : -1].double()
         return torch.log_softmax(logits / temperature, -1).numpy()
 
     def experts(self, token_ids: np.ndarray) -> np.ndarray:
         """[S, L, k] the experts of each token, most likely first."""
+        from tests.support.in_double import InDouble
+
         torch = self._torch
         ids = torch.from_numpy(token_ids.astype(np.int64))[None]
-        with torch.no_grad():
+        with torch.no_grad(), InDouble():
             logits = self._model(ids, output_router_logits=True).router_logits
         chosen = [layer.topk(self._model.config.num_experts_per_tok, dim=-1).indices for layer in logits]
         return torch.stack(chosen, 1).numpy()

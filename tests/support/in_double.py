@@ -1,0 +1,18 @@
+"""transformers' arithmetic in fp64."""
+
+from __future__ import annotations
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class InDouble(TorchFunctionMode):
+    """Inside, what asks for fp32 gets fp64: norms, routers and rotary embeddings do, whatever the model's dtype."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return function(*(torch.float64 if value is torch.float32 else value for value in args), **kwargs)
