@@ -142,29 +142,33 @@ def sync_tree(directory: Path) -> None:
             sync(Path(inside, name))
 
 
-def replace_directory(source: Path, target: Path) -> None:
+def replace_directory(source: Path, target: Path, *, durable: bool = True) -> None:
     """Renames `source`, whose contents are flushed, to `target` on the same file system.
 
-    A directory that has the name is renamed to .NAME.replaced, and removed once the new one is in its place.
+    A directory that has the name is renamed to .NAME.replaced, and removed once the new one is in its place. durable:
+    its name is on the device before.
     """
     aside = target.with_name(f".{target.name}.replaced")
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
     source.rename(target)
-    sync(target.parent)
+    if durable:
+        sync(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
 class SteadyFile:
     """A file being written whose bytes reach the device every `FLUSH_BYTES`; `moved` is called whenever they have.
 
-    Else the system takes them all at once, and then nobody can tell a slow device from a dead one.
+    Else the system takes them all at once, and then nobody can tell a slow device from a dead one. durable: False = it
+    may, for what is written can be lost with the machine.
     """
 
-    def __init__(self, path: Path, moved: Callable[[], None]):
+    def __init__(self, path: Path, moved: Callable[[], None], *, durable: bool = True):
         self._file: BinaryIO = path.open("wb")
         self._moved = moved
+        self._durable = durable
         self._pending = 0
         self.name = str(path)
 
@@ -178,7 +182,8 @@ class SteadyFile:
 
     def sync(self) -> None:
         self._file.flush()
-        os.fsync(self._file.fileno())
+        if self._durable:
+            os.fsync(self._file.fileno())
         self._pending = 0
         self._moved()
 
@@ -195,7 +200,7 @@ class SteadyFile:
         return self._file.fileno()
 
     def close(self) -> None:
-        """With every byte on the device."""
+        """With every byte on the device, where it is durable."""
         if not self._file.closed:
             with self._file:
                 self.sync()

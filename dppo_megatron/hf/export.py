@@ -171,6 +171,7 @@ def save_hf(
     ranks: ParallelRanks | None = None,
     quantization: Quantization | None = None,
     observe: Callable[[str, Tensor], None] | None = None,
+    durable: bool = True,
 ) -> None:
     """Writes a complete HF directory that transformers and the engines load. Collective over all ranks.
 
@@ -178,7 +179,8 @@ def save_hf(
     that all ranks share; config, tokenizer and generation config come from `template_dir`. The directory
     appears by one rename when everything is in it and on the disk, before any rank returns. `dtype` None keeps
     the parameters' dtype. `quantization` as in `export_weights`.
-    `observe` is called with each tensor that this rank writes.
+    `observe` is called with each tensor that this rank writes. durable: False = for readers of now: what is written may
+    be lost with the machine.
 
     Collectives: those of `export_weights`, and three agreements of all ranks. However slow the disk is, nobody waits
     for it in a collective; the others wait as long as it takes bytes, and no longer than `Ranks()` says when it does
@@ -206,14 +208,14 @@ def save_hf(
     )
 
     def write(staging: Path) -> list[Part]:
-        return write_parts(staging, exported(), as_it_is, everyone, shard_bytes)
+        return write_parts(staging, exported(), as_it_is, everyone, shard_bytes, durable=durable)
 
     def complete(staging: Path, parts: list[Part]) -> None:
         assemble(staging, parts)
         told = fp8.quantization_config(config) if quantization == "fp8_block" else None
         copy_metadata(template_dir, staging, stored, told)
 
-    write_staged(directory, expected, everyone, write=write, complete=complete, overwrite=overwrite)
+    write_staged(directory, expected, everyone, write=write, complete=complete, overwrite=overwrite, durable=durable)
 
 
 def write_parts(
@@ -222,11 +224,13 @@ def write_parts(
     pack: Callable[[str, Tensor], Mapping[str, Tensor]],
     everyone: Ranks,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    *,
+    durable: bool = True,
 ) -> list[Part]:
     """Writes what `pack` makes of each of this rank's tensors to files of `staging`. Exhausts `exported`, whose
     iteration is collective, before it raises what went wrong: `ModelError` for values beyond fp16 too."""
     failure = None
-    with PartWriter(staging, f"{everyone.rank:05d}", shard_bytes, everyone.alive) as writer:
+    with PartWriter(staging, f"{everyone.rank:05d}", shard_bytes, everyone.alive, durable=durable) as writer:
         for name, tensor in exported:
             if failure is None:
                 try:

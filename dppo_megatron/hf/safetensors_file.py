@@ -55,11 +55,18 @@ def info_of(tensor: Tensor) -> TensorInfo:
 class SafetensorsFile:
     """Writes `tensors` to `path`, in any order, straight to their offsets in the file.
 
-    As a context manager it ends with every byte on the disk, and calls `moved` whenever some more are. Raises
-    `ValueError` for a tensor that was not announced so, and on leaving for one that was not written.
+    As a context manager it ends with every byte on the disk, if it is `durable`, and calls `moved` whenever some more
+    are. Raises `ValueError` for a tensor that was not announced so, and on leaving for one that was not written.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo], moved: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, TensorInfo],
+        moved: Callable[[], None] = lambda: None,
+        *,
+        durable: bool = True,
+    ):
         self._missing = dict(tensors)
         # Widest first: readers take views of the bytes, which must start at a multiple of the item size.
         ordered = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
@@ -78,7 +85,7 @@ class SafetensorsFile:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._base = 8 + len(text)
-        self._file = SteadyFile(path, moved)
+        self._file = SteadyFile(path, moved, durable=durable)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: Tensor) -> None:

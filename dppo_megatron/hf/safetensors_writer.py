@@ -46,7 +46,7 @@ class PartWriter:
     One file is written in a thread while the next fills: peak memory is twice `shard_bytes` plus one tensor. Tensors
     on the CPU are not copied, so they must not change before `close`. `tag` keeps apart the files of several writers;
     `alive` is called while the writer waits for a disk that takes bytes. Raises `OSError` where it takes none for
-    `timeout_s`. A context manager.
+    `timeout_s`. durable: False = files may be in the system's memory alone when it is done. A context manager.
     """
 
     def __init__(
@@ -56,9 +56,12 @@ class PartWriter:
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         alive: Callable[[], None] = lambda: None,
         timeout_s: float = DISK_TIMEOUT_S,
+        *,
+        durable: bool = True,
     ):
         self._staging, self._tag, self._shard_bytes, self._alive = staging, tag, shard_bytes, alive
         self._timeout_s, self._dead = timeout_s, False
+        self._durable = durable
         self._open: dict[str, Tensor] = {}
         self._open_bytes = 0
         self._parts: list[Part] = []
@@ -81,7 +84,7 @@ class PartWriter:
         self._open_bytes += tensor.nbytes
 
     def close(self) -> list[Part]:
-        """Writes what is open, and returns every file when all are on the disk."""
+        """Writes what is open, and returns every file when all are written."""
         if self._open:
             self._write()
         self._settle()
@@ -95,12 +98,13 @@ class PartWriter:
         self._writing = self._thread.submit(self._write_file, self._staging / part.file, tensors)
 
     def _write_file(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        with SafetensorsFile(path, {n: info_of(t) for n, t in tensors.items()}, self._moved.set) as opened:
+        infos = {name: info_of(tensor) for name, tensor in tensors.items()}
+        with SafetensorsFile(path, infos, self._moved.set, durable=self._durable) as opened:
             for name, tensor in tensors.items():
                 opened.write(name, tensor)
 
     def _settle(self) -> None:
-        """Returns when the file under way is on the disk; raises its error."""
+        """Returns when the file under way is written; raises its error."""
         writing, self._writing = self._writing, None
         moved_at = time.monotonic()
         while writing is not None and wait([writing], min(LOOK_S, self._timeout_s)).not_done:
@@ -221,12 +225,13 @@ def write_config(staging: Path, config: Mapping[str, object]) -> None:
     write_atomic(staging / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def publish(staging: Path, directory: str | Path, overwrite: bool = False) -> None:
-    """Renames the staging directory to `directory`, once all that is in it is on the disk.
+def publish(staging: Path, directory: str | Path, overwrite: bool = False, *, durable: bool = True) -> None:
+    """Renames the staging directory to `directory`, once all that is in it is on the disk, if it is `durable`.
 
     A directory that is already there is refused with `ModelError`, or with `overwrite` replaced.
     """
     directory = Path(directory)
     refuse_existing(directory, overwrite)
-    sync_tree(staging)
-    replace_directory(staging, directory)
+    if durable:
+        sync_tree(staging)
+    replace_directory(staging, directory, durable=durable)

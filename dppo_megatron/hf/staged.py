@@ -28,10 +28,11 @@ def write_staged(
     write: Callable[[Path], list[Part]],
     complete: Callable[[Path, list[Part]], None],
     overwrite: bool = False,
+    durable: bool = True,
 ) -> None:
     """Every rank `write`s parts of `expected` (None: of whatever it likes) to a folder beside `directory`; rank 0 then
     makes them what readers find, by `complete(folder, parts of all ranks)`, and gives it its name when all is on the
-    disk.
+    disk or, where it need not be `durable`, written.
 
     Collective over all ranks: three agreements. Raises on every rank what any rank raised: `ModelError` without enough
     disk space, for an existing directory without `overwrite` and for tensors that are missing, unknown or written
@@ -51,7 +52,7 @@ def write_staged(
             if expected is not None:
                 refuse_incomplete(directory, parts, expected)
             complete(staging, parts)
-            publish(staging, directory, overwrite)
+            publish(staging, directory, overwrite, durable=durable)
 
     try:
         everyone.on_every_rank(prepare, f"{directory} to be prepared")

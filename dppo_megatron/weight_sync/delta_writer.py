@@ -72,14 +72,14 @@ def write_delta(
 
     def write(staging: Path) -> list[Part]:
         exported = export_weights(chunks, hf, stored.dtype, quantization=stored.quantization, before_gather=turns)
-        return write_parts(staging, exported, pack, everyone)
+        return write_parts(staging, exported, pack, everyone, durable=False)
 
     def complete(staging: Path, parts: list[Part]) -> None:
         if (nbytes := sum(part.nbytes for part in parts)) > most:
             raise DeltaTooLarge(f"{directory}: {nbytes:,} bytes, more than {LARGEST_SHARE:.0%} of the model")
         write_base(staging, base.name)
 
-    write_staged(directory, None, everyone, write=write, complete=complete, overwrite=True)
+    write_staged(directory, None, everyone, write=write, complete=complete, overwrite=True, durable=False)
     counts = everyone.gather((mine.tensors, mine.elements, mine.changed), "how much of the weights changed")
     tensors, elements, changed = map(sum, zip(*counts, strict=True))
     if tensors != len(before.names):

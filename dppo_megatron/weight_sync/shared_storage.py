@@ -104,6 +104,7 @@ class SharedStorage:
             quantization=self._stored.quantization,
             overwrite=True,
             observe=self._observe(),
+            durable=False,  # a resumed run publishes anew
         )
 
     def _measure(self) -> None:
