@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,7 +20,7 @@ from . import megatron_version
 from .batch.packing import PackedSequences
 from .cpu.attention import PackedAttention
 from .cpu.exact import ExactAttention, multiply_exactly
-from .cpu.mlp import GatedMLP
+from .cpu.mlp import fuse_gates
 from .cpu.norm import RMSNorm
 from .layout import Layout
 from .lora import add_adapters
@@ -151,7 +150,7 @@ def _chunk(
     engine = use_transformer_engine(config)
     spec = megatron_version.block_spec(transformer, engine, vp_stage)
     if not engine:
-        _use_own_modules(spec, transformer, ExactAttention if config.engine.exact else PackedAttention)
+        _use_own_modules(spec, ExactAttention if config.engine.exact else PackedAttention)
     model = PolicyModel(
         config=transformer,
         transformer_layer_spec=spec,
@@ -174,21 +173,19 @@ def _chunk(
     )
     if engine:
         fuse_weight_gradients(model.decoder)
+    else:
+        fuse_gates(model.decoder)
     if config.engine.exact:
         multiply_exactly(model)
     return model
 
 
-def _use_own_modules(
-    block: TransformerBlockSubmodules, config: TransformerConfig, core_attention: type[PackedAttention]
-) -> None:
-    """Norms, core attention and the MLP of dense layers of the local spec become ours."""
+def _use_own_modules(block: TransformerBlockSubmodules, core_attention: type[PackedAttention]) -> None:
+    """Norms and core attention of the local spec become ours."""
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
         modules, attention = layer.submodules, layer.submodules.self_attention.submodules
         attention.core_attention = core_attention
-        if GatedMLP.stands_for(config) and getattr(modules.mlp, "module", None) is MLP:
-            modules.mlp.module = GatedMLP
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(attention, name):
                 # Megatron shards them by rows and gathers, and then each rank keeps the gradient of its own heads

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-class GatedMLP(MLP):
-    """Megatron's MLP without biases, with SwiGLU and the activation of one operator. The same bits."""
+def fuse_gates(model: nn.Module) -> None:
+    """From now on the dense MLPs of `model` compute SwiGLU by `swiglu`, where Megatron's do it by several operators.
 
-    @staticmethod
-    def stands_for(config: TransformerConfig) -> bool:
-        """Whether Megatron's own computes this, and by operators one after the other."""
-        plain = not (config.bias_activation_fusion or config.add_bias_linear or config.use_te_activation_func)
-        bounded = config.activation_func_clamp_value is not None or config.glu_linear_offset
-        return plain and not bounded and config.gated_linear_unit and config.activation_func is F.silu
+    Not as a class of ours in the layer spec: Megatron gives a group to its own alone.
+    """
+    for module in model.modules():
+        if type(module) is MLP and _is_plain(module.config):
+            module.forward = partial(_forward, module)
 
-    def forward(self, hidden_states: Tensor, per_token_scale: None = None, **_: Any) -> tuple[Tensor, None]:
-        if per_token_scale is not None:
-            raise ValueError("per_token_scale: for experts, whose MLP is Megatron's own")
-        gate_up, _ = self.linear_fc1(hidden_states)
-        return self.linear_fc2(swiglu(gate_up))
+
+def _is_plain(config: TransformerConfig) -> bool:
+    """Whether Megatron computes SwiGLU without biases and bounds, and by operators one after the other."""
+    fused = config.bias_activation_fusion or config.add_bias_linear or config.use_te_activation_func
+    bounded = config.activation_func_clamp_value is not None or config.glu_linear_offset
+    return not fused and not bounded and config.gated_linear_unit and config.activation_func is F.silu
+
+
+def _forward(mlp: MLP, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any) -> Any:
+    if per_token_scale is not None:  # an expert's
+        return MLP.forward(mlp, hidden_states, per_token_scale, **options)
+    gate_up, _ = mlp.linear_fc1(hidden_states)
+    return mlp.linear_fc2(swiglu(gate_up))
 
 
 def swiglu(gate_up: Float[Tensor, "... 2*F"]) -> Float[Tensor, "... F"]:
