@@ -1,41 +1,49 @@
-"""For the day a GPU is at hand: runs what no GPU has run yet, part by part, and writes what came out to a file.
+"""For the day GPUs are at hand: runs what no GPU has run yet, part by part, and writes what came out to a file.
 
-    make test-gpu                               all parts on this machine's first GPU, eight minutes at most
+    make test-gpu                               all parts on this machine's GPUs, one to eight
     python benchmarks/gpu_day.py --device cpu   the same parts on tiny shapes: does the script itself still work?
     python benchmarks/gpu_day.py --only actor offload --output somewhere
 
-Every part is a process of its own with a limit of time, so one that hangs or dies costs no other. A part that lacks
-something says what and is skipped; so is everything where there is no CUDA device, and the exit status is 0. It is 1
-when a part failed. The file is benchmarks/results/DATE-CHIP.txt. docs/gpu_day.md says what to bring along.
+Every part is a process of its own, with ranks where it needs several devices, and with a limit of time, so one that
+hangs or dies costs no other. A part that lacks something says what and is skipped; so is everything where there is no
+CUDA device, and the exit status is 0. It is 1 when a part failed. The file is
+benchmarks/results/DATE-COUNT-x-CHIP-gpu-day.txt. docs/gpu_day.md says what to bring along.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
-import importlib.util
 import os
-import platform
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-BUDGET_S = 480.0
+from gpu_machine import ROOT, chip, cuda_devices, found, machine, topology
+from gpu_values import VARIABLE
+
+BUDGET_S = {1: 480.0, 2: 1200.0}  # of all parts: with one device, with more
 LEAST_S = 10.0  # less is not worth a start
 SHOWN = 60  # last lines of a part's output that are kept
+CPU_DEVICES = 3  # processes of a dry run
+MOST = 8
 TRAINER = ("megatron.core", "pydantic", "safetensors", "yaml", "psutil")
-PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "vllm", "numpy")
+UNCHECKED = "VALUES NOT CHECKED: a run with --no-values. Nothing here is a measurement or a result."
 
 
 @dataclass(frozen=True)
 class Part:
-    """command: after the interpreter; {device} and {work} (a directory that all parts share) are filled in."""
+    """command: after the interpreter; {device}, {work} (a directory that all parts share) and {count} are filled in.
+
+    devices: the fewest that it needs. count: of processes, by the number of devices. values_only: it compares numbers
+    and does nothing else.
+    """
 
     name: str
     what: str
@@ -43,11 +51,32 @@ class Part:
     needs: tuple[str, ...]  # modules
     command: tuple[str, ...]
     on_cpu: tuple[str, ...] | None = None  # instead, for a dry run
+    devices: int = 1
+    count: Callable[[int], int] = lambda devices: 2
+    values_only: bool = False
 
 
-def _of_actor(name: str, what: str, limit_s: float, *needs: str) -> Part:
-    command = ("benchmarks/gpu_parts.py", name, "--device", "{device}", "--work", "{work}")
-    return Part(name, what, limit_s, (*TRAINER, *needs), command)
+def _script(name: str, what: str, limit_s: float, *needs: str, script: str = "gpu_parts.py", **more: Any) -> Part:
+    command = (f"benchmarks/{script}", name, "--device", "{device}", "--work", "{work}")
+    return Part(name, what, limit_s, (*TRAINER, *needs), (*command, *more.pop("arguments", ())), **more)
+
+
+def _ranks(name: str, what: str, limit_s: float, devices: int = 2, **more: Any) -> Part:
+    arguments = ("--ranks", "{count}")
+    return _script(name, what, limit_s, script="gpu_ranks.py", devices=devices, arguments=arguments, **more)
+
+
+def _weights(name: str, what: str, limit_s: float, *needs: str, **more: Any) -> Part:
+    arguments = ("--receivers", "{count}")
+    return _script(name, what, limit_s, *needs, script="gpu_broadcast.py", arguments=arguments, **more)
+
+
+def _mesh(devices: int) -> int:
+    return 8 if devices >= 8 else 4
+
+
+def _rest(devices: int) -> int:
+    return devices - 1
 
 
 PARTS = (
@@ -57,6 +86,7 @@ PARTS = (
         120,
         ("pytest", "hypothesis"),
         ("-m", "pytest", "tests/gpu", "-q", "-x", "-rs", "-p", "no:cacheprovider"),
+        values_only=True,
     ),
     Part(
         "statistics",
@@ -85,10 +115,21 @@ PARTS = (
         ("triton",),
         ("benchmarks/kernels.py", "--dtypes", "bf16"),
     ),
-    _of_actor("actor", "updates in bf16, each kind of layers; no wait for the device in the loss", 100),
-    _of_actor("offload", "optimizer.offload: the same bits, the time and the memory", 80),
-    _of_actor("grpo", "a step of GRPO and of top-K DPPO on the shape of Qwen3-0.6B", 100),
-    _of_actor("colocated", "a run whose vLLM engine shares the trainer's GPU", 180, "vllm", "transformers"),
+    _script("actor", "updates in bf16, each kind of layers; no wait for the device in the loss", 100),
+    _script("offload", "optimizer.offload: the same bits, the time and the memory", 80),
+    _script("grpo", "a step of GRPO and of top-K DPPO on the shape of Qwen3-0.6B", 100),
+    _script("colocated", "a run whose vLLM engine shares the trainer's GPU", 180, "vllm", "transformers"),
+    _script("sdpa", "the backends of attention: which one ran, time and values", 90, script="gpu_sdpa.py"),
+    _ranks("tp2", "tensor and sequence parallel on 2: as one process, and no wait in the loss", 150),
+    _ranks("cp2", "context parallel on 2: the same", 150),
+    _ranks("ep2", "expert parallel on 2: the same", 150),
+    _ranks("dp2", "data parallel on 2 with a distributed optimizer and overlap: the same, and the time", 150),
+    _ranks("pp2", "pipeline parallel on 2: the same", 150),
+    _ranks("mesh", "tensor x context x data, tensor x expert on 4 or 8: the same", 240, 4, count=_mesh),
+    _weights(
+        "broadcast", "weights to plain receivers: GB/s, values, one killed in a bucket", 120, devices=2, count=_rest
+    ),
+    _weights("vllm_tp2", "weights to a vLLM server of 2 GPUs", 300, "vllm", "transformers", "tokenizers", devices=3),
 )
 
 
@@ -100,31 +141,30 @@ class Outcome:
     output: str
 
 
-def lacking(part: Part, device: str | None) -> str | None:
+def lacking(part: Part, device: str | None, devices: int, values: bool) -> str | None:
     """Why the part cannot run here; None where it can."""
-    if not _found("torch"):
+    if not found("torch"):
         return f"torch is not installed in {sys.executable}"
     if device is None:
         return "no CUDA device on this machine"
+    if devices < part.devices:
+        return f"it needs {part.devices} devices, and here {'is' if devices == 1 else 'are'} {devices}"
+    if part.values_only and not values:
+        return "it only compares values"
     apart = Path(sys.prefix) / "triton-interpreter"  # where `make install` puts Triton on a machine without a GPU
     missing = [
-        name for name in part.needs if not _found(name) and not (name == "triton" and (apart / "triton").exists())
+        name for name in part.needs if not found(name) and not (name == "triton" and (apart / "triton").exists())
     ]
     return f"{', '.join(missing)} not installed" if missing else None
 
 
-def _found(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
-        return False
-
-
-def run(part: Part, device: str, work: str, limit_s: float) -> Outcome:
+def run(part: Part, device: str, devices: int, values: bool, work: str, limit_s: float) -> Outcome:
     template = part.on_cpu if device == "cpu" and part.on_cpu else part.command
-    command = [sys.executable, *(word.format(device=device, work=work) for word in template)]
+    command = [sys.executable, *(word.format(device=device, work=work, count=part.count(devices)) for word in template)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    if not values:
+        environment[VARIABLE] = "1"
     log = Path(work) / f"{part.name}.log"
     started = time.monotonic()
     with log.open("w") as output:
@@ -133,7 +173,7 @@ def run(part: Part, device: str, work: str, limit_s: float) -> Outcome:
         )
         try:
             code = process.wait(limit_s)
-            result = "ok" if code == 0 else f"failed: exit status {code}"
+            result = ("ok" if values else "ran") if code == 0 else f"failed: exit status {code}"
         except subprocess.TimeoutExpired:
             result = f"failed: not done within {limit_s:.0f} s"
         finally:
@@ -152,97 +192,72 @@ def _end_session(process: subprocess.Popen) -> None:
             continue
 
 
-def machine(device: str | None) -> list[str]:
-    """Date, chip and versions."""
-    chip, cuda = platform.processor() or platform.machine(), "absent"
-    if _found("torch"):
-        import torch
-
-        cuda = torch.version.cuda
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        chip = (
-            f"{properties.name}, {properties.multi_processor_count} multiprocessors, "
-            f"{properties.total_memory / 2**30:.1f} GiB, compute capability {properties.major}.{properties.minor}"
-        )
-    versions = []
-    for name in PACKAGES:
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"{name} absent")
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
-    except FileNotFoundError:
-        commit = "unknown"
-    return [
-        f"date: {datetime.date.today()}",
-        f"chip: {chip}",
-        f"versions: Python {platform.python_version()}, CUDA {cuda}, {', '.join(versions)}",
-        f"commit: {commit}",
-    ]
-
-
 def table(outcomes: list[Outcome]) -> list[str]:
     return [f"{o.part.name:<12}{o.seconds:>7.1f} s  {o.result:<40}  {o.part.what}" for o in outcomes]
 
 
 def report(head: list[str], outcomes: list[Outcome]) -> str:
-    lines = ["benchmarks/gpu_day.py", *head, "", *table(outcomes)]
+    lines = ["benchmarks/gpu_day.py", *head, *topology(), "", *table(outcomes)]
     for outcome in outcomes:
         if outcome.output:
             lines += ["", f"== {outcome.part.name}: {outcome.part.what}", outcome.output]
     return "\n".join(lines) + "\n"
 
 
-def result_file(directory: Path, chip: str) -> Path:
+def result_file(directory: Path, chip: str, values: bool) -> Path:
     name = "".join(c if c.isalnum() else "-" for c in chip.lower()).strip("-")
-    return directory / f"{datetime.date.today()}-{name}-gpu-day.txt"
+    return directory / f"{datetime.date.today()}-{name}-{'gpu-day' if values else 'values-not-checked'}.txt"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu: a dry run")
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="of all parts together")
+    parser.add_argument(
+        "--devices", type=int, help=f"use so many; default: all up to {MOST}, or {CPU_DEVICES} on a CPU"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, help=f"of all parts together; {BUDGET_S[1]:g}, {BUDGET_S[2]:g} on more"
+    )
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART")
-    parser.add_argument("--output", type=Path, help="directory (benchmarks/results; none for a dry run)")
+    parser.add_argument("--no-values", action="store_true", help="compare no numbers, for devices that compute nothing")
+    parser.add_argument("--output", type=Path, help="directory (benchmarks/results; none for a dry run or --no-values)")
     arguments = parser.parse_args()
-    cuda = False
-    if _found("torch"):
-        import torch
-
-        cuda = torch.cuda.is_available()
+    cuda = cuda_devices()
     if arguments.device == "cuda" and not cuda:
         parser.error("--device cuda: no CUDA device on this machine")
     device = "cpu" if arguments.device == "cpu" else "cuda" if cuda else None
-    head = machine(device)
+    devices, values = CPU_DEVICES if device == "cpu" else min(cuda, MOST), not arguments.no_values
+    if arguments.devices:
+        devices = arguments.devices if device == "cpu" else min(devices, arguments.devices)
+    budget_s = BUDGET_S[1 if devices < 2 else 2] if arguments.budget_s is None else arguments.budget_s
+    head = [*([] if values else [UNCHECKED]), *machine(device, devices)]
     print("\n".join(head), flush=True)
     outcomes: list[Outcome] = []
-    ends = time.monotonic() + arguments.budget_s
+    ends = time.monotonic() + budget_s
     with tempfile.TemporaryDirectory() as work:
         for part in PARTS:
             if arguments.only and part.name not in arguments.only:
                 continue
             left = ends - time.monotonic()
-            reason = lacking(part, device)
+            reason = lacking(part, device, devices, values)
             if reason is None and left < LEAST_S:
-                reason = f"{arguments.budget_s:.0f} s are over"
+                reason = f"{budget_s:.0f} s are over"
             if reason is None:
                 limit_s = part.limit_s * (2 if device == "cpu" else 1)  # which others may keep busy
-                outcomes.append(run(part, device, work, min(limit_s, left)))
+                outcomes.append(run(part, device, devices, values, work, min(limit_s, left)))
                 print(f"\n{outcomes[-1].output}")
             else:
                 outcomes.append(Outcome(part, f"skipped: {reason}", 0.0, ""))
             print(*table(outcomes[-1:]), flush=True)
     print("\n" + "\n".join(table(outcomes)))
-    directory = arguments.output or (ROOT / "benchmarks" / "results" if device == "cuda" else None)
+    directory = arguments.output or (ROOT / "benchmarks" / "results" if device == "cuda" and values else None)
     if directory is not None and device is not None:
         directory.mkdir(parents=True, exist_ok=True)
-        chip = torch.cuda.get_device_name() if device == "cuda" else "cpu-dry-run"
-        path = result_file(directory, chip)
+        path = result_file(directory, chip(device, devices), values)
         path.write_text(report(head, outcomes))
         print(f"written: {path}")
+    if not values:
+        print(UNCHECKED)
     return int(any(outcome.result.startswith("failed") for outcome in outcomes))
 
 

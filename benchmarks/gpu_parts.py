@@ -23,6 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 import yaml
+from gpu_values import require, require_value
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -103,7 +104,7 @@ class Day:
         }
         for name, settings in sections.items():
             tree[name] = tree.get(name, {}) | settings
-        path = self.work / "actor.yaml"
+        path = self.work / f"actor-{os.environ.get('RANK', '0')}.yaml"
         path.write_text(yaml.safe_dump(tree))
         config = load_config(path)
         layout = init_layout(config)
@@ -156,11 +157,6 @@ class Day:
         return f"peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if self.device == "cuda" else "peak -"
 
 
-def require(holds: bool, what: str) -> None:
-    if not holds:
-        sys.exit(f"WRONG: {what}")
-
-
 def timed_updates(day: Day, actor: Any, batches: list[Any], objective: Any, count: int) -> list[Any]:
     """After one more to warm up; prints their times."""
     tokens = sum(b.token_ids.shape[0] for b in batches)
@@ -176,7 +172,9 @@ def timed_updates(day: Day, actor: Any, batches: list[Any], objective: Any, coun
             f"{stats.optimizer_s:.3f}), {tokens / seconds:,.0f} tokens/s, loss {stats.loss:.3e}, grad norm "
             f"{stats.grad_norm:.3e}, {day.peak()}"
         )
-        require(not stats.skipped and np.isfinite(stats.grad_norm) and stats.grad_norm > 0, "the update was skipped")
+        require_value(
+            not stats.skipped and np.isfinite(stats.grad_norm) and stats.grad_norm > 0, "the update was skipped"
+        )
     return found
 
 
@@ -221,7 +219,9 @@ def actor(day: Day) -> None:
     for layers, own in logprobs.items():
         difference = (own - wanted).abs()
         print(f"{layers}, bf16 against fp32: |log-prob| mean {difference.mean():.2e}, max {difference.max():.2e}")
-        require(bool(difference.mean() < 0.05), f"log-probs of {layers} layers in bf16 are far from those in fp32")
+        require_value(
+            bool(difference.mean() < 0.05), f"log-probs of {layers} layers in bf16 are far from those in fp32"
+        )
 
 
 def offload(day: Day) -> None:
@@ -239,11 +239,11 @@ def offload(day: Day) -> None:
     total, noise = sum(p.numel() for p in kept), differing(kept, again)
     changed = min(differing(kept, moved), differing(again, moved))
     if noise == 0:
-        require(changed == 0, f"{changed} of {total} weights differ with optimizer.offload, and none without")
+        require_value(changed == 0, f"{changed} of {total} weights differ with optimizer.offload, and none without")
         print("weights are the same, bit for bit")
     else:
         print(f"of {total} weights {noise} differ between two runs without optimizer.offload, {changed} with it")
-        require(changed <= 2 * noise, "optimizer.offload changes more weights than another run does")
+        require_value(changed <= 2 * noise, "optimizer.offload changes more weights than another run does")
 
 
 def differing(some: list[torch.Tensor], others: list[torch.Tensor]) -> int:

