@@ -189,9 +189,9 @@ def broadcast(kind: str, work: Path, count: int) -> None:
         for number in range(REPEATS):
             started = time.monotonic()
             group.send(f"timed-{number}", weights)
+            for each in receivers:  # the sender may be done before them
+                require("error" not in (reply := each.reply(TIMEOUT_S[kind])), f"receiver {each.number}: {reply}")
             seconds = time.monotonic() - started
-            for each in receivers:
-                each.reply(TIMEOUT_S[kind])
             size = f"{group.nbytes / 1e9:.3f} GB in {len(group.buckets)} buckets"
             print(f"  {size}: {seconds:.3f} s, {group.nbytes / 1e9 / seconds:.2f} GB/s to each of {count}", flush=True)
         _lose_one(group, kind, receivers, weights)
@@ -246,19 +246,14 @@ def vllm(kind: str, work: Path, tensor_parallel: int) -> None:
     for seed, directory in enumerate(policies, 1):
         directory.parent.mkdir(exist_ok=True)
         make_random_hf_model(directory, shape, seed=seed, dtype=wide)
-    config = engine_config(policies[0], dtype=dtype, tensor_parallel=tensor_parallel)
+    devices = {}
     if kind == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        visible = visible if len(visible) > tensor_parallel else [str(n) for n in range(1 + tensor_parallel)]
-        config = config.model_copy(
-            update={
-                "engine": config.engine.model_copy(
-                    update={
-                        "env": config.engine.env | {"CUDA_VISIBLE_DEVICES": ",".join(visible[1 : 1 + tensor_parallel])}
-                    }
-                )
-            }
-        )
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        visible = visible or [str(number) for number in range(1 + tensor_parallel)]
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(visible[1 : 1 + tensor_parallel])}  # the trainer has the first
+    config = engine_config(policies[0], dtype=dtype, tensor_parallel=tensor_parallel)
+    engine = config.engine.model_copy(update={"env": config.engine.env | devices})
+    config = config.model_copy(update={"engine": engine})
     make_secret(config)
     started = time.monotonic()
     with running_server(config, work / "vllm-server.log", version=0) as url:
@@ -284,7 +279,8 @@ def vllm(kind: str, work: Path, tensor_parallel: int) -> None:
         code = subprocess.run(
             [*command, *map(str, (policies[1], policies[0], policies[1]))], env=environment
         ).returncode
-        require(code == 0, f"the trainer ended with {code}")
+        tail = (work / "vllm-server.log").read_text(errors="replace")[-2000:]
+        require(code == 0, f"the trainer ended with {code}; the end of the server's log:\n{tail}")
     for number, record in enumerate(json.loads(out.read_text()), 1):
         require("error" not in record, f"publish {number}: {record.get('error')}")
         print(

@@ -6,10 +6,11 @@ Started so, it starts the ranks. Every rank trains one update by itself first, o
 then all ranks train it together. The update has eps = 1 in Adam, far above any gradient, and no clipping: each weight
 moves by lr x gradient, so that weights exported under their Hugging Face names give the gradient in every layout.
 
-Bounds. In fp32: log-probs to 1e-3 on average, the loss to 1e-4 (its weights add up to 1), the gradient of each tensor to
-1e-3 of its norm. In bf16 a layout may differ from one process in fp32 by twice as much as one process in bf16 does, plus
-5e-3 for log-probs, 2e-3 for the loss and 2e-2 for gradients. With experts, rounding sends some tokens to other experts:
-each tensor's gradient is compared to 5e-2 in fp32, and in bf16 only the whole gradient, to 1e-1 plus the same factor.
+Bounds. In fp32: log-probs to 1e-3 on average, the loss to 1e-4 (its weights add up to 1), the gradient of each tensor
+to 1e-3 of its norm. In bf16 a layout may differ from one process in fp32 by twice as much as one process in bf16 does,
+plus 5e-3 for log-probs, 2e-3 for the loss and 2e-2 for gradients. With experts, rounding sends some tokens to other
+experts: each tensor's gradient is compared to 5e-2 in fp32, and in bf16 only the whole gradient, to that factor plus
+1e-1.
 """
 
 from __future__ import annotations
@@ -245,11 +246,15 @@ def _norm(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def _no_waits(day: Day, problems: Problems, case: Case, actor: Any, batches: list[Any]) -> None:
+    """With further objectives; the first was watched in the update that was compared."""
     actor.lr_scale = 1e-12
     for name in case.objectives:
         with problems.noted(f"{case.name}, {name}"), no_wait_in_the_loss(day):
             actor.train_update(batches, _objective(name))
-    print("  the loss never waited for the device" if day.device == "cuda" else "  (no device to wait for)", flush=True)
+    if day.device == "cpu":
+        print("  (no device to wait for)")
+    elif not problems:
+        print("  the loss never waited for the device", flush=True)
 
 
 def _time(day: Day, actor: Any, batches: list[Any]) -> None:

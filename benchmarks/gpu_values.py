@@ -35,6 +35,9 @@ class Problems:
     def __init__(self) -> None:
         self._found: list[str] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
     def add(self, what: str) -> None:
         self._found.append(what)
         print(f"  WRONG: {what}", flush=True)

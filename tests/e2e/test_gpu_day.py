@@ -1,9 +1,10 @@
-"""The script for the day a GPU is at hand, where there is none: it says why, and its parts run on tiny shapes."""
+"""The script for the day GPUs are at hand, where there are none: it says why, and its parts run on tiny shapes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from tests.support.runs import environment
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_day.py"
+ONE = ("correctness", "statistics", "kernels", "actor", "offload", "grpo", "colocated", "sdpa")
+SEVERAL = ("tp2", "cp2", "ep2", "dp2", "pp2", "mesh", "broadcast", "vllm_tp2")
+BESIDE_ONE = ("tp2", "ep2", "broadcast")  # cp2, dp2 and pp2 are the same code with other settings
 
 
 def day(*arguments: str | Path) -> subprocess.CompletedProcess:
@@ -24,7 +28,7 @@ def day(*arguments: str | Path) -> subprocess.CompletedProcess:
 def test_without_a_gpu_every_part_says_why_it_is_skipped(tmp_path):
     found = day("--output", tmp_path)
     assert found.returncode == 0, found.stderr
-    for part in ("correctness", "statistics", "kernels", "actor", "offload", "grpo", "colocated"):
+    for part in (*ONE, *SEVERAL):
         assert any(line.startswith(part) and "skipped: no CUDA device" in line for line in found.stdout.splitlines()), (
             part
         )
@@ -37,12 +41,71 @@ def test_no_part_starts_when_the_time_is_over(tmp_path):
     assert found.stdout.count("skipped: 0 s are over") == 4  # as it comes, and in the table at the end
 
 
+def test_parts_that_need_more_devices_say_so():
+    found = day("--device", "cpu", "--devices", "2", "--budget-s", "0")
+    assert found.returncode == 0, found.stderr
+    skipped = {line.split()[0]: line for line in found.stdout.splitlines() if "skipped: " in line}
+    assert "it needs 4 devices, and here are 2" in skipped["mesh"]
+    assert "it needs 3 devices, and here are 2" in skipped["vllm_tp2"]
+    assert "0 s are over" in skipped["broadcast"]
+
+
+def test_a_run_without_values_is_no_measurement(tmp_path):
+    found = day("--device", "cpu", "--no-values", "--only", "correctness", "statistics", "--output", tmp_path)
+    assert found.returncode == 0, found.stdout
+    (written,) = tmp_path.iterdir()
+    assert written.name.endswith("-cpu-dry-run-values-not-checked.txt")
+    text = written.read_text()
+    assert text.splitlines()[1].startswith("VALUES NOT CHECKED")
+    assert "skipped: it only compares values" in text
+    assert " s  ran " in text
+    assert " s  ok " not in text
+
+
+def _seen(**gradient: float) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: factor * torch.randn(8, generator=generator) for name, factor in gradient.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"gradient": _seen(a=1.0, b=0.98e-2)}, "gradients of 1 tensors beyond their bounds: b"),
+        ({"logprobs": [torch.full((4,), -2.0 + 2e-3)]}, "log-probs differ"),
+        ({"loss": 0.1 + 2e-4}, "the loss differs"),
+    ],
+)
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_layout_that_computes_otherwise_is_wrong(monkeypatch, change, problem, checked):
+    """One tensor's gradient counts although it is a hundredth of the whole; without values nothing does."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import gpu_ranks
+    import gpu_values
+
+    monkeypatch.setenv(gpu_values.VARIABLE, "0" if checked else "1")
+    one = gpu_ranks.Seen([torch.full((4,), -2.0)], 0.1, _seen(a=1.0, b=1e-2))
+    problems = gpu_values.Problems()
+    gpu_ranks._compare(problems, gpu_ranks.CASES["tp2"][0], "fp32", replace(one, **change), one, one)
+    if problem is None or not checked:
+        problems.end()
+        return
+    with pytest.raises(SystemExit, match=problem):
+        problems.end()
+
+
 @pytest.mark.slow
 def test_the_parts_that_train_run_on_tiny_shapes(tmp_path):
-    found = day("--device", "cpu", "--only", "correctness", "actor", "offload", "grpo", "--output", tmp_path)
+    parts = ("correctness", "actor", "offload", "grpo", "sdpa", *BESIDE_ONE)
+    found = day("--device", "cpu", "--only", *parts, "--output", tmp_path)
     assert found.returncode == 0, found.stdout
     (written,) = tmp_path.glob("*-cpu-dry-run-gpu-day.txt")
     text = written.read_text()
-    assert text.count(" s  ok ") == 4, text
-    for expected in ("date: ", "versions: Python", "tokens/s", "weights are the same, bit for bit", "dppo_topk_tv"):
-        assert expected in text
+    assert text.count(" s  ok ") == len(parts), text
+    for expected in (
+        *("date: ", "versions: Python", "tokens/s", "weights are the same, bit for bit", "dppo_topk_tv"),
+        *("tensor 2 + sequence, bf16", "expert 2, fp32", "of them the one nearest to its bound"),
+        *("_scaled_dot_product_flash_attention_for_cpu_backward", "from math in fp32"),
+        *("receiver 1 killed in a bucket", "after the loss: fingerprints of 64 layers: the same on 1 receivers"),
+    ):
+        assert expected in text, expected
