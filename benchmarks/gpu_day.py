@@ -30,7 +30,8 @@ from gpu_values import VARIABLE
 
 BUDGET_S = {1: 480.0, 2: 1800.0}  # of all parts: with one device, with more
 LEAST_S = 10.0  # less is not worth a start
-SHOWN = 60  # last lines of a part's output that are kept
+SHOWN = 120  # last lines of a part's output that are kept
+PROFILER = "USDT:"  # its own trace lines
 CPU_DEVICES = 3  # processes of a dry run
 MOST = 8
 TRAINER = ("megatron.core", "pydantic", "safetensors", "yaml", "psutil")
@@ -178,7 +179,7 @@ def run(part: Part, device: str, devices: int, values: bool, work: str, limit_s:
             result = f"failed: not done within {limit_s:.0f} s"
         finally:
             _end_session(process)
-    lines = log.read_text(errors="replace").splitlines()
+    lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith(PROFILER)]
     return Outcome(part, result, time.monotonic() - started, "\n".join(lines[-SHOWN:]))
 
 

@@ -14,11 +14,13 @@ import argparse
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from gpu_parts import ROOT, SIZES, Day
 from gpu_values import Problems
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,6 +36,8 @@ BACKENDS = {
 }
 BOUND = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 REPEATS = 5
+Inputs = tuple[torch.Tensor, ...]  # query, key, value, gradient of the output
+Results = tuple[torch.Tensor, ...]  # output, gradients of query, key, value
 
 
 @dataclass(frozen=True)
@@ -56,21 +60,35 @@ CALLS = {
 }
 
 
-def attend(inputs: tuple[torch.Tensor, ...], call: Call) -> tuple[torch.Tensor, ...]:
+def attend(inputs: Inputs, call: Call) -> Results:
     """Output and the gradients of query, key and value, through our module's own call."""
     from dppo_megatron.actor.cpu.attention import PackedAttention
 
     query, key, value, grad = inputs
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-    seen = None
-    if call.queries < call.length:
-        positions = torch.arange(call.length - call.queries, call.length, device=query.device).view(1, 1, -1, 1)
-        seen = (positions >= torch.arange(call.length, device=query.device)).expand(call.n, -1, -1, -1)
+    seen = visible(call, query.device) if call.queries < call.length else None
     out = PackedAttention.attend(SimpleNamespace(scale=None), *leaves, seen)
     return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
 
-def make_inputs(call: Call, model: dict, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def exactly(inputs: Inputs, call: Call) -> Results:
+    """The same in fp32 by the math backend, with an explicit mask and a key head for each query head."""
+    query, key, value, grad = (x.float() for x in inputs)
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+    each = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(each, dim=1) for x in leaves[1:])
+    with sdpa_kernel([SDPBackend.MATH]):
+        out = F.scaled_dot_product_attention(leaves[0], keys, values, attn_mask=visible(call, query.device))
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+
+def visible(call: Call, device: torch.device) -> torch.Tensor:
+    """[n, 1, queries, length]: the queries are the last ones of their sequence."""
+    positions = torch.arange(call.length - call.queries, call.length, device=device).view(1, 1, -1, 1)
+    return (positions >= torch.arange(call.length, device=device)).expand(call.n, -1, -1, -1)
+
+
+def make_inputs(call: Call, model: dict, device: str, dtype: torch.dtype) -> Inputs:
     """Laid out as the module gives them: [n, heads, tokens, d], a transposed view of [n, tokens, heads, d]."""
     generator = torch.Generator(device=device).manual_seed(5)
     heads, groups, d = model["num_attention_heads"], model["num_key_value_heads"], model["head_dim"]
@@ -87,7 +105,7 @@ def make_inputs(call: Call, model: dict, device: str, dtype: torch.dtype) -> tup
     )
 
 
-def ran(day: Day, work: object) -> list[str]:
+def ran(day: Day, work: Callable[[], object]) -> list[str]:
     """Operators of SDPA, and on a GPU the kernels, that ran in `work()`, with their number."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if day.device == "cuda" else [])]
     with profile(activities=activities) as seen:
@@ -110,15 +128,14 @@ def in_training(day: Day) -> None:
             print(f"  {line}")
 
 
-def distance(some: tuple[torch.Tensor, ...], exact: tuple[torch.Tensor, ...]) -> float:
+def distance(some: Results, exact: Results) -> float:
     """Largest of output and gradients, as a part of the norm."""
     return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(some, exact, strict=True))
 
 
 def by_itself(day: Day, call: Call, dtype: torch.dtype, problems: Problems) -> None:
     inputs = make_inputs(call, day.size.model, day.device, dtype)
-    with sdpa_kernel([SDPBackend.MATH]):
-        exact = attend(tuple(x.float() for x in inputs), call)
+    exact = exactly(inputs, call)
     chosen = [line for line in ran(day, lambda: attend(inputs, call)) if not line.startswith("  kernel")]
     name = str(dtype).removeprefix("torch.")
     print(f"{call.what}, {name}: torch chose {', '.join(chosen) or 'nothing that the profiler names'}")
