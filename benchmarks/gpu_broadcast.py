@@ -1,10 +1,10 @@
-"""The parts of gpu_day.py that send weights by broadcast: to plain receivers, of which one dies, and to a vLLM server.
+"""The parts of gpu_day.py that broadcast weights: to plain receivers, one of which is killed, and to a vLLM server.
 
 python benchmarks/gpu_broadcast.py broadcast --device cpu --work /tmp/day --receivers 2
 
-`broadcast`: this process sends, as a trainer rank does, to receivers on GPUs of their own, over our own rendezvous and
-process group: NCCL between separate processes, gloo on CPUs. Then the last receiver kills itself inside a bucket. The
-sender must get an error within the time-out, one that names the bucket, and go on to form a group with the others.
+`broadcast`: this process sends as a trainer rank does, through our rendezvous, plan and process group: NCCL between
+separate processes with a GPU each, gloo on CPUs. Then the last receiver kills itself inside a bucket. The sender must
+get an error within the time-out, which names the bucket, and then form a group with the other receivers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REPEATS = 3
 
 
 def tensors(device: torch.device, kind: str, seed: int) -> Any:
-    """(name, tensor) of the weights with that seed; only one is there at a time."""
+    """Yield (name, tensor) of random weights; each tensor overwrites the one before."""
     generator = torch.Generator(device=device).manual_seed(seed)
     values = torch.empty(TENSOR[kind], dtype=torch.int16, device=device)
     for number in range(TENSORS):
@@ -44,7 +44,7 @@ def tensors(device: torch.device, kind: str, seed: int) -> Any:
 
 
 def same_tensor(device: torch.device, kind: str) -> Any:
-    """For timing: made before, so that only packing and sending take time."""
+    """Return weights that exist before the clock starts, so that only packing and sending are timed."""
     values = torch.zeros(TENSOR[kind], dtype=torch.bfloat16, device=device)
     return [(f"model.layers.{number}.mlp.up_proj.weight", values) for number in range(TENSORS)]
 
@@ -57,11 +57,11 @@ def device_of(kind: str, number: int) -> torch.device:
 
 
 class Receiver:
-    """A process that joins groups and receives, told to by lines of JSON."""
+    """A process that joins groups and receives weights, controlled by lines of JSON on its standard input."""
 
     def __init__(self, number: int, kind: str, log: Path):
         self.number, self._log = number, log
-        command = [sys.executable, __file__, "receiver", "--device", kind, "--receivers", str(number)]
+        command = [sys.executable, __file__, "receiver", "--device", kind, "--number", str(number)]
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
@@ -80,7 +80,7 @@ class Receiver:
 
 
 def receiver(number: int, kind: str) -> None:
-    """The process of a receiver. `die`: kill this process once the first bucket came; the second is under way."""
+    """Run the process of a receiver. `die`: kill it after the first bucket, while the second is under way."""
     import signal
 
     from dppo_megatron.engines.vllm.extension.receiver import WeightReceiver
@@ -114,7 +114,7 @@ def receiver(number: int, kind: str) -> None:
 
 @dataclass
 class Group:
-    """A group of this process and `receivers`, as the trainer has it."""
+    """A weight group with this process as its sender."""
 
     kind: str
     receivers: list[Receiver]
@@ -142,7 +142,7 @@ class Group:
         print(f"  1 + {workers} processes formed a {backend} {nccl} group in {time.monotonic() - started:.2f} s")
 
     def send(self, step: str, weights: Any, *, add_up: bool = False, dies: Receiver | None = None) -> dict[str, int]:
-        """The fingerprint of what was sent. Raises WeightGroupError, after telling the others, as the trainer does."""
+        """Return the fingerprint of what was sent. Aborts the step before raising WeightGroupError, as trainers do."""
         from dppo_megatron.weight_sync.broadcast import _Stream
         from dppo_megatron.weights.fingerprint import add
         from dppo_megatron.weights.process_group import WeightGroupError
@@ -233,13 +233,15 @@ def _lose_one(group: Group, kind: str, receivers: list[Receiver], weights: Any) 
 
 
 def vllm(kind: str, work: Path, tensor_parallel: int) -> None:
-    """A trainer of one rank publishes two policies to a server whose workers are on GPUs of their own."""
+    """Publish two policies from a trainer of one rank to a server whose workers have other GPUs."""
+    from dppo_megatron.fleet.registry import free_port
     from dppo_megatron.hf import make_random_hf_model
     from tests.support.engines import engine_config, make_secret, running_server
     from tests.weight_sync.trainer_process import PROBE
 
     dtype, shape = ("bf16", QWEN3_06B) if kind == "cuda" else ("fp32", TINY)
     wide = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    bound = 0.3 if dtype == "bf16" else 1e-4  # of log-probs
     home = work / "vllm"
     home.mkdir(exist_ok=True)
     policies = [home / "models" / name for name in "ab"]
@@ -269,13 +271,16 @@ def vllm(kind: str, work: Path, tensor_parallel: int) -> None:
                 **{"urls": [url], "dtype": dtype, "max_model_len": 512, "unavailable_timeout_s": 10},
                 "secret_file": str(config.engine.secret_file or policies[0].parent / "secret"),
             },
-            "weight_sync": {"timeout_s": 60, "transport": "broadcast", "fingerprint": True},
+            "weight_sync": {
+                **{"timeout_s": 60, "transport": "broadcast", "fingerprint": True},
+                **({"probe_tolerance": bound} if kind == "cuda" else {}),
+            },
         }
         (home / "config.json").write_text(json.dumps(tree))
         out = home / "records.json"
         command = [sys.executable, "-m", "tests.weight_sync.trainer_process", str(home / "config.json"), str(out)]
         environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"MASTER_PORT": str(_free_port())}
+        environment |= {"MASTER_PORT": str(free_port())}
         code = subprocess.run(
             [*command, *map(str, (policies[1], policies[0], policies[1]))], env=environment
         ).returncode
@@ -287,14 +292,7 @@ def vllm(kind: str, work: Path, tensor_parallel: int) -> None:
             f"  publish {number}: {record['seconds']:.2f} s, engine paused {record['pause_s']:.2f} s; fingerprints are "
             f"the same; log-probs of {len(PROBE) - 1} tokens differ by {record['difference']:.2e} at most"
         )
-        bound = 0.3 if dtype == "bf16" else 1e-4
         require_value(record["difference"] < bound, f"publish {number}: log-probs differ by more than {bound}")
-
-
-def _free_port() -> int:
-    from dppo_megatron.fleet.registry import free_port
-
-    return free_port()
 
 
 def main() -> None:
@@ -303,9 +301,10 @@ def main() -> None:
     parser.add_argument("--device", choices=SIZES, required=True)
     parser.add_argument("--work", type=Path, help="directory that the parts share")
     parser.add_argument("--receivers", type=int, default=2, help="of the group; of a vLLM server its workers")
+    parser.add_argument("--number", type=int, help="of the process of a receiver")
     arguments = parser.parse_args()
     if arguments.part == "receiver":
-        return receiver(arguments.receivers, arguments.device)
+        return receiver(arguments.number, arguments.device)
     arguments.work.mkdir(parents=True, exist_ok=True)
     part = broadcast if arguments.part == "broadcast" else vllm
     part(arguments.device, arguments.work, arguments.receivers)

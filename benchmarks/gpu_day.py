@@ -42,8 +42,8 @@ UNCHECKED = "VALUES NOT CHECKED: a run with --no-values. Nothing here is a measu
 class Part:
     """command: after the interpreter; {device}, {work} (a directory that all parts share) and {count} are filled in.
 
-    devices: the fewest that it needs. count: of processes, by the number of devices. values_only: it compares numbers
-    and does nothing else.
+    devices: the fewest that it needs. count: processes to start, given the number of devices. values_only: the part
+    only compares numbers.
     """
 
     name: str
@@ -130,7 +130,7 @@ PARTS = (
     _weights(
         "broadcast", "weights to plain receivers: GB/s, values, one killed in a bucket", 120, devices=2, count=_rest
     ),
-    _weights("vllm_tp2", "weights to a vLLM server of 2 GPUs", 300, "vllm", "transformers", "tokenizers", devices=3),
+    _weights("vllm_tp2", "weights to a vLLM server of 2 GPUs", 420, "vllm", "transformers", "tokenizers", devices=3),
 )
 
 

@@ -79,19 +79,19 @@ MOE_SIZE = {"cuda": {"num_hidden_layers": 8, "moe_intermediate_size": 768}, "cpu
 
 @dataclass(frozen=True)
 class Seen:
-    """What an actor made of the batches that this rank read."""
+    """Results of an actor on the batches that this rank read."""
 
     logprobs: list[torch.Tensor]  # [T] fp32 of each batch
     loss: float
     gradient: dict[str, torch.Tensor]  # by Hugging Face name, of the weights that this rank exports
 
     def of(self, place: int, replicas: int) -> Seen:
-        """As a data-parallel rank sees it, whose share of the batches is smaller."""
+        """Return the results for the share of the batches that a data-parallel rank reads."""
         return replace(self, logprobs=self.logprobs[place::replicas])
 
 
 def make_models(day: Day, part: str) -> None:
-    """Before the ranks start, for they all load them."""
+    """Write the models before the ranks start, because all ranks load them."""
     from dppo_megatron.hf import make_random_hf_model
 
     if not all(case.moe for case in CASES[part]):
@@ -107,7 +107,7 @@ def moe_model(day: Day) -> Path:
 
 
 def train(day: Day, part: str) -> None:
-    """On a rank. Raises SystemExit at the end where something was wrong."""
+    """Run the part on one rank. Raises SystemExit at the end when something was wrong."""
     problems = Problems()
     alone: dict[tuple[bool, str], Seen] = {}
     batches: dict[bool, list[Any]] = {}
@@ -151,7 +151,7 @@ def _by_itself() -> Iterator[None]:
 
 
 def _rendezvous(day: Day) -> None:
-    """A port for the next group; nothing where there already is a group."""
+    """Agree on a port for the next group; does nothing where a group exists."""
     from tests.support.ranks import rendezvous
 
     if not dist.is_initialized():
@@ -192,7 +192,7 @@ def _exported(actor: Any) -> dict[str, torch.Tensor]:
 
 
 def _seen(actor: Any, batches: list[Any]) -> Seen:
-    """After one update; the actor then has its first weights again."""
+    """Train one update, then load the first weights again."""
     logprobs, before = actor.logprobs(batches), _exported(actor)
     stats = actor.train_update(batches, _objective())
     after = _exported(actor)
@@ -272,7 +272,7 @@ def _time(day: Day, actor: Any, batches: list[Any]) -> None:
 
 
 def start(part: str, device: str, work: Path, size: int) -> int:
-    """Runs the ranks; the exit status. Rank 0 prints here, the others where they fail."""
+    """Run the ranks and return the exit status. The output of rank 0 is shown, that of others when they fail."""
     make_models(Day(device, work), part)
     with tempfile.TemporaryDirectory() as meeting:
         ranks, logs = [], [Path(meeting) / f"rank-{rank}.log" for rank in range(size)]
@@ -296,7 +296,7 @@ def start(part: str, device: str, work: Path, size: int) -> int:
 
 
 def _all_ended(ranks: list[subprocess.Popen]) -> list[int]:
-    """Exit statuses. The part's own limit of time ends ranks that wait for each other."""
+    """Return the exit statuses. The time limit of the part ends ranks that wait for each other."""
     ends = float("inf")
     while any(rank.poll() is None for rank in ranks):
         if ends == float("inf") and any(rank.poll() for rank in ranks):

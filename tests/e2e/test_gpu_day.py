@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_day.py"
 ONE = ("correctness", "statistics", "kernels", "actor", "offload", "grpo", "colocated", "sdpa")
 SEVERAL = ("tp2", "cp2", "ep2", "dp2", "pp2", "mesh", "broadcast", "vllm_tp2")
-BESIDE_ONE = ("tp2", "ep2", "broadcast")  # cp2, dp2 and pp2 are the same code with other settings
+IN_CI = ("tp2", "ep2", "broadcast")  # cp2, dp2 and pp2 are the same code with other settings
 
 
 def day(*arguments: str | Path) -> subprocess.CompletedProcess:
@@ -98,7 +98,7 @@ def test_a_layout_that_computes_otherwise_is_wrong(monkeypatch, change, problem,
 
 @pytest.mark.slow
 def test_the_parts_that_train_run_on_tiny_shapes(tmp_path):
-    parts = ("correctness", "actor", "offload", "grpo", "sdpa", *BESIDE_ONE)
+    parts = ("correctness", "actor", "offload", "grpo", "sdpa", *IN_CI)
     found = day("--device", "cpu", "--only", *parts, "--output", tmp_path)
     assert found.returncode == 0, found.stdout
     (written,) = tmp_path.glob("*-cpu-dry-run-gpu-day.txt")
