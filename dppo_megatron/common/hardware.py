@@ -19,6 +19,12 @@ _GPUS: dict[str, tuple[float, tuple[int, int]]] = {
     "h200-141": (139.7, (9, 0)),
     "b200-192": (178.3, (10, 0)),
 }
+# Dense peak in TFLOP/s by NVIDIA's data sheets, in 16 bits and in FP8. The first that a device's name contains counts.
+_PEAKS: dict[str, tuple[float, float | None]] = {
+    "h100 pcie": (756.0, 1513.0), "h100 nvl": (835.5, 1671.0), "h100": (989.4, 1978.9), "h200": (989.4, 1978.9),
+    "h20": (148.0, 296.0), "a100": (312.0, None), "l40s": (362.0, 733.0), "gb200": (2500.0, 5000.0),
+    "b200": (2250.0, 4500.0),
+}  # fmt: skip
 # Assumptions, not measured here: CUDA context, cuBLAS workspaces, and NCCL's buffers of the communicators of a rank.
 CONTEXT_BYTES = 1 * GIB
 NCCL_BYTES = 2 * GIB
@@ -49,6 +55,16 @@ class Hardware:
     @property
     def margin_bytes(self) -> int:
         return int(self.memory_bytes * MARGIN)
+
+
+def peak_flops(device: str, dtype: str) -> float | None:
+    """FLOP/s of a device, named by torch or by the table above, in bf16, fp16 or fp8; None where it is unknown.
+
+    A MIG slice has a part of its GPU's peak that its name does not give.
+    """
+    half, fp8 = next((peaks for name, peaks in _PEAKS.items() if name in device.lower()), (None, None))
+    peak = {"bf16": half, "fp16": half, "fp8": fp8}.get(dtype)
+    return None if peak is None or "MIG" in device else peak * 1e12
 
 
 def hardware(name: str) -> Hardware:

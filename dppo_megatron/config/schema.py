@@ -79,6 +79,11 @@ class ModelConfig(Section):
         """Where the weights are that training starts from."""
         return self.weights or self.path
 
+    @property
+    def computes_in(self) -> str:
+        """Name of the dtype of the layers' matrix products."""
+        return self.dtype if self.fp8 == "none" else "fp8"
+
 
 class ParallelConfig(Section):
     world_size: Processes = Field(1, description="trainer ranks; data-parallel size follows from the rest")

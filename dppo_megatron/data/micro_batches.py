@@ -58,6 +58,17 @@ def computed_rows(indices: Sequence[int], sizes: np.ndarray, prefixes: Prefixes 
     return rows
 
 
+def computed_pairs(indices: Sequence[int], sizes: np.ndarray, prefixes: Prefixes | None) -> int:
+    """Pairs of a query and a key that causal attention needs for the rows of `computed_rows`."""
+    if prefixes is not None:
+        prefixes = Prefixes(prefixes.groups, _triangle(prefixes.lengths))
+    return computed_rows(indices, _triangle(sizes), prefixes)
+
+
+def _triangle(sizes: np.ndarray) -> np.ndarray:
+    return sizes.astype(np.int64) * (sizes + 1) // 2
+
+
 def _longest(plan: Plan, sizes: np.ndarray, prefixes: Prefixes) -> int:
     """Rows that are computed one after the other when ranks wait for each other at each micro-batch."""
     return sum(max(computed_rows(batch, sizes, prefixes) for batch in of_ranks) for of_ranks in zip(*plan, strict=True))

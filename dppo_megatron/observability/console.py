@@ -33,6 +33,7 @@ COLUMNS = (
     Column("policy/masked_share", "masked", 6, ".2%", ""),
     Column("mismatch/kl", "mismatch", 8, ".1e", ""),
     Column("throughput/tokens_per_s", "", 7, ",.0f", " tok/s"),
+    Column("throughput/mfu", "MFU", 5, ".1%", ""),
     Column("time/step_s", "", 6, ".1f", " s/step"),
 )
 _PACE_STEPS = 20  # steps whose pace predicts the time left

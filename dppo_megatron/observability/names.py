@@ -147,6 +147,8 @@ _TIME = (
     ("time/generate_s", "s", "engines: first request to last group of the step; may overlap training"),
     ("time/eval_s", "s", "greedy evaluation; not in the step"),
     ("throughput/tokens_per_s", "tokens/s", "train/tokens / time/step_s"),
+    ("throughput/tflops_per_gpu", "TFLOP/s", "model FLOPs / seconds of updates and log-prob passes / trainer ranks"),
+    ("throughput/mfu", "share", "the same over the GPU's peak in model.dtype or FP8; absent where that is unknown"),
 )
 _EVAL = (
     ("eval/accuracy", "share", "greedy accuracy on data.eval after `step` steps; 0 = start policy"),

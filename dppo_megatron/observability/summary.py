@@ -146,6 +146,8 @@ def _cost(run: History) -> dict[str, str]:
     wall = max(run.times) - min(run.times) + (seconds.values[0] if seconds else 0.0) if run.times else 0.0
     return {
         "tokens/s": _number(tokens_per_s, ",.0f"),
+        "TFLOP/s per GPU": _number(run.series("throughput/tflops_per_gpu").mean, ",.3g"),
+        "MFU": _number(run.series("throughput/mfu").mean, ".1%"),
         "response tokens": _number(run.series("rollout/response_tokens_mean").mean, ".1f", " mean"),
         "time in steps": duration(seconds.total) if seconds else NONE,
         "time in evaluations": duration(run.series("time/eval_s").total),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dppo_megatron.common.hardware import CONTEXT_BYTES, GIB, MARGIN, NCCL_BYTES
+from dppo_megatron.common.hardware import CONTEXT_BYTES, GIB, MARGIN, NCCL_BYTES, peak_flops
 
 from .activations import EXPERT_IMBALANCE
 from .advice import Advice
@@ -36,6 +36,10 @@ def _model(plan: Plan) -> Iterator[str]:
     yield (
         f"an update: {total.sequences_per_update:,} sequences, at most {total.tokens_per_update:,} tokens, "
         f"{total.micro_batches_per_update} micro-batches of {config.train.micro_batch_tokens:,} on each rank"
+    )
+    peak = peak_flops(cluster.hardware.name, config.model.computes_in)
+    yield f"model FLOPs of an update: at most {total.flops_per_update / 1e12:,.3g} TFLOP" + (
+        f", {total.flops_per_update / peak / p.world_size:,.3g} s at the GPUs' peak" if peak else ""
     )
     yield from _engine(plan)
     yield f"disk: {', '.join(_disk(plan))}"

@@ -12,6 +12,7 @@ from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
 from dppo_megatron.config.evaluation import EvalSet
 from dppo_megatron.hf import HFModelConfig, ModelError, WeightMap
+from dppo_megatron.hf.flops import ModelFlops, Work
 from dppo_megatron.hf.peft import adapter_shapes
 
 from .engines import published_bytes
@@ -32,6 +33,7 @@ class Totals:
     sequences_per_update: int
     tokens_per_update: int
     micro_batches_per_update: int  # of one rank
+    flops_per_update: int  # model FLOPs of all ranks, as throughput/mfu counts them
     checkpoint_bytes: int
     published_bytes: int  # one policy version; 0 where nothing is published
     bank_bytes_per_step: int
@@ -48,6 +50,7 @@ def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Tot
     sequences = r.prompts_per_step * r.group_size // t.updates_per_step
     longest = config.data.max_prompt_tokens + r.max_response_tokens
     tokens = sequences * longest
+    work = Work(tokens, tokens * (longest + 1) // 2, sequences * r.max_response_tokens)
     # Trained weights in the model's dtype; the optimizer's fp32 parameters and two moments.
     saved = parameters
     if config.model.lora.r:
@@ -59,6 +62,7 @@ def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Tot
         sequences_per_update=sequences,
         tokens_per_update=tokens,
         micro_batches_per_update=max(1, math.ceil(tokens / (config.data_parallel * t.micro_batch_tokens))),
+        flops_per_update=ModelFlops.of(hf, config.model.lora).update(work),
         checkpoint_bytes=checkpoint,
         published_bytes=published_bytes(hf, config) if config.samples else 0,
         **(bank_disk(hf, config) if config.samples else dict.fromkeys(_BANK, 0)),

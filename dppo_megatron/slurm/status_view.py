@@ -16,6 +16,7 @@ SHOWN = {
     "mismatch/kl": ("engine-trainer mismatch KL", "{:.1e}"),
     "train/grad_norm": ("gradient norm", "{:.3g}"),
     "throughput/tokens_per_s": ("tokens/s", "{:,.0f}"),
+    "throughput/mfu": ("MFU", "{:.1%}"),
     "time/step_s": ("seconds a step", "{:.1f}"),
 }
 

@@ -14,7 +14,7 @@ import torch
 
 from dppo_megatron.bank import PARTS, BankEntry, BankReader, ReadBuffer
 from dppo_megatron.config import Config
-from dppo_megatron.data.micro_batches import Prefixes, computed_rows, plan_micro_batches
+from dppo_megatron.data.micro_batches import Prefixes, computed_pairs, computed_rows, plan_micro_batches
 from dppo_megatron.data.packing import TokenSequence, pack
 from dppo_megatron.data.prompts import PromptSource
 from dppo_megatron.hf import read_hf_config
@@ -53,6 +53,7 @@ class UpdateBatch:
     sequences: int  # computed over all ranks
     tokens: int  # of those
     rows: int  # computed for them: fewer than tokens where sequences share a prefix
+    pairs: int  # of a query and a key in causal attention over these rows
     stored: tuple[StoredSequence, ...] = ()
 
 
@@ -230,8 +231,10 @@ class BankBatches:
             read = {g: self._sequences(entries[g], of, advantages[g], weights[g]) for g, of in _by_group(own).items()}
             micro_batches.append(pack([read[g][i] for g, i in own], topk=topk, share_prefixes=self._share_prefixes))
         stored = self._stored(entries, computed, plan[self._rank])
-        rows = sum(computed_rows(batch, lengths, prefixes) for of_rank in plan for batch in of_rank)
-        return UpdateBatch(micro_batches, len(computed), int(lengths.sum()), rows, stored)
+        batches = [batch for of_rank in plan for batch in of_rank]
+        rows = sum(computed_rows(batch, lengths, prefixes) for batch in batches)
+        pairs = sum(computed_pairs(batch, lengths, prefixes) for batch in batches)
+        return UpdateBatch(micro_batches, len(computed), int(lengths.sum()), rows, pairs, stored)
 
     def _fetched_ahead(self, entries: Sequence[BankEntry], own: list[np.ndarray]) -> Iterator[np.ndarray]:
         """The micro-batches ([C, 2] group and sample), one after the other. Meanwhile the system fetches those that
@@ -327,4 +330,5 @@ class SupervisedBatches:
             pack([TokenSequence.of_answer(prompts[i], answers[i], loss_weight=float(weights[i])) for i in indices])
             for indices in plan[self._rank]
         ]
-        return UpdateBatch(micro_batches, len(prompts), sum(lengths), sum(lengths))
+        pairs = computed_pairs(range(len(lengths)), np.array(lengths), None)
+        return UpdateBatch(micro_batches, len(prompts), sum(lengths), sum(lengths), pairs)

@@ -16,7 +16,7 @@ from .batch_statistic import with_batch_statistic
 from .batches import BatchSource
 from .checkpoints import Checkpoints
 from .control import Control, StopRequested
-from .metrics import MismatchHistory, StepMetrics
+from .metrics import MismatchHistory, StepMetrics, Throughput
 from .policy_logprobs import PolicyLogprobs
 from .token_log import TokenLog
 
@@ -54,7 +54,7 @@ def train(
     """
     step = first_step
     colocated = config.engine.placement == "colocated"
-    mismatches = MismatchHistory()
+    mismatches, throughput = MismatchHistory(), Throughput.of(actor)
 
     def save_if_due(metrics: StepMetrics) -> None:
         if checkpoints.due(step):
@@ -66,7 +66,7 @@ def train(
         control.barrier()
     try:
         while step < config.train.steps:
-            metrics = StepMetrics()
+            metrics = StepMetrics(throughput)
             with metrics.timed("wait"):
                 while not control.wait_until_ready(source, step, publisher):
                     publisher.publish(step)  # again, to an engine that came back

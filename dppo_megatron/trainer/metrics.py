@@ -8,10 +8,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import median
 
-from dppo_megatron.actor import UpdateStats
+import torch
+
+from dppo_megatron.actor import Actor, UpdateStats
+from dppo_megatron.common.hardware import peak_flops
 from dppo_megatron.errors import ExpectedError
+from dppo_megatron.hf.flops import ModelFlops, Work
 from dppo_megatron.objectives import merge_metrics, reduce_metrics
 
 from .batches import UpdateBatch
@@ -43,6 +48,8 @@ REMEMBERED, FEW = 100, 5  # steps whose median is the run's usual mismatch; with
 JUMP, JUMP_FLOOR = 5.0, 1e-3  # times the median, and nats: rounding in fp32 jumps below it
 # Engine against trainer means the same weights: only the step's first update sees those (at staleness 0).
 FIRST_UPDATE = ("mismatch/",)
+SCORED = ("time/recompute_s", "time/reference_s")  # a forward pass over the step each
+COMPUTING = ("time/forward_backward_s", "time/optimizer_s", *SCORED)
 
 
 class MismatchLimit(ExpectedError, RuntimeError):
@@ -70,10 +77,33 @@ class MismatchHistory:
             self._seen.append(kl)
 
 
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Model FLOPs of a step over the seconds in which they were computed."""
+
+    flops: ModelFlops
+    ranks: int
+    peak: float | None  # FLOP/s of one rank's device; None on CPUs and where it is unknown
+
+    @classmethod
+    def of(cls, actor: Actor) -> Throughput:
+        model, layout = actor.config.model, actor.layout
+        device = torch.cuda.get_device_name(layout.device) if layout.device.type == "cuda" else "cpu"
+        return cls(ModelFlops.of(actor.hf, model.lora), layout.world_size, peak_flops(device, model.computes_in))
+
+    def metrics(self, work: Work, times: Mapping[str, float]) -> dict[str, float]:
+        """work: of the step's updates, over all ranks. times: seconds by metric name."""
+        flops = self.flops.update(work) + sum(name in times for name in SCORED) * self.flops.forward(work)
+        rate = flops / self.ranks / sum(times.get(name, 0.0) for name in COMPUTING)
+        mfu = {} if self.peak is None else {"throughput/mfu": rate / self.peak}
+        return {"throughput/tflops_per_gpu": rate / 1e12, **mfu}
+
+
 class StepMetrics:
     """Collects one step. Means are over the step's updates; a few metrics are of the first update alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, throughput: Throughput | None = None) -> None:
+        self._throughput = throughput
         self._started = time.perf_counter()
         self._values: dict[str, float] = {}
         self._updates: list[tuple[UpdateStats, UpdateBatch]] = []
@@ -126,6 +156,9 @@ class StepMetrics:
         if self._updates:
             values |= self._of_updates()
             values["throughput/tokens_per_s"] = values["train/tokens"] / values["time/step_s"]
+            if self._throughput is not None:
+                work = zip(*((b.rows, b.pairs, s.loss_tokens) for s, b in self._updates), strict=True)
+                values |= self._throughput.metrics(Work(*map(sum, work)), values)
         return values
 
     def _of_updates(self) -> dict[str, float]:

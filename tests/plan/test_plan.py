@@ -6,15 +6,21 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from dppo_megatron.actor import UpdateStats
 from dppo_megatron.checks import serving
 from dppo_megatron.cli import app
 from dppo_megatron.config import ConfigError, read_config
+from dppo_megatron.data.micro_batches import computed_pairs
 from dppo_megatron.hf import read_hf_config
+from dppo_megatron.hf.flops import ModelFlops
 from dppo_megatron.plan import Advice, Cluster, advise, hardware, make_plan, report
+from dppo_megatron.trainer.batches import UpdateBatch
+from dppo_megatron.trainer.metrics import StepMetrics, Throughput
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -39,7 +45,29 @@ def test_parameters_of_published_models_are_exact(builder, name, nodes, paramete
     assert plan.totals.parameters == parameters
     assert plan.totals.active == active
     assert plan.fits
-    assert f"{parameters:,} parameters" in report(plan, [])
+    text = report(plan, [])
+    assert f"{parameters:,} parameters" in text
+    flops = plan.totals.flops_per_update
+    assert f"model FLOPs of an update: at most {flops / 1e12:,.3g} TFLOP" in text
+    assert 0.95 < flops / (6 * active * plan.totals.tokens_per_update) < 1.5  # attention is the rest
+
+
+@pytest.mark.parametrize("lora", [(), ("model.lora.r=8",)])
+def test_plan_and_metric_count_the_same_flops(builder, lora):
+    """On a step whose sequences are as long as they may be, which is what the plan assumes."""
+    settings = config("qwen3_8b", "train.updates_per_step=2", *lora)
+    plan = make_plan(settings, Cluster(2, 8, hardware("h100-80")), builder)
+    r = settings.rollout
+    count = r.prompts_per_step * r.group_size // 2
+    length = settings.data.max_prompt_tokens + r.max_response_tokens
+    step = StepMetrics(Throughput(ModelFlops.of(plan.hf, settings.model.lora), settings.parallel.world_size, None))
+    for _ in range(2):
+        pairs = computed_pairs(range(count), np.full(count, length), None)
+        loss_tokens = count * r.max_response_tokens
+        stats = UpdateStats(0.0, 0.0, 0.0, False, 0, count * length, loss_tokens, 0, {}, {}, {}, 40.0, 10.0)
+        step.add_update(stats, UpdateBatch([], count, count * length, count * length, pairs))
+    of_step = step.finish()["throughput/tflops_per_gpu"] * 1e12 * 100.0 * settings.parallel.world_size
+    assert of_step == pytest.approx(2 * plan.totals.flops_per_update, rel=1e-12)
 
 
 def test_every_stage_is_planned_and_states_are_sharded(builder):

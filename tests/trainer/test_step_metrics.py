@@ -32,7 +32,7 @@ def of_step(name: str, advantages: tuple[float, float] = (1.0, 1.0), **settings)
             sequence_ids=torch.zeros(6, dtype=torch.long),
         ).metrics
         stats = UpdateStats(0.0, 0.0, 0.0, False, 0, 6, 6, 0, reduce_metrics(parts), parts, {}, 0.0, 0.0)
-        collected.add_update(stats, UpdateBatch([], 1, 6, 6))
+        collected.add_update(stats, UpdateBatch([], 1, 6, 6, 21))
     return collected
 
 
@@ -56,7 +56,7 @@ def test_an_overflow_is_counted_and_has_no_gradient_norm():
     assert "train/loss_scale" not in of_step("gspo").finish()
     for norm, scale, overflowed in ((0.5, 1024.0, False), (math.inf, 1024.0, True), (1.5, 512.0, False)):
         stats = UpdateStats(0.0, norm, 0.0, overflowed, 0, 6, 6, 0, {}, {}, {}, 0.0, 0.0, scale, overflowed)
-        step.add_update(stats, UpdateBatch([], 1, 6, 6))
+        step.add_update(stats, UpdateBatch([], 1, 6, 6, 21))
     record = step.finish()
     names = ("grad_norm", "skipped_updates", "overflowed_updates", "loss_scale")
     assert [record[f"train/{name}"] for name in names] == [1.0, 1.0, 1.0, 512.0]

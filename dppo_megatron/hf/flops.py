@@ -1,0 +1,58 @@
+"""FLOPs of a model's matrix products, two for each multiply-add: the one formula of the plan and of the metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from dppo_megatron.config.lora import LoraConfig
+
+from .hf_config import HFModelConfig
+from .peft import adapter_shapes
+from .weight_map import WeightMap
+
+
+class Work(NamedTuple):
+    """A forward pass over all ranks. Sequences of 3 and 4 tokens: 7 rows, 6 + 10 = 16 pairs."""
+
+    rows: int  # tokens that pass through the layers
+    pairs: int  # (query, key) that causal attention needs: L (L + 1) / 2 of a sequence of L tokens
+    head_rows: int  # tokens that carry loss; no other logits are computed
+
+
+class ModelFlops(NamedTuple):
+    """FLOPs of a forward pass for each unit of `Work`. A token uses `top_k` of the experts and all shared ones."""
+
+    row: int  # projections, feed-forward, routers
+    pair: int  # attention scores and their sum over values
+    head_row: int
+    adapter_row: int = 0  # LoRA; 0 = all weights are trained
+
+    @classmethod
+    def of(cls, config: HFModelConfig, lora: LoraConfig) -> ModelFlops:
+        weights = WeightMap(config).hf_tensors().items()
+        widths = config.head_dim + (config.head_dim if config.mla is None else config.mla.v_head_dim)
+        return cls(
+            _of_matrices({name: shape for name, shape in weights if ".layers." in name and len(shape) == 2}, config),
+            2 * config.num_layers * config.num_heads * widths,
+            2 * config.hidden_size * config.vocab_size,
+            _of_matrices(adapter_shapes(config, lora), config) if lora.r else 0,
+        )
+
+    def forward(self, work: Work) -> int:
+        """One pass without gradients."""
+        return (self.row + self.adapter_row) * work.rows + self.pair * work.pairs + self.head_row * work.head_rows
+
+    def update(self, work: Work) -> int:
+        """Forward and backward: three forward passes, without recompute. With LoRA the model's own weights need no
+        gradient, so their products count twice; those of adapters and attention count three times."""
+        frozen = self.row * work.rows + self.head_row * work.head_rows if self.adapter_row else 0
+        return 3 * self.forward(work) - frozen
+
+
+def _of_matrices(shapes: Mapping[str, tuple[int, ...]], config: HFModelConfig) -> int:
+    moe = config.moe
+    experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    unused = 0 if moe is None else experts * (moe.num_experts - moe.top_k) // moe.num_experts
+    return 2 * (sum(map(math.prod, shapes.values())) - unused)
