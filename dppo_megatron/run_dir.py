@@ -96,6 +96,10 @@ class RunDir:
         return self.root / "tokens"
 
     @property
+    def profile(self) -> Path:
+        return self.root / "profile"
+
+    @property
     def restarts(self) -> Path:
         return self.root / "restarts.jsonl"
 

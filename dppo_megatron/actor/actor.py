@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import load_into, read_hf_config
 from dppo_megatron.hf.peft import load_peft
 from dppo_megatron.objectives import Metric, Objective, reduce_metrics
+from dppo_megatron.observability.profiling import phase
 from dppo_megatron.types import TokenBatch
 
 from . import megatron_version, offload, precision
@@ -176,44 +176,44 @@ class Actor:
         `observe`: see `LossStep`. Raises TrainingDiverged after `optimizer.max_skipped_in_a_row` skipped updates that
         no smaller loss scale could avoid, ValueError without micro-batches.
         """
-        started = time.perf_counter()
-        prepared = self.packer.whole_rounds(micro_batches)
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        masked = torch.zeros(self.hf.vocab_size, dtype=torch.long, device=self.layout.device)
-        step = LossStep(objective, self.hf.vocab_size, self.layout, masked, observe=observe)
-        with self._gather.behind_forward():
-            results = self._forward_backward(
-                forward_step_func=step,
-                data_iterator=[iter(prepared) for _ in self.model],  # every virtual stage reads all of them
-                num_microbatches=len(prepared),
-            )
-        step.checks.raise_if_failed()
-        total = reduce_reports(results, prepared[: len(micro_batches)], masked, self.layout)
-        metrics = total.metrics
-        if self.routing is not None:
-            replayed = [batch.packed.replay for batch in prepared[: len(micro_batches)]]
-            metrics = metrics | self.routing.disagreement(replayed, self.layout.device)
-        self._synchronize()
-        computed = time.perf_counter()
-        loss_scale = None if self.loss_scale is None else self.loss_scale.value
-        with self.optimizer_on_device():
-            update = optimizer_step(
-                self.optimizer,
-                self.schedule,
-                clip=self.config.optimizer.grad_clip,
-                lr_scale=self.lr_scale,
-                refuse=total.nonfinite > 0,
-                loss_scale=self.loss_scale,
-            )
-        if not update.skipped:
-            self._gather.after_update(trains_next=another_follows)
-        if update.overflowed:
-            log.info("gradients overflowed in fp16 at a loss scale of %g: the update is skipped", loss_scale)
-        else:
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if update.skipped else 0
-        self._synchronize()
+        with phase("forward_backward") as computing:
+            prepared = self.packer.whole_rounds(micro_batches)
+            for chunk in self.model:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            masked = torch.zeros(self.hf.vocab_size, dtype=torch.long, device=self.layout.device)
+            step = LossStep(objective, self.hf.vocab_size, self.layout, masked, observe=observe)
+            with self._gather.behind_forward():
+                results = self._forward_backward(
+                    forward_step_func=step,
+                    data_iterator=[iter(prepared) for _ in self.model],  # every virtual stage reads all of them
+                    num_microbatches=len(prepared),
+                )
+            step.checks.raise_if_failed()
+            total = reduce_reports(results, prepared[: len(micro_batches)], masked, self.layout)
+            metrics = total.metrics
+            if self.routing is not None:
+                replayed = [batch.packed.replay for batch in prepared[: len(micro_batches)]]
+                metrics = metrics | self.routing.disagreement(replayed, self.layout.device)
+            self._synchronize()
+        with phase("optimizer") as stepping:
+            loss_scale = None if self.loss_scale is None else self.loss_scale.value
+            with self.optimizer_on_device():
+                update = optimizer_step(
+                    self.optimizer,
+                    self.schedule,
+                    clip=self.config.optimizer.grad_clip,
+                    lr_scale=self.lr_scale,
+                    refuse=total.nonfinite > 0,
+                    loss_scale=self.loss_scale,
+                )
+            if not update.skipped:
+                self._gather.after_update(trains_next=another_follows)
+            if update.overflowed:
+                log.info("gradients overflowed in fp16 at a loss scale of %g: the update is skipped", loss_scale)
+            else:
+                self.skipped_in_a_row = self.skipped_in_a_row + 1 if update.skipped else 0
+            self._synchronize()
         stats = UpdateStats(
             loss=total.loss,
             grad_norm=update.grad_norm,
@@ -226,8 +226,8 @@ class Actor:
             metrics=reduce_metrics(metrics),
             parts=metrics,
             masked=total.masked,
-            forward_backward_s=computed - started,
-            optimizer_s=time.perf_counter() - computed,
+            forward_backward_s=computing.seconds,
+            optimizer_s=stepping.seconds,
             loss_scale=loss_scale,
             overflowed=update.overflowed,
         )

@@ -12,6 +12,7 @@ from dppo_megatron.weights.place import problem
 RESUMABLE_CHANGES = (
     "train.steps",
     "tracking",
+    "profile",
     "checkpoint",
     "eval.every",
     "engine",

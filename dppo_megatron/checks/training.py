@@ -36,6 +36,9 @@ def problems(config: Config) -> list[str]:
         out.append(
             "acceptance.bound = null: without it the section has no effect; set it, or remove the other settings"
         )
+    if absent := [rank for rank in config.profile.ranks if rank >= config.parallel.world_size]:
+        size = config.parallel.world_size
+        out.append(f"profile.ranks = {absent}: parallel.world_size = {size} has no such ranks; remove them")
     out += _credit(config)
     if config.checkpoint.keep_rollouts is not None and not config.samples:
         out.append(

@@ -239,6 +239,12 @@ class TrackingConfig(Section):
     )
 
 
+class ProfileConfig(Section):
+    steps: tuple[Count, ...] = Field((), description="steps to trace, counted from 1 as in the metrics, e.g. [3]")
+    ranks: tuple[CountFromZero, ...] = Field((0,), description="trainer ranks that write RUN/profile/step_N_rank_R")
+    memory: bool = Field(False, description="also write a snapshot of CUDA memory at the end of each of these steps")
+
+
 class SlurmConfig(Section):
     trainer_nodes: Processes = Field(1, description="nodes over which parallel.world_size ranks are spread evenly")
     engine_nodes: ProcessesFromZero = Field(
@@ -306,6 +312,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
+    profile: ProfileConfig = ProfileConfig()
     slurm: SlurmConfig = SlurmConfig()
 
     @property

@@ -9,6 +9,8 @@ from typing import Protocol
 from dppo_megatron.actor import Actor
 from dppo_megatron.config import Config
 from dppo_megatron.objectives import Objective
+from dppo_megatron.observability.profiling import StepProfiler
+from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import Publisher, WeightSyncError
 
 from .acceptance import Acceptance
@@ -54,6 +56,7 @@ def train(
     """
     step = first_step
     colocated = config.engine.placement == "colocated"
+    profiler = StepProfiler(config.profile, RunDir(config.run.dir).profile, actor.layout.rank)
     mismatches, throughput = MismatchHistory(), Throughput.of(actor)
 
     def save_if_due(metrics: StepMetrics) -> None:
@@ -66,6 +69,7 @@ def train(
         control.barrier()
     try:
         while step < config.train.steps:
+            profiler.begin(step + 1)
             metrics = StepMetrics(throughput)
             with metrics.timed("wait"):
                 while not control.wait_until_ready(source, step, publisher):
@@ -98,7 +102,9 @@ def train(
                 save_if_due(metrics)  # while engines sample
             recorder.log(step, metrics.finish())
             recorder.log_masked(step, metrics.masked_tokens)
+            profiler.end()
     except StopRequested:
+        profiler.end()
         log.info("stop requested: saving a checkpoint at step %d", step)
         if publisher is not None:
             try:

@@ -18,6 +18,7 @@ from dppo_megatron.common.hardware import peak_flops
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf.flops import ModelFlops, Work
 from dppo_megatron.objectives import merge_metrics, reduce_metrics
+from dppo_megatron.observability.profiling import phase
 
 from .batches import UpdateBatch
 
@@ -110,9 +111,9 @@ class StepMetrics:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._values[f"time/{part}_s"] = time.perf_counter() - started
+        with phase(part) as timed:
+            yield
+        self._values[f"time/{part}_s"] = timed.seconds
 
     def add(self, values: Mapping[str, float]) -> None:
         self._values.update(values)

@@ -45,6 +45,7 @@ def started(tree, tmp_path) -> Path:
 def test_resume_allows_what_cannot_change_the_run_and_names_the_rest(tree, started):
     tree["train"]["steps"] = 5
     tree["engine"] = {"max_num_seqs": 8}
+    tree["profile"] = {"steps": [3], "memory": True}
     tree["optimizer"] = {"lr": Config.model_validate(tree).optimizer.lr / 2}
     check(tree, resume=True)
     tree["run"]["seed"] = 2

@@ -139,6 +139,7 @@ def test_missing_file_and_broken_yaml(tmp_path):
             "= 1024 + eval.max_response_tokens = 3073",
         ),
         ({"rollout": {"group_size": 1}}, "every advantage is 0"),
+        ({"profile": {"ranks": [0, 1]}}, "profile.ranks = [1]: parallel.world_size = 1 has no such ranks"),
         ({"train": {"updates_per_step": 3}}, "does not divide rollout.prompts_per_step"),
         ({"parallel": {"world_size": 3, "tensor": 2}}, "not a multiple of tensor x pipeline x context"),
         ({"parallel": {"sequence": True}}, "needs parallel.tensor > 1"),
