@@ -279,6 +279,9 @@ class SlurmConfig(Section):
     interface: str | None = Field(
         None, description="network interface of NCCL, gloo and the engines, e.g. ib0; default: the host name's"
     )
+    bind: Literal["auto", "none"] = Field(
+        "auto", description="auto: ranks and engines run on the CPUs near their GPUs, where these can be read"
+    )
     setup: tuple[str, ...] = Field((), description="shell lines before the program: modules, venv, exports")
     command: tuple[str, ...] = Field(
         (),

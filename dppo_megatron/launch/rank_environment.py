@@ -29,9 +29,16 @@ def _oldest_gpu() -> float | None:
 
     Not by torch, which would open a context on the ranks' first GPU.
     """
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True).stdout
-        return min(map(float, said.split()), default=None)
-    except (OSError, subprocess.SubprocessError, ValueError):
+        return min(map(float, nvidia_smi("compute_cap")), default=None)
+    except ValueError:
         return None
+
+
+def nvidia_smi(fields: str) -> list[str]:
+    """A line of comma-separated `fields` for each GPU that this process may use; empty where nvidia-smi fails."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []

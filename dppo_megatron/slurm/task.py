@@ -27,6 +27,8 @@ from dppo_megatron.launch.rank_environment import connection_environment
 from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.run_dir import RunDir
 
+from .binding import bind_to_gpus
+
 POLL_S = 0.1
 GRACE_S = 5.0
 LAST_LINES = 12
@@ -77,15 +79,19 @@ def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gp
     if role == "check":
         return _check(config, str(config_file))
     task, run, address = Task.of_this_process(), RunDir(config.run.dir), node_address(config)
+    binds = config.slurm.bind == "auto"
     environment = interface_environment(config) | kernel_cache_environment()
     if role == "trainer":
         name, arguments = f"trainer-{task.rank}", ["trainer", *(["--resume"] if resume else [])]
         arguments += ["--needs-gpu"] if config.slurm.gpus_per_node else []
-        environment |= connection_environment(config)
+        bound = binds and bind_to_gpus(name, task.local_rank, 1, task.local_size)
+        environment |= thread_environment(1 if bound else task.local_size) | connection_environment(config)
         environment |= trainer_environment(run, task, *rendezvous(run, task, address, config.slurm.start_timeout_s))
     elif role == "engine":
         host = engine_host(config, address)
         name, arguments = f"engine-{index}", ["engine", "--index", str(index), "--set", f"engine.host={host}"]
+        if binds:
+            bind_to_gpus(name, first_gpu, config.engine.tensor_parallel, 1)
         environment |= engine_environment(config, index, first_gpu, host)
     else:
         name, arguments = role, [role]
@@ -130,9 +136,7 @@ def _wait_and_report(child: Child, task: Task) -> int:
 
 def trainer_environment(run: RunDir, task: Task, host: str, port: int) -> dict[str, str]:
     """What torchrun would set, and that a collective that times out leaves what every rank was doing."""
-    threads = max(1, len(os.sched_getaffinity(0)) // task.local_size)
     preset = {
-        "OMP_NUM_THREADS": str(threads),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": str((run.logs / "nccl_trace_rank_").absolute()),
     }
@@ -144,6 +148,12 @@ def trainer_environment(run: RunDir, task: Task, host: str, port: int) -> dict[s
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
+
+
+def thread_environment(tasks: int) -> dict[str, str]:
+    """OMP_NUM_THREADS for a rank whose CPUs `tasks` ranks share; a variable that is set already stays."""
+    threads = max(1, len(os.sched_getaffinity(0)) // tasks)
+    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
 
 
 def engine_environment(config: Config, index: int, first_gpu: int, address: str) -> dict[str, str]:

@@ -1,0 +1,80 @@
+"""CPUs near each GPU of a node: a task runs on whole cores of its GPUs' NUMA node, and no two GPUs share a core.
+
+The nearest NICs are only logged: NCCL finds them itself, and `NCCL_IB_HCA` must not differ between ranks
+(https://github.com/NVIDIA/nccl/issues/1478).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence, Set
+from pathlib import Path
+
+from dppo_megatron.launch.rank_environment import nvidia_smi
+
+SYS = Path("/sys")
+
+
+def bind_to_gpus(name: str, first: int, count: int, tasks: int) -> bool:
+    """Bind this process, and all that it starts later, to the CPUs of `count` visible GPUs; print which.
+
+    False, and nothing is bound, where GPUs or their CPUs cannot be read, or where fewer GPUs are visible than the step
+    has `tasks` on this node: each task then sees GPUs of its own, and none can split the CPUs among all.
+    """
+    gpus = visible_gpus()
+    shares = cpus_for(gpus, os.sched_getaffinity(0)) if len(gpus) >= max(tasks, first + count) else None
+    if shares is None:
+        return False
+    own, cpus = gpus[first : first + count], set().union(*shares[first : first + count])
+    os.sched_setaffinity(0, cpus)
+    nics = sorted({nic for gpu in own for nic in nearest_nics(gpu)})
+    near = f"GPU {', '.join(own)}, CPUs {sorted(cpus)}, nearest NICs: {', '.join(nics) or 'none'}"
+    print(f"{name} on {socket.gethostname()}: {near}", flush=True)
+    return True
+
+
+def visible_gpus() -> list[str]:
+    """PCI addresses, as /sys writes them, of the GPUs that this task may use, in CUDA's order; empty if unknown."""
+    rows = [line.split(", ") for line in nvidia_smi("index,uuid,pci.bus_id")]
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    chosen = [row for name in names for row in rows if name == row[0] or row[1].startswith(name)] if names else rows
+    return [row[2].lower()[-len("0000:17:00.0") :] for row in chosen]
+
+
+def cpus_for(gpus: Sequence[str], allowed: Set[int], sys: Path = SYS) -> list[set[int]] | None:
+    """The CPUs of each GPU: those of its NUMA node within `allowed`, split by whole cores among the GPUs there.
+
+    None where a GPU would get no CPU.
+    """
+    near = [_cores(gpu, allowed, sys) for gpu in gpus]
+    shares = []
+    for index, cores in enumerate(near):
+        place, count = near[:index].count(cores), near.count(cores)
+        own = cores[place * len(cores) // count : (place + 1) * len(cores) // count]
+        shares.append({cpu for core in own for cpu in core})
+    return shares if all(shares) else None
+
+
+def nearest_nics(gpu: str, sys: Path = SYS) -> list[str]:
+    """RDMA devices whose PCI path has most in common with the GPU's, e.g. mlx5_0."""
+    path = (sys / "bus/pci/devices" / gpu).resolve()
+    nics = {nic.name: (nic / "device").resolve() for nic in (sys / "class/infiniband").glob("*")}
+    common = {name: len(os.path.commonpath([path, other])) for name, other in nics.items()}
+    return sorted(name for name, length in common.items() if length == max(common.values()))
+
+
+def _cores(gpu: str, allowed: Set[int], sys: Path) -> list[tuple[int, ...]]:
+    """Of each core near the GPU the hyper-threads within `allowed`."""
+    cpus = _cpulist(sys / "bus/pci/devices" / gpu / "local_cpulist") & allowed
+    threads = {cpu: _cpulist(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus}
+    return sorted({tuple(sorted(threads[cpu] & cpus | {cpu})) for cpu in cpus})
+
+
+def _cpulist(path: Path) -> set[int]:
+    """`0-3,8` as a set; empty where the file cannot be read."""
+    try:
+        ranges = [part.split("-") for part in path.read_text().strip().split(",") if part]
+    except OSError:
+        return set()
+    return {cpu for bounds in ranges for cpu in range(int(bounds[0]), int(bounds[-1]) + 1)}

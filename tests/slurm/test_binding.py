@@ -1,0 +1,190 @@
+"""CPUs near each GPU, on made-up /sys trees; and what a task binds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.config.schema import SlurmConfig
+from dppo_megatron.launch import rank_environment
+from dppo_megatron.slurm import binding, task
+from dppo_megatron.slurm.binding import cpus_for, nearest_nics, visible_gpus
+from tests.support.configs import make_config
+
+GPUS = ["0000:17:00.0", "0000:2a:00.0", "0000:97:00.0", "0000:ba:00.0"]  # two of each NUMA node
+
+
+def machine(
+    root: Path, near: dict[str, str], *, threads: dict[int, str] | None = None, bridges: dict[str, str] | None = None
+) -> Path:
+    """A /sys whose devices have these local_cpulists. threads: siblings by CPU. bridges: PCI path above a device."""
+    for gpu, cpus in near.items():
+        real = root / "devices" / (bridges or {}).get(gpu, "pci0000:00") / gpu
+        real.mkdir(parents=True)
+        (real / "local_cpulist").write_text(cpus + "\n")
+        link = root / "bus/pci/devices" / gpu
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(real)
+    for cpu, siblings in (threads or {}).items():
+        topology = root / f"devices/system/cpu/cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(siblings + "\n")
+    return root
+
+
+def two_sockets(root: Path, per_socket: int) -> Path:
+    first, second = f"0-{per_socket - 1}", f"{per_socket}-{2 * per_socket - 1}"
+    return machine(root, dict(zip(GPUS, (first, first, second, second), strict=True)))
+
+
+def test_two_gpus_of_a_numa_node_share_its_cpus_evenly(tmp_path):
+    shares = cpus_for(GPUS, set(range(16)), two_sockets(tmp_path, 8))
+    assert shares == [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10, 11}, {12, 13, 14, 15}]
+
+
+def test_an_odd_number_of_cores_is_used_whole(tmp_path):
+    shares = cpus_for(GPUS, set(range(10)), two_sockets(tmp_path, 5))
+    assert shares == [{0, 1}, {2, 3, 4}, {5, 6}, {7, 8, 9}]
+
+
+def test_a_cpuset_smaller_than_the_node_is_kept(tmp_path):
+    """Slurm gave six CPUs of each socket."""
+    allowed = {2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13}
+    shares = cpus_for(GPUS, allowed, two_sockets(tmp_path, 8))
+    assert shares == [{2, 3, 4}, {5, 6, 7}, {8, 9, 10}, {11, 12, 13}]
+
+
+def test_a_cpuset_without_a_cpu_near_a_gpu_binds_nothing(tmp_path):
+    assert cpus_for(GPUS, set(range(8)), two_sockets(tmp_path, 8)) is None
+    assert cpus_for(GPUS, {0, 8, 9}, two_sockets(tmp_path / "more", 8)) is None  # one core for two GPUs
+
+
+@pytest.mark.parametrize("siblings", [lambda c: (c % 8, c % 8 + 8), lambda c: (c // 2 * 2, c // 2 * 2 + 1)])
+def test_the_threads_of_a_core_stay_together(tmp_path, siblings):
+    """Numbered as most machines do (0 and 8 are one core), and next to each other."""
+    threads = {cpu: ",".join(map(str, siblings(cpu))) for cpu in range(16)}
+    first, second = cpus_for(
+        GPUS[:2], set(range(16)), machine(tmp_path, dict.fromkeys(GPUS[:2], "0-15"), threads=threads)
+    )
+    assert len(first) == len(second) == 8
+    assert first.isdisjoint(second)
+    assert all(set(siblings(cpu)) <= first for cpu in first)
+
+
+def test_a_thread_that_slurm_did_not_give_is_not_used(tmp_path):
+    root = machine(tmp_path, {GPUS[0]: "0-3"}, threads={0: "0,2", 2: "0,2", 1: "1,3", 3: "1,3"})
+    assert cpus_for(GPUS[:1], {0, 1, 3}, root) == [{0, 1, 3}]
+
+
+def test_without_local_cpulist_nothing_is_bound(tmp_path):
+    root = two_sockets(tmp_path, 8)
+    (root / "bus/pci/devices" / GPUS[2] / "local_cpulist").unlink()
+    assert cpus_for(GPUS, set(range(16)), root) is None
+    assert cpus_for(GPUS, set(range(16)), tmp_path / "absent") is None
+
+
+def test_the_nearest_nics_share_a_bridge_with_the_gpu(tmp_path):
+    bridges = {
+        GPUS[0]: "pci0000:15/0000:15:01.0", "0000:18:00.0": "pci0000:15/0000:15:01.0",
+        GPUS[2]: "pci0000:90", "0000:91:00.0": "pci0000:90",
+    }  # fmt: skip
+    root = machine(tmp_path, dict.fromkeys(bridges, "0-3"), bridges=bridges)
+    for nic, address in {"mlx5_0": "0000:18:00.0", "mlx5_1": "0000:91:00.0"}.items():
+        (root / "class/infiniband" / nic).mkdir(parents=True)
+        (root / "class/infiniband" / nic / "device").symlink_to(root / "bus/pci/devices" / address)
+    assert nearest_nics(GPUS[0], root) == ["mlx5_0"]
+    assert nearest_nics(GPUS[2], root) == ["mlx5_1"]
+    assert nearest_nics(GPUS[0], tmp_path / "absent") == []
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch) -> list[set[int]]:
+    """A node with four GPUs and 16 CPUs, two tasks of a step on it; the CPU sets that this process is bound to."""
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    rows = "\n".join(f"{i}, GPU-{i}0aa, 0000{gpu.upper()}" for i, gpu in enumerate(GPUS))
+    smi.write_text(f"#!/bin/sh\ncat <<E\n{rows}\nE\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    root = two_sockets(tmp_path / "sys", 8)
+    for function in (binding.cpus_for, binding.nearest_nics):
+        monkeypatch.setattr(function, "__defaults__", (root,))
+    bound: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: bound[-1] if bound else set(range(16)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.append(cpus))
+    return bound
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [("", GPUS), ("2,0", [GPUS[2], GPUS[0]]), ("GPU-30aa,GPU-1", [GPUS[3], GPUS[1]]), ("MIG-7", [])],
+)
+def test_visible_gpus_are_in_the_order_of_cuda(node, monkeypatch, visible, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_gpus() == expected
+
+
+def test_without_nvidia_smi_no_gpu_is_known(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert visible_gpus() == []
+    assert rank_environment.nvidia_smi("compute_cap") == []
+    assert binding.bind_to_gpus("trainer-0", 0, 1, 1) is False
+
+
+@pytest.fixture
+def children(tmp_path, monkeypatch) -> list[dict]:
+    """Environments of the children that tasks start."""
+    started: list[dict] = []
+    monkeypatch.setattr(task.Task, "of_this_process", lambda: task.Task(3, 4, 1, 2, "node1", "7.0-0"))
+    monkeypatch.setattr(task, "node_address", lambda config: "10.0.0.1")
+    monkeypatch.setattr(task, "rendezvous", lambda *_: ("10.0.0.1", 20000))
+    monkeypatch.setattr(task, "Child", lambda name, command, log, environment: started.append(environment))
+    monkeypatch.setattr(task, "_wait_and_report", lambda child, task: 0)
+    monkeypatch.setattr(task.signal, "pthread_sigmask", lambda *_: None)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return started
+
+
+def start(monkeypatch, role: str, first_gpu: int = 0, **slurm) -> None:
+    config = make_config(slurm=slurm, engine={"tensor_parallel": 2})
+    monkeypatch.setattr(task, "load_config", lambda path: config)
+    assert task.run_task(role, Path("config.yaml"), resume=False, index=0, first_gpu=first_gpu) == 0
+
+
+def test_a_rank_is_bound_near_its_gpu_and_has_a_thread_for_each_of_its_cpus(node, children, monkeypatch, capsys):
+    start(monkeypatch, "trainer")
+    assert node == [{4, 5, 6, 7}]
+    assert children[0]["OMP_NUM_THREADS"] == "4"
+    assert "trainer-3 on" in (line := capsys.readouterr().out)
+    assert "GPU 0000:2a:00.0, CPUs [4, 5, 6, 7], nearest NICs: none" in line
+
+
+def test_an_engine_is_bound_near_all_of_its_gpus(node, children, monkeypatch):
+    start(monkeypatch, "engine", first_gpu=2)
+    assert node == [set(range(8, 16))]
+
+
+def test_none_binds_nothing_and_ranks_share_the_threads(node, children, monkeypatch):
+    start(monkeypatch, "trainer", bind="none")
+    assert node == []
+    assert children[0]["OMP_NUM_THREADS"] == "8"  # 16 CPUs, two tasks
+
+
+def test_a_step_that_shows_each_task_one_gpu_binds_nothing(node, children, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    start(monkeypatch, "trainer")
+    assert node == []
+    assert children[0]["OMP_NUM_THREADS"] == "8"
+
+
+def test_tasks_without_gpus_are_not_bound(node, children, monkeypatch):
+    start(monkeypatch, "orchestrator")
+    assert node == []
+
+
+def test_binding_is_the_default():
+    assert SlurmConfig().bind == "auto"
