@@ -58,11 +58,12 @@ def computed_rows(indices: Sequence[int], sizes: np.ndarray, prefixes: Prefixes 
     return rows
 
 
-def computed_pairs(indices: Sequence[int], sizes: np.ndarray, prefixes: Prefixes | None) -> int:
-    """Pairs of a query and a key that causal attention needs for the rows of `computed_rows`."""
+def computed_pairs(plan: Plan, sizes: np.ndarray, prefixes: Prefixes | None) -> int:
+    """Pairs of a query and a key that causal attention needs for the rows of `computed_rows`, in the whole plan."""
     if prefixes is not None:
         prefixes = Prefixes(prefixes.groups, _triangle(prefixes.lengths))
-    return computed_rows(indices, _triangle(sizes), prefixes)
+    pairs = _triangle(sizes)
+    return sum(computed_rows(batch, pairs, prefixes) for of_rank in plan for batch in of_rank)
 
 
 def _triangle(sizes: np.ndarray) -> np.ndarray:

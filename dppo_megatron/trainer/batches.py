@@ -231,9 +231,8 @@ class BankBatches:
             read = {g: self._sequences(entries[g], of, advantages[g], weights[g]) for g, of in _by_group(own).items()}
             micro_batches.append(pack([read[g][i] for g, i in own], topk=topk, share_prefixes=self._share_prefixes))
         stored = self._stored(entries, computed, plan[self._rank])
-        batches = [batch for of_rank in plan for batch in of_rank]
-        rows = sum(computed_rows(batch, lengths, prefixes) for batch in batches)
-        pairs = sum(computed_pairs(batch, lengths, prefixes) for batch in batches)
+        rows = sum(computed_rows(batch, lengths, prefixes) for of_rank in plan for batch in of_rank)
+        pairs = computed_pairs(plan, lengths, prefixes)
         return UpdateBatch(micro_batches, len(computed), int(lengths.sum()), rows, pairs, stored)
 
     def _fetched_ahead(self, entries: Sequence[BankEntry], own: list[np.ndarray]) -> Iterator[np.ndarray]:
@@ -330,5 +329,5 @@ class SupervisedBatches:
             pack([TokenSequence.of_answer(prompts[i], answers[i], loss_weight=float(weights[i])) for i in indices])
             for indices in plan[self._rank]
         ]
-        pairs = computed_pairs(range(len(lengths)), np.array(lengths), None)
+        pairs = computed_pairs(plan, np.array(lengths), None)
         return UpdateBatch(micro_batches, len(prompts), sum(lengths), sum(lengths), pairs)

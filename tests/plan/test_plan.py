@@ -62,7 +62,7 @@ def test_plan_and_metric_count_the_same_flops(builder, lora):
     length = settings.data.max_prompt_tokens + r.max_response_tokens
     step = StepMetrics(Throughput(ModelFlops.of(plan.hf, settings.model.lora), settings.parallel.world_size, None))
     for _ in range(2):
-        pairs = computed_pairs(range(count), np.full(count, length), None)
+        pairs = computed_pairs([[list(range(count))]], np.full(count, length), None)
         loss_tokens = count * r.max_response_tokens
         stats = UpdateStats(0.0, 0.0, 0.0, False, 0, count * length, loss_tokens, 0, {}, {}, {}, 40.0, 10.0)
         step.add_update(stats, UpdateBatch([], count, count * length, count * length, pairs))

@@ -77,7 +77,7 @@ def test_every_gpu_of_the_plan_has_a_peak(name):
 def test_pairs_of_shared_prefixes_are_computed_once():
     """Prompt of 3, responses of 2 and 4 after it; another group's sequence of 6."""
     sizes, prefixes = np.array([5, 7, 6]), Prefixes(np.array([0, 0, 1]), np.array([3, 3, 2]))
-    assert computed_pairs([0, 1, 2], sizes, None) == 15 + 28 + 21
-    assert computed_pairs([0, 1, 2], sizes, prefixes) == 15 + (28 - 6) + 21
-    assert computed_pairs([0, 2], sizes, prefixes) == 15 + 21
-    assert computed_pairs([], sizes, prefixes) == 0
+    assert computed_pairs([[[0, 1, 2]]], sizes, None) == 15 + 28 + 21
+    assert computed_pairs([[[0, 1, 2]]], sizes, prefixes) == 15 + (28 - 6) + 21
+    assert computed_pairs([[[0], []], [[1], [2]]], sizes, prefixes) == 15 + 28 + 21  # apart: each computes its prompt
+    assert computed_pairs([[[0]]], np.array([100_000], np.int32), None) == 5_000_050_000
