@@ -21,9 +21,9 @@ _GPUS: dict[str, tuple[float, tuple[int, int]]] = {
 }
 # Dense peak in TFLOP/s by NVIDIA's data sheets, in 16 bits and in FP8. The first that a device's name contains counts.
 _PEAKS: dict[str, tuple[float, float | None]] = {
-    "h100 pcie": (756.0, 1513.0), "h100 nvl": (835.5, 1671.0), "h100": (989.4, 1978.9), "h200": (989.4, 1978.9),
-    "h20": (148.0, 296.0), "a100": (312.0, None), "l40s": (362.0, 733.0), "gb200": (2500.0, 5000.0),
-    "b200": (2250.0, 4500.0),
+    "h100 pcie": (756.0, 1513.0), "h100 nvl": (835.5, 1671.0), "h100": (989.4, 1978.9),
+    "h200 nvl": (835.5, 1671.0), "h200": (989.4, 1978.9), "h20": (148.0, 296.0), "a100": (312.0, None),
+    "l40s": (362.0, 733.0), "gb200": (2500.0, 5000.0), "b200": (2250.0, 4500.0),
 }  # fmt: skip
 # Assumptions, not measured here: CUDA context, cuBLAS workspaces, and NCCL's buffers of the communicators of a rank.
 CONTEXT_BYTES = 1 * GIB
