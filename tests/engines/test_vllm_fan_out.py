@@ -1,4 +1,4 @@
-"""A group's requests end together, however one of them ends; a vLLM without the interfaces is told."""
+"""A group's requests end together, however one of them ends; a vLLM without the interfaces is named."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+from vllm.exceptions import QueueOverflowError, RetryableRequestError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from dppo_megatron.engines.http import EngineCalls
 from dppo_megatron.engines.vllm.extension.fan_out import FanOut, missing
+from dppo_megatron.engines.vllm.extension.routes import _reporting_errors
+from tests.support.engines import engine_config
+from tests.support.fakes.http_server import against, http
 
 NAMES, SEEDS = ["g/0", "g/1", "g/2"], [5, 6, 7]
 
@@ -100,13 +105,43 @@ def test_a_group_that_is_given_up_is_aborted():
 
 
 @pytest.mark.parametrize(
-    ("error", "raised", "aborted"), [(KeyError("x"), EngineGenerateError, 3), (EngineDeadError(), EngineDeadError, 0)]
+    ("error", "raised", "aborted"),
+    [
+        (KeyError("x"), EngineGenerateError, 3),
+        (EngineDeadError(), EngineDeadError, 0),
+        (RetryableRequestError("paused"), RetryableRequestError, 3),
+    ],
 )
 def test_the_error_of_one_ends_all(error, raised, aborted):
     engine = Engine(lambda request: request.index == 2 and request.queue.put(error))
     with pytest.raises(raised):
         asyncio.run(finals(engine))
     assert len(engine.aborted) == aborted
+
+
+@pytest.mark.parametrize("error", [RetryableRequestError("paused"), QueueOverflowError()])
+def test_a_group_that_the_engine_rejects_for_now_is_sent_again(tmp_path, error):
+    """vLLM 0.33 rejects new requests during a pause in modes wait and abort: one request is queued, the rest fail."""
+
+    async def route(_):
+        def check_admission(n, request_id):
+            raise error
+
+        engine = Engine(lambda request: request.index == 1 and request.queue.put(error))
+        if isinstance(error, QueueOverflowError):
+            engine.check_admission = check_admission
+        await finals(engine)
+
+    async def send(engine):
+        calls = EngineCalls(engine.url, None, "")
+        try:
+            return await calls.json("a request", "/route", 5.0)
+        finally:
+            await calls.close()
+
+    rejected = asyncio.run(_reporting_errors(route)(None))
+    replies = [http(rejected.status_code, rejected.body)] * 2 + [http(200, b"{}")]
+    assert against(engine_config(tmp_path / "model"), {"/route": replies}, send) == {}
 
 
 def test_what_a_vllm_lacks_is_named():

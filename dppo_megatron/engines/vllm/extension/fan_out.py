@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from copy import copy
 
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError
 from vllm.inputs.engine import EngineInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -73,7 +73,8 @@ class FanOut:
     ) -> list[CompletionOutput]:
         """The finished sample of each name and seed, with `params` but for the seed.
 
-        Errors are those of vLLM's `generate`. Cancelling it, or the failure of one sample, aborts all in the engine.
+        Errors are those of vLLM's `generate` (0.33: a paused engine rejects requests with RetryableRequestError).
+        Cancelling it, or the failure of one sample, aborts all in the engine.
         """
         engine, group, added = self._engine, _Group(len(names)), []
         try:
@@ -103,9 +104,9 @@ class FanOut:
             raise
         except BaseException as error:
             await engine.abort(request_id=added, internal=True)
-            if isinstance(error, Exception):
-                raise EngineGenerateError() from error
-            raise
+            if isinstance(error, RetryableRequestError) or not isinstance(error, Exception):
+                raise
+            raise EngineGenerateError() from error
 
 
 class _Group:

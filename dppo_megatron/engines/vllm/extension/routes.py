@@ -3,7 +3,8 @@
 An endpoint plugin of vLLM, loaded when VLLM_PLUGINS names `dppo_megatron`. It also puts `Guard` before every route of
 the server: all but /health need the secret of DPPO_SECRET. Replies with arrays are safetensors (see `wire`), everything
 else is JSON; errors are `{"error": text}` with status 400 (refused, nothing changed), 401 (without the secret), 409
-(the served weights are incomplete), 413 (too large), 504 (running requests did not end in time) or 500.
+(the served weights are incomplete), 413 (too large), 503 (paused or full; send it again), 504 (running requests did
+not end in time) or 500.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fastapi.responses import JSONResponse, Response
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError
 
 from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE, Guard, inside_roots, roots_of_environment
 from dppo_megatron.engines.protocol import GenerateRequest
@@ -278,6 +279,10 @@ def _reporting_errors(handler: Callable[[Request], Awaitable[Response]]) -> Call
             return _error(400, error)
         except WeightsInconsistent as error:
             return _error(409, error)
+        except RetryableRequestError as error:
+            return _error(503, error)
+        except GracefulHTTPError as error:
+            return _error(error.http_status, error)
         except TimeoutError:
             return _error(504, TimeoutError("running requests did not end in time; the old weights go on"))
         except Exception as error:
