@@ -64,6 +64,13 @@ def _staleness(config: Config) -> list[str]:
             f"rollout.on_update = wait: an update waits weight_sync.timeout_s = {waits:g} s for requests, which "
             f"may take engine.request_timeout_s = {request:g} s; raise the former, or set on_update to keep or abort"
         )
+    replays = r.routing_replay and config.samples
+    if config.engine.kind == "sglang" and replays and r.max_staleness and r.on_update == "keep":
+        out.append(
+            "rollout.on_update = keep: SGLang returns the experts of a request's last prefill, so with "
+            "rollout.routing_replay tokens sampled before an update would be replayed by the experts of the new weights; "
+            "set it to abort or wait, or engine.kind to vllm"
+        )
     if r.max_staleness == 0 and r.beyond_bound != "wait":
         out.append(
             f"rollout.beyond_bound = {r.beyond_bound}: with rollout.max_staleness = 0 every step waits for its own "

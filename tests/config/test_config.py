@@ -160,6 +160,10 @@ def test_missing_file_and_broken_yaml(tmp_path):
             {"rollout": {"on_update": "wait"}, "engine": {"request_timeout_s": 900}, "weight_sync": {"timeout_s": 300}},
             "rollout.on_update = wait: an update waits weight_sync.timeout_s = 300 s",
         ),
+        (
+            {"rollout": {"routing_replay": True, "max_staleness": 1}, "engine": {"kind": "sglang"}},
+            "rollout.on_update = keep: SGLang returns the experts of a request's last prefill",
+        ),
         ({"optimizer": {"min_lr": 1.0}}, "above optimizer.lr"),
         ({"acceptance": {"share": 0.5}}, "acceptance.bound = null"),
         ({"acceptance": {"bound": 0.1}, "objective": {"name": "nll"}}, "no rollout policy"),
@@ -187,6 +191,18 @@ def test_what_would_be_silently_wrong_is_refused(tmp_path, sections, expected):
 )
 def test_the_probes_tolerance_follows_from_the_precisions(tmp_path, sections, tolerance):
     assert load_config(write(tmp_path, **sections)).probe_tolerance == tolerance
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"rollout": {"routing_replay": True, "max_staleness": 1}},
+        {"rollout": {"routing_replay": True, "max_staleness": 1, "on_update": "abort"}, "engine": {"kind": "sglang"}},
+        {"rollout": {"routing_replay": True}, "engine": {"kind": "sglang"}},
+    ],
+)
+def test_routes_of_the_policy_that_sampled_are_accepted(tmp_path, sections):
+    load_config(write(tmp_path, **sections))
 
 
 def test_only_what_is_sampled_must_fit_the_engine(tmp_path):
