@@ -14,11 +14,13 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distri
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
 from .cpu import without_cuda
+from .engine_library import load_problem
 
 # Megatron-core imports wandb for an inference server that is not used here: a quarter of the time to import it.
 if _hides_wandb := "wandb" not in sys.modules:
     sys.modules["wandb"] = None
 try:
+    load_problem()
     without_cuda.import_without_compiled_fusions()
     import megatron.core  # noqa: F401
 finally:

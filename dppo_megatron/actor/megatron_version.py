@@ -18,6 +18,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from .engine_library import load_problem
+
 _OLDEST, _NEWEST = (0, 16), (0, 19)
 
 
@@ -30,7 +32,15 @@ def unsupported_version() -> str | None:
 
 
 def has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
+    """Whether it is installed and loads."""
+    return not load_problem() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def transformer_engine_remedy() -> str:
+    """Why there is no TransformerEngine here, and the remedy."""
+    if problem := load_problem():
+        return f"it is installed but does not load ({problem}); install it again for this torch"
+    return "it is not installed; install it"
 
 
 def has_nvidia_apex() -> bool:

@@ -14,6 +14,7 @@ from dppo_megatron.hf import HFModelConfig, ModelError
 from dppo_megatron.hf.transformer_fields import transformer_fields, uncompared_fields
 
 from . import megatron_version
+from .engine_library import load_problem
 from .lora import lora_problems
 from .precision import capability_problems, fuses_weight_gradient, installation_problems, precision_arguments, this_gpu
 
@@ -156,17 +157,26 @@ def machine_problems(config: Config) -> list[str]:
     out = []
     if reason := megatron_version.unsupported_version():
         out.append(reason)
-    if config.model.layers == "transformer_engine":
-        if not torch.cuda.is_available():
-            out.append("model.layers = transformer_engine: needs a CUDA device; set it to local or auto")
-        elif not megatron_version.has_transformer_engine():
-            out.append("model.layers = transformer_engine: it is not installed; install it or use auto")
+    out += _engine_problems(config, cuda=torch.cuda.is_available())
     if config.model.layers == "auto" and config.model.dtype == "fp32" and use_transformer_engine(config):
         out.append(
             "model.dtype = fp32: TransformerEngine, which model.layers = auto means here, has no attention kernel for "
             "packed sequences in fp32; set model.layers to local, or model.dtype to bf16"
         )
     return out + capability_problems(config, this_gpu()) + installation_problems(config)
+
+
+def _engine_problems(config: Config, *, cuda: bool) -> list[str]:
+    """Why the layers of TransformerEngine cannot be used. `auto` means them on a GPU, if they are installed."""
+    out, layers = [], config.model.layers
+    if layers == "transformer_engine" and not cuda:
+        out.append("model.layers = transformer_engine: needs a CUDA device; set it to local or auto")
+    broken = bool(load_problem())
+    if layers == "transformer_engine" and (broken or (cuda and not megatron_version.has_transformer_engine())):
+        out.append(f"model.layers = transformer_engine: {megatron_version.transformer_engine_remedy()}, or use local")
+    if layers == "auto" and cuda and broken and not config.model.lora.r:
+        out.append(f"model.layers = auto: {megatron_version.transformer_engine_remedy()}, or set it to local")
+    return out
 
 
 def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:

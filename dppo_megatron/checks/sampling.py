@@ -68,7 +68,7 @@ def _staleness(config: Config) -> list[str]:
     if config.engine.kind == "sglang" and replays and r.max_staleness and r.on_update == "keep":
         out.append(
             "rollout.on_update = keep: SGLang returns the experts of a request's last prefill, so with "
-            "rollout.routing_replay tokens sampled before an update would be replayed by the experts of the new weights; "
+            "rollout.routing_replay tokens sampled before an update would be replayed by experts of the new weights; "
             "set it to abort or wait, or engine.kind to vllm"
         )
     if r.max_staleness == 0 and r.beyond_bound != "wait":
