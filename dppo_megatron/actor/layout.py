@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.common.world_store import world_store
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
@@ -72,6 +75,51 @@ class Layout:
             dist.destroy_process_group()
 
 
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs that a process sees: their number, and the UUID of each by its index."""
+
+    count: int
+    uuid: Callable[[int], str]
+
+    @classmethod
+    def of_this_process(cls) -> Gpus:
+        return cls(torch.cuda.device_count(), lambda index: str(torch.cuda.get_device_properties(index).uuid))
+
+
+def local_gpu(gpus: Gpus, environment: Mapping[str, str]) -> int:
+    """Index of this rank's GPU: LOCAL_RANK where it sees those of all ranks of its node, 0 where it sees one GPU.
+
+    It sees one where Slurm binds a GPU to each task (`--gpus-per-task=1`, `--gpu-bind=single:1`). Raises LayoutError
+    for any other number of GPUs.
+    """
+    rank = int(environment.get("LOCAL_RANK", "0"))
+    ranks = int(environment.get("LOCAL_WORLD_SIZE", rank + 1))
+    if gpus.count == 1:
+        return 0
+    if gpus.count >= ranks:
+        return rank
+    raise LayoutError(
+        f"LOCAL_RANK = {rank}: of {ranks} ranks on node {socket.gethostname()}, this one sees {gpus.count} GPUs; show "
+        "every rank all GPUs of its node or one of its own (slurm.gpus_per_node, slurm.srun_args), or start fewer ranks"
+    )
+
+
+def check_own_gpus(ranks: Ranks, node: str, uuid: str) -> None:
+    """Raise LayoutError on every rank if two ranks of a node have the same GPU. Collective, over the ranks' store."""
+    owners: dict[tuple[str, str], list[int]] = {}
+    for rank, place in enumerate(ranks.gather((node, uuid), "every rank's node and GPU")):
+        owners.setdefault(place, []).append(rank)
+    if shared := {place: found for place, found in owners.items() if len(found) > 1}:
+        lines = [
+            f"ranks {', '.join(map(str, found))} have GPU {gpu} of node {at}" for (at, gpu), found in shared.items()
+        ]
+        raise LayoutError(
+            f"{'; '.join(lines)}: each rank needs its own; start as many ranks on a node as it has GPUs, with "
+            "LOCAL_RANK 0, 1, ..., and bind none or a different one to each (CUDA_VISIBLE_DEVICES, slurm.srun_args)"
+        )
+
+
 def init_layout(config: Config) -> Layout:
     """Start torch.distributed (NCCL on CUDA, else gloo) and Megatron's groups; seed every generator with `run.seed`.
 
@@ -102,7 +150,8 @@ def init_layout(config: Config) -> Layout:
     backend = "nccl" if cuda else "gloo"
     device = torch.device("cpu")
     if cuda:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        gpus = Gpus.of_this_process()
+        device = torch.device("cuda", local_gpu(gpus, os.environ))
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=parallel.timeout_s)
     if dist.is_initialized():
@@ -111,6 +160,8 @@ def init_layout(config: Config) -> Layout:
         store = world_store(timeout)
         place = {} if store is None else {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size}
         dist.init_process_group(backend, timeout=timeout, **place)
+        if cuda:  # before NCCL connects the ranks, and hangs or fails with an error of its own
+            check_own_gpus(Ranks(), socket.gethostname(), gpus.uuid(device.index))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     parallel_state.initialize_model_parallel(

@@ -28,7 +28,7 @@ from .to_hf import ToHF
 
 TOLERANCE = 1e-4  # of the largest magnitude: far above fp32 rounding, far below any misplaced weight
 _TOKENS = 64
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)

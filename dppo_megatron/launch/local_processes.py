@@ -64,6 +64,7 @@ def rank_plans(config: Config, name: str, arguments: tuple[str, ...]) -> list[Pr
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
         # Ranks that share a machine's cores must not each start a thread per core.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size))),
         **connection_environment(config),

@@ -165,7 +165,8 @@ def engine_environment(config: Config, index: int, first_gpu: int, address: str)
         if first_gpu + each > len(visible):
             raise ExpectedError(
                 f"engine-{index}: its GPUs are {first_gpu} to {first_gpu + each - 1} of its node, and Slurm shows the "
-                f"step {len(visible)}; make slurm.gpus_per_node and the job agree"
+                f"step {len(visible)}; make slurm.gpus_per_node and the job agree, and remove options from "
+                "slurm.srun_args that bind GPUs to tasks (--gpus-per-task, --gpu-bind): an engine needs to see all"
             )
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first_gpu : first_gpu + each])
     return environment

@@ -148,6 +148,9 @@ def test_an_engine_takes_its_gpus_of_those_slurm_shows(monkeypatch):
     assert engine_environment(config(), 1, 2, "10.0.0.1")["CUDA_VISIBLE_DEVICES"] == "2,3"
     with pytest.raises(ExpectedError, match="GPUs are 4 to 5 of its node, and Slurm shows the step 4"):
         engine_environment(config(), 2, 4, "10.0.0.1")
+    monkeypatch.setattr(task, "visible_devices", lambda: ["0"])  # as under --gpus-per-task=1
+    with pytest.raises(ExpectedError, match=r"GPUs are 2 to 3 of its node, .* shows the step 1; .*--gpus-per-task"):
+        engine_environment(config(), 1, 2, "10.0.0.1")
 
 
 def test_options_of_the_batch_script_do_not_reach_its_steps():
