@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from functools import cache
@@ -14,9 +13,8 @@ _NAME = "transformer_engine"
 def load_problem() -> str:
     """Import TransformerEngine. Return its error if it is installed and does not load, otherwise "".
 
-    Megatron-core expects ImportError, but TransformerEngine without its torch library raises FileNotFoundError, and
-    without CUDA's libraries OSError. After any error every later import of it raises ModuleNotFoundError, so that
-    Megatron-core works with local layers.
+    Megatron-core catches ImportError only, but without its torch library it raises FileNotFoundError, without CUDA's
+    OSError. After any error each later import raises ModuleNotFoundError, so that local layers work.
     """
     if importlib.util.find_spec(_NAME) is None:
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -75,32 +75,17 @@ class Layout:
             dist.destroy_process_group()
 
 
-@dataclass(frozen=True, slots=True)
-class Gpus:
-    """The GPUs that a process sees: their number, and the UUID of each by its index."""
+def local_gpu(count: int, environment: Mapping[str, str]) -> int:
+    """Index of this rank's GPU among the `count` that it sees: LOCAL_RANK if they are those of all ranks of its node.
 
-    count: int
-    uuid: Callable[[int], str]
-
-    @classmethod
-    def of_this_process(cls) -> Gpus:
-        return cls(torch.cuda.device_count(), lambda index: str(torch.cuda.get_device_properties(index).uuid))
-
-
-def local_gpu(gpus: Gpus, environment: Mapping[str, str]) -> int:
-    """Index of this rank's GPU: LOCAL_RANK where it sees those of all ranks of its node, 0 where it sees one GPU.
-
-    It sees one where Slurm binds a GPU to each task (`--gpus-per-task=1`, `--gpu-bind=single:1`). Raises LayoutError
-    for any other number of GPUs.
+    0 if it sees one, which Slurm bound to it (`--gpus-per-task=1`). Raises LayoutError for any other number.
     """
     rank = int(environment.get("LOCAL_RANK", "0"))
     ranks = int(environment.get("LOCAL_WORLD_SIZE", rank + 1))
-    if gpus.count == 1:
-        return 0
-    if gpus.count >= ranks:
-        return rank
+    if count == 1 or count >= ranks:
+        return rank % count
     raise LayoutError(
-        f"LOCAL_RANK = {rank}: of {ranks} ranks on node {socket.gethostname()}, this one sees {gpus.count} GPUs; show "
+        f"LOCAL_RANK = {rank}: of {ranks} ranks on node {socket.gethostname()}, this one sees {count} GPUs; show "
         "every rank all GPUs of its node or one of its own (slurm.gpus_per_node, slurm.srun_args), or start fewer ranks"
     )
 
@@ -111,9 +96,7 @@ def check_own_gpus(ranks: Ranks, node: str, uuid: str) -> None:
     for rank, place in enumerate(ranks.gather((node, uuid), "every rank's node and GPU")):
         owners.setdefault(place, []).append(rank)
     if shared := {place: found for place, found in owners.items() if len(found) > 1}:
-        lines = [
-            f"ranks {', '.join(map(str, found))} have GPU {gpu} of node {at}" for (at, gpu), found in shared.items()
-        ]
+        lines = [f"ranks {', '.join(map(str, of))} have GPU {gpu} of node {at}" for (at, gpu), of in shared.items()]
         raise LayoutError(
             f"{'; '.join(lines)}: each rank needs its own; start as many ranks on a node as it has GPUs, with "
             "LOCAL_RANK 0, 1, ..., and bind none or a different one to each (CUDA_VISIBLE_DEVICES, slurm.srun_args)"
@@ -150,8 +133,7 @@ def init_layout(config: Config) -> Layout:
     backend = "nccl" if cuda else "gloo"
     device = torch.device("cpu")
     if cuda:
-        gpus = Gpus.of_this_process()
-        device = torch.device("cuda", local_gpu(gpus, os.environ))
+        device = torch.device("cuda", local_gpu(torch.cuda.device_count(), os.environ))
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=parallel.timeout_s)
     if dist.is_initialized():
@@ -161,7 +143,7 @@ def init_layout(config: Config) -> Layout:
         place = {} if store is None else {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size}
         dist.init_process_group(backend, timeout=timeout, **place)
         if cuda:  # before NCCL connects the ranks, and hangs or fails with an error of its own
-            check_own_gpus(Ranks(), socket.gethostname(), gpus.uuid(device.index))
+            check_own_gpus(Ranks(), socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     parallel_state.initialize_model_parallel(

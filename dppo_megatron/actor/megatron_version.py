@@ -36,7 +36,7 @@ def has_transformer_engine() -> bool:
     return not load_problem() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def transformer_engine_remedy() -> str:
+def engine_remedy() -> str:
     """Why there is no TransformerEngine here, and the remedy."""
     if problem := load_problem():
         return f"it is installed but does not load ({problem}); install it again for this torch"

@@ -168,14 +168,12 @@ def machine_problems(config: Config) -> list[str]:
 
 def _engine_problems(config: Config, *, cuda: bool) -> list[str]:
     """Why the layers of TransformerEngine cannot be used. `auto` means them on a GPU, if they are installed."""
-    out, layers = [], config.model.layers
-    if layers == "transformer_engine" and not cuda:
+    out, layers, wanted = [], config.model.layers, config.model.layers == "transformer_engine"
+    if wanted and not cuda:
         out.append("model.layers = transformer_engine: needs a CUDA device; set it to local or auto")
-    broken = bool(load_problem())
-    if layers == "transformer_engine" and (broken or (cuda and not megatron_version.has_transformer_engine())):
-        out.append(f"model.layers = transformer_engine: {megatron_version.transformer_engine_remedy()}, or use local")
-    if layers == "auto" and cuda and broken and not config.model.lora.r:
-        out.append(f"model.layers = auto: {megatron_version.transformer_engine_remedy()}, or set it to local")
+    missing = wanted and cuda and not megatron_version.has_transformer_engine()
+    if missing or (load_problem() and (wanted or (layers == "auto" and cuda and not config.model.lora.r))):
+        out.append(f"model.layers = {layers}: {megatron_version.engine_remedy()}, or set it to local")
     return out
 
 

@@ -73,8 +73,7 @@ def installation_problems(config: Config) -> list[str]:
     """What `config` needs and is not installed here."""
     if config.model.fp8 == "none" or megatron_version.has_transformer_engine():
         return []
-    remedy = megatron_version.transformer_engine_remedy()
-    return [f"model.fp8 = {config.model.fp8}: needs TransformerEngine: {remedy}, or use none"]
+    return [f"model.fp8 = {config.model.fp8}: needs TransformerEngine: {megatron_version.engine_remedy()}, or use none"]
 
 
 @dataclass(frozen=True, slots=True)

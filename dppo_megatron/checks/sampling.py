@@ -67,9 +67,8 @@ def _staleness(config: Config) -> list[str]:
     replays = r.routing_replay and config.samples
     if config.engine.kind == "sglang" and replays and r.max_staleness and r.on_update == "keep":
         out.append(
-            "rollout.on_update = keep: SGLang returns the experts of a request's last prefill, so with "
-            "rollout.routing_replay tokens sampled before an update would be replayed by experts of the new weights; "
-            "set it to abort or wait, or engine.kind to vllm"
+            "rollout.on_update = keep: SGLang returns the experts of a request's last prefill, which with "
+            "rollout.routing_replay are not those of tokens sampled before an update; set it to abort or wait"
         )
     if r.max_staleness == 0 and r.beyond_bound != "wait":
         out.append(

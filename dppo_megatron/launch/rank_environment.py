@@ -8,15 +8,28 @@ import subprocess
 from dppo_megatron.config import Config
 
 _LIMIT_S = 30.0
+_NCCL_CUMEM = "NCCL_CUMEM_ENABLE"
 
 
 def connection_environment(config: Config) -> dict[str, str]:
+    """Variables for CUDA's queues and NCCL's buffers. One that is set already stays.
+
+    `NCCL_CUMEM_ENABLE=0` where SGLang receives broadcasts: it sets 0 for itself, and both ends must agree.
+    """
+    environment = _hardware_queues(config)
+    broadcast = config.samples and config.weight_sync.transport == "broadcast"
+    if config.engine.kind == "sglang" and broadcast and _NCCL_CUMEM not in os.environ:
+        environment[_NCCL_CUMEM] = config.engine.env.get(_NCCL_CUMEM, "0")
+    return environment
+
+
+def _hardware_queues(config: Config) -> dict[str, str]:
     """`CUDA_DEVICE_MAX_CONNECTIONS=1` where Megatron-LM demands it (arguments.py, validate_args): with tensor or
     context parallelism on GPUs before Blackwell.
 
     With one hardware queue kernels start in the order in which they were launched. Megatron's layers rely on it
     (tensor_parallel/layers.py): a collective launched before a matrix product overlaps with it, instead of waiting
-    behind it for free multiprocessors. A variable that is set already stays.
+    behind it for free multiprocessors.
     """
     parallel = config.parallel.tensor > 1 or config.parallel.context > 1
     if not parallel or "CUDA_DEVICE_MAX_CONNECTIONS" in os.environ or (_oldest_gpu() or 0.0) >= 10.0:

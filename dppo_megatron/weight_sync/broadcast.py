@@ -34,7 +34,7 @@ from dppo_megatron.weights.broadcast_plan import (
     views,
 )
 from dppo_megatron.weights.fingerprint import Fingerprint, add
-from dppo_megatron.weights.process_group import Channel, Rendezvous, WeightGroupError, local_address, nccl_version
+from dppo_megatron.weights.process_group import Channel, Rendezvous, WeightGroupError, local_address, nccl_settings
 
 from .engine_thread import EngineThread
 from .errors import WeightSyncError
@@ -173,10 +173,9 @@ class Broadcast:
             return self._rendezvous.port
 
         port = self._ranks.from_rank_zero(host, "the weight group's store")
-        nccl = nccl_version() if self._backend == "nccl" else ""
-        self._plan = WeightGroupPlan(
-            name, first, port, self._backend, self._timeout_s, workers, self._streams, nccl=nccl
-        )
+        nccl, cumem = nccl_settings() if self._backend == "nccl" else ("", "")
+        connection = name, first, port, self._backend, self._timeout_s, workers
+        self._plan = WeightGroupPlan(*connection, self._streams, nccl=nccl, nccl_cumem=cumem)
         self._members = tuple(engines)
         replies = None
         if self._ranks.rank == 0:

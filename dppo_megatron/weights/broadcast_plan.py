@@ -57,6 +57,7 @@ class WeightGroupPlan:
     streams: tuple[tuple[Bucket, ...], ...]
     first_worker: int = 0  # number of the engine's first worker among all
     nccl: str = ""  # the trainer's version of NCCL; "" with gloo
+    nccl_cumem: str = ""  # its NCCL_CUMEM_ENABLE; "" where it is not set
 
     def for_engine(self, host: str, first_worker: int) -> WeightGroupPlan:
         return replace(self, host=host, first_worker=first_worker)

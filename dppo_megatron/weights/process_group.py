@@ -7,6 +7,7 @@ trainer hosts.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -200,14 +201,26 @@ def nccl_version() -> str:
         return ""
 
 
-def nccl_problem(trainer: str, engine: str) -> str | None:
-    """Why a trainer and an engine of these versions of NCCL cannot form a group. NCCL itself would hang or fail."""
-    if trainer in ("", engine):
-        return None
-    return (
-        f"the trainer has NCCL {trainer}, the engine NCCL {engine or 'none'}, and a broadcast needs the same: install "
-        "engine and trainer with the same NCCL (nvidia-nccl), or set weight_sync.transport to shared_storage"
-    )
+def nccl_settings() -> tuple[str, str]:
+    """Version and NCCL_CUMEM_ENABLE of this process; "" if it has none, which for the latter is NCCL's own choice."""
+    return nccl_version(), os.environ.get("NCCL_CUMEM_ENABLE", "")
+
+
+def nccl_problem(trainer: str, trainer_cumem: str, engine: str, engine_cumem: str) -> str | None:
+    """Why a trainer and an engine of these `nccl_settings` cannot form a group. NCCL itself would hang or fail."""
+    remedy = "or set weight_sync.transport to shared_storage"
+    if trainer not in ("", engine):
+        return (
+            f"the trainer has NCCL {trainer}, the engine NCCL {engine or 'none'}, and a broadcast needs the same: "
+            f"install engine and trainer with the same NCCL (nvidia-nccl), {remedy}"
+        )
+    if trainer and (trainer_cumem == "0") != (engine_cumem == "0"):
+        return (
+            f"NCCL_CUMEM_ENABLE is {trainer_cumem or 'not set'} for the trainer, {engine_cumem or 'not set'} for the "
+            "engine, and a broadcast needs both to share memory alike: export one value for both (SGLang sets 0), "
+            f"{remedy}"
+        )
+    return None
 
 
 def local_address(peer: str, port: int = 9) -> str:

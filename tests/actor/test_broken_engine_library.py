@@ -49,6 +49,6 @@ def test_local_layers_need_no_engine_that_loads(tmp_path, package):
     problems = json.loads(done.stdout.splitlines()[-1])
     why = f"it is installed but does not load (FileNotFoundError: {REASON}); install it again for this torch"
     assert problems["local"] == problems["auto"] == []
-    assert f"model.layers = transformer_engine: {why}, or use local" in problems["transformer_engine"]
+    assert f"model.layers = transformer_engine: {why}, or set it to local" in problems["transformer_engine"]
     assert problems["auto on a GPU"] == [f"model.layers = auto: {why}, or set it to local"]
     assert f"model.fp8 = blockwise: needs TransformerEngine: {why}, or use none" in problems["fp8"]

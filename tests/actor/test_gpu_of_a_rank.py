@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dppo_megatron.actor.layout import Gpus, LayoutError, check_own_gpus, local_gpu
+from dppo_megatron.actor.layout import LayoutError, check_own_gpus, local_gpu
 from dppo_megatron.common.ranks import Ranks
 
 
@@ -23,13 +23,13 @@ from dppo_megatron.common.ranks import Ranks
     ],
 )
 def test_a_ranks_gpu(gpus, environment, index):
-    assert local_gpu(Gpus(gpus, str), environment) == index
+    assert local_gpu(gpus, environment) == index
 
 
 @pytest.mark.parametrize("rank", [1, 3])
 def test_too_few_gpus_for_the_ranks_of_a_node(rank):
     with pytest.raises(LayoutError, match=rf"LOCAL_RANK = {rank}: of 4 ranks on node \S+, this one sees 2 GPUs; show"):
-        local_gpu(Gpus(2, str), {"LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": "4"})
+        local_gpu(2, {"LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": "4"})
 
 
 def errors(store: Path, places: list[tuple[str, str]]) -> list[str | None]:

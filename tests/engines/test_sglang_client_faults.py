@@ -199,6 +199,16 @@ def test_a_group_over_another_nccl_is_refused_before_anybody_waits(config, model
         against(config, replies, lambda engine: engine.join_weight_group(plan))
 
 
+@pytest.mark.parametrize(("trainer", "engine"), [("", "0"), ("0", ""), ("0", "1")])
+def test_a_group_whose_ends_share_memory_otherwise_is_refused_before_anybody_waits(config, model, trainer, engine):
+    tensors = tuple(TensorSpec(name, "float32", shape) for name, shape in Manifest.read(model).shapes.items())
+    plan = WeightGroupPlan("group", "127.0.0.1", 1, "nccl", 5.0, 1, ((tensors,),), nccl="2.30.7", nccl_cumem=trainer)
+    found = {"dppo_nccl": "2.30.7", "NCCL_CUMEM_ENABLE": engine}
+    replies = description(model) | {"/weights_checker": [say({"ranks": [{"checksums": found}]})]}
+    with pytest.raises(EngineRefused, match=r"NCCL_CUMEM_ENABLE is .* for the trainer, .* for the engine"):
+        against(config, replies, lambda engine: engine.join_weight_group(plan))
+
+
 def test_a_server_without_our_plugin_says_how_to_get_it(config, model):
     replies = {"/weights_checker": [say({"success": False, "message": "Unsupported action='dppo_held_weights'"}, 400)]}
     with pytest.raises(EngineIncompatible, match=r"Unsupported action.*PYTHONPATH lacks the folder"):

@@ -161,16 +161,19 @@ def test_a_group_of_another_model_is_refused_before_anybody_waits(policy):
 
 
 def test_the_route_takes_the_whole_plan_as_the_trainer_writes_it():
-    sent = replace(plan(), nccl="2.27.3").for_engine("10.0.0.7", 4)
+    sent = replace(plan(), nccl="2.27.3", nccl_cumem="0").for_engine("10.0.0.7", 4)
     assert parse(PlanBody, json.dumps(sent.to_json()).encode()).plan() == sent
 
 
 def test_a_group_over_another_nccl_is_refused_before_anybody_waits(policy, monkeypatch):
-    monkeypatch.setattr("dppo_megatron.engines.vllm.extension.weights.nccl_version", lambda: "2.21.5")
+    monkeypatch.setattr("dppo_megatron.weights.process_group.nccl_version", lambda: "2.21.5")
     updater = WeightUpdater(FakeEngine(), policy)
     with pytest.raises(BadWeights, match=r"the trainer has NCCL 2\.27\.3, the engine NCCL 2\.21\.5"):
         asyncio.run(updater.join(replace(plan(), nccl="2.27.3")))
-    asyncio.run(updater.join(replace(plan(), nccl="2.21.5")))
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    with pytest.raises(BadWeights, match="NCCL_CUMEM_ENABLE is 0 for the trainer, not set for the engine"):
+        asyncio.run(updater.join(replace(plan(), nccl="2.21.5", nccl_cumem="0")))
+    asyncio.run(updater.join(replace(plan(), nccl="2.21.5", nccl_cumem="1")))  # NCCL's own choice
     assert updater.group == "group"
 
 

@@ -1,4 +1,4 @@
-"""What a rank's environment says of CUDA's queues, by layout and by what nvidia-smi says of the GPUs."""
+"""What a rank's environment says of CUDA's queues and NCCL's buffers, by layout, GPUs and engines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ LAYOUTS = {"tensor": {"world_size": 2, "tensor": 2}, "context": {"world_size": 2
 def gpus(tmp_path, monkeypatch):
     """f(text) -> nvidia-smi prints it; without a call there is none."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def write(text: str) -> None:
@@ -50,3 +51,19 @@ def test_every_rank_of_a_local_run_has_it(gpus):
     gpus("9.0\\n")
     plan = local_plan(make_config(parallel=LAYOUTS["tensor"]), resume=False)
     assert [rank.environment["CUDA_DEVICE_MAX_CONNECTIONS"] for rank in plan.trainers] == ["1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "engine", "expected"),
+    [
+        ("broadcast", {"kind": "sglang"}, {"NCCL_CUMEM_ENABLE": "0"}),
+        ("broadcast", {"kind": "sglang", "env": {"NCCL_CUMEM_ENABLE": "1"}}, {"NCCL_CUMEM_ENABLE": "1"}),
+        ("broadcast", {"kind": "vllm"}, {}),
+        ("shared_storage", {"kind": "sglang"}, {}),
+    ],
+)
+def test_ranks_have_the_nccl_buffers_of_sglang(monkeypatch, transport, engine, expected):
+    config = make_config(engine=engine, weight_sync={"transport": transport})
+    assert connection_environment(config) == expected
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # engines inherit it
+    assert connection_environment(config) == {}

@@ -21,7 +21,7 @@ from dppo_megatron.weights.delta import is_delta
 from dppo_megatron.weights.manifest import BadWeights, Manifest, UnreadableWeights
 from dppo_megatron.weights.process_group import Rendezvous, WeightGroupError, nccl_problem
 
-from .plugin.dppo_sglang_plugin import HAS_READ, NCCL, READ, READ_AHEAD, READING, STATE
+from .plugin.dppo_sglang_plugin import CUMEM, HAS_READ, NCCL, READ, READ_AHEAD, READING, STATE
 from .wire import ASLEEP, EMPTY, reported_version
 
 READ_POLL_S = 0.01
@@ -173,9 +173,9 @@ class SglangWeights:
                 raise
 
     async def _check_nccl(self, what: str, plan: WeightGroupPlan) -> None:
-        """Raises `EngineRefused` where the server's environment has another NCCL than the trainer's."""
+        """Raises `EngineRefused` where the server has another NCCL or NCCL_CUMEM_ENABLE than the trainer."""
         told = await ask_plugin(self._calls, "its version of NCCL", NCCL)
-        if problem := nccl_problem(plan.nccl, told[0].get(NCCL, "")):
+        if problem := nccl_problem(plan.nccl, plan.nccl_cumem, told[0].get(NCCL, ""), told[0].get(CUMEM, "")):
             raise EngineRefused(f"engine {self.url}: {what}: {problem}")
 
     async def _init_group(self, what: str, plan: WeightGroupPlan, sender: int) -> None:

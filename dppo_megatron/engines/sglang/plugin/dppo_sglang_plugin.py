@@ -26,6 +26,7 @@ from pathlib import Path
 HELD_WEIGHTS = "dppo_held_weights"
 UNTOLD = "untold"  # instead of the two numbers of a group
 NCCL = "dppo_nccl"
+CUMEM = "NCCL_CUMEM_ENABLE"  # SGLang sets it before it starts its workers
 START_TRACE = "dppo_start_trace"  # and the token ids
 TAKE_TRACE = "dppo_take_trace"
 EXACT = "DPPO_EXACT"  # in the environment of a server with engine.exact
@@ -69,7 +70,7 @@ def handle(original, checker, action, *arguments, role, **options):
         shares = held_weights(checker._get_model())
         reported = {group: UNTOLD if share is None else "{} {}".format(*share) for group, share in shares.items()}
     elif action == NCCL:
-        reported = {NCCL: nccl_version()}
+        reported = {NCCL: nccl_version(), CUMEM: os.environ.get(CUMEM, "")}
     elif action.startswith(START_TRACE):
         _recorders[:] = [_loaded(TRACE).Recorder(checker._get_model(), list(map(int, action.split()[1:])))]
         reported = {}

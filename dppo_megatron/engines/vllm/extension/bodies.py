@@ -79,6 +79,7 @@ class PlanBody(Body):
     streams: list[list[list[tuple[Text, DType, list[Annotated[int, Field(ge=0, lt=2**48)]]]]]]
     first_worker: Int32 = 0
     nccl: Annotated[str, Field(max_length=TEXT)] = ""
+    nccl_cumem: Annotated[str, Field(max_length=TEXT)] = ""
 
     def plan(self) -> WeightGroupPlan:
         streams = tuple(

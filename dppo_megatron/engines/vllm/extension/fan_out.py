@@ -73,8 +73,7 @@ class FanOut:
     ) -> list[CompletionOutput]:
         """The finished sample of each name and seed, with `params` but for the seed.
 
-        Errors are those of vLLM's `generate` (0.33: a paused engine rejects requests with RetryableRequestError).
-        Cancelling it, or the failure of one sample, aborts all in the engine.
+        Errors are those of vLLM's `generate`. Cancelling it, or the failure of one sample, aborts all in the engine.
         """
         engine, group, added = self._engine, _Group(len(names)), []
         try:

@@ -279,10 +279,8 @@ def _reporting_errors(handler: Callable[[Request], Awaitable[Response]]) -> Call
             return _error(400, error)
         except WeightsInconsistent as error:
             return _error(409, error)
-        except RetryableRequestError as error:
+        except (RetryableRequestError, GracefulHTTPError) as error:  # from 0.33 on, a pause rejects requests
             return _error(503, error)
-        except GracefulHTTPError as error:
-            return _error(error.http_status, error)
         except TimeoutError:
             return _error(504, TimeoutError("running requests did not end in time; the old weights go on"))
         except Exception as error:

@@ -17,7 +17,7 @@ from dppo_megatron.engines.protocol import UpdateMode
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.delta import is_delta
 from dppo_megatron.weights.manifest import BadWeights, Manifest, UnreadableWeights
-from dppo_megatron.weights.process_group import nccl_problem, nccl_version
+from dppo_megatron.weights.process_group import nccl_problem, nccl_settings
 
 from .adapter import adapter_in
 
@@ -83,7 +83,7 @@ class WeightUpdater:
         """Makes the workers members of the trainer's weight group, and of no earlier one.
 
         Raises BadWeights, before anybody waits, when the group's tensors are not those of the served model, or its
-        NCCL is another.
+        NCCL or its NCCL_CUMEM_ENABLE is another.
         """
         async with self._exclusive():
             if self._adapters:
@@ -91,7 +91,7 @@ class WeightUpdater:
                     f"weight group {plan.name}: a server with --enable-lora takes adapters alone, as files"
                 )
             await asyncio.to_thread(self._check, Manifest.of(plan.name, plan.tensors()))
-            if problem := nccl_problem(plan.nccl, nccl_version()):
+            if problem := nccl_problem(plan.nccl, plan.nccl_cumem, *nccl_settings()):
                 raise BadWeights(f"weight group {plan.name}: {problem}")
             self._group = ""
             await self._on_workers("dppo_join_weight_group", plan.to_json())
