@@ -13,6 +13,7 @@ bound, not a measurement: no kernel runs faster, and latency may make it slower.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -183,8 +184,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--columns", type=int, default=19072, help="local logits a row: 151936 / 8, padded")
     arguments = parser.parse_args()
-    if APART.exists():
+    if importlib.util.find_spec("triton") is None and APART.exists():
         sys.path.insert(0, str(APART))
+    from triton import __version__ as version
+
     with tempfile.TemporaryDirectory() as cache:
         os.environ |= {"TRITON_CACHE_DIR": cache, "TRITON_DEFAULT_FP_FUSION": "1"}
         found = [
@@ -196,7 +199,7 @@ def main() -> None:
             for entropy in (False, True)
         ]
     if arguments.json:
-        print(json.dumps([vars(c) | {"per_logit": c.per_logit} for c in found]))
+        print(json.dumps([vars(c) | {"per_logit": c.per_logit, "triton": version} for c in found]))
     else:
         show(found, arguments.rows, arguments.columns)
 
