@@ -28,8 +28,8 @@ def vllm_command(
     """
     engine = config.engine
     command = [
-        # Not `vllm serve`: that script looks for a distribution named vllm, and the CPU build has another name.
-        *(str(vllm_python(config)), "-m", "vllm.entrypoints.openai.api_server"),
+        # Not `vllm serve`: it looks for a distribution named vllm, and the CPU build has another name.
+        *(str(vllm_python(config)), "-m", "vllm.entrypoints.launchers.api_server.entry"),
         *("--model", str(model_path)),
         *("--host", engine.host, "--port", str(port)),
         *("--dtype", DTYPES[engine.dtype].long),

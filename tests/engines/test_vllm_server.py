@@ -1,0 +1,22 @@
+"""The command line of a vLLM server."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from dppo_megatron.engines.vllm.server import vllm_command
+from tests.support.engines import engine_config
+
+
+def test_the_servers_module_is_not_deprecated(tmp_path):
+    command = vllm_command(engine_config(tmp_path / "model"), 8000, tmp_path / "model", 0, device="cuda")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        module = importlib.import_module(command[command.index("-m") + 1])
+    assert callable(module.main)
+    assert not [str(each.message) for each in found if "vllm.entrypoints" in str(each.message)]
