@@ -1,7 +1,7 @@
 # make quickstart     train a small policy end to end on this machine's CPU, real parts, about ten minutes
 # make test           what to run before a commit: real Megatron-core ranks, a real vLLM server, a run that learns
 # make test-all       every test there is: test-cpu, study-smoke, test-megatron-next, test-engines, test-integrations, test-verifiers,
-#                     test-browser, test-slurm
+#                     test-browser, test-slurm, test-null-gpu
 # make test-cpu       all that this environment suffices for: test, the slow ones and test-parallel
 # make test-parallel  every parallel layout trains as one process does; kill -9 and resume in several of them
 # make test-megatron-next  one layout of each kind, and resuming, with the newest Megatron-core; two minutes
@@ -10,6 +10,7 @@
 # make test-verifiers  environments of verifiers, whose requirements are put beside .venv (90 MB, made when needed)
 # make test-browser   the page of `dppo-megatron view` in headless Chromium, which it installs (Debian, as root or with sudo)
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
+# make test-null-gpu  the trainer's CUDA paths on a null device, vLLM's CUDA wheel; in .venv-null-gpu (3.6 GB, Python 3.12, made when needed)
 # make study-smoke    the parts of a study at work: task, start policy, one method, two seeds, two minutes
 # make attack         tests/attack with another seed and more cases: ATTACK_SEED=N ATTACK_CASES=N make attack
 # make test-gpu       on a machine with a GPU, eight minutes: kernels, training, offload, a colocated engine; writes a file
@@ -29,10 +30,15 @@ SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS_STAMP := $(INTEGRATIONS_VENV)/.installed
+NULL_GPU_VENV := .venv-null-gpu
+NULL_GPU_STAMP := $(NULL_GPU_VENV)/.installed
+# A shim of pyenv may exist and not run.
+NULL_GPU_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python3.12; do \
+  $$p -c '' 2>/dev/null && { echo $$p; break; }; done)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser attack lint docs-check format install sglang clean
+.PHONY: quickstart study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser test-null-gpu attack lint docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -46,7 +52,7 @@ test: install
 	$(PYTEST) tests $(SIDE_BY_SIDE)
 
 test-cpu: install
-	$(PYTEST) tests $(SIDE_BY_SIDE) -m "not engines and not faults and not slurm and not integrations and not browser"
+	$(PYTEST) tests $(SIDE_BY_SIDE) -m "not engines and not faults and not slurm and not integrations and not browser and not null_gpu"
 
 test-all: test-here test-elsewhere
 
@@ -54,7 +60,7 @@ test-all: test-here test-elsewhere
 test-here:
 	$(MAKE) --jobs 2 test-cpu study-smoke test-megatron-next
 test-elsewhere:
-	$(MAKE) --jobs 2 test-engines test-slurm test-integrations test-verifiers test-browser
+	$(MAKE) --jobs 2 test-engines test-slurm test-integrations test-verifiers test-browser test-null-gpu
 
 test-parallel: install
 	$(PYTEST) tests/parallel -m ""
@@ -105,6 +111,11 @@ test-integrations: $(INTEGRATIONS_STAMP)
 test-verifiers: install $(VENV)/verifiers/.installed
 	$(PYTEST) tests/integrations/test_verifiers.py -m integrations
 
+# Where Python 3.12 or a compiler is missing, it says so and is skipped.
+test-null-gpu: $(NULL_GPU_STAMP)
+	@[ ! -x $(NULL_GPU_VENV)/bin/python ] || $(NULL_GPU_VENV)/bin/python -m tests.null_gpu.device $(NULL_GPU_VENV)/device \
+	  $(NULL_GPU_VENV)/bin/python -m pytest --durations=15 --durations-min=1 tests/null_gpu -m null_gpu
+
 attack: install
 	$(PYTEST) tests/attack -m ""
 
@@ -148,7 +159,7 @@ $(VENV)/%/.installed: requirements/%.lock $(STAMP)
 
 sglang: $(SGLANG_STAMP)
 
-environments: sglang $(INTEGRATIONS_STAMP) $(VENV)/verifiers/.installed $(VENV)/browser/.installed
+environments: sglang $(INTEGRATIONS_STAMP) $(VENV)/verifiers/.installed $(VENV)/browser/.installed $(NULL_GPU_STAMP)
 
 $(SGLANG_STAMP): requirements/sglang-cpu.lock
 	$(PYTHON) -m venv $(SGLANG_VENV)
@@ -164,5 +175,17 @@ $(INTEGRATIONS_STAMP): requirements/integrations.lock
 	  --requirement requirements/integrations.lock
 	touch $(INTEGRATIONS_STAMP)
 
+# TransformerEngine, its Python only, lies apart: without its compiled part Megatron cannot be imported.
+TRANSFORMER_ENGINE := 2.20.2
+# NVIDIA's packages are left out: tests/null_gpu/device.py makes the libraries that torch and vLLM load.
+$(NULL_GPU_STAMP): requirements/null-gpu.lock setup.py
+	@if [ -z "$(NULL_GPU_PYTHON)" ]; then echo "no Python 3.12 that runs (set NULL_GPU_PYTHON): test-null-gpu is skipped"; \
+	elif ! command -v gcc >/dev/null; then echo "no gcc: test-null-gpu is skipped"; else \
+	  $(NULL_GPU_PYTHON) -m venv $(NULL_GPU_VENV) && \
+	  $(NULL_GPU_VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements/null-gpu.lock && \
+	  $(NULL_GPU_VENV)/bin/python -m pip install --quiet --no-deps --target $(NULL_GPU_VENV)/transformer-engine \
+	    transformer_engine==$(TRANSFORMER_ENGINE) && \
+	  $(NULL_GPU_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . && touch $@; fi
+
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(INTEGRATIONS_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(INTEGRATIONS_VENV) $(NULL_GPU_VENV) build dist *.egg-info

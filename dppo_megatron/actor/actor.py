@@ -177,7 +177,7 @@ class Actor:
         no smaller loss scale could avoid, ValueError without micro-batches.
         """
         with phase("forward_backward") as computing:
-            prepared = self.packer.whole_rounds(micro_batches)
+            prepared = self.packer.whole_rounds(micro_batches, whole_sequences=objective.needs_sequences)
             for chunk in self.model:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()

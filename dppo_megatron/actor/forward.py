@@ -19,7 +19,7 @@ from dppo_megatron.types import TokenBatch
 from dppo_megatron.vocab_parallel import DeferredChecks, TokenStatistics, linear_token_statistics, token_statistics
 
 from .batch.context import gather_unequal_rows
-from .batch.packing import MicroBatch, loss_fields, to_device
+from .batch.packing import MicroBatch
 from .layout import Layout
 from .model import PolicyModel
 
@@ -220,17 +220,7 @@ def _whole_sequences(
     each statistic, one reduce-scatter for its gradient.
     """
     counts = [max(1, len(rows)) for rows in batch.context_rows]  # a rank without loss rows computes one all the same
-    parts = [
-        loss_fields(batch.given, rows if len(rows) else torch.zeros(1, dtype=torch.long), len(rows) > 0)
-        for rows in batch.context_rows
-    ]
-    merged = {f.name: _concatenate([getattr(part, f.name) for part in parts]) for f in fields(TokenBatch)}
-    rows = to_device(TokenBatch(**{**merged, "cu_seqlens": batch.given.cu_seqlens}), layout.device)
     names = [f.name for f in fields(TokenStatistics) if f.name != "nonfinite" and getattr(stats, f.name) is not None]
     whole = {name: gather_unequal_rows(getattr(stats, name), counts, layout.context_group) for name in names}
     start = sum(counts[: layout.context_rank])
-    return rows, replace(stats, **whole), slice(start, start + counts[layout.context_rank])
-
-
-def _concatenate(parts: list[Tensor | None]) -> Tensor | None:
-    return None if parts[0] is None else torch.cat(parts)
+    return batch.whole, replace(stats, **whole), slice(start, start + counts[layout.context_rank])

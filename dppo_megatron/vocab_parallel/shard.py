@@ -99,9 +99,9 @@ def _checksum(ids: Tensor) -> Tensor:
 def write_header(row: Tensor, shard: Shard, *ids: Tensor) -> None:
     """Put into `row` what the other ranks need in order to refuse a group that disagrees."""
     row[3] = torch.stack([_checksum(each) for each in ids]).sum().bitwise_and_(0xFFFFFF)
-    # Number by number: a tensor made on the host would wait for the device.
-    row[0], row[1] = shard.first, shard.columns
-    row[2] = -1 if shard.vocab_size is None else shard.vocab_size
+    # Filled number by number: assigning to row[i] and a tensor made on the host would wait for the device.
+    for place, number in enumerate((shard.first, shard.columns, -1 if shard.vocab_size is None else shard.vocab_size)):
+        row[place].fill_(number)
 
 
 def gather_rows(packed: Tensor, shard: Shard) -> Tensor:

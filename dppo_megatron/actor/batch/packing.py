@@ -64,6 +64,7 @@ class MicroBatch:
     context_rows: tuple[Int[Tensor, " m"], ...]  # the same of every context-parallel rank, empty where it has none
     sequence_ids: Int[Tensor, " n_all"]  # of the loss rows of all context-parallel ranks, numbered without gaps
     given: TokenBatch  # the batch as given, on the CPU
+    whole: TokenBatch | None  # `loss` of all context-parallel ranks, rank by rank; None unless it was asked for
     batch_tokens: int  # tokens of the batch as given, all context-parallel ranks together
     num_tokens: int  # of those, this rank's
     num_loss_tokens: int
@@ -116,8 +117,11 @@ class Packer:
             vocab_size=hf.vocab_size,
         )
 
-    def whole_rounds(self, batches: Sequence[TokenBatch]) -> list[MicroBatch]:
+    def whole_rounds(self, batches: Sequence[TokenBatch], whole_sequences: bool = False) -> list[MicroBatch]:
         """The micro-batches of one pass, then fillers up to whole rounds.
+
+        whole_sequences: each also holds the loss rows of other context-parallel ranks. They are copied here because
+        a copy inside the loss would wait for the device.
 
         Raises ValueError without any, and for ids outside the vocabulary: here, on the host, where it can be said
         which; on a device they would be an assertion somewhere in the embedding.
@@ -140,7 +144,10 @@ class Packer:
             longest = ends.to(self.device)
             dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.equal_group)
             ends = longest.cpu()
-        return [self._micro_batch(*part) for part in zip(batches, shared, bounds, ends.tolist(), strict=True)]
+        prepared = [self._micro_batch(*part) for part in zip(batches, shared, bounds, ends.tolist(), strict=True)]
+        if whole_sequences and self.context_size > 1:
+            prepared = [replace(batch, whole=to_device(_whole(batch), self.device)) for batch in prepared]
+        return prepared
 
     def __call__(self, batch: TokenBatch) -> MicroBatch:
         """Copies to the device. Raises ValueError for a batch without tokens or with an empty sequence."""
@@ -221,6 +228,7 @@ class Packer:
             context_rows=context_rows,
             sequence_ids=_sequence_ids(batch, context_rows).to(self.device),
             given=batch,
+            whole=None,
             batch_tokens=batch.token_ids.shape[0],
             num_tokens=num_tokens,
             num_loss_tokens=num_loss_tokens,
@@ -327,6 +335,17 @@ def loss_fields(batch: TokenBatch, rows: Tensor, carry: bool = True) -> TokenBat
     if carry:
         return loss
     return replace(loss, mask=torch.zeros_like(loss.mask), loss_weight=torch.zeros_like(loss.loss_weight))
+
+
+def _whole(batch: MicroBatch) -> TokenBatch:
+    """The loss rows of all context-parallel ranks; a rank without any has one all the same."""
+    parts = [
+        loss_fields(batch.given, rows if len(rows) else torch.zeros(1, dtype=torch.long), len(rows) > 0)
+        for rows in batch.context_rows
+    ]
+    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(TokenBatch)}
+    merged = {name: None if values[0] is None else torch.cat(values) for name, values in columns.items()}
+    return TokenBatch(**{**merged, "cu_seqlens": batch.given.cu_seqlens})
 
 
 def _extend(bounds: Tensor, end: int) -> Tensor:

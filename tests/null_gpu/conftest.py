@@ -1,0 +1,56 @@
+"""Runs cases of the Actor on the null device, each once however many tests read it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.null_gpu.device import here
+from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE, set_expert_bias
+from tests.support.ranks import TORCH, Ranks
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in (item for item in items if HERE in item.path.parents):
+        item.add_marker("null_gpu")
+        if not here():
+            item.add_marker(pytest.mark.skip(reason="no null device in this process: make test-null-gpu"))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from dppo_megatron.hf import make_random_hf_model
+
+    root = tmp_path_factory.mktemp("null_gpu_models")
+    for name, sizes in {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "deepseek": DEEPSEEK}.items():
+        make_random_hf_model(root / name, sizes, seed=1)
+    set_expert_bias(root / "deepseek")
+    return root
+
+
+@pytest.fixture(scope="session")
+def run_case(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], list[dict]]]:
+    """f(case) -> of each rank, what `scenario.run` returned."""
+    from tests.null_gpu import scenario
+
+    os.environ["NULL_GPU_DEVICES"] = "2"  # read by each process when it first asks
+    directory = tmp_path_factory.mktemp("null_gpu")
+    with ExitStack() as started:
+
+        @functools.cache
+        def ranks(size: int) -> Ranks:
+            return started.enter_context(Ranks(size, preload=(*TORCH, "dppo_megatron.actor")))
+
+        @functools.cache
+        def run(name: str, case: Any) -> list[dict]:
+            return ranks(case.ranks).run(scenario.run, case=case, models=models, directory=directory)
+
+        yield lambda case: run(case.name, case)

@@ -1,0 +1,202 @@
+"""Computes torch's operators for the null device: its memory is the host's, so their CPU kernels can work on it.
+
+Inside `HostOperators` each operator on CUDA tensors runs twice. Its CUDA implementation runs first, which checks devices
+and dtypes, allocates the results and reports waits, and whose kernels write nothing. Then the CPU kernel computes the
+values into the same memory. Operators whose result has a size that depends on values run on the CPU only, and count as
+a wait, as they do on a GPU. Not computed: kernels of Triton and of other extensions; their outputs are zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+aten = torch.ops.aten
+
+# Their sizes follow from values: the host reads those first.
+WAITING = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+    aten.repeat_interleave.Tensor,
+}
+INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+# Memory as it was allocated: zeros, so that a run is the same each time.
+EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
+         aten.new_empty_strided.default}  # fmt: skip
+# They move no values, or move them with a copy, which works.
+WITHOUT_VALUES = {
+    aten._local_scalar_dense.default,
+    aten.resize_.default,
+    aten.record_stream.default,
+    *(getattr(aten.set_, name) for name in aten.set_.overloads()),
+}
+HOST_ONLY = ("pin_memory", "non_blocking", "generator")
+
+
+class HostOperators(TorchDispatchMode):
+    """While active in a thread (and in the backward passes that it starts), CUDA operators have values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._random = torch.Generator().get_state()
+
+    @contextlib.contextmanager
+    def _randomness(self, func: Any) -> Iterator[None]:
+        """Numbers that the device draws leave the CPU's generator as it is."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            yield
+            return
+        kept = torch.default_generator.get_state()
+        torch.default_generator.set_state(self._random)
+        try:
+            yield
+        finally:
+            self._random = torch.default_generator.get_state()
+            torch.default_generator.set_state(kept)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _on_device(args, kwargs):
+            return func(*args, **kwargs)
+        if func in _INSTEAD:
+            return _INSTEAD[func](func, *args, **kwargs)
+        if func.namespace == "c10d":  # gloo, on the same memory
+            return _back(func(*_host(args), **_host(kwargs)), args)
+        if func.namespace not in ("aten", "prims"):
+            return func(*args, **kwargs)
+        if func in WAITING:
+            _wait()
+            return tree_map(_to_device(_device(args)), func(*_host(args), **_host_options(kwargs)))
+        if func in INDEXING:
+            args = (args[0], _without_masks(args[1]), *args[2:])
+        out = func(*args, **kwargs)
+        if func in EMPTY:
+            _view(out).zero_() if out.is_cuda else None
+            return out
+        if func in WITHOUT_VALUES or _is_view(func):
+            return out
+        with self._randomness(func):
+            wanted = _cpu_kernel(func)(*_host(args), **_host_options(kwargs))
+        return _filled(out, wanted)
+
+
+def _cpu_kernel(func: Any) -> Any:
+    """The operator, or what torch decomposes it into where the CPU has no kernel of it."""
+    if torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU"):
+        return func
+    return decomposition_table[func]
+
+
+def _filled(out: Any, wanted: Any) -> Any:
+    """`out` with the values of `wanted`; what is no tensor is taken from `wanted`."""
+    outs, spec = tree_flatten(out)
+    values = []
+    for here, there in zip(outs, tree_flatten(wanted)[0], strict=True):
+        if isinstance(here, Tensor):
+            own = _host(here)
+            if own.data_ptr() != there.data_ptr() and own.numel():
+                own.copy_(there)
+            values.append(here)
+        else:
+            values.append(there)
+    return torch.utils._pytree.tree_unflatten(values, spec)
+
+
+def _back(out: Any, given: Any) -> Any:
+    """`out` with the device's tensors in the place of their views."""
+    tensors = {leaf.data_ptr(): leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor)}
+    return tree_map(lambda leaf: tensors.get(leaf.data_ptr(), leaf) if isinstance(leaf, Tensor) else leaf, out)
+
+
+def _on_device(*trees: Any) -> bool:
+    return any(
+        (isinstance(leaf, Tensor) and leaf.is_cuda) or (isinstance(leaf, torch.device) and leaf.type == "cuda")
+        for leaf in tree_flatten(trees)[0]
+    )
+
+
+def _device(tree: Any) -> torch.device:
+    return next(leaf.device for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor) and leaf.is_cuda)
+
+
+def _to_device(device: torch.device) -> Any:
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        if out.numel():
+            _view(out).copy_(value)
+        return out
+
+    return moved
+
+
+def _host(tree: Any) -> Any:
+    return tree_map(lambda leaf: _view(leaf) if isinstance(leaf, Tensor) and leaf.is_cuda else leaf, tree)
+
+
+def _host_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in kwargs.items() if name not in HOST_ONLY}
+    if kept.get("device") is not None:
+        kept["device"] = torch.device("cpu")
+    return _host(kept)
+
+
+def _view(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor of the CPU."""
+    storage = tensor.untyped_storage()
+    size = storage.nbytes()
+    if size == 0:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    memory = torch.frombuffer((ctypes.c_char * size).from_address(storage.data_ptr()), dtype=torch.uint8)
+    whole = memory[: size // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
+    view = torch.as_strided(whole, tensor.shape, tensor.stride(), tensor.storage_offset())
+    if tensor.is_conj():
+        view = view.conj()
+    return torch._neg_view(view) if tensor.is_neg() else view
+
+
+def _is_view(func: Any) -> bool:
+    """Its result is memory of an argument, which it does not write."""
+    infos = [r.alias_info for r in func._schema.returns]
+    return any(i is not None and not i.is_write for i in infos) and not func._schema.is_mutable
+
+
+def _wait() -> None:
+    """What torch does in an operator that makes the host wait."""
+    torch.cuda.current_stream().synchronize()  # torch reports this one too
+    if torch.cuda.get_sync_debug_mode() == 2:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+
+def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
+    """Masks as the rows that they select, for which the host waits."""
+    out: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            out.append(index)
+            continue
+        if index.is_cuda:
+            _wait()
+        rows = _host(index).nonzero(as_tuple=True)
+        out += map(_to_device(index.device), rows) if index.is_cuda else rows
+    return out
+
+
+def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
+    raise NotImplementedError(f"{func} on the null device: choose SDPBackend.MATH")
+
+
+_INSTEAD: dict[Any, Any] = {}

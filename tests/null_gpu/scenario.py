@@ -1,0 +1,172 @@
+"""The real Actor on the null device: one case is a layout, a model and settings, taken through every step of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.null_gpu.host_ops import HostOperators
+from tests.support.actor_cases import actor_config, micro_batches, sequences
+from tests.support.ranks import RANKS, rendezvous
+
+STEPS = ("logprobs", "update", "waits", "offload", "export", "checkpoint")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """settings: sections of the config. objectives: one update each. te: stand-ins with TransformerEngine's signatures.
+
+    triton: launches Triton's kernels, whose results then are zeros.
+    """
+
+    name: str
+    model: str = "qwen3"
+    ranks: int = 1
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    objectives: tuple[str, ...] = ("dppo_binary_tv", "gspo")
+    topk: bool = False
+    te: bool = False
+    triton: bool = False
+    steps: tuple[str, ...] = STEPS
+
+
+def run(rank: int, case: Case, models: Path, directory: Path) -> dict[str, Any]:
+    """On a rank: the numbers that the steps of `case` gave."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(HostOperators())
+        if not case.triton:
+            stack.enter_context(_without_triton())
+        actor = stack.enter_context(_actor(case, models, directory))
+        return _steps(actor, case, directory)
+
+
+@contextlib.contextmanager
+def _without_triton() -> Iterator[None]:
+    from dppo_megatron.vocab_parallel import linear, stored, torch_backend
+
+    with (
+        mock.patch.object(linear, "choose_backend", lambda *_: torch_backend),
+        mock.patch.object(stored, "choose_backend", lambda *_: torch_backend),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _actor(case: Case, models: Path, directory: Path) -> Iterator[Any]:
+    from dppo_megatron.actor import Actor, init_layout
+
+    sections = {name: dict(values) for name, values in case.settings.items()}
+    parallel = {"world_size": case.ranks, **sections.pop("parallel", {})}
+    model = {"dtype": "bf16", "layers": "local", **sections.pop("model", {})}
+    optimizer = sections.pop("optimizer", None)
+    config = actor_config(models / case.model, parallel=parallel, optimizer=optimizer, sections=sections, **model)
+    number = rendezvous(directory)
+    store = dist.FileStore(str(directory / f"store-{os.environ[RANKS]}-{number}"), case.ranks)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=case.ranks)
+    layout = init_layout(config)
+    try:
+        actor = Actor(config, layout)
+        assert layout.device == torch.device("cuda", rank), layout.device
+        actor.load_hf(config.model.path)
+        yield actor
+    finally:
+        layout.close()
+
+
+def _steps(actor: Any, case: Case, directory: Path) -> dict[str, Any]:
+    from dppo_megatron.objectives import build_objective
+
+    found: dict[str, Any] = {"layout": actor.layout.describe()}
+    batches = micro_batches(sequences(), 4)
+    share = slice(actor.layout.data_parallel_rank, None, actor.layout.data_parallel_size)
+    batches = batches[share]
+    if not case.topk:
+        batches = [replace(b, topk_ids=None, rollout_topk_logprob=None) for b in batches]
+    if "logprobs" in case.steps:
+        found["logprobs"] = torch.cat(actor.logprobs(batches))
+    objectives = [build_objective(name) for name in case.objectives]
+    if "update" in case.steps:
+        found["updates"] = [actor.train_update(batches, objective) for objective in objectives]
+    if "waits" in case.steps:
+        with no_waits():
+            for objective in objectives:
+                actor.train_update(batches, objective)
+    if "offload" in case.steps:
+        found["offload"] = offload(actor)
+    if "export" in case.steps:
+        found["export"] = export(actor)
+    if "checkpoint" in case.steps:
+        checkpoint(actor, directory / f"checkpoint-{case.name}")
+    return found
+
+
+@contextlib.contextmanager
+def no_waits() -> Iterator[None]:
+    """Inside, a wait of the host for the device within the loss raises, and so does a copy from memory not pinned."""
+    from dppo_megatron.actor import forward
+
+    compute, pageable = forward.LossStep.loss, ctypes.CDLL("libcudart.so.13").nullGpuPageableCopies
+    pageable.restype = ctypes.c_long
+
+    def loss(*arguments: Any) -> Any:
+        before = pageable()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            result = compute(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if pageable() > before:
+            raise RuntimeError(f"{pageable() - before} copies between the device and memory that is not pinned")
+        return result
+
+    with mock.patch.object(forward.LossStep, "loss", loss):
+        yield
+
+
+def offload(actor: Any) -> int:
+    """The bytes freed; the weights return as they were."""
+    before = [p.detach().clone() for chunk in actor.model_chunks for p in chunk.parameters()]
+    with actor.offloaded() as freed:
+        pass
+    after = [p.detach() for chunk in actor.model_chunks for p in chunk.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return freed
+
+
+def export(actor: Any) -> int:
+    """Tensors that this rank exports, all from its own device."""
+    from dppo_megatron.hf import export_weights
+    from dppo_megatron.weights.fingerprint import add
+
+    sums: dict = {}
+    count = 0
+    for name, tensor in export_weights(actor.model_chunks, actor.hf, torch.bfloat16):
+        assert tensor.device == actor.layout.device, (name, tensor.device)
+        add(sums, name, tensor)
+        count += 1
+    return count
+
+
+def checkpoint(actor: Any, directory: Path) -> None:
+    before = [p.detach().clone() for chunk in actor.model_chunks for p in chunk.parameters()]
+    actor.save_checkpoint(directory, 1, {}, 1)
+    actor.finish_checkpoint()
+    for chunk in actor.model_chunks:
+        for p in chunk.parameters():
+            p.data.zero_()
+    actor.load_checkpoint(directory)
+    after = [p.detach() for chunk in actor.model_chunks for p in chunk.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
