@@ -16,6 +16,7 @@ from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE, set_expert_bia
 from tests.support.ranks import TORCH, Ranks
 
 HERE = Path(__file__).parent
+PRELOAD = ("tests.null_gpu.with_te", *TORCH, "dppo_megatron.actor")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,20 +38,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_case(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], list[dict]]]:
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
+    """f(size) -> that many ranks with TransformerEngine, each on a null device of its own."""
+    os.environ["NULL_GPU_DEVICES"] = "2"
+    with ExitStack() as started:
+        yield functools.cache(lambda size: started.enter_context(Ranks(size, preload=PRELOAD)))
+
+
+@pytest.fixture(scope="session")
+def run_case(on_ranks, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], list[dict]]:
     """f(case) -> of each rank, what `scenario.run` returned."""
     from tests.null_gpu import scenario
 
-    os.environ["NULL_GPU_DEVICES"] = "2"  # read by each process when it first asks
     directory = tmp_path_factory.mktemp("null_gpu")
-    with ExitStack() as started:
 
-        @functools.cache
-        def ranks(size: int) -> Ranks:
-            return started.enter_context(Ranks(size, preload=(*TORCH, "dppo_megatron.actor")))
+    @functools.cache
+    def run(case: scenario.Case) -> list[dict]:
+        return on_ranks(case.ranks).run(scenario.run, case=case, models=models, directory=directory)
 
-        @functools.cache
-        def run(name: str, case: Any) -> list[dict]:
-            return ranks(case.ranks).run(scenario.run, case=case, models=models, directory=directory)
-
-        yield lambda case: run(case.name, case)
+    return run

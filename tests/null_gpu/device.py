@@ -3,7 +3,8 @@
     python -m tests.null_gpu.device DIRECTORY COMMAND...        runs the command where torch finds the device
 
 `runtime.c` holds the functions that must do more than succeed. All others are made from the names that torch and vLLM
-leave undefined, so that none of NVIDIA's packages is needed. Needs gcc, nm, readelf and the headers in Triton's package.
+leave undefined, so that none of NVIDIA's packages is needed. Needs gcc, nm, readelf and the headers in Triton's
+package.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ HERE = Path(__file__).parent
 NVIDIA = re.compile(r"lib(cu[\w]*|nv[\w]*|nccl)\.so\.\d+$")
 DRIVER, RUNTIME, MANAGEMENT = "libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1"
 # By what an undefined name without a version begins with.
-OWNERS = (("cudnn", "libcudnn.so.9"), ("cusparseLt", "libcusparseLt.so.0"), ("nccl", "libnccl.so.2"))
+OWNERS = (
+    ("cublasLt", "libcublasLt.so.13"),
+    ("cublas", "libcublas.so.13"),
+    ("cudnn", "libcudnn.so.9"),
+    ("cusparseLt", "libcusparseLt.so.0"),
+    ("nccl", "libnccl.so.2"),
+)
 # Data or text in the place of functions that return a status.
 SUCCESS = "long {name}(void) {{ return 0; }}"
 JUMP = 'asm(".globl {name}\\n.type {name}, @function\\n{name}: jmp null_{name}@PLT");'

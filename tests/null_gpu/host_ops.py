@@ -1,9 +1,10 @@
 """Computes torch's operators for the null device: its memory is the host's, so their CPU kernels can work on it.
 
-Inside `HostOperators` each operator on CUDA tensors runs twice. Its CUDA implementation runs first, which checks devices
-and dtypes, allocates the results and reports waits, and whose kernels write nothing. Then the CPU kernel computes the
-values into the same memory. Operators whose result has a size that depends on values run on the CPU only, and count as
-a wait, as they do on a GPU. Not computed: kernels of Triton and of other extensions; their outputs are zeros.
+Inside `HostOperators` each operator on CUDA tensors runs twice. First its CUDA implementation, whose kernels write
+nothing: it checks devices and dtypes, allocates the results and reports waits. Then the CPU's kernel, which computes the
+values into the same memory. An operator whose result has a size that depends on values runs on the CPU only, and counts
+as a wait, as it is one on a GPU. Collectives run over gloo. Not computed: kernels of Triton and of other extensions,
+whose outputs are zeros.
 """
 
 from __future__ import annotations
@@ -70,8 +71,6 @@ class HostOperators(TorchDispatchMode):
         kwargs = kwargs or {}
         if not _on_device(args, kwargs):
             return func(*args, **kwargs)
-        if func in _INSTEAD:
-            return _INSTEAD[func](func, *args, **kwargs)
         if func.namespace == "c10d":  # gloo, on the same memory
             return _back(func(*_host(args), **_host(kwargs)), args)
         if func.namespace not in ("aten", "prims"):
@@ -193,10 +192,3 @@ def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
         rows = _host(index).nonzero(as_tuple=True)
         out += map(_to_device(index.device), rows) if index.is_cuda else rows
     return out
-
-
-def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
-    raise NotImplementedError(f"{func} on the null device: choose SDPBackend.MATH")
-
-
-_INSTEAD: dict[Any, Any] = {}

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.null_gpu import te_extension
 from tests.null_gpu.host_ops import HostOperators
 from tests.support.actor_cases import actor_config, micro_batches, sequences
 from tests.support.ranks import RANKS, rendezvous
@@ -23,7 +24,7 @@ STEPS = ("logprobs", "update", "waits", "offload", "export", "checkpoint")
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """settings: sections of the config. objectives: one update each. te: stand-ins with TransformerEngine's signatures.
+    """settings: sections of the config. objectives: one update each. te: on ranks that have TransformerEngine.
 
     triton: launches Triton's kernels, whose results then are zeros.
     """
@@ -41,25 +42,25 @@ class Case:
 
 def run(rank: int, case: Case, models: Path, directory: Path) -> dict[str, Any]:
     """On a rank: the numbers that the steps of `case` gave."""
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(HostOperators())
-        if not case.triton:
-            stack.enter_context(_without_triton())
-        actor = stack.enter_context(_actor(case, models, directory))
+    with device(triton=case.triton), _actor(case, models, directory) as actor:
         return _steps(actor, case, directory)
+
+
+@contextlib.contextmanager
+def device(*, triton: bool = False) -> Iterator[None]:
+    """Inside, operators on CUDA tensors have values."""
+    for kind in ("cudnn", "flash", "mem_efficient"):  # whose operators the CPU does not have
+        getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
+    with HostOperators(), contextlib.nullcontext() if triton else _without_triton():
+        yield
 
 
 @contextlib.contextmanager
 def _without_triton() -> Iterator[None]:
     from dppo_megatron.vocab_parallel import linear, stored, torch_backend
 
-    with (
-        mock.patch.object(linear, "choose_backend", lambda *_: torch_backend),
-        mock.patch.object(stored, "choose_backend", lambda *_: torch_backend),
-    ):
+    chosen = {"choose_backend": mock.Mock(return_value=torch_backend)}
+    with mock.patch.multiple(linear, **chosen), mock.patch.multiple(stored, **chosen):
         yield
 
 
@@ -69,7 +70,7 @@ def _actor(case: Case, models: Path, directory: Path) -> Iterator[Any]:
 
     sections = {name: dict(values) for name, values in case.settings.items()}
     parallel = {"world_size": case.ranks, **sections.pop("parallel", {})}
-    model = {"dtype": "bf16", "layers": "local", **sections.pop("model", {})}
+    model = {"dtype": "bf16", "layers": "transformer_engine" if case.te else "local", **sections.pop("model", {})}
     optimizer = sections.pop("optimizer", None)
     config = actor_config(models / case.model, parallel=parallel, optimizer=optimizer, sections=sections, **model)
     number = rendezvous(directory)
@@ -90,6 +91,7 @@ def _steps(actor: Any, case: Case, directory: Path) -> dict[str, Any]:
     from dppo_megatron.objectives import build_objective
 
     found: dict[str, Any] = {"layout": actor.layout.describe()}
+    te_extension.calls.clear()
     batches = micro_batches(sequences(), 4)
     share = slice(actor.layout.data_parallel_rank, None, actor.layout.data_parallel_size)
     batches = batches[share]
@@ -110,6 +112,7 @@ def _steps(actor: Any, case: Case, directory: Path) -> dict[str, Any]:
         found["export"] = export(actor)
     if "checkpoint" in case.steps:
         checkpoint(actor, directory / f"checkpoint-{case.name}")
+    found["te"] = dict(te_extension.calls)
     return found
 
 
