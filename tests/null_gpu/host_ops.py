@@ -1,7 +1,7 @@
 """Computes torch's operators for the null device: its memory is the host's, so their CPU kernels can work on it.
 
 Inside `HostOperators` each operator on CUDA tensors runs twice. First its CUDA implementation, whose kernels write
-nothing: it checks devices and dtypes, allocates the results and reports waits. Then the CPU's kernel, which computes the
+nothing: it checks devices and dtypes, allocates results, reports waits. Then the kernel of the CPU, which computes the
 values into the same memory. An operator whose result has a size that depends on values runs on the CPU only, and counts
 as a wait, as it is one on a GPU. Collectives run over gloo. Not computed: kernels of Triton and of other extensions,
 whose outputs are zeros.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,8 @@ WITHOUT_VALUES = {
     aten.record_stream.default,
     *(getattr(aten.set_, name) for name in aten.set_.overloads()),
 }
+# Kernels of attention that the CPU does not have; where they are allowed, their results are zeros.
+UNCOMPUTED = ("dot_product_flash_attention", "dot_product_efficient_attention")
 HOST_ONLY = ("pin_memory", "non_blocking", "generator")
 
 
@@ -51,6 +54,7 @@ class HostOperators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.uncomputed: Counter[str] = Counter()  # of `UNCOMPUTED`
         self._random = torch.Generator().get_state()
 
     @contextlib.contextmanager
@@ -84,7 +88,11 @@ class HostOperators(TorchDispatchMode):
         if func in EMPTY:
             _view(out).zero_() if out.is_cuda else None
             return out
-        if func in WITHOUT_VALUES or _is_view(func):
+        if func in WITHOUT_VALUES or _is_view(func) or _is_plain_copy(func, args, out):
+            return out
+        if any(name in func.name() for name in UNCOMPUTED):
+            self.uncomputed[func.name()] += 1
+            tree_map(lambda leaf: _host(leaf).zero_() if isinstance(leaf, Tensor) else leaf, out)
             return out
         with self._randomness(func):
             wanted = _cpu_kernel(func)(*_host(args), **_host_options(kwargs))
@@ -171,6 +179,18 @@ def _is_view(func: Any) -> bool:
     """Its result is memory of an argument, which it does not write."""
     infos = [r.alias_info for r in func._schema.returns]
     return any(i is not None and not i.is_write for i in infos) and not func._schema.is_mutable
+
+
+def _is_plain_copy(func: Any, args: Any, out: Any) -> bool:
+    """Between host and device, of whole memory as it is: no kernel is needed, and the host may not have it yet."""
+    if func is aten.copy_.default:
+        source, into = args[1], args[0]
+    elif func is aten._to_copy.default:
+        source, into = args[0], out
+    else:
+        return False
+    same = source.dtype == into.dtype and source.shape == into.shape and source.device.type != into.device.type
+    return same and source.is_contiguous() and into.is_contiguous() and not source.is_neg() and not source.is_conj()
 
 
 def _wait() -> None:

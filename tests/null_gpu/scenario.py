@@ -7,6 +7,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from tests.null_gpu import te_extension
 from tests.null_gpu.host_ops import HostOperators
 from tests.support.actor_cases import actor_config, micro_batches, sequences
-from tests.support.ranks import RANKS, rendezvous
+from tests.support.ranks import rendezvous
 
 STEPS = ("logprobs", "update", "waits", "offload", "export", "checkpoint")
 
@@ -26,7 +27,7 @@ STEPS = ("logprobs", "update", "waits", "offload", "export", "checkpoint")
 class Case:
     """settings: sections of the config. objectives: one update each. te: on ranks that have TransformerEngine.
 
-    triton: launches Triton's kernels, whose results then are zeros.
+    kernels: launches Triton's kernels and those of attention, whose results then are zeros.
     """
 
     name: str
@@ -36,23 +37,33 @@ class Case:
     objectives: tuple[str, ...] = ("dppo_binary_tv", "gspo")
     topk: bool = False
     te: bool = False
-    triton: bool = False
+    kernels: bool = False
     steps: tuple[str, ...] = STEPS
 
 
 def run(rank: int, case: Case, models: Path, directory: Path) -> dict[str, Any]:
     """On a rank: the numbers that the steps of `case` gave."""
-    with device(triton=case.triton), _actor(case, models, directory) as actor:
-        return _steps(actor, case, directory)
+    with device(kernels=case.kernels) as operators, _actor(case, models, directory) as actor:
+        return _steps(actor, case, directory) | {"uncomputed": dict(operators.uncomputed)}
 
 
 @contextlib.contextmanager
-def device(*, triton: bool = False) -> Iterator[None]:
-    """Inside, operators on CUDA tensors have values."""
-    for kind in ("cudnn", "flash", "mem_efficient"):  # whose operators the CPU does not have
-        getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
-    with HostOperators(), contextlib.nullcontext() if triton else _without_triton():
-        yield
+def device(*, kernels: bool = False) -> Iterator[HostOperators]:
+    """Inside, operators on CUDA tensors have values. `kernels`: also launch those that have none, see `Case`."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # which is not there
+    torch.backends.cuda.enable_flash_sdp(kernels)
+    torch.backends.cuda.enable_mem_efficient_sdp(kernels)
+    with HostOperators() as operators, contextlib.nullcontext() if kernels else _without_triton():
+        yield operators
+
+
+def start_group(rank: int, size: int) -> None:
+    """In the place of NCCL, which `init_layout` would start: gloo, which `HostOperators` gives the device's memory."""
+    timeout = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, rank == 0, timeout) if size > 1 else None
+    dist.init_process_group(
+        "cpu:gloo,cuda:gloo", store=store or dist.HashStore(), rank=rank, world_size=size, timeout=timeout
+    )
 
 
 @contextlib.contextmanager
@@ -73,10 +84,8 @@ def _actor(case: Case, models: Path, directory: Path) -> Iterator[Any]:
     model = {"dtype": "bf16", "layers": "transformer_engine" if case.te else "local", **sections.pop("model", {})}
     optimizer = sections.pop("optimizer", None)
     config = actor_config(models / case.model, parallel=parallel, optimizer=optimizer, sections=sections, **model)
-    number = rendezvous(directory)
-    store = dist.FileStore(str(directory / f"store-{os.environ[RANKS]}-{number}"), case.ranks)
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=case.ranks)
+    rendezvous(directory)
+    start_group(rank := int(os.environ["RANK"]), case.ranks)
     layout = init_layout(config)
     try:
         actor = Actor(config, layout)
@@ -140,9 +149,20 @@ def no_waits() -> Iterator[None]:
 
 
 def offload(actor: Any) -> int:
-    """The bytes freed; the weights return as they were."""
+    """The bytes freed. The host holds the contents when the device's memory is freed, and the weights return."""
+    from dppo_megatron.actor import offload as module
+
+    empty = module._Storages.empty
+
+    def checked(storages: Any) -> int:
+        kept = {key: module._bytes(s).cpu() for key, s in storages._storages.items()}
+        freed = empty(storages)
+        for key, pieces in storages._host.items():
+            assert torch.equal(torch.cat(pieces), kept[key]), "the host's copy differs from the memory that is freed"
+        return freed
+
     before = [p.detach().clone() for chunk in actor.model_chunks for p in chunk.parameters()]
-    with actor.offloaded() as freed:
+    with mock.patch.object(module._Storages, "empty", checked), actor.offloaded() as freed:
         pass
     after = [p.detach() for chunk in actor.model_chunks for p in chunk.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -157,7 +177,7 @@ def export(actor: Any) -> int:
     sums: dict = {}
     count = 0
     for name, tensor in export_weights(actor.model_chunks, actor.hf, torch.bfloat16):
-        assert tensor.device == actor.layout.device, (name, tensor.device)
+        assert tensor.device == actor.layout.device, f"{name} is exported from {tensor.device}"
         add(sums, name, tensor)
         count += 1
     return count

@@ -120,7 +120,8 @@ def generic_gemm(
     use_split_accumulator: bool, *, comm_overlap: Any, comm_type: Any, extra_output: Any, bulk_overlap: bool,
     alpha: float, beta: float | None,
 ) -> tuple[Tensor, Tensor | None, None, None]:  # fmt: skip
-    assert (quantizer, gelu, comm_overlap) == (None, False, None), "only plain products have a stand-in"
+    if quantizer is not None or gelu or comm_overlap is not None:
+        raise NotImplementedError("only plain products have a stand-in")
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
     made = _product(a, transa, b, transb)
     if bias is not None and not grad:

@@ -13,7 +13,7 @@ CASES = (
     DENSE,
     MOE,
     MLA,
-    Case("triton", triton=True),
+    Case("kernels", kernels=True),
     Case("fp16", settings={"model": {"dtype": "fp16"}}),
     Case("lora", settings={"model": {"lora": {"r": 4}}}),
     Case(
@@ -63,3 +63,24 @@ def test_values_are_those_of_one_rank_with_local_layers(run_case, case):
     for own, wanted in zip(found["updates"], alone["updates"], strict=True):
         assert own.loss == pytest.approx(wanted.loss, rel=0.03)
         assert own.grad_norm == pytest.approx(wanted.grad_norm, rel=0.1)
+
+
+def test_attention_goes_to_a_fused_kernel(run_case):
+    """Which one is torch's choice without cuDNN; its kernel is launched, forward and backward, and computes nothing."""
+    (found,) = run_case(next(case for case in CASES if case.kernels))
+    assert found["uncomputed"]
+    assert any(name.endswith("_backward") for name in found["uncomputed"])
+    assert not run_case(DENSE)[0]["uncomputed"]
+
+
+def test_without_transformer_engine(models, tmp_path):
+    """Megatron then takes torch's optimizer."""
+    code = (
+        "import sys, pathlib; from tests.null_gpu.scenario import *; models, work = map(pathlib.Path, sys.argv[1:]); "
+    )
+    code += "found = run(0, Case('alone'), models, work); print([u.grad_norm for u in found['updates']], found['te'])"
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, "-c", code, str(models), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.strip().endswith("{}")
