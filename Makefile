@@ -113,8 +113,8 @@ test-verifiers: install $(VENV)/verifiers/.installed
 
 # Where Python 3.12 or a compiler is missing, it says so and is skipped.
 test-null-gpu: $(NULL_GPU_STAMP)
-	@[ ! -x $(NULL_GPU_VENV)/bin/python ] || $(NULL_GPU_VENV)/bin/python -m tests.null_gpu.device $(NULL_GPU_VENV)/device \
-	  $(NULL_GPU_VENV)/bin/python -m pytest --durations=15 --durations-min=1 tests/null_gpu -m null_gpu
+	@[ ! -e $(NULL_GPU_STAMP) ] || $(NULL_GPU_VENV)/bin/python -m tests.null_gpu.device $(NULL_GPU_VENV)/device \
+	  $(NULL_GPU_VENV)/bin/python -m pytest --durations=15 --durations-min=1 tests/null_gpu $(SIDE_BY_SIDE) -m null_gpu
 
 attack: install
 	$(PYTEST) tests/attack -m ""

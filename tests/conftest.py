@@ -19,7 +19,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(PATHS))
 
 
 # Folders whose files start what others of the folder do not use.
-BY_FILE = ("e2e", "parallel", "attack", "weight_sync")
+BY_FILE = ("e2e", "parallel", "attack", "weight_sync", "null_gpu")
 
 
 @pytest.hookimpl(optionalhook=True)

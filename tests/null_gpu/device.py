@@ -28,6 +28,7 @@ OWNERS = (
     ("cublasLt", "libcublasLt.so.13"),
     ("cublas", "libcublas.so.13"),
     ("cudnn", "libcudnn.so.9"),
+    ("cuFile", "libcufile.so.0"),
     ("cusparseLt", "libcusparseLt.so.0"),
     ("nccl", "libnccl.so.2"),
 )
@@ -139,9 +140,7 @@ def _owner(name: str, version: str) -> str | None:
     for start, library in OWNERS:
         if name.startswith(start):
             return library
-    if re.match(r"cu[A-Z]", name) and not version:
-        return DRIVER
-    return "libcufile.so.0" if name.startswith("cuFile") else None
+    return DRIVER if re.match(r"cu[A-Z]", name) and not version else None
 
 
 def _driver_names(header: str) -> set[str]:
@@ -152,7 +151,7 @@ def _driver_names(header: str) -> set[str]:
 def _output(*command: str | Path) -> str:
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     if done.returncode:
-        raise Unavailable(f"{command[0]} failed: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{command[0]} failed: {done.stderr[-2000:]}")
     return done.stdout
 
 

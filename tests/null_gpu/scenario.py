@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -193,3 +194,7 @@ def checkpoint(actor: Any, directory: Path) -> None:
     actor.load_checkpoint(directory)
     after = [p.detach() for chunk in actor.model_chunks for p in chunk.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+if __name__ == "__main__":
+    print(run(0, Case("alone"), *map(Path, sys.argv[1:])))
