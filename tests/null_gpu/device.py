@@ -92,7 +92,9 @@ def _package(name: str) -> str:
 def _compile_all(packages: Path, out: Path) -> None:
     headers = packages / "triton/backends/nvidia/include"
     if not (headers / "driver_types.h").exists():
-        raise Unavailable(f"no CUDA headers in {headers}: a torch without CUDA brings a Triton without them")
+        raise RuntimeError(f"no CUDA headers in {headers}")
+    if not (packages / "torch/lib/libtorch_cuda.so").exists():
+        raise RuntimeError(f"torch in {packages} is built without CUDA: install the build of the Python package index")
     runtime = (HERE / "runtime.c").read_text()
     own = set(re.findall(r"^(?:int|long|size_t|const char \*)\s?\*?(\w+)\(", runtime, re.M))
     versions: dict[str, str] = {}  # library -> the version node that its users ask for

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from dppo_megatron.types import TokenBatch
 from tests.null_gpu import te_extension
 from tests.null_gpu.host_ops import HostOperators
 from tests.support.actor_cases import actor_config, micro_batches, sequences
@@ -26,8 +27,9 @@ STEPS = ("logprobs", "update", "waits", "offload", "export", "checkpoint")
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """settings: sections of the config. objectives: one update each. te: on ranks that have TransformerEngine.
+    """settings: sections of the config. objectives: one update each. te: with TransformerEngine's layers.
 
+    waits_in: in how many micro-batches each objective's loss is watched for waits.
     kernels: launches Triton's kernels and those of attention, whose results then are zeros.
     """
 
@@ -36,7 +38,7 @@ class Case:
     ranks: int = 1
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     objectives: tuple[str, ...] = ("dppo_binary_tv", "gspo")
-    topk: bool = False
+    waits_in: int = 4
     te: bool = False
     kernels: bool = False
     steps: tuple[str, ...] = STEPS
@@ -105,17 +107,15 @@ def _steps(actor: Any, case: Case, directory: Path) -> dict[str, Any]:
     batches = micro_batches(sequences(), 4)
     share = slice(actor.layout.data_parallel_rank, None, actor.layout.data_parallel_size)
     batches = batches[share]
-    if not case.topk:
-        batches = [replace(b, topk_ids=None, rollout_topk_logprob=None) for b in batches]
     if "logprobs" in case.steps:
         found["logprobs"] = torch.cat(actor.logprobs(batches))
     objectives = [build_objective(name) for name in case.objectives]
     if "update" in case.steps:
-        found["updates"] = [actor.train_update(batches, objective) for objective in objectives]
+        found["updates"] = [actor.train_update(_read_by(o, batches), o) for o in objectives]
     if "waits" in case.steps:
-        with no_waits():
-            for objective in objectives:
-                actor.train_update(batches, objective)
+        for objective in objectives:
+            with no_waits(objective.name):
+                actor.train_update(_read_by(objective, batches[: case.waits_in]), objective)
     if "offload" in case.steps:
         found["offload"] = offload(actor)
     if "export" in case.steps:
@@ -126,8 +126,15 @@ def _steps(actor: Any, case: Case, directory: Path) -> dict[str, Any]:
     return found
 
 
+def _read_by(objective: Any, batches: list[TokenBatch]) -> list[TokenBatch]:
+    """`batches` with the fields that the objective reads."""
+    if not objective.needs_topk:
+        batches = [replace(b, topk_ids=None, rollout_topk_logprob=None) for b in batches]
+    return [replace(b, old_logprob=b.rollout_logprob) if objective.needs_old else b for b in batches]
+
+
 @contextlib.contextmanager
-def no_waits() -> Iterator[None]:
+def no_waits(name: str) -> Iterator[None]:
     """Inside, a wait of the host for the device within the loss raises, and so does a copy from memory not pinned."""
     from dppo_megatron.actor import forward
 
@@ -142,7 +149,7 @@ def no_waits() -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         if pageable() > before:
-            raise RuntimeError(f"{pageable() - before} copies between the device and memory that is not pinned")
+            raise RuntimeError(f"{name}: {pageable() - before} copies between the device and memory that is not pinned")
         return result
 
     with mock.patch.object(forward.LossStep, "loss", loss):

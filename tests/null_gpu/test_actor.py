@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from dppo_megatron.objectives import build_objective
+from dppo_megatron.objectives.presets import PRESETS
 from tests.null_gpu.scenario import Case
 from tests.null_gpu.vllm_config import ROOT
 
@@ -25,7 +27,6 @@ CASES = (
         "fused",
         settings={"model": {"logits": "fused", "recompute": "full"}, "optimizer": {"offload": True}},
         objectives=("dppo_topk_tv",),
-        topk=True,
     ),
     Case("te", te=True),
     Case("te_moe", "qwen3_moe", te=True),
@@ -58,6 +59,25 @@ def test_every_step_of_a_run(run_case, case):
         if case.te:
             asked = [*ASKED, *(["te_general_grouped_gemm"] if case.model != "qwen3" else ["fused_rope_forward"])]
             assert all(found["te"].get(name, 0) > 0 for name in asked), found["te"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("objectives", objectives=tuple(PRESETS), waits_in=1, steps=("waits",)),
+        Case(
+            "objectives_context",
+            ranks=2,
+            settings={"parallel": {"context": 2}},
+            objectives=tuple(name for name in PRESETS if build_objective(name).needs_sequences),
+            waits_in=1,
+            steps=("waits",),
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_no_objective_waits_for_the_device(run_case, case):
+    run_case(case)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in SAME], ids=lambda case: case.name)
