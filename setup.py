@@ -26,7 +26,7 @@ TRAIN = [
     "pyarrow>=20",  # parquet and Hugging Face dataset directories
     "matplotlib>=3.9",  # curves of the report
     "tensorboard>=2.19",
-    "megatron-core>=0.16.1",
+    "megatron-core>=0.16.1,<0.20",  # releases that actor/megatron_version.py knows
 ]
 
 setup(
@@ -46,9 +46,12 @@ setup(
     install_requires=["torch>=2.6"],
     extras_require={
         "cpu": TRAIN,
-        "gpu": [*TRAIN, "transformer-engine[pytorch]>=2.0"],
-        "vllm": ["vllm>=0.32"],
-        "sglang": ["sglang>=0.5.23"],
+        "gpu": TRAIN,  # all of it wheels: without TransformerEngine and apex `model.layers: local` trains
+        "te": ["transformer-engine[pytorch]>=2.0"],  # source only: containers/install.sh --with-te, docs/install.md
+        # These two exclude each other (vllm 0.32 needs xgrammar 0.2.8, sglang 0.5.23 needs 0.2.7): one environment each,
+        # engine.python names the second one.
+        "vllm": ["vllm>=0.32,<0.33"],  # 0.33 rejects requests that arrive during a pause; 0.32 is what CI runs
+        "sglang": ["sglang>=0.5.23,<0.5.24"],  # our plugin overrides internals of 0.5.23
         "wandb": ["wandb>=0.31"],
         "dev": [
             "pytest>=8",
@@ -57,6 +60,7 @@ setup(
             "hypothesis>=6.100",
             "peft>=0.17",  # what we save as an adapter it must load
             "ruff>=0.9",
+            "uv>=0.13",  # resolves the locks of GPU machines: tools/gpu_locks.py
             "mypy>=2.4",  # types of the public surface (make lint)
             "types-PyYAML",
             "jaxtyping>=0.3",
