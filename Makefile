@@ -1,7 +1,7 @@
 # make quickstart     train a small policy end to end on this machine's CPU, real parts, about ten minutes
 # make test           what to run before a commit: real Megatron-core ranks, a real vLLM server, a run that learns
 # make test-all       every test there is: test-cpu, study-smoke, test-megatron-next, test-engines, test-integrations, test-verifiers,
-#                     test-browser, test-slurm, test-null-gpu
+#                     test-browser, test-install, test-slurm, test-null-gpu
 # make test-cpu       all that this environment suffices for: test, the slow ones and test-parallel
 # make test-parallel  every parallel layout trains as one process does; kill -9 and resume in several of them
 # make test-megatron-next  one layout of each kind, and resuming, with the newest Megatron-core; two minutes
@@ -9,6 +9,7 @@
 # make test-integrations  our losses inside TRL, verl and SkyRL, environments of other packages; in .venv-integrations (1.9 GB, made when needed)
 # make test-verifiers  environments of verifiers, whose requirements are put beside .venv (90 MB, made when needed)
 # make test-browser   the page of `dppo-megatron view` in headless Chromium, which it installs (Debian, as root or with sudo)
+# make test-install   every extra of setup.py and the locks of GPU machines, resolved against the package index; half a minute
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
 # make test-null-gpu  the trainer's CUDA paths on a null device, vLLM's CUDA wheel; in .venv-null-gpu (3.6 GB, Python 3.12, made when needed)
 # make study-smoke    the parts of a study at work: task, start policy, one method, two seeds, two minutes
@@ -38,7 +39,7 @@ NULL_GPU_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bi
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser test-null-gpu attack lint docs-check format install sglang clean
+.PHONY: quickstart study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu attack lint docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -52,7 +53,7 @@ test: install
 	$(PYTEST) tests $(SIDE_BY_SIDE)
 
 test-cpu: install
-	$(PYTEST) tests $(SIDE_BY_SIDE) -m "not engines and not faults and not slurm and not integrations and not browser and not null_gpu"
+	$(PYTEST) tests $(SIDE_BY_SIDE) -m "not engines and not faults and not slurm and not integrations and not browser and not registry and not null_gpu"
 
 test-all: test-here test-elsewhere
 
@@ -60,7 +61,7 @@ test-all: test-here test-elsewhere
 test-here:
 	$(MAKE) --jobs 2 test-cpu study-smoke test-megatron-next
 test-elsewhere:
-	$(MAKE) --jobs 2 test-engines test-slurm test-integrations test-verifiers test-browser test-null-gpu
+	$(MAKE) --jobs 2 test-engines test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu
 
 test-parallel: install
 	$(PYTEST) tests/parallel -m ""
@@ -99,6 +100,9 @@ test-browser: install $(VENV)/browser/.installed
 
 test-engines: install sglang
 	$(PYTEST) tests $(SIDE_BY_SIDE) -m "engines or faults"
+
+test-install: install
+	$(PYTEST) tests/install -m ""
 
 study-smoke: install
 	rm -rf runs/chains-smoke

@@ -36,25 +36,6 @@ problem() { say "ERROR: $*" >&2 && PROBLEMS=$((PROBLEMS + 1)); }
 die() { say "ERROR: $*" >&2 && exit 1; }
 value() { [ $# -ge 2 ] && [ -n "$2" ] || die "$1 needs a value; see --help"; }
 
-while [ $# -gt 0 ]; do
-  case $1 in
-    --venv) value "$@" && VENV=$2 && shift ;;
-    --python) value "$@" && PYTHON=$2 && shift ;;
-    --with-te) TE=yes ;;
-    --with-sglang) SGLANG=yes ;;
-    --sglang-venv) value "$@" && SGLANG_VENV=$2 && shift ;;
-    --validate) value "$@" && CONFIG=$2 && shift ;;
-    --model) value "$@" && MODEL=$2 && shift ;;
-    --skip-driver) DRIVER='' ;;
-    --dry-run) DRY=yes ;;
-    -h | --help) usage && exit 0 ;;
-    *) die "$1: no such option; see --help" ;;
-  esac
-  shift
-done
-VENV=$(realpath -m "$VENV")
-SGLANG_VENV=$(realpath -m "${SGLANG_VENV:-$VENV-sglang}")
-
 # ---- checks: all of them, one line each, before anything is changed ------------------------------------------------
 
 python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
@@ -143,30 +124,30 @@ check_files() {
   [ -z "$MODEL" ] || [ -n "$CONFIG" ] || problem "--model $MODEL: used by --validate only; pass --validate CONFIG too"
 }
 
-check_python
-check_system
-[ -z "$DRIVER" ] || check_driver
-check_place "$VENV" 14
-[ -z "$SGLANG" ] || check_place "$SGLANG_VENV" 16
-check_temporary
-check_files
-if [ "$PROBLEMS" -gt 0 ] && [ -z "$DRY" ]; then die "$PROBLEMS of the checks above failed; nothing was changed"; fi
-
 # ---- the installation ----------------------------------------------------------------------------------------------
+
+show() { # a command as one would type it
+  local word line=+
+  for word in "$@"; do
+    [[ $word =~ ^[A-Za-z0-9_./=:,@%+-]+$ ]] || word="'${word//\'/\'\\\'\'}'"
+    line+=" $word"
+  done
+  echo "$line"
+}
 
 run() { # REMEDY COMMAND...
   local remedy=$1
   shift
-  printf '+ %s\n' "$(printf '%q ' "$@")"
+  show "$@"
   [ -n "$DRY" ] || "$@" || die "this command failed (exit status $?): ${*:0:4} ...; $remedy"
 }
 
 INDEX="if pip found no package: the index must have the files of PyPI (PIP_INDEX_URL); if the connection broke: run this again"
 
 make_environment() { # DIRECTORY LOCK
-  [ -x "$1/bin/python" ] || run "see the message above" "$PYTHON" -m venv "$1"
+  "$1/bin/python" -m pip --version >/dev/null 2>&1 || run "see the message above" "$PYTHON" -m venv "$1"
   # --no-deps: the lock is complete. Wheels only: a source build would need a toolkit and other headers.
-  run "$INDEX" "$1/bin/python" -m pip install --no-deps --only-binary :all: --requirement "$2"
+  run "$INDEX" "$1/bin/python" -m pip install --progress-bar off --no-deps --only-binary :all: --requirement "$2"
 }
 
 build_te() {
@@ -179,7 +160,7 @@ build_te() {
   run "see the compiler's first error above; without TransformerEngine set model.layers: local" \
     env -u CUDA_HOME -u CUDA_PATH NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE \
     MAX_JOBS="${MAX_JOBS:-$jobs}" PATH="$VENV/bin:$PATH" \
-    "$VENV/bin/python" -m pip install --no-deps --no-build-isolation --requirement "$HERE/requirements/te.lock"
+    "$VENV/bin/python" -m pip install --progress-bar off --no-deps --no-build-isolation --requirement "$HERE/requirements/te.lock"
 }
 
 verify() {
@@ -187,7 +168,7 @@ verify() {
   run "this torch is not the one for CUDA 13: pip's index or cache has another build; PIP_CONFIG_FILE=/dev/null, remove $VENV and run this again" \
     "$VENV/bin/python" -c 'import sys, torch; print("torch", torch.__version__); sys.exit(not (torch.version.cuda or "").startswith("13."))'
   run "see the traceback above" \
-    "$VENV/bin/python" -c 'import dppo_megatron, vllm, megatron.core; print("vllm", vllm.__version__, "megatron-core", megatron.core.__version__)'
+    "$VENV/bin/python" -W ignore -c 'import dppo_megatron, vllm, megatron.core; print("vllm", vllm.__version__, "megatron-core", megatron.core.__version__)'
   [ -z "$TE" ] || run "see the traceback above" "$VENV/bin/python" -c "$TE_CHECK"
   [ -z "$SGLANG" ] || run "see the traceback above" \
     "$SGLANG_VENV/bin/python" -c 'import torch, sglang; print("sglang", sglang.__version__, "torch", torch.__version__)'
@@ -207,12 +188,50 @@ else:
     import transformer_engine.pytorch
 '
 
-make_environment "$VENV" "$HERE/requirements/gpu.lock"
-run "see the message above" "$VENV/bin/python" -m pip install --no-deps --no-build-isolation --editable "$HERE"
-[ -z "$TE" ] || build_te
-[ -z "$SGLANG" ] || make_environment "$SGLANG_VENV" "$HERE/requirements/sglang-gpu.lock"
-verify
+read_options() {
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --venv) value "$@" && VENV=$2 && shift ;;
+      --python) value "$@" && PYTHON=$2 && shift ;;
+      --with-te) TE=yes ;;
+      --with-sglang) SGLANG=yes ;;
+      --sglang-venv) value "$@" && SGLANG_VENV=$2 && shift ;;
+      --validate) value "$@" && CONFIG=$2 && shift ;;
+      --model) value "$@" && MODEL=$2 && shift ;;
+      --skip-driver) DRIVER='' ;;
+      --dry-run) DRY=yes ;;
+      -h | --help) usage && exit 0 ;;
+      *) die "$1: no such option; see --help" ;;
+    esac
+    shift
+  done
+  VENV=$(realpath -m "$VENV")
+  SGLANG_VENV=$(realpath -m "${SGLANG_VENV:-$VENV-sglang}")
+}
 
-[ -z "$DRY" ] || { [ "$PROBLEMS" = 0 ] || die "$PROBLEMS of the checks above failed"; exit 0; }
-say "done. Next: source $VENV/bin/activate && dppo-megatron --help"
-[ -z "$SGLANG" ] || say "for engine.kind: sglang set engine.python: $SGLANG_VENV/bin/python"
+check_all() {
+  check_python
+  check_system
+  [ -z "$DRIVER" ] || check_driver
+  check_place "$VENV" 14
+  [ -z "$SGLANG" ] || check_place "$SGLANG_VENV" 16
+  check_temporary
+  check_files
+  if [ "$PROBLEMS" -gt 0 ] && [ -z "$DRY" ]; then die "$PROBLEMS of the checks above failed; nothing was changed"; fi
+}
+
+main() { # bash has read all of this file before it begins, so the file may change meanwhile
+  read_options "$@"
+  check_all
+  make_environment "$VENV" "$HERE/requirements/gpu.lock"
+  run "see the message above" "$VENV/bin/python" -m pip install --progress-bar off --no-deps --no-build-isolation --editable "$HERE"
+  [ -z "$TE" ] || build_te
+  [ -z "$SGLANG" ] || make_environment "$SGLANG_VENV" "$HERE/requirements/sglang-gpu.lock"
+  verify
+
+  [ -z "$DRY" ] || { [ "$PROBLEMS" = 0 ] || die "$PROBLEMS of the checks above failed"; exit 0; }
+  say "done. Next: source $VENV/bin/activate && dppo-megatron --help"
+  [ -z "$SGLANG" ] || say "for engine.kind: sglang set engine.python: $SGLANG_VENV/bin/python"
+}
+
+main "$@"; exit

@@ -163,7 +163,7 @@ def _all_flags() -> frozenset[str]:
 @cache
 def _flags_in_sources(root: Path) -> frozenset[str]:
     """Flags of scripts and of the programs that ours start."""
-    folders = ("dppo_megatron", "examples", "benchmarks", "tools", "slurm")
+    folders = ("dppo_megatron", "examples", "benchmarks", "tools", "slurm", "containers")
     files = [f for d in folders for f in (root / d).rglob("*") if f.suffix in (".py", ".sbatch", ".j2", ".sh")]
     return frozenset(flag for file in files for flag in FLAG.findall(file.read_text()))
 

@@ -76,6 +76,7 @@ def resolve(
         lock.write_text("\n".join(preferred))
         command = [executable, "--no-config", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
         command += ["--python-version", PYTHON, "--python-platform", f"x86_64-manylinux_{glibc}"]
+        command += ["--python", sys.executable, "--no-python-downloads"]  # else it looks for a Python 3.12 first, for seconds
         command += [str(wish), "--constraint", str(bound), "--output-file", str(lock)]
         command += [] if build else ["--no-build"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
