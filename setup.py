@@ -48,8 +48,8 @@ setup(
         "cpu": TRAIN,
         "gpu": TRAIN,  # all of it wheels: without TransformerEngine and apex `model.layers: local` trains
         "te": ["transformer-engine[pytorch]>=2.0"],  # source only: containers/install.sh --with-te, docs/install.md
-        # These two exclude each other (vllm 0.32 needs xgrammar 0.2.8, sglang 0.5.23 needs 0.2.7): one environment each,
-        # engine.python names the second one.
+        # vllm and sglang exclude each other (xgrammar 0.2.8 and 0.2.7): one environment each, engine.python names the
+        # second one.
         "vllm": ["vllm>=0.32,<0.33"],  # 0.33 rejects requests that arrive during a pause; 0.32 is what CI runs
         "sglang": ["sglang>=0.5.23,<0.5.24"],  # our plugin overrides internals of 0.5.23
         "wandb": ["wandb>=0.31"],

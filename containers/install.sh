@@ -67,7 +67,7 @@ check_system() {
     aarch64) say "WARNING: $machine: the lock files resolve for it, but were never installed on one" >&2 ;;
     *) problem "$machine: vLLM has packages for x86_64 and aarch64 only; use such a machine" ;;
   esac
-  libc=$(getconf GNU_LIBC_VERSION 2>/dev/null | cut -d ' ' -f 2)
+  libc=$(getconf GNU_LIBC_VERSION 2>/dev/null | cut -d ' ' -f 2 || true)
   [ -z "$SGLANG" ] || { needed=2.34 && reason="SGLang's packages"; }
   at_least "${libc:-0}" $needed ||
     problem "glibc ${libc:-(none)}: $reason need $needed (Ubuntu 22.04, Debian 12, RHEL 9); use containers/Dockerfile or containers/dppo.def"
@@ -79,7 +79,7 @@ check_system() {
 check_cxx() {
   local cxx=${CXX:-g++}
   command -v "$cxx" >/dev/null || { problem "$cxx: no C++ compiler, which TransformerEngine's build needs; apt-get install g++ (11 or newer)"; return; }
-  echo '#include <concepts>' | "$cxx" -std=c++20 -fsyntax-only -x c++ - 2>/dev/null ||
+  "$cxx" -std=c++20 -fsyntax-only -x c++ - <<<'#include <concepts>' 2>/dev/null ||
     problem "$cxx does not compile C++20, which torch's headers need; install g++ 11 or newer, or set CXX to one"
 }
 

@@ -35,7 +35,8 @@ NOT_SETTINGS = re.compile(r"\.(py|md|yaml|json|jsonl|png|safetensors|log|sbatch|
 METRIC_NAMES = {metric.name for metric in METRICS}
 METRIC_GROUPS = {name.split("/")[0] for name in METRIC_NAMES}
 NO_FILES = ("report/report.md", "test_x.py", "x.py")  # of a run, and placeholders
-OF_OTHERS = ("--dist-ckpt-strictness", "--api-key")  # flags of programs that only the text names
+OF_OTHERS = ("--dist-ckpt-strictness", "--api-key", "--shm-size")  # flags of programs that only the text names
+OF_CONTAINERS = ("--build-arg", "--cleanenv", "--containall", "--container-env", "--env", "--gpus", "--ipc", "--ulimit")
 REFUTED = ("rollout.engine",)  # settings that the text says do not exist
 
 
@@ -128,7 +129,7 @@ def _command(root: Path, line: str) -> Iterator[str]:
         yield from (f"--set {key}: no such setting" for key in re.findall(r"--set '?([\w.]+)=", line) if _unknown(key))
     elif line.startswith("--"):
         for flag in FLAG.findall(line):
-            if flag not in _all_flags() | _flags_in_sources(root) | set(OF_OTHERS):
+            if flag not in _all_flags() | _flags_in_sources(root) | {*OF_OTHERS, *OF_CONTAINERS}:
                 yield f"{flag}: no command has it"
 
 

@@ -76,7 +76,11 @@ def resolve(
         lock.write_text("\n".join(preferred))
         command = [executable, "--no-config", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
         command += ["--python-version", PYTHON, "--python-platform", f"x86_64-manylinux_{glibc}"]
-        command += ["--python", sys.executable, "--no-python-downloads"]  # else it looks for a Python 3.12 first, for seconds
+        command += [
+            "--python",
+            sys.executable,
+            "--no-python-downloads",
+        ]  # else it looks for a Python 3.12 first, for seconds
         command += [str(wish), "--constraint", str(bound), "--output-file", str(lock)]
         command += [] if build else ["--no-build"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
@@ -91,9 +95,9 @@ HEADER = """\
 # the versions of {like} wherever setup.py allows them. Installed by containers/install.sh, with --no-deps.
 """
 WHAT = {
-    "gpu": "The GPU environment of trainer and vLLM: `dppo_megatron[gpu,vllm]`, with the vLLM, torch and transformers of cpu.lock.",
-    "te": "TransformerEngine: `dppo_megatron[te]`, to be added to gpu.lock. transformer-engine-torch is compiled from source.",
-    "sglang-gpu": "SGLang's own GPU environment: `dppo_megatron[sglang]` excludes vLLM, so engine.python names its interpreter.",
+    "gpu": "Trainer and vLLM on GPUs: `dppo_megatron[gpu,vllm]`, with the vLLM, torch and transformers of cpu.lock.",
+    "te": "TransformerEngine, added to gpu.lock: `dppo_megatron[te]`. transformer-engine-torch is compiled there.",
+    "sglang-gpu": "SGLang's own environment on GPUs: `dppo_megatron[sglang]`. engine.python names its interpreter.",
 }
 
 
@@ -101,7 +105,9 @@ def _pinned(pins: dict[str, str]) -> list[str]:
     return [f"{name}=={version}" for name, version in sorted(pins.items())]
 
 
-def _write(name: str, found: Resolution, *, like: str, glibc: str = "2.31", without: Iterable[str] = ()) -> dict[str, str]:
+def _write(
+    name: str, found: Resolution, *, like: str, glibc: str = "2.31", without: Iterable[str] = ()
+) -> dict[str, str]:
     if found.error:
         sys.exit(f"requirements/{name}.lock: {found.error}")
     pins = {package: version for package, version in found.pins.items() if package not in set(without)}

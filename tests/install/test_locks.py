@@ -17,7 +17,9 @@ from gpu_locks import MEGATRON, extras, read_lock, requirements
 from tests.install.combinations import COMBINATIONS
 
 ROOT = Path(__file__).parents[2]
-LOCKS = {name: read_lock(ROOT / "requirements" / f"{name}.lock") for name in ("cpu", "gpu", "te", "sglang-cpu", "sglang-gpu")}
+LOCKS = {
+    name: read_lock(ROOT / "requirements" / f"{name}.lock") for name in ("cpu", "gpu", "te", "sglang-cpu", "sglang-gpu")
+}
 SHARED = ("torch", "transformers", "numpy", "tokenizers", "safetensors", "xgrammar", "pydantic", "aiohttp")
 
 

@@ -1,0 +1,55 @@
+"""The small environment of docs/slurm.md, in which the driver of a job of containers runs, suffices for it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import importlib, pkgutil, sys
+sys.modules.update(dict.fromkeys({absent}))
+import dppo_megatron.slurm
+for module in pkgutil.iter_modules(dppo_megatron.slurm.__path__):
+    importlib.import_module("dppo_megatron.slurm." + module.name)
+from dppo_megatron.cli import main
+config = "examples/qwen3_8b/config.yaml"
+sys.argv = ["dppo-megatron", "slurm", config, "--dry-run", "--set", "slurm.command=[dppo-megatron]"]
+main()
+"""
+
+
+def with_their_needs(names: list[str]) -> set[str]:
+    """Return the packages and, recursively, what they require."""
+    found, left = set(), list(names)
+    while left:
+        name = canonicalize_name(left.pop())
+        if name not in found:
+            found.add(name)
+            needs = map(Requirement, importlib.metadata.requires(name) or [])
+            left += [need.name for need in needs if not need.marker or need.marker.evaluate({"extra": ""})]
+    return found
+
+
+def test_it_suffices_for_the_driver():
+    text = " ".join((ROOT / "docs" / "slurm.md").read_text().split())
+    (listed,) = re.findall(r"`pip install -e \. ([a-z0-9 ]+)`", text)
+    there = with_their_needs(["torch", *listed.split()])  # torch is what the package itself requires
+    modules = importlib.metadata.packages_distributions()
+    absent = [
+        m
+        for m, owners in modules.items()
+        if not there & {canonicalize_name(o) for o in owners} and m != "dppo_megatron"
+    ]
+    absent = [m for m in absent if m.split(".")[0] not in sys.stdlib_module_names]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(absent=absent)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "#SBATCH --nodes=2" in done.stdout
