@@ -170,8 +170,10 @@ verify() {
   run "see the traceback above" \
     "$VENV/bin/python" -W ignore -c 'import dppo_megatron, vllm, megatron.core; print("vllm", vllm.__version__, "megatron-core", megatron.core.__version__)'
   [ -z "$TE" ] || run "see the traceback above" "$VENV/bin/python" -c "$TE_CHECK"
-  [ -z "$SGLANG" ] || run "see the traceback above" \
-    "$SGLANG_VENV/bin/python" -c 'import torch, sglang; print("sglang", sglang.__version__, "torch", torch.__version__)'
+  if [ -n "$SGLANG" ]; then
+    run "some installed versions disagree: remove $SGLANG_VENV and run this again" "$SGLANG_VENV/bin/python" -m pip check
+    run "see the traceback above" "$SGLANG_VENV/bin/python" -W ignore -c 'import torch, sglang; print("sglang", sglang.__version__, "torch", torch.__version__)'
+  fi
   [ -z "$CONFIG" ] || run "the lines above name the settings" "$VENV/bin/dppo-megatron" validate "$CONFIG" ${MODEL:+--set "model.path=$MODEL"}
 }
 

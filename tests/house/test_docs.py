@@ -78,9 +78,19 @@ def test_a_measured_figure_may_be_rounded(tmp_path):
 
 def test_main_names_the_page_and_fails(tmp_path, capsys):
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    for name in ("dppo_megatron", "benchmarks", "examples", "tools", "slurm", "tests", "requirements", "studies"):
+    for name in (
+        "dppo_megatron",
+        "benchmarks",
+        "examples",
+        "tools",
+        "slurm",
+        "tests",
+        "requirements",
+        "studies",
+        "containers",
+    ):
         (tmp_path / name).symlink_to(ROOT / name)
-    for name in ("Makefile", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in ("Makefile", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "setup.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     assert check_docs.main(tmp_path) == 0, capsys.readouterr().out
     (tmp_path / "docs" / "plan.md").write_text("[x](gone.md)")
