@@ -102,7 +102,7 @@ test-engines: install sglang
 	$(PYTEST) tests $(SIDE_BY_SIDE) -m "engines or faults"
 
 test-install: install
-	$(PYTEST) tests/install -m ""
+	$(PYTEST) tests/install -m registry
 
 study-smoke: install
 	rm -rf runs/chains-smoke
