@@ -78,17 +78,18 @@ def test_a_measured_figure_may_be_rounded(tmp_path):
 
 def test_main_names_the_page_and_fails(tmp_path, capsys):
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    for name in (
+    folders = (
         "dppo_megatron",
         "benchmarks",
-        "examples",
-        "tools",
-        "slurm",
-        "tests",
-        "requirements",
-        "studies",
         "containers",
-    ):
+        "examples",
+        "requirements",
+        "slurm",
+        "studies",
+        "tests",
+        "tools",
+    )
+    for name in folders:
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("Makefile", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "setup.py"):
         (tmp_path / name).symlink_to(ROOT / name)
