@@ -163,32 +163,12 @@ build_te() {
     "$VENV/bin/python" -m pip install --progress-bar off --no-deps --no-build-isolation --requirement "$HERE/requirements/te.lock"
 }
 
-verify() {
-  run "some installed versions disagree: remove $VENV and run this again" "$VENV/bin/python" -m pip check
-  run "this torch is not the one for CUDA 13: pip's index or cache has another build; PIP_CONFIG_FILE=/dev/null, remove $VENV and run this again" \
-    "$VENV/bin/python" -c 'import sys, torch; print("torch", torch.__version__); sys.exit(not (torch.version.cuda or "").startswith("13."))'
-  run "see the traceback above" \
-    "$VENV/bin/python" -W ignore -c 'import dppo_megatron, vllm, megatron.core; print("vllm", vllm.__version__, "megatron-core", megatron.core.__version__)'
-  [ -z "$TE" ] || run "see the traceback above" "$VENV/bin/python" -c "$TE_CHECK"
-  if [ -n "$SGLANG" ]; then
-    run "some installed versions disagree: remove $SGLANG_VENV and run this again" "$SGLANG_VENV/bin/python" -m pip check
-    run "see the traceback above" "$SGLANG_VENV/bin/python" -W ignore -c 'import torch, sglang; print("sglang", sglang.__version__, "torch", torch.__version__)'
-  fi
-  [ -z "$CONFIG" ] || run "the lines above name the settings" "$VENV/bin/dppo-megatron" validate "$CONFIG" ${MODEL:+--set "model.path=$MODEL"}
+verify() { # DIRECTORY PACKAGE...
+  local directory=$1
+  shift
+  run "some installed versions disagree: remove $directory and run this again" "$directory/bin/python" -m pip check
+  run "see the line above" "$directory/bin/python" "$HERE/containers/verify.py" "$@"
 }
-
-# Its libraries need the driver's libcuda.so.1, so an image build can only look for the file.
-TE_CHECK='
-import ctypes, importlib.metadata as m, importlib.util as u
-print("transformer-engine-torch", m.version("transformer-engine-torch"))
-assert u.find_spec("transformer_engine_torch"), "transformer_engine_torch was not built"
-try:
-    ctypes.CDLL("libcuda.so.1")
-except OSError:
-    print("no driver here: TransformerEngine was not loaded")
-else:
-    import transformer_engine.pytorch
-'
 
 read_options() {
   while [ $# -gt 0 ]; do
@@ -228,8 +208,13 @@ main() { # bash has read all of this file before it begins, so the file may chan
   make_environment "$VENV" "$HERE/requirements/gpu.lock"
   run "see the message above" "$VENV/bin/python" -m pip install --progress-bar off --no-deps --no-build-isolation --editable "$HERE"
   [ -z "$TE" ] || build_te
-  [ -z "$SGLANG" ] || make_environment "$SGLANG_VENV" "$HERE/requirements/sglang-gpu.lock"
-  verify
+  verify "$VENV" dppo_megatron vllm megatron.core
+  if [ -n "$SGLANG" ]; then
+    make_environment "$SGLANG_VENV" "$HERE/requirements/sglang-gpu.lock"
+    verify "$SGLANG_VENV" sglang
+  fi
+  [ -z "$CONFIG" ] ||
+    run "the lines above name the settings" "$VENV/bin/dppo-megatron" validate "$CONFIG" ${MODEL:+--set "model.path=$MODEL"}
 
   [ -z "$DRY" ] || { [ "$PROBLEMS" = 0 ] || die "$PROBLEMS of the checks above failed"; exit 0; }
   say "done. Next: source $VENV/bin/activate && dppo-megatron --help"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,14 +73,7 @@ def positions(done: Done, *wanted: str) -> list[int]:
 def test_the_lock_then_the_package_then_the_checks(install):
     done = install()
     assert done.returncode == 0, done.output
-    order = [
-        "-m venv",
-        "requirements/gpu.lock",
-        "--editable",
-        "pip check",
-        "torch.version.cuda",
-        "import dppo_megatron, vllm, megatron.core",
-    ]
+    order = ["-m venv", "gpu.lock", "--editable", "pip check", "verify.py dppo_megatron vllm megatron.core"]
     assert positions(done, *order) == sorted(positions(done, *order))
     for command in done.commands:
         assert "pip install" not in command or "--no-deps" in command
@@ -98,7 +92,7 @@ def test_everything(install, tmp_path):
         "gpu.lock",
         "--no-build-isolation --requirement",
         "env-sglang/python -m pip install",
-        "import torch, sglang",
+        "verify.py sglang",
         "validate config.yaml --set model.path=model",
     ]
     assert positions(done, *order) == sorted(positions(done, *order))
@@ -167,7 +161,7 @@ def test_no_driver_is_a_warning_and_an_old_one_can_be_allowed(install):
     [
         ("gpu.lock", "PIP_INDEX_URL"),
         ("te.lock", "model.layers: local"),
-        ("torch.version.cuda", "PIP_CONFIG_FILE=/dev/null"),
+        ("verify.py", "see the line above"),
         ("pip check", "run this again"),
     ],
 )
@@ -177,6 +171,19 @@ def test_a_step_that_fails_ends_it_with_the_remedy(install, fail, says):
     assert "exit status 3" in errors(done)[0]
     assert says in errors(done)[0]
     assert fail in done.commands[-1]  # nothing ran after it
+
+
+@pytest.mark.parametrize(
+    ("build", "says"), [("2.13.0+cpu", "not the build for CUDA 13"), ("2.13.0", "import gone: ModuleNot")]
+)
+def test_the_last_check_names_a_wrong_torch_and_what_cannot_be_imported(tmp_path, build, says):
+    cuda = None if "cpu" in build else "13.0"
+    (tmp_path / "torch.py").write_text(f"__version__ = {build!r}\nclass version:\n    cuda = {cuda!r}\n")
+    command = [sys.executable, SCRIPT.parent / "verify.py", "json", "gone"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert done.stderr.startswith("ERROR: ")
+    assert says in done.stderr
 
 
 def test_a_second_run_uses_the_environment_of_the_first(install):
