@@ -139,7 +139,7 @@ run() { # REMEDY COMMAND...
   local remedy=$1
   shift
   show "$@"
-  [ -n "$DRY" ] || "$@" || die "this command failed (exit status $?): ${*:0:4} ...; $remedy"
+  [ -n "$DRY" ] || "$@" || die "this command failed (exit status $?): ${*:1:4} ...; $remedy"
 }
 
 INDEX="if pip found no package: the index must have the files of PyPI (PIP_INDEX_URL); if the connection broke: run this again"
