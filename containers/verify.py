@@ -1,7 +1,7 @@
 """Check an environment that containers/install.sh made: `PYTHON containers/verify.py PACKAGE...`, with its interpreter.
 
 Prints versions and exits with 1 and one line if torch is not the build for CUDA 13, or a package cannot be imported.
-Imports that need NVIDIA's driver (libcuda.so.1) are left out where there is none, as in an image build.
+vLLM's kernels need NVIDIA's driver (libcuda.so.1) and are left out where there is none, as in an image build.
 """
 
 import ctypes
@@ -39,9 +39,6 @@ def problem(packages: list[str]) -> str | None:
             "TransformerEngine has no library for torch; install again with --with-te, or uninstall transformer-engine"
         )
     driver = has_driver()
-    if engine and not driver:
-        print("no driver here: TransformerEngine and Megatron-core, which imports it, are not imported")
-        packages = [name for name in packages if not name.startswith("megatron")]
     kernels = [part for package in packages for part in WITH_DRIVER.get(package, [])] if driver else []
     for name in [*packages, *kernels]:
         try:
