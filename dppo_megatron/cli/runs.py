@@ -102,11 +102,13 @@ def engine(
     config_file: ConfigFile,
     overrides: Overrides = None,
     index: Annotated[int, typer.Option(help="which of engine.count engines this is")] = 0,
+    node: Annotated[int | None, typer.Option(help="run only this one of its engine.nodes nodes")] = None,
+    meeting: Annotated[str, typer.Option(help="with --node: a name that all nodes of this start share")] = "",
 ) -> None:
     """Run one inference server of the run in the foreground and announce it once it answers."""
     from dppo_megatron.launch.engine import run_engine
 
-    raise typer.Exit(run_engine(load_config(config_file, overrides or ()), index))
+    raise typer.Exit(run_engine(load_config(config_file, overrides or ()), index, node=node, meeting=meeting))
 
 
 @app.command(name="eval")

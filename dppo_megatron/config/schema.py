@@ -148,7 +148,14 @@ class EngineConfig(Section):
         None, description="what requests must bring to the engines is in this file; default: RUN/secret, which is made"
     )
     count: Processes = Field(1, description="engines to start when urls is empty")
-    tensor_parallel: Processes = Field(1, description="GPUs of one engine")
+    tensor_parallel: Processes = Field(1, description="GPUs over which an engine shards each layer")
+    pipeline_parallel: Processes = Field(
+        1, description="stages into which an engine splits its layers, each on tensor_parallel GPUs; for vllm"
+    )
+    expert_parallel: bool = Field(
+        False, description="each GPU of an engine stores whole experts; false: a slice of every expert"
+    )
+    nodes: Processes = Field(1, description="nodes that one engine spans, with equally many of its GPUs on each")
     placement: Literal["disaggregated", "colocated"] = Field(
         "disaggregated",
         description="disaggregated: engines have GPUs of their own; colocated: they share the trainer's and sleep, "
@@ -204,6 +211,16 @@ class EngineConfig(Section):
     restarts: CountFromZero = Field(
         5, description="restarts in a row of an engine that the run started; one more end ends the run"
     )
+
+    @property
+    def devices(self) -> int:
+        """GPUs of one engine."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def devices_per_node(self) -> int:
+        """GPUs of one engine on each of its nodes."""
+        return self.devices // self.nodes
 
     @property
     def serves_fp8(self) -> bool:
@@ -348,7 +365,7 @@ class Config(Section):
     @property
     def engine_devices(self) -> int:
         """GPUs of the engines that the run starts."""
-        return self.started_engines * self.engine.tensor_parallel
+        return self.started_engines * self.engine.devices
 
     @property
     def eval_sets(self) -> dict[str, EvalSet]:

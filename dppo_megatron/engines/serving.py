@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,16 @@ from .exact import Exact
 from .protocol import EngineError, EngineIncompatible, EngineInfo
 
 Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineNode:
+    """A node of an engine that spans `engine.nodes` of them. The server of node 0 answers requests."""
+
+    rank: int
+    host: str  # of the rendezvous of all nodes, which node 0 opens
+    port: int
+
 
 # Tens of microseconds by libgomp's count, longer than most pauses between two operators of a small model: an eighth of
 # the time of sampling at 20 M parameters. Three times as long takes the cores from whoever else has work for them.

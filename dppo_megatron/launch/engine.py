@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
 
-from dppo_megatron.common.process import end_with_parent, exit_reason
+from dppo_megatron.common.process import exit_reason
 from dppo_megatron.common.retry import RetryBudget, retry_async
 from dppo_megatron.config import Config
-from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
+from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import EngineError
 from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.errors import ExpectedError
@@ -26,6 +24,7 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.delta import chain, is_delta
 from dppo_megatron.weights.published import PublishedPolicy
 
+from .engine_nodes import EngineStart, Servers, command
 from .quantized import ensure_start_model
 
 log = logging.getLogger(__name__)
@@ -45,45 +44,74 @@ class EngineFrozen(ExpectedError, RuntimeError):
     """The server runs and does not answer; it was killed."""
 
 
-def run_engine(config: Config, index: int) -> int:
+def run_engine(config: Config, index: int, *, node: int | None = None, meeting: str = "") -> int:
     """Starts engine `index`, registers it as `engine-<index>` when healthy, and returns the server's exit code.
 
-    The server joins this process's session and output; SIGTERM and SIGINT end it. Raises `EngineStartError`
-    when it ends while starting or does not answer within `engine.start_timeout_s`, and `EngineFrozen` when later it
-    fails too many health checks in a row. In both cases it is dead then.
+    Of an engine of several nodes all servers run on this machine, or with `node` only that node's: the others do the
+    same on theirs, with the same `meeting`, a name that no other start of an engine has. Servers join this process's
+    session and output; SIGTERM and SIGINT end them, and when one ends, so do all. Raises `EngineStartError` when one
+    ends while starting or the engine does not answer within `engine.start_timeout_s`, `EngineFrozen` when later it
+    fails too many health checks in a row, and `ServiceTimeout` when node 0 does not begin. All are dead then.
     """
     run = RunDir(config.run.dir)
     run.make()
-    setup_logging(f"engine-{index}", run.root)
+    setup_logging(engine_log(index, node or 0), run.root)
     make_secret(config)
+    path = run.services / f"{meeting}.json"
+    if node:
+        start = EngineStart.read(path, config.engine.start_timeout_s)
+    else:
+        start = _start(config, run, index)
+        if node is not None:
+            start.write(path)
+    nodes = range(config.engine.nodes) if node is None else [node]
+    for number in nodes:
+        log.info("starting %s: %s", engine_log(index, number), " ".join(command(config, start, number)))
+    servers = Servers.start(config, start, nodes)
+    _pass_on_signals(servers)
+    try:
+        code = _wait_for_end(servers) if node else _serve(config, run, index, start, servers)
+    finally:
+        servers.kill()
+        servers.wait()
+    log.info("engine-%d: the server ended (%s)", index, exit_reason(code))
+    if code == 0 and config.engine.nodes > 1 and not servers.stopping:
+        return 1  # a node ends with 0 when another one is gone
+    return code if code >= 0 else 128 - code
+
+
+def engine_log(index: int, node: int) -> str:
+    """Name of the log of an engine's node: engine-0 for its first, then engine-0.1, engine-0.2, ..."""
+    return f"engine-{index}.{node}" if node else f"engine-{index}"
+
+
+def _start(config: Config, run: RunDir, index: int) -> EngineStart:
     host = config.engine.host
     port = config.engine.port + index if config.engine.port else free_port(host)
     if port_in_use(host, port):
         raise EngineStartError(f"engine.port = {port}: already in use on {host}; choose another or 0 for a free one")
-    url = f"http://{host}:{port}"
-    model, version = _policy_to_serve(config, run, index)
-    command = server_command(config, port, model, version)
-    log.info("starting engine-%d: %s", index, " ".join(command))
-    server = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **server_environment(config, version)},
-        preexec_fn=end_with_parent,
-    )
-    _pass_on_signals(server)
-    started = time.monotonic()
+    return EngineStart.here(config, *_policy_to_serve(config, run, index), port)
+
+
+def _serve(config: Config, run: RunDir, index: int, start: EngineStart, server: Servers) -> int:
+    """Exit code of the server, which is registered from its first answer until it ends."""
+    url, started = f"http://{config.engine.host}:{start.port}", time.monotonic()
     _wait_healthy(config, url, server)
     log.info("engine-%d answers at %s after %.1f s", index, url, time.monotonic() - started)
     register(run, f"engine-{index}", url, server.pid)
     try:
-        code = asyncio.run(_watch(config, url, server))
+        return asyncio.run(_watch(config, url, server))
     finally:
         forget(run, f"engine-{index}", server.pid)
-    log.info("engine-%d: the server ended (%s)", index, exit_reason(code))
-    return code if code >= 0 else 128 - code
 
 
-def _pass_on_signals(server: subprocess.Popen[bytes]) -> None:
+def _wait_for_end(server: Servers) -> int:
+    while (code := server.poll()) is None:
+        time.sleep(POLL_S)
+    return code
+
+
+def _pass_on_signals(server: Servers) -> None:
     """SIGTERM and SIGINT end the server, by SIGKILL where it takes longer than `STOP_S`."""
 
     def stop(*_: object) -> None:
@@ -110,7 +138,7 @@ def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int
     return path, published.version
 
 
-def _wait_healthy(config: Config, url: str, server: subprocess.Popen) -> None:
+def _wait_healthy(config: Config, url: str, server: Servers) -> None:
     timeout_s = config.engine.start_timeout_s
     budget = RetryBudget(timeout_s=timeout_s, first_pause_s=POLL_S, longest_pause_s=POLL_S)
 
@@ -134,7 +162,7 @@ def _wait_healthy(config: Config, url: str, server: subprocess.Popen) -> None:
         ) from None
 
 
-async def _watch(config: Config, url: str, server: subprocess.Popen) -> int:
+async def _watch(config: Config, url: str, server: Servers) -> int:
     """Exit code of the server. Kills one that froze: the run's driver restarts only engines that ended."""
     settings = config.engine
     engine = build_engine(config, url)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.serving import Device, cpu_threads, device_here
+from dppo_megatron.engines.serving import Device, EngineNode, cpu_threads, device_here
 from dppo_megatron.hf import read_hf_config
 
 from .client import CONTEXT_MARGIN
@@ -30,7 +30,13 @@ def sglang_python(config: Config) -> Path:
 
 
 def sglang_command(
-    config: Config, port: int, model_path: Path, version: int, *, device: Device | None = None
+    config: Config,
+    port: int,
+    model_path: Path,
+    version: int,
+    node: EngineNode | None = None,
+    *,
+    device: Device | None = None,
 ) -> list[str]:
     """The server's argv; it starts with policy `version`. `device` defaults to CUDA where this process sees one.
 
@@ -49,6 +55,11 @@ def sglang_command(
         "--skip-tokenizer-init",  # tokens in, tokens out
         *("--log-level-http", "warning"),
     ]
+    if engine.expert_parallel:
+        command += ["--ep-size", str(engine.tensor_parallel)]
+    if node is not None:
+        command += ["--nnodes", str(engine.nodes), "--node-rank", str(node.rank)]
+        command += ["--dist-init-addr", f"{node.host}:{node.port}"]
     if engine.seeded:
         command.append("--enable-deterministic-inference")  # without it samples ignore their seeds
     if config.rollout.routing_replay:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.serving import Device, cpu_threads, device_here
+from dppo_megatron.engines.serving import Device, EngineNode, cpu_threads, device_here
 from dppo_megatron.hf import read_hf_config
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be
@@ -20,16 +20,25 @@ def vllm_python(config: Config) -> Path:
 
 
 def vllm_command(
-    config: Config, port: int, model_path: Path, _version: int, *, device: Device | None = None
+    config: Config,
+    port: int,
+    model_path: Path,
+    _version: int,
+    node: EngineNode | None = None,
+    *,
+    device: Device | None = None,
 ) -> list[str]:
     """The server's argv; its environment holds the version. `device` defaults to CUDA where this process sees one.
 
     `config.engine.extra_args` come last and win.
     """
     engine = config.engine
+    # Not `vllm serve`: it looks for a distribution named vllm, and the CPU build has another name.
+    entry = "vllm.entrypoints.launchers.api_server.entry"
+    if node is not None and node.rank:
+        entry = "dppo_megatron.engines.vllm.extension.headless"
     command = [
-        # Not `vllm serve`: it looks for a distribution named vllm, and the CPU build has another name.
-        *(str(vllm_python(config)), "-m", "vllm.entrypoints.launchers.api_server.entry"),
+        *(str(vllm_python(config)), "-m", entry),
         *("--model", str(model_path)),
         *("--host", engine.host, "--port", str(port)),
         *("--dtype", DTYPES[engine.dtype].long),
@@ -46,6 +55,14 @@ def vllm_command(
         "--disable-uvicorn-access-log",
         "--disable-log-stats",  # an eighth of the API process's time for counters that nobody scrapes in a run
     ]
+    if engine.pipeline_parallel > 1:
+        command += ["--pipeline-parallel-size", str(engine.pipeline_parallel)]
+    if engine.expert_parallel:
+        command.append("--enable-expert-parallel")
+    if node is not None:
+        command += ["--nnodes", str(engine.nodes), "--node-rank", str(node.rank)]
+        command += ["--master-addr", node.host, "--master-port", str(node.port)]
+        command += ["--headless"] if node.rank else []
     if engine.kv_cache_bytes is not None:
         command += ["--kv-cache-memory-bytes", str(engine.kv_cache_bytes)]
     if (device or device_here()) == "cuda" and engine.placement == "colocated":
