@@ -65,6 +65,10 @@ def engine(request, tmp_path_factory) -> Iterator[TwoNodes]:
     root = tmp_path_factory.mktemp("two-nodes")
     models = {name: make_model(root / name, seed) for seed, name in enumerate("ab", 1)}
     config = engine_config(models["a"], nodes=2, **{request.param: 2})
+    if request.param == "pipeline_parallel":
+        # In eager mode vLLM 0.32 on CPUs makes no buffers for what a stage receives: its first request would fail.
+        engine = {"extra_args": ("--no-enforce-eager",), "env": {**config.engine.env, "VLLM_USE_AOT_COMPILE": "0"}}
+        config = config.model_copy(update={"engine": config.engine.model_copy(update=engine)})
     run = RunDir(config.run.dir)
     run.make()
     save_resolved(config, run.config)
