@@ -34,7 +34,7 @@ def require_gpu() -> None:
 
 def engine_devices(config: Config, index: int, visible: list[str], *, trains: bool = True) -> list[str]:
     """GPUs of engine `index` on this machine; empty where there are none. `trains`: the first ones are the ranks'."""
-    each = config.engine.tensor_parallel
+    each = config.engine.devices
     first = (_first_of_engines(config) if trains else 0) + index * each
     return visible[first : first + each]
 

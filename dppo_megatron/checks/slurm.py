@@ -35,11 +35,15 @@ def _requested(config: Config) -> list[str]:
         )
     if s.engine_nodes and not engines:
         out.append(f"slurm.engine_nodes = {s.engine_nodes}: the run starts no engine; set it to 0")
-    if s.engine_nodes > engines > 0:
+    each, homes = config.engine.nodes, s.engine_nodes or s.trainer_nodes
+    if s.engine_nodes > engines * each > 0:
         out.append(
-            f"slurm.engine_nodes = {s.engine_nodes}: more than engine.count = {engines}, so some would idle; raise "
-            "engine.count (an engine is on one node)"
+            f"slurm.engine_nodes = {s.engine_nodes}: more than engine.count = {engines} x engine.nodes = {each}, so "
+            "some would idle; raise engine.count"
         )
+    if engines and homes % each:
+        name = "engine_nodes" if s.engine_nodes else "trainer_nodes"
+        out.append(f"slurm.{name} = {homes}: not a multiple of engine.nodes = {each}; change one of them")
     if s.heterogeneous and not s.engine_nodes:
         out.append("slurm.heterogeneous = true: needs slurm.engine_nodes of at least 1; set it, or this to false")
     if not s.heterogeneous:
@@ -47,7 +51,7 @@ def _requested(config: Config) -> list[str]:
             if (value := getattr(s, name)) not in (None, ()):
                 out.append(f"slurm.{name} = {value}: needs slurm.heterogeneous = true; set it, or remove this")
     ranks = -(-p.world_size // s.trainer_nodes)
-    serving = -(-engines // (s.engine_nodes or s.trainer_nodes)) * config.engine.tensor_parallel
+    serving = -(-engines // max(1, homes // each)) * config.engine.devices_per_node
     colocated = config.engine.placement == "colocated"
     if colocated and s.engine_nodes:
         out.append(

@@ -24,7 +24,7 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.delta import chain, is_delta
 from dppo_megatron.weights.published import PublishedPolicy
 
-from .engine_nodes import EngineStart, Servers, command
+from .engine_nodes import EngineStart, Servers
 from .quantized import ensure_start_model
 
 log = logging.getLogger(__name__)
@@ -64,10 +64,7 @@ def run_engine(config: Config, index: int, *, node: int | None = None, meeting: 
         start = _start(config, run, index)
         if node is not None:
             start.write(path)
-    nodes = range(config.engine.nodes) if node is None else [node]
-    for number in nodes:
-        log.info("starting %s: %s", engine_log(index, number), " ".join(command(config, start, number)))
-    servers = Servers.start(config, start, nodes)
+    servers = Servers.start(config, start, range(config.engine.nodes) if node is None else [node])
     _pass_on_signals(servers)
     try:
         code = _wait_for_end(servers) if node else _serve(config, run, index, start, servers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import server_command, server_environment
 from dppo_megatron.engines.serving import EngineNode
 from dppo_megatron.fleet.registry import ServiceTimeout, free_port
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 
@@ -64,9 +67,11 @@ class Servers:
         """Starts the servers of `nodes` in this process's session, with its output. They share its GPUs."""
         environment, processes = {**os.environ, **server_environment(config, start.version)}, []
         for place, node in enumerate(nodes):
+            line = command(config, start, node)
+            log.info("starting the server of node %d: %s", node, " ".join(line))
             processes.append(
                 subprocess.Popen(
-                    command(config, start, node),
+                    line,
                     stdin=subprocess.DEVNULL,
                     env=environment | (_share_of_gpus(config, environment, place) if len(nodes) > 1 else {}),
                     preexec_fn=end_with_parent,

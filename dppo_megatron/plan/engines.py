@@ -20,8 +20,8 @@ UNUSED = 0.1  # of the memory: what servers leave free by default, CUDA graphs a
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes on one GPU of an engine. `cache`: what weights leave for keys and values, or `engine.kv_cache_bytes`;
-    negative when weights do not fit."""
+    """Bytes on one GPU of an engine, in the stage that serves the fewest sequences. `cache`: what weights leave for
+    keys and values, or `engine.kv_cache_bytes`; negative when weights do not fit."""
 
     weights: int
     cache: int
@@ -46,6 +46,32 @@ def published_bytes(hf: HFModelConfig, config: Config) -> int:
         shapes = adapter_shapes(hf, config.model.lora).values()
         return DTYPES[config.engine.dtype].bytes * sum(map(math.prod, shapes))
     return sum(info.nbytes for info in _published(hf, config).values())
+
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+# What every GPU of a stage stores whole: norms, routers, and the projections into the latent space.
+_REPLICATED = re.compile(r"norm\.weight$|norm\.bias$|\.gate\.|\.(q_a_proj|kv_a_proj_with_mqa)\.")
+
+
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Layers of each stage, as vLLM splits them (vllm/distributed/utils.py, get_pp_indices): those that are left over
+    go to the last stages but the very last, which has the head."""
+    each, left = divmod(layers, stages)
+    return [each + (stages - 1 - left <= stage < stages - 1) for stage in range(stages)]
+
+
+def _stage_bytes(hf: HFModelConfig, config: Config) -> list[int]:
+    """Weights of one GPU of each stage."""
+    counts = stage_layers(hf.num_layers, config.engine.pipeline_parallel)
+    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    sums = [0] * len(counts)
+    for name, info in _published(hf, config).items():
+        layer, first = _LAYER.search(name), "embed_tokens" in name
+        stage = stage_of[int(layer[1])] if layer else 0 if first else len(counts) - 1
+        sums[stage] += info.nbytes if _REPLICATED.search(name) else -(-info.nbytes // config.engine.tensor_parallel)
+        if first and hf.tied_embeddings and len(counts) > 1:
+            sums[-1] += -(-info.nbytes // config.engine.tensor_parallel)
+    return sums
 
 
 def _published(hf: HFModelConfig, config: Config) -> dict[str, TensorInfo]:
@@ -97,15 +123,18 @@ def engine_memory(hf: HFModelConfig, config: Config, hardware: Hardware) -> Engi
     engine = config.engine
     if not config.engine_devices or not hardware.cuda:
         return None
-    weights = -(-published_bytes(hf, config) // engine.tensor_parallel)
     if hf.mla is not None:
         width = hf.mla.kv_lora_rank + hf.mla.qk_rope_head_dim  # on every GPU
     else:
         width = 2 * max(1, hf.num_kv_heads // engine.tensor_parallel) * hf.head_dim
     usable = int(hardware.memory_bytes * (1 - UNUSED)) - hardware.reserved_bytes
-    cache = usable - weights
-    if engine.kv_cache_bytes is not None:
-        cache = min(cache, engine.kv_cache_bytes)
-    per_sequence = engine.max_model_len * hf.num_layers * width * DTYPES[engine.dtype].bytes
-    room = hardware.memory_bytes - hardware.reserved_bytes - weights - max(0, cache)
-    return EngineMemory(weights, cache, per_sequence, update_bytes(hf, config), room)
+    update, stages = update_bytes(hf, config), []
+    layers = stage_layers(hf.num_layers, engine.pipeline_parallel)
+    for weights, count in zip(_stage_bytes(hf, config), layers, strict=True):
+        cache = usable - weights
+        if engine.kv_cache_bytes is not None:
+            cache = min(cache, engine.kv_cache_bytes)
+        per_sequence = engine.max_model_len * count * width * DTYPES[engine.dtype].bytes
+        room = hardware.memory_bytes - hardware.reserved_bytes - weights - max(0, cache)
+        stages.append(EngineMemory(weights, cache, per_sequence, update, room))
+    return min(stages, key=lambda stage: stage.cache / stage.per_sequence)

@@ -102,5 +102,8 @@ def _notes(config: Config, cluster: Cluster) -> Sequence[str]:
     for name, size in (("tensor", p.tensor), ("expert_tensor", p.expert_tensor or 1)):
         if size > per_node or per_node % size:
             yield f"parallel.{name} = {size}: its groups cross nodes of {per_node}; every layer waits for the network"
+    e = config.engine
+    if config.started_engines and e.tensor_parallel > e.devices_per_node:
+        yield f"engine.tensor_parallel = {e.tensor_parallel}: over {e.nodes} nodes; every layer waits for the network"
     if p.expert * (p.expert_tensor or p.tensor) > per_node and p.expert > 1:
         yield f"parallel.expert = {p.expert}: its groups cross nodes of {per_node}; dispatch goes over the network"

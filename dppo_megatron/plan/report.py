@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dppo_megatron.common.hardware import CONTEXT_BYTES, GIB, MARGIN, NCCL_BYTES, peak_flops
+from dppo_megatron.config import Config
 
 from .activations import EXPERT_IMBALANCE
 from .advice import Advice
@@ -25,7 +26,7 @@ def _model(plan: Plan) -> Iterator[str]:
         f", {total.active:,} active per token" if hf.moe is not None else ""
     )
     serving = config.engine_devices
-    engines = f", {config.engine.count} engines of {config.engine.tensor_parallel}" if serving else ""
+    engines = f", {config.engine.count} engines of {_gpus(config)}" if serving else ""
     yield (
         f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.hardware.name}: {p.world_size} trainer ranks{engines}; "
         f"tensor {p.tensor}{' + sequence' if p.sequence else ''}, pipeline {p.pipeline}"
@@ -44,6 +45,15 @@ def _model(plan: Plan) -> Iterator[str]:
     yield from _engine(plan)
     yield f"disk: {', '.join(_disk(plan))}"
     yield from (f"note: {note}" for note in plan.notes)
+
+
+def _gpus(config: Config) -> str:
+    """GPUs of an engine, and how they are used where they are in stages or on several nodes."""
+    e = config.engine
+    if e.nodes == e.pipeline_parallel == 1:
+        return str(e.devices)
+    stages = f", pipeline {e.pipeline_parallel}" if e.pipeline_parallel > 1 else ""
+    return f"{e.devices} over {e.nodes} nodes (tensor {e.tensor_parallel}{stages})"
 
 
 def _engine(plan: Plan) -> Iterator[str]:
@@ -138,8 +148,8 @@ def _verdict(plan: Plan, advice: Sequence[Advice]) -> Iterator[str]:
         yield (
             f"engines do not fit: weights take {_size(engine.weights)} of each of their GPUs and leave no room for one "
             f"sequence of engine.max_model_len = {config.max_model_len} tokens ({_size(engine.per_sequence)}); use "
-            f"{quantize}a larger engine.tensor_parallel, which a node's {plan.cluster.gpus_per_node} GPUs limit, or "
-            "GPUs with more memory"
+            f"{quantize}a larger engine.tensor_parallel (more than a node's {plan.cluster.gpus_per_node} GPUs: with "
+            "engine.nodes), or GPUs with more memory"
         )
     if plan.ranks_fit:
         spare = f"{(total - worst) / GIB:.1f} GiB of {total / GIB:.1f} GiB to spare"

@@ -31,7 +31,7 @@ class NewErrors:
 
         When one rank fails the others complain after it, so it is the log with errors that was written least lately.
         """
-        logs = [*self._logs.glob(f"{step}.log"), *self._logs.glob(f"{step}-*.log")]
+        logs = [path for names in ("", "-*", ".*") for path in self._logs.glob(f"{step}{names}.log")]
         for log in sorted(logs, key=lambda path: path.stat().st_mtime):
             if (line := last_error(self._new_lines(log))) is not None:
                 return f"{log.stem}: {line}"

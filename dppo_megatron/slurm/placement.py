@@ -60,7 +60,8 @@ def orchestrator_plan(allocation: Allocation) -> StepPlan:
 
 
 def engine_plans(config: Config, allocation: Allocation) -> list[StepPlan]:
-    """One step per engine, so that one can end and start again alone; engines fill their nodes in turn.
+    """One step per engine, so that one can end and start again alone; engines fill their nodes in turn. An engine of
+    several nodes has a task on each, and its nodes follow one another.
 
     On nodes they share with trainer ranks, engines take the GPUs after the ranks' or, colocated, the same.
     """
@@ -76,10 +77,11 @@ def engine_plans(config: Config, allocation: Allocation) -> list[StepPlan]:
         taken, gpus = 0 if colocated else config.parallel.world_size // s.trainer_nodes, s.gpus_per_node
     elif not allocation.heterogeneous:
         nodes = nodes[s.trainer_nodes :]
-    plans = []
+    each, plans = config.engine.nodes, []
     for index, name in enumerate(names):
-        slot, node = divmod(index, len(nodes))
-        first_gpu = taken + slot * config.engine.tensor_parallel
+        slot, place = divmod(index, len(nodes) // each)
+        first_gpu = taken + slot * config.engine.devices_per_node
         arguments = ("engine", "--index", str(index), "--first-gpu", str(first_gpu))
-        plans.append(StepPlan(name, arguments, (nodes[node],), group, gpus_per_node=gpus))
+        own = nodes[place * each : (place + 1) * each]
+        plans.append(StepPlan(name, arguments, own, group, tasks=each, gpus_per_node=gpus))
     return plans

@@ -109,7 +109,7 @@ def scale_to_nodes(config: Config, nodes: str) -> Config:
     if engine_nodes and not s.engine_nodes:
         raise ConfigError("--nodes", [f"{nodes}: the config has slurm.engine_nodes = 0; set it and engine.count"])
     if s.engine_nodes and engine_nodes:
-        count = count // s.engine_nodes * engine_nodes
+        count = count * engine_nodes // s.engine_nodes
     elif not s.engine_nodes:
         count = count * int(trainers) // s.trainer_nodes
     tree = config.model_dump()

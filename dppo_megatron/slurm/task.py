@@ -22,6 +22,7 @@ from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import ServiceTimeout, port_in_use
+from dppo_megatron.launch.engine import engine_log
 from dppo_megatron.launch.local_processes import dppo_command
 from dppo_megatron.launch.rank_environment import connection_environment
 from dppo_megatron.observability.logs import last_lines
@@ -89,9 +90,12 @@ def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gp
         environment |= trainer_environment(run, task, *rendezvous(run, task, address, config.slurm.start_timeout_s))
     elif role == "engine":
         host = engine_host(config, address)
-        name, arguments = f"engine-{index}", ["engine", "--index", str(index), "--set", f"engine.host={host}"]
+        name = engine_log(index, task.rank)
+        arguments = ["engine", "--index", str(index), "--set", f"engine.host={host}"]
+        if task.size > 1:
+            arguments += ["--node", str(task.rank), "--meeting", f"engine-{index}-{task.step}"]
         if binds:
-            bind_to_gpus(name, first_gpu, config.engine.tensor_parallel, 1)
+            bind_to_gpus(name, first_gpu, config.engine.devices_per_node, 1)
         environment |= engine_environment(config, index, first_gpu, host)
     else:
         name, arguments = role, [role]
@@ -161,7 +165,7 @@ def engine_environment(config: Config, index: int, first_gpu: int, address: str)
     environment = {"VLLM_HOST_IP": address}
     named = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if visible := named or visible_devices():
-        each = config.engine.tensor_parallel
+        each = config.engine.devices_per_node
         if first_gpu + each > len(visible):
             raise ExpectedError(
                 f"engine-{index}: its GPUs are {first_gpu} to {first_gpu + each - 1} of its node, and Slurm shows the "

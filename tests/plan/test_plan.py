@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 from dppo_megatron.actor import UpdateStats
 from dppo_megatron.checks import serving
 from dppo_megatron.cli import app
+from dppo_megatron.common.hardware import GIB
 from dppo_megatron.config import ConfigError, read_config
 from dppo_megatron.data.micro_batches import computed_pairs
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.hf.flops import ModelFlops
 from dppo_megatron.plan import Advice, Cluster, advise, hardware, make_plan, report
+from dppo_megatron.plan.engines import engine_memory, stage_layers
 from dppo_megatron.trainer.batches import UpdateBatch
 from dppo_megatron.trainer.metrics import StepMetrics, Throughput
 
@@ -117,20 +119,54 @@ def test_an_impossible_layout_is_rejected_with_every_reason(builder):
 @pytest.mark.parametrize(
     ("gpus", "sets", "reason"),
     [
-        (8, ["engine.tensor_parallel=16", "engine.count=1"], "engine.tensor_parallel = 16: an engine is on one node"),
+        (8, ["engine.tensor_parallel=16", "engine.count=1"], r"engine.nodes = 1: .* 16 devices .*; set it to 2"),
+        (8, ["engine.tensor_parallel=16", "engine.nodes=2", "engine.count=1"], None),
+        (8, ["engine.tensor_parallel=8", "engine.nodes=2", "engine.count=3"], "hold 2 engines of 4 devices on 2 nodes"),
         (8, ["engine.tensor_parallel=3", "engine.count=2"], "does not divide 32 attention heads"),
         (8, ["engine.tensor_parallel=8", "engine.count=2", "parallel.world_size=10"], None),
         (6, ["engine.tensor_parallel=4", "engine.count=3", "parallel.world_size=6"], None),
         (6, ["engine.tensor_parallel=4", "engine.count=4", "parallel.world_size=6"], "hold 3 engines of 4"),
     ],
 )
-def test_engines_are_placed_on_one_node_each(builder, gpus, sets, reason):
+def test_engines_are_placed_on_nodes_of_their_own(builder, gpus, sets, reason):
     made, cluster = config("qwen3_8b", *sets), Cluster(4, gpus, hardware("h100-80"))
     if reason is None:
         assert make_plan(made, cluster, builder).engines_fit
         return
     with pytest.raises(ConfigError, match=reason):
         make_plan(made, cluster, builder)
+
+
+def test_stages_are_split_as_vllm_splits_them():
+    utils = pytest.importorskip("vllm.distributed.utils", reason="needs vLLM")
+    for layers, stages in ((61, 2), (61, 4), (30, 4), (48, 3), (7, 5)):
+        bounds = [utils.get_pp_indices(layers, stage, stages) for stage in range(stages)]
+        assert stage_layers(layers, stages) == [end - start for start, end in bounds]
+
+
+@pytest.mark.slow
+def test_an_fp8_deepseek_v3_is_served_on_two_nodes_of_h100s(builder):
+    """Eight H100s cannot hold it. On sixteen, latent keys and values are whole on each GPU of a stage."""
+    hf, h100 = read_hf_config(EXAMPLES / "models" / "deepseek-v3"), hardware("h100-80")
+    one_node = engine_memory(hf, config("deepseek_v3"), h100)
+    assert (round(one_node.weights / GIB, 1), one_node.sequences) == (79.3, 0)
+    tensor = ["engine.tensor_parallel=16", "engine.nodes=2", "engine.count=16"]
+    stages = ["engine.pipeline_parallel=2", "engine.nodes=2", "engine.count=16", "rollout.routing_replay=false"]
+    for sets, layers, weights in ((tensor, 61, 40.2), (stages, 31, 40.9)):
+        made = engine_memory(hf, config("deepseek_v3", *sets), h100)
+        assert round(made.weights / GIB, 1) == weights
+        assert made.per_sequence == 9216 * layers * (512 + 64) * 2
+        assert made.cache == int(0.9 * h100.memory_bytes) - h100.reserved_bytes - made.weights
+        assert made.updates
+    plan = make_plan(config("deepseek_v3", *tensor), Cluster(64, 8, h100), builder)
+    assert plan.engines_fit
+    text = report(plan, [])
+    assert "16 engines of 16 over 2 nodes (tensor 16)" in text
+    assert "46 sequences of 9,216 tokens at once" in text
+    assert "note: engine.tensor_parallel = 16: over 2 nodes" in text
+    assert "engines of 16 over 2 nodes (tensor 8, pipeline 2)" in report(
+        make_plan(config("deepseek_v3", *stages), Cluster(64, 8, h100), builder), []
+    )
 
 
 def test_fp8_blocks_are_not_sharded():

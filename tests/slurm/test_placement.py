@@ -50,6 +50,50 @@ def test_colocated_engines_take_the_ranks_gpus():
     assert [(p.nodes, p.arguments[-1]) for p in plans] == [(("a",), "0"), (("b",), "0"), (("a",), "2"), (("b",), "2")]
 
 
+SPANNING = {"engine": {"nodes": 2}}
+
+
+def test_engines_over_two_nodes_each():
+    """Their nodes follow one another; four GPUs on each of two nodes, twice."""
+    spanning = config(engines=4, engine_nodes=4, tensor_parallel=8, sections=SPANNING)
+    assert slurm_problems(spanning) == []
+    plans = engine_plans(spanning, Allocation("7", 0, (tuple("abcdef"),)))
+    places = [(plan.nodes, plan.arguments[-1], plan.tasks, plan.tasks_per_node) for plan in plans]
+    pairs = [(("c", "d"), "0"), (("e", "f"), "0"), (("c", "d"), "4"), (("e", "f"), "4")]
+    assert places == [(*pair, 2, 1) for pair in pairs]
+    command = srun_command(spanning, "run/config.yaml", plans[1], ONE)
+    assert {"--nodes=2", "--nodelist=e,f", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= {*command}
+
+
+def test_engines_over_two_nodes_beside_the_ranks():
+    spanning = config(world_size=8, engines=1, engine_nodes=0, tensor_parallel=8, sections=SPANNING)
+    assert slurm_problems(spanning) == []
+    (plan,) = engine_plans(spanning, Allocation("7", 0, (("a", "b"),)))
+    assert (plan.nodes, plan.arguments[-1]) == (("a", "b"), "4")
+
+
+@pytest.mark.parametrize(("rank", "log"), [(0, "engine-3"), (1, "engine-3.1")])
+def test_each_node_of_an_engine_runs_its_part(tmp_path, monkeypatch, rank, log):
+    started = []
+    spanning = config(engines=4, engine_nodes=4, tensor_parallel=8, sections=SPANNING)
+    place = Task(rank=rank, size=2, local_rank=0, local_size=1, node="c", step="7.5-0")
+    monkeypatch.setattr(task, "load_config", lambda path: spanning)
+    monkeypatch.setattr(Task, "of_this_process", classmethod(lambda cls: place))
+    monkeypatch.setattr(task, "node_address", lambda config: f"10.0.0.{rank + 1}")
+    monkeypatch.setattr(
+        task, "Child", lambda name, command, log, environment: started.append((name, command, environment))
+    )
+    monkeypatch.setattr(task, "_wait_and_report", lambda child, task: 0)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    task.run_task("engine", tmp_path / "config.yaml", resume=False, index=3, first_gpu=4)
+    ((name, command, environment),) = started
+    assert name == log
+    assert command[-5:-1] == ["--node", str(rank), "--meeting", "engine-3-7.5-0"]
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert environment["VLLM_HOST_IP"] == f"10.0.0.{rank + 1}"
+
+
 def test_the_config_is_checked_beside_the_gpus_it_is_for():
     plans = check_plan(config(), ONE), orchestrator_plan(ONE)
     assert [(plan.nodes, plan.tasks, plan.gpus_per_node) for plan in plans] == [(("a",), 1, 8), (("a",), 1, 0)]
@@ -81,6 +125,8 @@ def test_one_task_per_rank_on_the_first_nodes():
         ({"engines": 5}, "slurm.engine_nodes = 1: an engine node would serve on 10 GPUs and has 8"),
         ({"engine_nodes": 0}, "a trainer node runs 8 ranks and engines on 4"),
         ({"engine_nodes": 5}, "slurm.engine_nodes = 5: more than engine.count = 4"),
+        ({"engine_nodes": 3, "sections": SPANNING}, "slurm.engine_nodes = 3: not a multiple of engine.nodes = 2"),
+        ({"engine_nodes": 2, "tensor_parallel": 16, "engines": 2, "sections": SPANNING}, "would serve on 16 GPUs"),
         (
             {"engine_nodes": 0, "world_size": 8, "heterogeneous": True},
             "slurm.heterogeneous = true: needs slurm.engine_nodes",
@@ -125,6 +171,8 @@ def test_nodes_scale_ranks_and_engines():
     assert (more.slurm.trainer_nodes, more.slurm.engine_nodes) == (4, 2)
     assert (more.parallel.world_size, more.engine.count) == (32, 8)
     assert scale_to_nodes(config(), "1").parallel.world_size == 8
+    spanning = config(engines=1, engine_nodes=2, tensor_parallel=8, sections=SPANNING)
+    assert scale_to_nodes(spanning, "2+6").engine.count == 3
     for wrong in ("0", "2+x", "two"):
         with pytest.raises(ConfigError, match="TRAINERS"):
             scale_to_nodes(config(), wrong)

@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import sys
+
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def main() -> None:
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
-    validate_parsed_serve_args(arguments)
-    ServeSubcommand.cmd(arguments)
+    parser, serve = FlexibleArgumentParser(), ServeSubcommand()
+    serve.subparser_init(parser.add_subparsers(dest="subparser"))
+    arguments = parser.parse_args(["serve", *sys.argv[1:]])
+    serve.validate(arguments)
+    serve.cmd(arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,99 @@
+"""Command lines of engines that are larger than a GPU or a node, and which layouts are refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from dppo_megatron.checks import engine as rules
+from dppo_megatron.checks import serving
+from dppo_megatron.engines.kinds import server_command
+from dppo_megatron.engines.serving import EngineNode
+from dppo_megatron.hf import read_hf_config
+from tests.support.configs import make_config
+from tests.support.engines import engine_config, make_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("layouts") / "a", seed=1)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("layouts") / "a", seed=1, experts=6)
+
+
+def options(command: list[str], *names: str) -> list[str]:
+    """What follows each of `names`; "" where it is not there, and "set" for one without a value."""
+    found = []
+    for name in names:
+        after = command[command.index(name) + 1 :] if name in command else None
+        found.append("" if after is None else "set" if not after or after[0].startswith("--") else after[0])
+    return found
+
+
+NODES = ("--nnodes", "--node-rank")
+
+
+def test_a_vllm_engine_on_two_nodes(model):
+    config = engine_config(model, nodes=2, tensor_parallel=2, pipeline_parallel=2, expert_parallel=True)
+    names = (*NODES, "--master-addr", "--master-port", "--tensor-parallel-size", "--pipeline-parallel-size")
+    flags = ("--headless", "--enable-expert-parallel")
+    for rank, headless in ((0, ""), (1, "set")):
+        command = server_command(config, 8000, model, 0, EngineNode(rank, "10.0.0.1", 15000))
+        assert options(command, *names) == ["2", str(rank), "10.0.0.1", "15000", "2", "2"]
+        assert options(command, *flags) == [headless, "set"]
+        assert ("headless" in command[2]) == bool(rank)
+    alone = server_command(engine_config(model), 8000, model, 0)
+    assert options(alone, *names, *flags) == ["", "", "", "", "1", "", "", ""]
+
+
+def test_an_sglang_engine_on_two_nodes(model):
+    config = engine_config(model, kind="sglang", nodes=2, tensor_parallel=2, expert_parallel=True)
+    names = (*NODES, "--dist-init-addr", "--tp-size", "--ep-size")
+    command = server_command(config, 8000, model, 0, EngineNode(1, "10.0.0.1", 15000))
+    assert options(command, *names) == ["2", "1", "10.0.0.1:15000", "2", "2"]
+    alone = server_command(engine_config(model, kind="sglang"), 8000, model, 0)
+    assert options(alone, *names) == ["", "", "", "1", ""]
+
+
+STAGES = {"pipeline_parallel": 2, "nodes": 2}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"engine": {"nodes": 2}}, "engine.nodes = 2: does not divide .* = 1; change"),
+        ({"engine": {"kind": "sglang", **STAGES}}, r"engine.pipeline_parallel = 2: SGLang numbers .*; set it to 1"),
+        (
+            {"engine": STAGES, "rollout": {"routing_replay": True}},
+            r"engine.pipeline_parallel = 2: vLLM returns no expert",
+        ),
+        ({"engine": STAGES | {"exact": True}}, r"engine.pipeline_parallel = 2: operators"),
+    ],
+)
+def test_layouts_that_are_refused(sections, message):
+    base = {"run": {"dir": "run"}, "data": {"train": "t"}}
+    assert rules.problems(make_config(**base, engine=STAGES | {"tensor_parallel": 2})) == []
+    (problem,) = rules.problems(make_config(**base, **sections))
+    assert re.match(message, problem), problem
+
+
+def test_layouts_that_do_not_suit_the_model(model, mixture):
+    dense, experts = read_hf_config(model), read_hf_config(mixture)
+
+    def problems(hf, **engine):
+        return serving.problems(engine_config(model, **engine), hf)
+
+    assert problems(dense, pipeline_parallel=4) == []
+    (many,) = problems(dense, pipeline_parallel=5)
+    assert many.startswith("engine.pipeline_parallel = 5: the model has 4 layers")
+    (tied,) = problems(dense, pipeline_parallel=2, tensor_parallel=2)
+    assert "fingerprint would count twice" in tied
+    (none,) = problems(dense, expert_parallel=True)
+    assert none.startswith("engine.expert_parallel = true: 0 experts")
+    assert problems(experts, expert_parallel=True, tensor_parallel=2) == []
+    (uneven,) = problems(experts, expert_parallel=True, tensor_parallel=4)
+    assert "6 experts cannot be spread evenly over engine.tensor_parallel = 4" in uneven
