@@ -48,6 +48,8 @@ def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> 
     """The same for a machine with these GPUs; one without any computes on the CPU."""
     engine, engines = config.engine, config.started_engines
     if not visible:
+        if engines and engine.expert_parallel and engine.kind == "vllm":
+            return ["engine.expert_parallel = true: vLLM's kernels for CPUs need all experts; set it to false"]
         if not engines or not engine.serves_fp8:
             return []
         return [

@@ -30,6 +30,14 @@ def test_a_machine_without_gpus_has_nothing_to_share():
     assert gpu_problems(config(), []) == []
 
 
+def test_cpus_serve_whole_sets_of_experts():
+    """vLLM 0.32: a worker that lacks experts ends by a segmentation fault at the first request."""
+    assert gpu_problems(config(expert_parallel=True), EIGHT) == []
+    (problem,) = gpu_problems(config(expert_parallel=True), [])
+    assert problem.startswith("engine.expert_parallel = true: vLLM's kernels for CPUs need all experts")
+    assert gpu_problems(config(expert_parallel=True, kind="sglang"), []) == []
+
+
 @pytest.mark.parametrize("engine", [{"count": 5}, {"count": 1, "tensor_parallel": 8}])
 def test_too_few_gpus_are_refused_with_the_sum(engine):
     assert "8 are visible" in "".join(gpu_problems(config(**engine), EIGHT))

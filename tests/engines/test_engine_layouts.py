@@ -11,8 +11,11 @@ from dppo_megatron.checks import serving
 from dppo_megatron.engines.kinds import server_command
 from dppo_megatron.engines.serving import EngineNode
 from dppo_megatron.hf import read_hf_config
+from dppo_megatron.weights.fingerprint import differing
+from tests.engines.test_held_weights import fingerprint as expected
+from tests.engines.test_held_weights import weights_of
 from tests.support.configs import make_config
-from tests.support.engines import engine_config, make_model
+from tests.support.engines import engine_config, make_model, running_server, with_engine
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,28 @@ def test_a_vllm_engine_on_two_nodes(model):
         assert ("headless" in command[2]) == bool(rank)
     alone = server_command(engine_config(model), 8000, model, 0)
     assert options(alone, *names, *flags) == ["", "", "", "", "1", "", "", ""]
+
+
+@pytest.mark.engines
+def test_workers_of_every_kind_tell_what_they_hold(mixture, tmp_path):
+    """Two stages of two workers that have three of six experts each, of which vLLM on CPUs can only load weights."""
+    other = make_model(tmp_path / "b", seed=2, experts=6)
+    engine = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": True}
+    config = engine_config(mixture, **engine)
+    config.engine.env["DPPO_ROOTS"] = "/"
+
+    async def load(client):
+        info, held = await client.info(), []
+        for version, path in enumerate((other, mixture), 1):
+            await client.load_weights(path, version, "abort")
+            held.append(await client.held_weights())
+        return info.workers, held
+
+    with running_server(config, tmp_path / "log", version=0) as url:
+        workers, held = with_engine(config, url, load)
+    assert workers == 4
+    for path, fingerprint in zip((other, mixture), held, strict=True):
+        assert differing(expected(weights_of(path)), fingerprint) == []
 
 
 def test_an_sglang_engine_on_two_nodes(model):

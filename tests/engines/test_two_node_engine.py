@@ -20,7 +20,15 @@ from dppo_megatron.launch.local_processes import LocalLauncher, engine_plans
 from dppo_megatron.launch.restarts import RestartedServer, RestartPolicy
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
-from tests.support.engines import PROMPT, START_TIMEOUT_S, Reference, engine_config, group, make_model, with_engine
+from tests.support.engines import (
+    PROMPT,
+    START_TIMEOUT_S,
+    Reference,
+    engine_config,
+    group,
+    make_model,
+    with_engine,
+)
 from tests.weight_sync.test_real_engines import finished, publish
 from tests.weight_sync.trainer_process import PROBE
 

@@ -46,7 +46,8 @@ def sglang_command(
     command = [
         *(str(sglang_python(config)), str(GUARDED_SERVER)),
         *("--model-path", str(model_path)),
-        *("--host", engine.host, "--port", str(port)),
+        # Another node's server answers health checks there, also where it is on the same machine.
+        *("--host", engine.host, "--port", str(port + (node.rank if node is not None else 0))),
         *("--dtype", DTYPES[engine.dtype].long),
         *("--tp-size", str(engine.tensor_parallel)),
         *("--context-length", str(engine.max_model_len + CONTEXT_MARGIN)),
