@@ -73,11 +73,6 @@ def _layout(config: Config, hf: HFModelConfig) -> list[str]:
     stages, tensor = e.pipeline_parallel, e.tensor_parallel
     if stages > hf.num_layers:
         out.append(f"engine.pipeline_parallel = {stages}: the model has {hf.num_layers} layers; lower it")
-    if stages > 1 and tensor > 1 and hf.tied_embeddings:
-        out.append(
-            f"engine.pipeline_parallel = {stages}: first and last stage would both hold shards of the embedding, "
-            "which is the head too, and its fingerprint would count twice; set it to 1"
-        )
     if e.expert_parallel and (hf.moe is None or hf.moe.num_experts % tensor):
         experts = 0 if hf.moe is None else hf.moe.num_experts
         out.append(

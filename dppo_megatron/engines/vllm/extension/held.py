@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group, model_parallel_is_initialized
 
 from dppo_megatron.weights.fingerprint import Shares, add_shares, module_shares
 
@@ -66,15 +67,22 @@ class HeldWeights:
         seen: set[int] = set()
         modules = dict(self._model.named_modules())
         heads = {name for name, module in modules.items() if _is(module, "ParallelLMHead")}
+        first, last = _ends()
         for name, module in modules.items():
             now = module_shares(name.replace(".base_layer", ""), module, seen)  # beside an adapter
             loaded, kept = self._processed.get(module, ({}, {}))
-            is_head = name in heads or (not heads and _is(module, "VocabParallelEmbedding"))
+            embeds = _is(module, "VocabParallelEmbedding")
+            is_head = last and (name in heads or (not heads and embeds))
             if is_head and hasattr(module, "cpu_linear"):  # it computes with a copy of what it was processed with
                 add_shares(shares, {"lm_head": next(iter(loaded.values()), (0, 0))})
                 now = {} if name in heads else now
             elif loaded and now == kept:
                 now = loaded
+            if embeds and not (last if name in heads else first):
+                # Models make embedding and head on stages that need neither, and one that is tied to the other on both
+                # ends. The head of the last stage counts as such, the others not.
+                tied = is_head and not hasattr(module, "cpu_linear")
+                now = {"lm_head": next(iter(now.values()), (0, 0))} if tied else {}
             add_shares(shares, now)
         return shares
 
@@ -87,6 +95,14 @@ class _Following:
 
     def __call__(self, layer: torch.nn.Module) -> Any:
         return self._held.processed(layer, self._process)
+
+
+def _ends() -> tuple[bool, bool]:
+    """Whether this worker is of the first pipeline stage, and of the last."""
+    if not model_parallel_is_initialized():
+        return True, True
+    stage = get_pp_group()
+    return stage.is_first_rank, stage.is_last_rank
 
 
 def _is(module: torch.nn.Module, name: str) -> bool:
