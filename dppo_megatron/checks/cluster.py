@@ -10,9 +10,8 @@ def problems(config: Config, nodes: int, per_node: int) -> list[str]:
     engine, serving, needed = config.engine, config.engine_devices, devices_needed(config)
     if serving and engine.devices_per_node > per_node:
         return [
-            f"engine.nodes = {engine.nodes}: an engine has {engine.devices_per_node} devices on each of its nodes "
-            f"(engine.tensor_parallel = {engine.tensor_parallel}, engine.pipeline_parallel = "
-            f"{engine.pipeline_parallel}), and a node has {per_node}; set it to {-(-engine.devices // per_node)}"
+            f"engine.nodes = {engine.nodes}: an engine has {engine.devices_per_node} devices on each of its nodes, and "
+            f"a node has {per_node}; set it to {-(-engine.devices // per_node)}"
         ]
     if needed > nodes * per_node:
         engines = f" and {engine.count} engines of {engine.devices}" if serving else ""

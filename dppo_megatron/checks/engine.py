@@ -26,8 +26,15 @@ def problems(config: Config) -> list[str]:
         out.append(f"engine.seeded = false: {e.kind} gives every request its seed at no such price; remove it")
     if e.placement == "colocated":
         out += _colocated(config)
-    out += _layout(config)
-    return out + _transport(config) + _directory(config) + _deltas(config) + _quantization(config) + _adapters(config)
+    return (
+        out
+        + _layout(config)
+        + _transport(config)
+        + _directory(config)
+        + _deltas(config)
+        + _quantization(config)
+        + _adapters(config)
+    )
 
 
 def _layout(config: Config) -> list[str]:
@@ -35,21 +42,16 @@ def _layout(config: Config) -> list[str]:
     e, out = config.engine, []
     if e.devices % e.nodes:
         out.append(
-            f"engine.nodes = {e.nodes}: does not divide engine.tensor_parallel x engine.pipeline_parallel = "
-            f"{e.devices}; change one of them"
+            f"engine.nodes = {e.nodes}: does not divide an engine's {e.devices} GPUs (engine.tensor_parallel x "
+            "engine.pipeline_parallel); change one of them"
         )
     if e.pipeline_parallel == 1:
         return out
     what = f"engine.pipeline_parallel = {e.pipeline_parallel}"
     why_not = (
-        (
-            e.kind == "sglang",
-            "SGLang numbers the workers that receive a broadcast within a stage, and its fingerprints are of the first "
-            "stage (engine.kind = sglang)",
-        ),
+        (e.kind == "sglang", "SGLang numbers workers of a broadcast within their stage (engine.kind = sglang)"),
         (config.rollout.routing_replay, "vLLM returns no experts from several stages (rollout.routing_replay = true)"),
         (config.weight_sync.lora == "adapter", "adapters were not tried in stages (weight_sync.lora = adapter)"),
-        (e.exact, "operators are those of a trainer without stages (engine.exact = true)"),
     )
     return out + [f"{what}: {why}; set it to 1 and use engine.tensor_parallel" for is_so, why in why_not if is_so]
 

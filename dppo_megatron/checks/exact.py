@@ -43,7 +43,7 @@ def problems(config: Config) -> list[str]:
             m.lora.r > 0,
             "adapters are products of their own in the trainer, merged in the engine; set model.lora.r to 0",
         ),
-        (e.tensor_parallel > 1, "the engine adds up what its own shards give; set engine.tensor_parallel to 1"),
+        (e.devices > 1, "the engine adds up what its own shards give; set engine.tensor_parallel to 1"),
         (
             p.tensor > 2,
             f"of more than two ranks gloo adds in an order of its own; set parallel.tensor (now {p.tensor}) to 1 or 2",

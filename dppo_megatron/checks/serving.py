@@ -57,7 +57,15 @@ def problems(config: Config, hf: HFModelConfig | None) -> list[str]:
             f"engine.tensor_parallel = {tensor}: {kv_heads} key-value heads are neither a multiple nor a divisor of "
             "it; change it"
         )
-    out += _layout(config, hf)
+    if engine.pipeline_parallel > hf.num_layers:
+        out.append(
+            f"engine.pipeline_parallel = {engine.pipeline_parallel}: the model has {hf.num_layers} layers; lower it"
+        )
+    if engine.expert_parallel and (hf.moe is None or hf.moe.num_experts % tensor):
+        experts = 0 if hf.moe is None else hf.moe.num_experts
+        out.append(
+            f"engine.expert_parallel = true: {tensor} GPUs cannot share {experts} experts evenly; set it to false"
+        )
     if engine.serves_fp8:
         out += [
             f"engine.tensor_parallel = {tensor}: shards {name} = {width} into parts that are no multiple of the "
@@ -65,20 +73,6 @@ def problems(config: Config, hf: HFModelConfig | None) -> list[str]:
             for name, width in _feed_forwards(hf).items()
             if width % (tensor * fp8.BLOCK) and not (engine.expert_parallel and name.startswith("moe"))
         ]
-    return out
-
-
-def _layout(config: Config, hf: HFModelConfig) -> list[str]:
-    e, out = config.engine, []
-    stages, tensor = e.pipeline_parallel, e.tensor_parallel
-    if stages > hf.num_layers:
-        out.append(f"engine.pipeline_parallel = {stages}: the model has {hf.num_layers} layers; lower it")
-    if e.expert_parallel and (hf.moe is None or hf.moe.num_experts % tensor):
-        experts = 0 if hf.moe is None else hf.moe.num_experts
-        out.append(
-            f"engine.expert_parallel = true: {experts} experts cannot be spread evenly over engine.tensor_parallel = "
-            f"{tensor} GPUs; set it to false"
-        )
     return out
 
 

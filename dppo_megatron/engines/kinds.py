@@ -18,7 +18,7 @@ from .guard.asgi import ROOTS_VARIABLE, SECRET_VARIABLE
 from .inflow import Inflow
 from .protocol import Engine
 from .secret import read_secret
-from .serving import EngineNode, exact_environment
+from .serving import Node, exact_environment
 from .sglang.client import SglangEngine
 from .sglang.server import sglang_command, sglang_environment, sglang_python
 from .vllm.client import VllmEngine
@@ -32,7 +32,7 @@ class EngineKind:
     client: Callable[[Config, str, Inflow | None], Engine]  # (config, url, inflow); opens no connection yet
     python: Callable[[Config], Path]  # the interpreter that runs the server
     # (config, port, model directory, version, node, None for an engine of one node) -> argv
-    command: Callable[[Config, int, Path, int, EngineNode | None], list[str]]
+    command: Callable[[Config, int, Path, int, Node | None], list[str]]
     environment: Callable[[Config, int], dict[str, str]]  # (config, version) -> variables to add to this process's own
     secret_variables: tuple[str, ...]  # of the environment, through which the server learns the run's secret
     own_receiver: bool  # workers take broadcast weights by our `WeightReceiver`, not by code of the server's own
@@ -68,7 +68,7 @@ def server_python(config: Config) -> Path:
     return KINDS[config.engine.kind].python(config)
 
 
-def server_command(config: Config, port: int, model: Path, version: int, node: EngineNode | None = None) -> list[str]:
+def server_command(config: Config, port: int, model: Path, version: int, node: Node | None = None) -> list[str]:
     """Command line of a server of `model`, policy `version`, on `engine.host`:`port`; on `node` of several."""
     return KINDS[config.engine.kind].command(config, port, model, version, node)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
@@ -19,12 +18,11 @@ from .protocol import EngineError, EngineIncompatible, EngineInfo
 Device = Literal["cpu", "cuda"]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineNode:
-    """A node of an engine that spans `engine.nodes` of them. The server of node 0 answers requests."""
+class Node(NamedTuple):
+    """A node of an engine that spans several, and where node 0, which answers requests, lets all of them meet."""
 
     rank: int
-    host: str  # of the rendezvous of all nodes, which node 0 opens
+    host: str
     port: int
 
 

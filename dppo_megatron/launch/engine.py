@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import subprocess
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dppo_megatron.common.process import exit_reason
-from dppo_megatron.common.retry import RetryBudget, retry_async
+from dppo_megatron.common.files import read_as, write_json
+from dppo_megatron.common.process import end_with_parent, exit_reason
+from dppo_megatron.common.retry import RetryBudget, retry_async, wait_until
 from dppo_megatron.config import Config
-from dppo_megatron.engines.kinds import build_engine
+from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
 from dppo_megatron.engines.protocol import EngineError
 from dppo_megatron.engines.secret import make_secret
+from dppo_megatron.engines.serving import Node
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.engine_checks import check_health
-from dppo_megatron.fleet.registry import forget, free_port, port_in_use, register
+from dppo_megatron.fleet.registry import ServiceTimeout, forget, free_port, port_in_use, register
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.delta import chain, is_delta
 from dppo_megatron.weights.published import PublishedPolicy
 
-from .engine_nodes import EngineStart, Servers
 from .quantized import ensure_start_model
 
 log = logging.getLogger(__name__)
@@ -42,6 +47,77 @@ class EngineStartError(ExpectedError, RuntimeError):
 
 class EngineFrozen(ExpectedError, RuntimeError):
     """The server runs and does not answer; it was killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStart:
+    """What every node of an engine starts with. Node 0 decides: nodes that each looked for the published policy at a
+    moment of their own could load different ones."""
+
+    model: str  # directory
+    version: int  # policy version of its weights
+    port: int  # of the HTTP server
+    host: str  # of the nodes' rendezvous, on node 0
+    rendezvous_port: int
+
+    @classmethod
+    def here(cls, config: Config, model: Path, version: int, port: int) -> EngineStart:
+        """Of an engine whose node 0 is this machine."""
+        host = config.engine.host
+        return cls(str(model), version, port, host, free_port(host) if config.engine.nodes > 1 else 0)
+
+    @classmethod
+    def read(cls, path: Path, timeout_s: float) -> EngineStart:
+        """Waits until node 0 wrote it. Raises `ServiceTimeout` when it does not within `timeout_s`."""
+        start = wait_until(lambda: read_as(cls, path), timeout_s, POLL_S)
+        if start is None:
+            raise ServiceTimeout(
+                f"waited {timeout_s:.0f} s (engine.start_timeout_s) for node 0 to write {path}; see its log"
+            )
+        return start
+
+
+class Servers:
+    """The servers of those nodes of an engine that run on this machine. When one ends, all are of no more use."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen]):
+        self._processes = processes
+        self.pid = processes[0].pid
+        self.stopping = False  # somebody asked them to end
+
+    @classmethod
+    def start(cls, config: Config, start: EngineStart, nodes: Sequence[int]) -> Servers:
+        """Starts the servers of `nodes` in this process's session, with its output."""
+        environment, processes = {**os.environ, **server_environment(config, start.version)}, []
+        for node in nodes:
+            line = command(config, start, node)
+            log.info("starting the server of node %d: %s", node, " ".join(line))
+            given = {"stdin": subprocess.DEVNULL, "env": environment, "preexec_fn": end_with_parent}
+            processes.append(subprocess.Popen(line, **given))
+        return cls(processes)
+
+    def poll(self) -> int | None:
+        """Exit code of the first that is found to have ended, negative for a signal; None while all run."""
+        return next((code for process in self._processes if (code := process.poll()) is not None), None)
+
+    def terminate(self) -> None:
+        self.stopping = True
+        for process in self._processes:
+            process.terminate()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def wait(self) -> None:
+        for process in self._processes:
+            process.wait()
+
+
+def command(config: Config, start: EngineStart, node: int) -> list[str]:
+    """Command line of the server of `node`."""
+    place = Node(node, start.host, start.rendezvous_port) if config.engine.nodes > 1 else None
+    return server_command(config, start.port, Path(start.model), start.version, place)
 
 
 def run_engine(config: Config, index: int, *, node: int | None = None, meeting: str = "") -> int:
@@ -63,7 +139,7 @@ def run_engine(config: Config, index: int, *, node: int | None = None, meeting: 
     else:
         start = _start(config, run, index)
         if node is not None:
-            start.write(path)
+            write_json(path, asdict(start))
     servers = Servers.start(config, start, range(config.engine.nodes) if node is None else [node])
     _pass_on_signals(servers)
     try:

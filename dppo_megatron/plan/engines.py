@@ -69,8 +69,6 @@ def _stage_bytes(hf: HFModelConfig, config: Config) -> list[int]:
         layer, first = _LAYER.search(name), "embed_tokens" in name
         stage = stage_of[int(layer[1])] if layer else 0 if first else len(counts) - 1
         sums[stage] += info.nbytes if _REPLICATED.search(name) else -(-info.nbytes // config.engine.tensor_parallel)
-        if first and hf.tied_embeddings and len(counts) > 1:
-            sums[-1] += -(-info.nbytes // config.engine.tensor_parallel)
     return sums
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dppo_megatron.common.hardware import CONTEXT_BYTES, GIB, MARGIN, NCCL_BYTES, peak_flops
-from dppo_megatron.config import Config
 
 from .activations import EXPERT_IMBALANCE
 from .advice import Advice
@@ -26,7 +25,10 @@ def _model(plan: Plan) -> Iterator[str]:
         f", {total.active:,} active per token" if hf.moe is not None else ""
     )
     serving = config.engine_devices
-    engines = f", {config.engine.count} engines of {_gpus(config)}" if serving else ""
+    e, over = config.engine, ""
+    if e.nodes > 1 or e.pipeline_parallel > 1:
+        over = f" over {e.nodes} nodes (tensor {e.tensor_parallel}, pipeline {e.pipeline_parallel})"
+    engines = f", {e.count} engines of {e.devices}{over}" if serving else ""
     yield (
         f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.hardware.name}: {p.world_size} trainer ranks{engines}; "
         f"tensor {p.tensor}{' + sequence' if p.sequence else ''}, pipeline {p.pipeline}"
@@ -45,15 +47,6 @@ def _model(plan: Plan) -> Iterator[str]:
     yield from _engine(plan)
     yield f"disk: {', '.join(_disk(plan))}"
     yield from (f"note: {note}" for note in plan.notes)
-
-
-def _gpus(config: Config) -> str:
-    """GPUs of an engine, and how they are used where they are in stages or on several nodes."""
-    e = config.engine
-    if e.nodes == e.pipeline_parallel == 1:
-        return str(e.devices)
-    stages = f", pipeline {e.pipeline_parallel}" if e.pipeline_parallel > 1 else ""
-    return f"{e.devices} over {e.nodes} nodes (tensor {e.tensor_parallel}{stages})"
 
 
 def _engine(plan: Plan) -> Iterator[str]:

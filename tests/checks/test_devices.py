@@ -30,6 +30,13 @@ def test_a_machine_without_gpus_has_nothing_to_share():
     assert gpu_problems(config(), []) == []
 
 
+def test_a_machine_with_gpus_is_one_node():
+    spanning = config(nodes=2, tensor_parallel=2)
+    (problem,) = gpu_problems(spanning, EIGHT)
+    assert problem.startswith("engine.nodes = 2: this machine's GPUs are those of one node; set it to 1")
+    assert gpu_problems(spanning, []) == []
+
+
 def test_cpus_serve_whole_sets_of_experts():
     """vLLM 0.32: a worker that lacks experts ends by a segmentation fault at the first request."""
     assert gpu_problems(config(expert_parallel=True), EIGHT) == []

@@ -9,7 +9,7 @@ import pytest
 from dppo_megatron.checks import engine as rules
 from dppo_megatron.checks import serving
 from dppo_megatron.engines.kinds import server_command
-from dppo_megatron.engines.serving import EngineNode
+from dppo_megatron.engines.serving import Node
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.weights.fingerprint import differing
 from tests.engines.test_held_weights import fingerprint as expected
@@ -45,7 +45,7 @@ def test_a_vllm_engine_on_two_nodes(model):
     names = (*NODES, "--master-addr", "--master-port", "--tensor-parallel-size", "--pipeline-parallel-size")
     flags = ("--headless", "--enable-expert-parallel")
     for rank, headless in ((0, ""), (1, "set")):
-        command = server_command(config, 8000, model, 0, EngineNode(rank, "10.0.0.1", 15000))
+        command = server_command(config, 8000, model, 0, Node(rank, "10.0.0.1", 15000))
         assert options(command, *names) == ["2", str(rank), "10.0.0.1", "15000", "2", "2"]
         assert options(command, *flags) == [headless, "set"]
         assert ("headless" in command[2]) == bool(rank)
@@ -81,7 +81,7 @@ def test_workers_of_every_kind_tell_what_they_hold(model, mixture, tmp_path, exp
 def test_an_sglang_engine_on_two_nodes(model):
     config = engine_config(model, kind="sglang", nodes=2, tensor_parallel=2, expert_parallel=True)
     names = (*NODES, "--dist-init-addr", "--tp-size", "--ep-size")
-    command = server_command(config, 8000, model, 0, EngineNode(1, "10.0.0.1", 15000))
+    command = server_command(config, 8000, model, 0, Node(1, "10.0.0.1", 15000))
     assert options(command, *names) == ["2", "1", "10.0.0.1:15000", "2", "2"]
     alone = server_command(engine_config(model, kind="sglang"), 8000, model, 0)
     assert options(alone, *names) == ["", "", "", "1", ""]
@@ -93,13 +93,15 @@ STAGES = {"pipeline_parallel": 2, "nodes": 2}
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"engine": {"nodes": 2}}, "engine.nodes = 2: does not divide .* = 1; change"),
-        ({"engine": {"kind": "sglang", **STAGES}}, r"engine.pipeline_parallel = 2: SGLang numbers .*; set it to 1"),
+        ({"engine": {"nodes": 2}}, "engine.nodes = 2: does not divide an engine's 1 GPUs"),
+        (
+            {"engine": {"kind": "sglang", **STAGES}},
+            r"engine.pipeline_parallel = 2: SGLang numbers workers .*; set it to 1",
+        ),
         (
             {"engine": STAGES, "rollout": {"routing_replay": True}},
             r"engine.pipeline_parallel = 2: vLLM returns no expert",
         ),
-        ({"engine": STAGES | {"exact": True}}, r"engine.pipeline_parallel = 2: operators"),
     ],
 )
 def test_layouts_that_are_refused(sections, message):
@@ -119,7 +121,7 @@ def test_layouts_that_do_not_suit_the_model(model, mixture):
     (many,) = problems(dense, pipeline_parallel=5)
     assert many.startswith("engine.pipeline_parallel = 5: the model has 4 layers")
     (none,) = problems(dense, expert_parallel=True)
-    assert none.startswith("engine.expert_parallel = true: 0 experts")
+    assert none.startswith("engine.expert_parallel = true: 1 GPUs cannot share 0 experts")
     assert problems(experts, expert_parallel=True, tensor_parallel=2) == []
     (uneven,) = problems(experts, expert_parallel=True, tensor_parallel=4)
-    assert "6 experts cannot be spread evenly over engine.tensor_parallel = 4" in uneven
+    assert "4 GPUs cannot share 6 experts evenly" in uneven

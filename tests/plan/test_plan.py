@@ -162,7 +162,7 @@ def test_an_fp8_deepseek_v3_is_served_on_two_nodes_of_h100s(builder):
     plan = make_plan(config("deepseek_v3", *tensor), Cluster(64, 8, h100), builder)
     assert plan.engines_fit
     text = report(plan, [])
-    assert "16 engines of 16 over 2 nodes (tensor 16)" in text
+    assert "16 engines of 16 over 2 nodes (tensor 16, pipeline 1)" in text
     assert "46 sequences of 9,216 tokens at once" in text
     assert "note: engine.tensor_parallel = 16: over 2 nodes" in text
     assert "engines of 16 over 2 nodes (tensor 8, pipeline 2)" in report(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.serving import Device, EngineNode, cpu_threads, device_here
+from dppo_megatron.engines.serving import Device, Node, cpu_threads, device_here
 from dppo_megatron.hf import read_hf_config
 
 from .client import CONTEXT_MARGIN
@@ -30,13 +30,7 @@ def sglang_python(config: Config) -> Path:
 
 
 def sglang_command(
-    config: Config,
-    port: int,
-    model_path: Path,
-    version: int,
-    node: EngineNode | None = None,
-    *,
-    device: Device | None = None,
+    config: Config, port: int, model_path: Path, version: int, node: Node | None = None, *, device: Device | None = None
 ) -> list[str]:
     """The server's argv; it starts with policy `version`. `device` defaults to CUDA where this process sees one.
 

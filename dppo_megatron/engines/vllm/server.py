@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.serving import Device, EngineNode, cpu_threads, device_here
+from dppo_megatron.engines.serving import Device, Node, cpu_threads, device_here
 from dppo_megatron.hf import read_hf_config
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be
@@ -20,13 +20,7 @@ def vllm_python(config: Config) -> Path:
 
 
 def vllm_command(
-    config: Config,
-    port: int,
-    model_path: Path,
-    _version: int,
-    node: EngineNode | None = None,
-    *,
-    device: Device | None = None,
+    config: Config, port: int, model_path: Path, _: int, node: Node | None = None, *, device: Device | None = None
 ) -> list[str]:
     """The server's argv; its environment holds the version. `device` defaults to CUDA where this process sees one.
 
@@ -35,7 +29,7 @@ def vllm_command(
     engine = config.engine
     # Not `vllm serve`: it looks for a distribution named vllm, and the CPU build has another name.
     entry = "vllm.entrypoints.launchers.api_server.entry"
-    if node is not None and node.rank:
+    if node is not None and node.rank > 0:
         entry = "dppo_megatron.engines.vllm.extension.headless"
     command = [
         *(str(vllm_python(config)), "-m", entry),
@@ -61,8 +55,7 @@ def vllm_command(
         command.append("--enable-expert-parallel")
     if node is not None:
         command += ["--nnodes", str(engine.nodes), "--node-rank", str(node.rank)]
-        command += ["--master-addr", node.host, "--master-port", str(node.port)]
-        command += ["--headless"] if node.rank else []
+        command += ["--master-addr", node.host, "--master-port", str(node.port), *(("--headless",) if headless else ())]
     if engine.kv_cache_bytes is not None:
         command += ["--kv-cache-memory-bytes", str(engine.kv_cache_bytes)]
     if (device or device_here()) == "cuda" and engine.placement == "colocated":

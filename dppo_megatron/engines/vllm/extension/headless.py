@@ -10,14 +10,9 @@ import sys
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-
-def main() -> None:
+if __name__ == "__main__":  # spawned workers import this, too
     parser, serve = FlexibleArgumentParser(), ServeSubcommand()
     serve.subparser_init(parser.add_subparsers(dest="subparser"))
     arguments = parser.parse_args(["serve", *sys.argv[1:]])
     serve.validate(arguments)
     serve.cmd(arguments)
-
-
-if __name__ == "__main__":
-    main()

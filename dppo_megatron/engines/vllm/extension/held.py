@@ -67,7 +67,8 @@ class HeldWeights:
         seen: set[int] = set()
         modules = dict(self._model.named_modules())
         heads = {name for name, module in modules.items() if _is(module, "ParallelLMHead")}
-        first, last = _ends()
+        stage = get_pp_group() if model_parallel_is_initialized() else None
+        first, last = stage is None or stage.is_first_rank, stage is None or stage.is_last_rank
         for name, module in modules.items():
             now = module_shares(name.replace(".base_layer", ""), module, seen)  # beside an adapter
             loaded, kept = self._processed.get(module, ({}, {}))
@@ -95,14 +96,6 @@ class _Following:
 
     def __call__(self, layer: torch.nn.Module) -> Any:
         return self._held.processed(layer, self._process)
-
-
-def _ends() -> tuple[bool, bool]:
-    """Whether this worker is of the first pipeline stage, and of the last."""
-    if not model_parallel_is_initialized():
-        return True, True
-    stage = get_pp_group()
-    return stage.is_first_rank, stage.is_last_rank
 
 
 def _is(module: torch.nn.Module, name: str) -> bool:
