@@ -78,12 +78,12 @@ class EngineStart:
 
 
 class Servers:
-    """The servers of those nodes of an engine that run on this machine. When one ends, all are of no more use."""
+    """The servers of an engine's nodes on this machine. When one ends, the others cannot serve either."""
 
     def __init__(self, processes: Sequence[subprocess.Popen]):
         self._processes = processes
         self.pid = processes[0].pid
-        self.stopping = False  # somebody asked them to end
+        self.stopping = False  # they were asked to end
 
     @classmethod
     def start(cls, config: Config, start: EngineStart, nodes: Sequence[int]) -> Servers:

@@ -78,6 +78,38 @@ def test_a_heterogeneous_job_in_which_an_engine_dies_and_starts_again(run, unint
     assert run.lab.job(run.job)["Restarts"] == "0"
 
 
+SPANNING = {
+    "parallel": {"world_size": 1, "tensor": 1},
+    "engine": {"tensor_parallel": 2, "nodes": 2},
+    "slurm": {"trainer_nodes": 1, "engine_nodes": 2},
+}
+
+
+@pytest.mark.parametrize("run", [SPANNING], indirect=True)
+def test_an_engine_on_two_nodes_of_which_one_dies_starts_again_on_both(run):
+    run.sbatch("train.sbatch", *THREE_NODES)
+    run.wait_for_step(2)
+    head, other = (
+        next(process for process in run.lab.processes_on(node) if ["--node-rank", rank] == argument_of(process))
+        for node, rank in (("node2", "0"), ("node3", "1"))
+    )
+    other.kill()
+    run.wait_until(lambda: "engine-0 serves again" in run.output.read_text(), "the engine's second start")
+    assert not head.is_running()
+    run.gate.touch()
+    assert run.wait_for_end() == "COMPLETED", run.everything()
+    assert steps_done(run.directory) == list(range(1, STEPS + 1))
+    assert [e.position for e in rollouts(run)] == list(range(STEPS * GROUPS))
+    logs = {log.stem for log in (run.directory / "logs").glob("*.log")}
+    assert logs == {"engine-0", "engine-0.1", "orchestrator", "trainer-0"}
+
+
+def argument_of(process) -> list[str]:
+    """The option --node-rank and its value."""
+    command = process.cmdline()
+    return command[(at := command.index("--node-rank")) : at + 2] if "--node-rank" in command else []
+
+
 @pytest.mark.parametrize("run", [{"checkpoint": {"every": 0}}], indirect=True)
 def test_the_time_limit_checkpoints_requeues_and_completes(run, uninterrupted):
     """checkpoint.every = 0: the one at step 2 is the signal's."""
