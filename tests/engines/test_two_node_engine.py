@@ -128,6 +128,7 @@ def test_a_trainer_publishes_to_workers_of_both_nodes(engine, tmp_path, transpor
         assert np.abs(np.array(scores) - Reference(policy).score(PROBE)).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("engine", ["tensor_parallel"], indirect=True)
 def test_it_restarts_as_one_when_its_second_node_is_killed(engine):
     before = engine.node(0), engine.node(1)
     PublishedPolicy(7, str(engine.models["b"]), 0.0).write(RunDir(engine.config.run.dir).published)
