@@ -1,4 +1,4 @@
-"""A vLLM engine on two nodes, which are two servers of this machine: it serves, takes new weights, dies and comes back.
+"""An engine on two nodes, which are two servers of this machine: it serves, takes new weights, dies and comes back.
 
 One engine for all tests, started and restarted as a run does it. The tests depend on their order: the last one kills
 the second node.
@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from dppo_megatron.config import Config, save_resolved
+from dppo_megatron.engines.kinds import server_python
 from dppo_megatron.fleet.registry import engine_services, forget
 from dppo_megatron.launch.local_processes import LocalLauncher, engine_plans
 from dppo_megatron.launch.restarts import RestartedServer, RestartPolicy
@@ -69,11 +70,15 @@ class TwoNodes:
         return process
 
 
-@pytest.fixture(scope="module", params=["tensor_parallel", "pipeline_parallel"])
+@pytest.fixture(scope="module", params=["tensor_parallel", "pipeline_parallel", "sglang"])
 def engine(request, tmp_path_factory) -> Iterator[TwoNodes]:
     root = tmp_path_factory.mktemp("two-nodes")
     models = {name: make_model(root / name, seed) for seed, name in enumerate("ab", 1)}
-    config = engine_config(models["a"], nodes=2, **{request.param: 2})
+    layout = {"kind": "sglang", "tensor_parallel": 2} if request.param == "sglang" else {request.param: 2}
+    config = engine_config(models["a"], nodes=2, **layout)
+    if not server_python(config).exists():
+        pytest.fail(f"{server_python(config)} is not there; `make sglang` builds it")
+    config.engine.env["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"  # SGLang's own choice allows a worker on each NUMA node
     if request.param == "pipeline_parallel":
         # In eager mode vLLM 0.32 on CPUs makes no buffers for what a stage receives: its first request would fail.
         engine = {"extra_args": ("--no-enforce-eager",), "env": {**config.engine.env, "VLLM_USE_AOT_COMPILE": "0"}}
@@ -119,7 +124,14 @@ def test_a_trainer_publishes_to_workers_of_both_nodes(engine, tmp_path, transpor
     policies = [engine.models[name] for name in "bab"]
     records = finished(
         *publish(
-            tmp_path, engine.models["a"], [engine.url], policies, transport=transport, bucket_bytes=50_000, timeout_s=60
+            tmp_path,
+            engine.models["a"],
+            [engine.url],
+            policies,
+            engine={"kind": engine.config.engine.kind},
+            transport=transport,
+            bucket_bytes=50_000,
+            timeout_s=60,
         )
     )
     for record, policy in zip(records, policies, strict=True):
