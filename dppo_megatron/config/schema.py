@@ -293,6 +293,7 @@ class SlurmConfig(Section):
     max_restarts: CountFromZero = Field(
         3, description="restarts in a row that may save no new checkpoint; one more ends the job"
     )
+    preflight: bool = Field(True, description="check nodes, GPUs and network before each attempt; exclude bad nodes")
     interface: str | None = Field(
         None, description="network interface of NCCL, gloo and the engines, e.g. ib0; default: the host name's"
     )

@@ -20,6 +20,11 @@ class Allocation:
         return len(self.groups) > 1
 
     @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the job's components for scontrol."""
+        return tuple(f"{self.job_id}+{i}" for i in range(len(self.groups))) if self.heterogeneous else (self.job_id,)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Nodes of each component."""
         return tuple(len(nodes) for nodes in self.groups)

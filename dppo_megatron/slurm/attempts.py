@@ -27,6 +27,7 @@ class AttemptEvent:
     cause: str  # why it began or ended
     step: int | None  # of the newest checkpoint, None before the first
     nodes: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()  # nodes that the job's later attempts avoid
 
 
 class AttemptLog:
@@ -35,9 +36,10 @@ class AttemptLog:
     def __init__(self, run: RunDir):
         self._run = run
 
-    def record(self, event: Event, cause: str, *, job: str, restart: int, nodes: tuple[str, ...] = ()) -> None:
+    def record(self, event: Event, cause: str, *, job: str, restart: int, **nodes: tuple[str, ...]) -> None:
+        """nodes: the event's `nodes` and `excluded`."""
         self._run.make()
-        entry = AttemptEvent(time.time(), job, restart, event, cause, self._run.checkpoint_step, nodes)
+        entry = AttemptEvent(time.time(), job, restart, event, cause, self._run.checkpoint_step, **nodes)
         with self._run.restarts.open("a") as file:
             file.write(json.dumps(asdict(entry)) + "\n")
 
@@ -62,6 +64,11 @@ class AttemptLog:
             if start.restart == 0:
                 break
         return count
+
+    def excluded(self) -> list[str]:
+        """Nodes that the newest job avoids, by what its attempts found."""
+        events = self.events()
+        return sorted({node for event in events if event.job == events[-1].job for node in event.excluded})
 
     def restarts(self) -> int:
         """How often an attempt followed another of the same job."""

@@ -24,10 +24,12 @@ from .allocation import Allocation
 from .attempts import TIME_LIMIT, AttemptLog, Event
 from .log_errors import NewErrors
 from .placement import check_plan, job_plan
+from .preflight import preflight_of_job
 from .step import Step, StepLauncher
 from .submit import refuse_second_job
 
 POLL_S = 0.1
+EXCLUDE_S = 20.0  # to keep a requeued job off nodes
 SIGNAL_S = 5.0  # for Slurm's signal to arrive, where Slurm may be ending the job
 REFUSED = 2  # exit code of a `ConfigError`
 REQUEUE, STOP = signal.SIGUSR1, signal.SIGUSR2
@@ -88,10 +90,12 @@ class Job:
         first = self._allocation.restart == 0
         cause = "submitted" if first else self._attempts.why_restarted()
         nodes = tuple(name for group in self._allocation.groups for name in group)
-        self._record("started", cause, nodes)
+        self._record("started", cause, nodes=nodes)
         print_line(f"run directory {self._run.root} on {', '.join(nodes)} ({cause}); logs in {self._run.logs}")
         try:
             if first and (code := self._check_config()):
+                return code
+            if self._config.slurm.preflight and self._signal is None and (code := self._preflight()):
                 return code
             if self._signal is None:
                 self._driver.start(job_plan(self._config, self._allocation, resume=self._resume))
@@ -109,6 +113,21 @@ class Job:
             self._record("failed", "the config was refused")
             return code
         return self._failed(step) if code else 0
+
+    def _preflight(self) -> int:
+        """0 if nothing is wrong. What no other node cures fails the job; else it requeues without those at fault."""
+        found = preflight_of_job(self._config, self._allocation, self._launcher, lambda: self._signal is not None)
+        if found is None:
+            return 0
+        print_line(found.text())
+        if not found.errors:
+            return 0
+        cause = f"preflight: {'; '.join(map(str, found.errors))}"
+        if any(finding.everywhere for finding in found.errors):
+            self._record("failed", cause)
+            print_line("no other nodes would help, so the job is not requeued; then submit again with --resume")
+            return 1
+        return self._requeue(cause, 1, without=found.bad_nodes)
 
     def _watch(self) -> int:
         while True:
@@ -181,8 +200,9 @@ class Job:
             return not self._wait_for_cancellation()
         return states == {"RUNNING"}
 
-    def _requeue(self, cause: str, code: int) -> int:
-        """`code` is the exit code when the job is not requeued; when it is, Slurm ends this script."""
+    def _requeue(self, cause: str, code: int, without: tuple[str, ...] = ()) -> int:
+        """`code` is the exit code when the job is not requeued; when it is, Slurm ends this script. `without`: nodes
+        that the job does not get again."""
         self._driver.end_all()
         if self._signal in CANCELLED:
             return self._cancelled()
@@ -195,7 +215,7 @@ class Job:
             self._record("failed", f"{cause}; {why}")
             print_line(f"not restarted after: {cause}; {why}. Remove the cause, then submit again with --resume")
             return code
-        self._record("requeued", cause)
+        self._record("requeued", cause, excluded=without)
         print_line(f"requeued after: {cause}")
         try:
             queue.retry_until_answered(
@@ -203,6 +223,11 @@ class Job:
                 self._config.slurm.signal_lead_s,
                 give_up=lambda: self._signal in CANCELLED,
             )
+            if without:  # Slurm changes only a job that waits, and ends this script some seconds after the requeue
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the commands', too
+                for job in self._allocation.components:
+                    queue.retry_until_answered(lambda job=job: queue.exclude(job, without), EXCLUDE_S)
+                print_line(f"excluded: {', '.join(without)}; with too few other nodes the job waits in the queue")
         except queue.SlurmError as error:
             if not self._wait_for_cancellation():  # a requeue that succeeds may end the command that requested it
                 self._record("failed", f"{cause}; could not be requeued: {error}")
@@ -213,8 +238,8 @@ class Job:
         """Whether Slurm's signal that it is ending the job arrives within `SIGNAL_S`."""
         return wait_until(lambda: self._signal in CANCELLED, SIGNAL_S, POLL_S)
 
-    def _record(self, event: Event, cause: str, nodes: tuple[str, ...] = ()) -> None:
-        self._attempts.record(event, cause, job=self._allocation.job_id, restart=self._allocation.restart, nodes=nodes)
+    def _record(self, event: Event, cause: str, **nodes: tuple[str, ...]) -> None:
+        self._attempts.record(event, cause, job=self._allocation.job_id, restart=self._allocation.restart, **nodes)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self._signal = number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dppo_megatron.config import Config
 from dppo_megatron.fleet.registry import engine_names
@@ -21,6 +21,7 @@ class StepPlan:
     group: int  # component of a heterogeneous job
     tasks: int = 1
     gpus_per_node: int = 0
+    collected: bool = False  # its output goes to its log, and a task that fails does not end the others
 
     @property
     def tasks_per_node(self) -> int:
@@ -52,6 +53,24 @@ def check_plan(config: Config, allocation: Allocation) -> StepPlan:
     """One task on the first node, with the GPUs of the ranks there: it finds what they would find missing."""
     gpus = config.slurm.gpus_per_node
     return StepPlan("check", ("check",), nodes=allocation.groups[0][:1], group=0, gpus_per_node=gpus)
+
+
+def preflight_plans(config: Config, allocation: Allocation, meeting: str) -> list[StepPlan]:
+    """The trainer's step with other tasks and, for nodes that only serve or get weights by broadcast, one task each.
+
+    meeting: what all of them are to know, see `preflight.task`; the number of those that serve is added.
+    """
+    trainers, engines = trainer_plan(config, allocation, resume=False), engine_plans(config, allocation)
+    broadcast = config.weight_sync.transport == "broadcast"
+    serving = dict.fromkeys(node for plan in engines for node in plan.nodes if broadcast or node not in trainers.nodes)
+    meeting += f",{len(serving)}"
+    plans = [replace(trainers, name="preflight", arguments=("preflight", "--meet", meeting), collected=True)]
+    if serving:
+        gpu = 0 if config.slurm.engine_nodes else trainers.tasks_per_node  # that of the node's first engine
+        arguments = ("preflight", "--serves", "--first-gpu", str(gpu), "--meet", meeting)
+        serves = replace(engines[0], name="preflight", arguments=arguments, nodes=tuple(serving), tasks=len(serving))
+        plans.append(replace(serves, collected=True))
+    return plans
 
 
 def orchestrator_plan(allocation: Allocation) -> StepPlan:

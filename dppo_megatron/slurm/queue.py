@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +70,13 @@ def _queued(line: str) -> QueuedJob:
 def requeue(job_id: str) -> None:
     """Ends this attempt of the job, steps and batch script, and queues it again."""
     slurm_command("scontrol", "requeue", job_id)
+
+
+def exclude(job_id: str, nodes: Sequence[str]) -> None:
+    """Keeps a waiting job off `nodes`, as off those that it was kept from before."""
+    before = re.search(r"ExcNodeList=(\S+)", slurm_command("scontrol", "show", "job", "--oneliner", job_id))
+    names = [*nodes, *([before[1]] if before and before[1] != "(null)" else [])]
+    slurm_command("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(names)}")
 
 
 def retry_until_answered(

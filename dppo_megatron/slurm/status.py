@@ -63,6 +63,7 @@ class Status:
     jobs: list[queue.QueuedJob]
     queue_note: str  # why squeue failed, or what it means that no job is in the queue
     restarts: int
+    excluded_nodes: list[str]
     last_event: str
     errors: list[LastError]
 
@@ -98,6 +99,7 @@ def read_status(directory: Path) -> Status:
         jobs=jobs,
         queue_note=note,
         restarts=attempts.restarts(),
+        excluded_nodes=attempts.excluded(),
         last_event=f"{events[-1].event} ({events[-1].cause})" if events else "",
         errors=_errors(run),
     )

@@ -51,6 +51,8 @@ def _head(status: Status) -> Table:
     if status.policy_version is not None:
         rows.append(("published policy", f"version {status.policy_version}"))
     rows.append(("restarts", str(status.restarts) + (f", last: {status.last_event}" if status.last_event else "")))
+    if status.excluded_nodes:
+        rows.append(("excluded nodes", ", ".join(status.excluded_nodes)))
     if status.queue_note:
         rows.append(("queue", status.queue_note))
     return _table(status.run, None, rows)

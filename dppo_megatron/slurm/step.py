@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import BinaryIO
 
 from dppo_megatron.common.process import end_with_parent
 from dppo_megatron.config import Config
@@ -26,14 +28,16 @@ KILL_S = 10.0  # for Slurm to kill the tasks of a step
 
 
 class Step:
-    """One srun. Its own messages go to the job's output, its tasks' output to the run's logs."""
+    """One srun. Its own messages go to the job's output, its tasks' output to the run's logs; `output`: both there."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path):
+    def __init__(self, name: str, command: Sequence[str], log: Path, output: BinaryIO | None = None):
         self.name = name
         self.log = log  # of its task, where it has one
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
             env=step_environment(os.environ),
             start_new_session=True,
             preexec_fn=end_with_parent,
@@ -72,7 +76,9 @@ class StepLauncher:
 
     def start(self, plan: StepPlan) -> Step:
         command = srun_command(self._config, self._config_file, plan, self._allocation)
-        return Step(plan.name, command, RunDir(self._config.run.dir).log(plan.name))
+        log = RunDir(self._config.run.dir).log(plan.name)
+        with log.open("ab") if plan.collected else nullcontext() as output:
+            return Step(plan.name, command, log, output)
 
     def end(self, processes: Sequence[Step], grace_s: float) -> None:
         """What Slurm does not kill within `KILL_S` after the grace, it ends with the job."""
@@ -101,7 +107,8 @@ def srun_command(config: Config, config_file: Path, plan: StepPlan, allocation: 
         f"--ntasks={plan.tasks}",
         f"--ntasks-per-node={plan.tasks_per_node}",
         f"--gpus-per-node={plan.gpus_per_node}" if plan.gpus_per_node else "--gres=none",
-        *("--distribution=block", "--overlap", "--kill-on-bad-exit=1", "--wait=0", "--cpu-bind=none", "--mpi=none"),
+        *("--distribution=block", "--overlap", "--wait=0", "--cpu-bind=none", "--mpi=none"),
+        f"--kill-on-bad-exit={0 if plan.collected else 1}",
         *config.slurm.srun_args,
         *(*program, "slurm-task", *plan.arguments, str(config_file)),
     ]

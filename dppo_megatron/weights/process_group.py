@@ -117,7 +117,7 @@ class Rendezvous:
         store = dist.PrefixStore(name, self._server)
         store = dist.PrefixStore("cpu/" if backend == "gloo" else "cuda/", dist.PrefixStore(f"{name}/", store))
         try:
-            group = _new_group(store, rank, 1 + self._workers, backend, address, self._timeout_s)
+            group = new_group(store, rank, 1 + self._workers, backend, address, self._timeout_s)
             channel = Channel(group, self, self._timeout_s)
             if device is not None:
                 channel.finish(channel.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)), "join")
@@ -231,7 +231,7 @@ def local_address(peer: str, port: int = 9) -> str:
         return sock.getsockname()[0]
 
 
-def _new_group(store: dist.Store, rank: int, size: int, backend: Backend, address: str, timeout_s: float) -> Any:
+def new_group(store: dist.Store, rank: int, size: int, backend: Backend, address: str, timeout_s: float) -> Any:
     """A backend of its own: the process's default group, where there is one, knows nothing of it."""
     timeout = timedelta(seconds=timeout_s)
     if backend == "gloo":

@@ -35,6 +35,7 @@ def quickstart(task: Path, run_dir: Path, **changes: dict) -> dict:
     tree["tracking"] = {}
     tree["slurm"] = {
         "trainer_nodes": 2, "engine_nodes": 1, "gpus_per_node": 1, "time": "30", "signal_lead_s": 60, "interface": "lo",
+        "preflight": False,
     }  # fmt: skip
     for section, values in changes.items():
         tree[section] |= values

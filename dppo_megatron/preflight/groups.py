@@ -1,0 +1,39 @@
+"""The process groups of a layout as lists of ranks, without Megatron."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dppo_megatron.config.schema import ParallelConfig
+
+PAIRS, WEIGHTS = "pairs", "weights"
+
+
+def process_groups(parallel: ParallelConfig, per_node: int) -> dict[str, list[int]]:
+    """Return the groups of more than one rank, in the order in which they are checked.
+
+    World 4 with tensor 2: {"tensor 0": [0, 1], "tensor 1": [2, 3], "data 0": [0, 2], "data 1": [1, 3], ...}.
+    Beyond two nodes, pairs of neighbouring nodes come first: a node that fails in both of its pairs is at fault.
+    """
+    p, ranks = parallel, np.arange(parallel.world_size)
+    dense = ranks.reshape(p.pipeline, -1, p.context, p.tensor)
+    experts = ranks.reshape(p.pipeline, -1, p.expert, p.expert_tensor or p.tensor)
+    axes = {
+        "tensor": (dense, 3),
+        "context": (dense, 2),
+        "expert": (experts, 2),
+        "data": (dense, 1),
+        "pipeline": (dense, 0),
+    }
+    kinds = {kind: np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis]) for kind, (grid, axis) in axes.items()}
+    if len(first := ranks[::per_node]) > 2:
+        even = len(first) // 2 * 2
+        others = np.roll(first, -1)[:even].reshape(-1, 2)
+        kinds = {PAIRS: first[:even].reshape(-1, 2), f"other {PAIRS}": others} | kinds
+    kinds["world"] = ranks[None]
+    return {
+        f"{kind} {number}": members
+        for kind, groups in kinds.items()
+        for number, members in enumerate(groups.tolist())
+        if len(members) > 1
+    }
