@@ -31,7 +31,7 @@ def preflight(
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Check nodes, GPUs, network and shared directories in seconds, before a model loads; needs no model in memory.
+    """Check nodes, GPUs, network and shared directories in seconds, before a model loads.
 
     Inside a Slurm job (on its first node) it checks the job's nodes, elsewhere this machine: drivers, GPUs and their
     free memory, an all-reduce in each process group of the layout, a broadcast to the nodes that serve, whether every
@@ -46,24 +46,6 @@ def preflight(
     found = preflight_now(load_config(config_file, overrides or ()))
     typer.echo(json.dumps(found.as_dict(), indent=1) if as_json else found.text())
     raise typer.Exit(1 if found.errors else 0)
-
-
-@app.command(hidden=True)
-def preflight_task(
-    config_file: ConfigFile,
-    role: Annotated[str, typer.Argument(help="rank or serving")],
-    number: int,
-    gpu: int,
-    per_node: int,
-    meeting: str,
-) -> None:
-    """One process of a preflight on this machine, which starts it."""
-    import socket
-
-    from dppo_megatron.preflight.task import Place, run_place
-
-    place = Place(number, gpu, per_node, socket.gethostname(), meeting, role == "serving")
-    raise typer.Exit(run_place(config_file, place, lambda _: "127.0.0.1"))
 
 
 @app.command()

@@ -61,17 +61,16 @@ def slurm_job(config_file: ConfigFile, overrides: Overrides = None, resume: Resu
 
 @app.command(name="slurm-task", hidden=True)
 def slurm_task(
-    role: Annotated[str, typer.Argument(help="check, preflight, trainer, orchestrator or engine")],
+    role: Annotated[str, typer.Argument(help="check, trainer, orchestrator, engine; of a preflight: trains, serves")],
     config_file: ConfigFile,
     resume: Resume = False,
     index: Annotated[int, typer.Option(help="which engine")] = 0,
     first_gpu: Annotated[int, typer.Option(help="its first GPU among those of its node")] = 0,
-    meet: Annotated[str, typer.Option(help="where the processes of a preflight meet")] = "",
-    serves: Annotated[bool, typer.Option("--serves", help="of a preflight: on a node that serves")] = False,
+    meeting: Annotated[str, typer.Option(help="of a preflight: where its processes meet")] = "",
 ) -> None:
     """Run one task of a job step; srun starts it."""
-    from dppo_megatron.slurm.task import run_task
+    from dppo_megatron.slurm.task import run_preflight_task, run_task
 
-    raise typer.Exit(
-        run_task(role, config_file, resume=resume, index=index, first_gpu=first_gpu, meeting=meet, serves=serves)
-    )
+    if meeting:
+        raise typer.Exit(run_preflight_task(config_file, meeting, first_gpu, serves=role == "serves"))
+    raise typer.Exit(run_task(role, config_file, resume=resume, index=index, first_gpu=first_gpu))

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .task import IMPORTED, KEEPER, LOOKED, STAGES, STARTED
+from .groups import PAIRS
+from .task import DONE, IMPORTED, KEEPER, LOOKED, READY, STARTED
 
 MOST_SKEW_S = 5.0
-_NEXT = {
+_DID_NOT = {
     None: "did not start", STARTED: "no answer while it imported torch", LOOKED: "no answer from the store of rank 0",
     IMPORTED: "no answer while it looked at GPUs, the model, the data and run.dir",
 }  # fmt: skip
@@ -41,48 +42,47 @@ class Reported:
             self.groups[group] = facts
         else:
             self.facts |= facts
-            self.stage = facts.get("stage", self.stage)
+            self.node, self.stage = facts["node"], facts.get("stage", self.stage)
 
     @property
     def failed(self) -> bool:
         return any("error" in facts for facts in (self.facts, *self.groups.values()))
 
-    @property
-    def met(self) -> bool:
-        return self.stage in STAGES[3:]
+
+Tasks = Mapping[str, Reported]
 
 
-def findings(
-    tasks: Mapping[str, Reported], groups: Mapping[str, Sequence[str]], ended: Mapping[str, str], *, done: bool
-) -> list[Finding]:
+def findings(tasks: Tasks, groups: Mapping[str, Sequence[str]], ended: Mapping[str, str]) -> list[Finding]:
     """groups: names of the members of each, in the order of the checks. ended: node -> how a process there ended."""
-    gpus = {name: (task.node, task.facts["gpu"]) for name, task in tasks.items() if task.facts.get("gpu")}
-    out = [*_of_nodes(tasks), *shared_gpus(gpus), *_different(tasks)]
-    if ended:
-        return out + [Finding(f"a process there ended: {how}", (node,)) for node, how in ended.items()]
-    return out + (([] if done else _behind(tasks)) or _of_groups(tasks, groups))
-
-
-def _of_nodes(tasks: Mapping[str, Reported]) -> list[Finding]:
-    nodes: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)  # an ordered set of each
+    nodes: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)  # an ordered set of nodes for each text
+    same: dict[str, dict[str, str]] = defaultdict(dict)
     for task in tasks.values():
         for kind in ("problems", "faults", "warnings"):
             for text in task.facts.get(kind, ()):
                 nodes[kind, text][task.node] = None
         if abs(skew := task.facts.get("skew_s", 0.0)) > MOST_SKEW_S:
             nodes["warnings", f"its clock is {skew:+.0f} s from the driver's: times in logs mislead"][task.node] = None
+        for what, value in task.facts.get("same", {}).items():
+            same[what][task.node] = value
     every = {task.node for task in tasks.values()}
-    return [
+    out = [
         Finding(text, tuple(at), "warning" if kind == "warnings" else "error", kind == "problems" and set(at) == every)
         for (kind, text), at in nodes.items()
     ]
+    out += shared_gpus({n: (t.node, t.facts["gpu"]) for n, t in tasks.items() if n[0] == "r" and t.facts.get("gpu")})
+    for what, values in same.items():
+        common, odd = odd_ones(values)
+        out += [Finding(f"{what}: {values[node]}, on other nodes {common}", (node,)) for node in odd]
+    if ended:
+        return out + [Finding(f"a process there ended: {how}", (node,)) for node, how in ended.items()]
+    return out + (_behind(tasks) or _of_groups(tasks, groups))
 
 
 def shared_gpus(gpus: Mapping[str, tuple[str, str]]) -> list[Finding]:
-    """Trainer ranks of a node that use one GPU. gpus: {"rank-0": ("node1", "GPU-8f"), "rank-1": ("node1", "GPU-8f")}"""
+    """Ranks of a node that use one GPU. gpus: {"rank-0": ("node1", "GPU-8f"), "rank-1": ("node1", "GPU-8f")}"""
     users: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, place in gpus.items():
-        users[place] += [name] if name.startswith("rank") else []
+        users[place].append(name)
     return [
         Finding(f"{' and '.join(names)} share GPU {uuid}; see --gpu-bind in slurm.srun_args", (node,))
         for (node, uuid), names in users.items()
@@ -90,64 +90,51 @@ def shared_gpus(gpus: Mapping[str, tuple[str, str]]) -> list[Finding]:
     ]
 
 
-def _different(tasks: Mapping[str, Reported]) -> list[Finding]:
-    """What is not on a node as on most; of as many, the highest counts."""
-    values: dict[str, dict[str, str]] = defaultdict(dict)
-    for task in tasks.values():
-        for what, value in task.facts.get("same", {}).items():
-            values[what][task.node] = value
-    out = []
-    for what, by_node in values.items():
-        counts = Counter(by_node.values())
-        common = max(counts, key=lambda value: (counts[value], value))
-        for value in counts.keys() - {common}:
-            nodes = tuple(node for node, found in by_node.items() if found == value)
-            out.append(Finding(f"{what}: {value}, on other nodes {common}", nodes))
-    return out
+def odd_ones(values: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The most common value, of as many the highest, and the nodes that have another."""
+    counts = Counter(values.values())
+    common = max(counts, key=lambda value: (counts[value], value))
+    return common, [node for node, value in values.items() if value != common]
 
 
-def _behind(tasks: Mapping[str, Reported]) -> list[Finding]:
-    """Of processes that are not all done: those that failed, or never came to the groups. First causes only."""
-    behind = {name: task for name, task in tasks.items() if not task.met or "error" in task.facts}
-    if first := {name: task for name, task in behind.items() if task.stage != LOOKED or name == KEEPER}:
-        behind = first
-    home = tasks[KEEPER].node
-    away = {task.node for task in tasks.values()} - {home}
-    if len(away) > 1 and away == {task.node for task in behind.values()} and not first:
+def _behind(tasks: Tasks) -> list[Finding]:
+    """Processes that failed, or never came to the groups. First causes only: all need the store of rank 0."""
+    behind = {name: task for name, task in tasks.items() if task.stage not in (READY, DONE) or "error" in task.facts}
+    if causes := {name: task for name, task in behind.items() if task.stage != LOOKED or name == KEEPER}:
+        behind = causes
+    home, away = tasks[KEEPER].node, {task.node for task in tasks.values()} - {tasks[KEEPER].node}
+    if len(away) > 1 and not causes and away == {task.node for task in behind.values()}:
         return [Finding("the store of rank 0 there is reached from no other node", (home,))]
-    return [
-        Finding(f"{name}: {task.facts.get('error') or _NEXT[task.stage]}", (task.node,))
-        for name, task in behind.items()
-    ]
+    reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, task in behind.items():
+        reasons[task.node, task.facts.get("error") or _DID_NOT[task.stage]].append(name)
+    return [Finding(f"{', '.join(names)}: {why}", (node,)) for (node, why), names in reasons.items()]
 
 
-def _of_groups(tasks: Mapping[str, Reported], groups: Mapping[str, Sequence[str]]) -> list[Finding]:
+def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> list[Finding]:
     """Of processes that all met: groups that came to a wrong result or to none."""
     out: list[Finding] = []
     passed: set[str] = set()  # nodes of groups that worked between nodes
-    broken = []
+    broken = {}
     for group, members in groups.items():
         nodes = {tasks[name].node for name in members}
-        seen = [tasks[name].groups.get(group) for name in members]
-        if wrong := sorted({members[row] for facts in seen if facts for row in facts.get("wrong", ())}):
+        seen = {name: tasks[name].groups.get(group, {}) for name in members}
+        if wrong := sorted({members[row] for facts in seen.values() for row in facts.get("wrong", ())}):
             at = tuple(sorted({tasks[name].node for name in wrong}))
-            out.append(Finding(f"group {group}: the values of {_listed(wrong)} arrived wrong", at))
-        if all(facts and "wrong" in facts for facts in seen):
+            out.append(Finding(f"group {group}: the values of {', '.join(wrong)} arrived wrong", at))
+        if all("wrong" in facts for facts in seen.values()):
             passed |= nodes if len(nodes) > 1 else set()
-        elif any(seen):
-            broken.append((group, members, seen, nodes))
-    for group, members, seen, nodes in broken:
-        absent = [name for name, facts in zip(members, seen, strict=True) if facts is None]
-        at_fault = {tasks[name].node for name in absent} or nodes - passed
-        errors = [facts["error"] for facts in seen if facts and "error" in facts]
-        why = f"{', '.join(absent)} did not arrive" if absent else "all arrived, and it did not end"
-        text = (
-            f"group {group} ({_listed(members)} on {_listed(sorted(nodes))}): {why}{f'; {errors[0]}' if errors else ''}"
-        )
-        blamed = () if at_fault == {task.node for task in tasks.values()} else tuple(sorted(at_fault))
-        out.append(Finding(text, blamed))
+        elif any(seen.values()):
+            broken[group] = nodes, seen
+    stuck: set[str] = set()  # these come to no later group, which is not that one's fault
+    for group, (nodes, seen) in broken.items():
+        if PAIRS in group or not stuck & seen.keys():
+            absent = [name for name, facts in seen.items() if not facts]
+            at_fault = {tasks[name].node for name in absent} or (nodes - passed if len(nodes) > 1 else nodes)
+            why = f"{', '.join(absent)} did not arrive" if absent else "all arrived, and it did not end"
+            why += "".join(sorted({f"; {facts['error']}" for facts in seen.values() if "error" in facts}))
+            known = at_fault != {task.node for task in tasks.values()}
+            text = f"group {group} ({', '.join(seen)} on {', '.join(sorted(nodes))}): {why}"
+            out.append(Finding(text, tuple(sorted(at_fault)) if known else ()))
+        stuck |= seen.keys()
     return out
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -20,16 +20,16 @@ from dppo_megatron.config import Config
 from dppo_megatron.errors import bounded
 
 from .groups import PAIRS, WEIGHTS, process_groups
-from .node import Observed, look_at_files, look_at_gpu, look_at_limits
+from .node import Observed, gpu_rows, judge_gpu, look_at_files, look_at_limits
 
 MARK = "preflight "
 KEEPER = "rank-0"  # keeps the store at which all meet
-STARTED, IMPORTED, LOOKED, READY, DONE = STAGES = ("started", "imported", "looked", "ready", "done")
+STARTED, IMPORTED, LOOKED, READY, DONE = "started", "imported", "looked", "ready", "done"  # stages, in their order
 COLUMNS = 1024  # numbers of each member in a collective
 
 
-def patience_s(size: int) -> float:
-    """The silence of all processes after which those that are behind count as lost."""
+def silence_timeout_s(size: int) -> float:
+    """The silence of `size` processes after which those that are behind count as lost."""
     return 9.0 + size / 16
 
 
@@ -44,32 +44,26 @@ class Place:
     meeting: str  # HOST,PORT,TOKEN,SERVING: store of rank 0, name of the file in the run directory, serving processes
     serves: bool = False
 
-    @property
-    def name(self) -> str:
-        return f"{'serving' if self.serves else 'rank'}-{self.rank}"
-
 
 def run_place(config_file: Path, place: Place, address: Callable[[Config], str]) -> int:
-    """Report every stage on standard output. Exit code 0 whatever is found: one that fails must not end the others.
-
-    address: this process's own, as the others reach it.
-    """
+    """Report every stage on standard output; 0 whatever is found. address: this process's own, as others reach it."""
+    name = f"{'serving' if place.serves else 'rank'}-{place.rank}"
 
     def report(**facts: Any) -> None:
-        line = json.dumps({"task": place.name, "node": place.node, **facts})
+        line = json.dumps({"task": name, "node": place.node, **facts})
         sys.stdout.write(f"{MARK}{line}\n")  # at once: others write to the same log
         sys.stdout.flush()
 
     report(stage=STARTED, clock=time.time())
     try:
         config = load_config(config_file)
-        _check(config, place, address(config), report)
+        _check(config, place, name, address(config), report)
     except Exception as error:
         report(error=_brief(error))
     return 0
 
 
-def _check(config: Config, place: Place, address: str, report: Any) -> None:
+def _check(config: Config, place: Place, name: str, address: str, report: Callable[..., None]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -77,58 +71,58 @@ def _check(config: Config, place: Place, address: str, report: Any) -> None:
     host, port, token, serving = place.meeting.split(",")
     out, s, cuda = Observed(), config.slurm, torch.cuda.is_available()
     if s.serving_gpus_per_node if place.serves else s.gpus_per_node:
-        look_at_gpu(out, place.gpu, cuda=torch.version.cuda, sees=cuda, trains=not place.serves)
+        if torch.version.cuda and not cuda:
+            out.faults.append("torch sees no GPU")
+        if rows := gpu_rows(out):
+            judge_gpu(out, rows, place.gpu, torch.version.cuda, trains=not place.serves)
         report()  # a sign of life
     if place.serves or place.rank % place.per_node == 0:
         look_at_limits(out)
-        look_at_files(out, config, token, f"{place.node}-{place.name}", trains=not place.serves)
+        look_at_files(out, config, token, f"{place.node}-{name}", trains=not place.serves)
     report(stage=LOOKED, **asdict(out))
     device = torch.device("cuda", place.gpu % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    keeps, size, timeout_s = (
-        place.name == KEEPER,
-        config.parallel.world_size,
-        0.75 * patience_s(config.parallel.world_size),
-    )
+    keeps, size = name == KEEPER, config.parallel.world_size
     start = timedelta(seconds=s.start_timeout_s)  # until rank 0 is there; `watch` is sooner
     store = dist.TCPStore(host, int(port), is_master=keeps, wait_for_workers=False, timeout=start)
     report(stage=READY)
 
-    def worked(group: str, rank: int, size: int) -> bool:
+    def works(group: str, rank: int, members: int) -> bool:
         report(joins=group)
         try:
-            mine = dist.PrefixStore(group, store)
-            report(left=group, wrong=_exchange(mine, group == WEIGHTS, rank, size, device, address, timeout_s))
+            wrong = _exchange(dist.PrefixStore(group, store), group == WEIGHTS, rank, members, device, address, size)
         except Exception as error:
             report(left=group, error=_brief(error))
             return False
+        report(left=group, wrong=wrong)
         return True
 
     failed = False
     for group, members in ({} if place.serves else process_groups(config.parallel, place.per_node)).items():
         if place.rank in members and (not failed or PAIRS in group):  # both pairs of a node are tried
-            failed |= not worked(group, members.index(place.rank), len(members))
+            failed |= not works(group, members.index(place.rank), len(members))
     if place.serves:  # until rank 0 is there
         store.wait([WEIGHTS], start)
     elif keeps and not failed:
         store.set(WEIGHTS, "")
-    if place.serves or (keeps and int(serving) and not failed):
-        failed = not worked(WEIGHTS, place.serves * (1 + place.rank), 1 + int(serving))
+    if config.weight_sync.transport == "broadcast" and (place.serves or (keeps and int(serving) and not failed)):
+        failed = not works(WEIGHTS, place.serves * (1 + place.rank), 1 + int(serving))
     if not failed:
         report(stage=DONE)
         store.add(DONE, 1)
-    while keeps and store.add(DONE, 0) < size + int(serving):  # the store is its own
+    while keeps and store.add(DONE, 0) < size + int(serving):  # the others need the store
         time.sleep(0.05)
 
 
-def _exchange(store: Any, one: bool, rank: int, size: int, device: Any, address: str, timeout_s: float) -> list[int]:
+def _exchange(store: Any, one: bool, rank: int, members: int, device: Any, address: str, size: int) -> list[int]:
     """All-reduce a row of each member or, for `one`, broadcast that of member 0. Return members with wrong rows."""
     import torch
     import torch.distributed as dist
 
     from dppo_megatron.weights.process_group import new_group
 
-    group = new_group(store, rank, size, "nccl" if device.type == "cuda" else "gloo", address, timeout_s)
-    values = torch.zeros(1 if one else size, COLUMNS, device=device)
+    timeout_s = 0.75 * silence_timeout_s(size)
+    group = new_group(store, rank, members, "nccl" if device.type == "cuda" else "gloo", address, timeout_s)
+    values = torch.zeros(1 if one else members, COLUMNS, device=device)
     values[rank : rank + 1] = rank + 1
     work = group.broadcast([values], dist.BroadcastOptions()) if one else group.allreduce([values])
     work.wait(timedelta(seconds=timeout_s))

@@ -9,18 +9,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import exit_reason
 from dppo_megatron.config import Config
+from dppo_megatron.launch.launcher import Process
 from dppo_megatron.observability.logs import append_line
 from dppo_megatron.run_dir import RunDir
 
-from .findings import Finding, Reported, findings
+from .findings import Finding, Reported, Tasks, findings
 from .groups import WEIGHTS, process_groups
 from .node import TOKEN
-from .task import DONE, KEEPER, MARK, STARTED, patience_s
+from .task import DONE, KEEPER, MARK, STARTED, silence_timeout_s
 
 POLL_S = 0.1
 AFTER_FAILURE_S = 3.0  # of silence, where a process has reported one
@@ -28,17 +29,11 @@ AFTER_FAILURE_S = 3.0  # of silence, where a process has reported one
 _ENDED = re.compile(r"error: (?:(\S+): tasks? [\d,-]+: (.+)|Task launch for .* failed on node (\S+): (.+))")
 
 
-class Process(Protocol):
-    name: str
-
-    def poll(self) -> int | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The conclusion. `nodes`: in the order of the places."""
+    """The conclusion."""
 
-    nodes: dict[str, dict[str, str]]
+    nodes: dict[str, dict[str, Any]]
     findings: list[Finding]
     seconds: float
 
@@ -56,9 +51,8 @@ class Preflight:
     def text(self) -> str:
         rows = [f"{'node':<20} {'processes':>9} {'clock':>8} {'errors':>6}  driver, GPU"]
         for node, facts in self.nodes.items():
-            errors = sum(node in finding.nodes for finding in self.errors)
-            gpu = ", ".join(facts["same"].get(what, "-") for what in ("driver", "GPU"))
-            rows.append(f"{node:<20} {facts['processes']:>9} {facts['skew_s']:>+6.1f} s {errors:>6}  {gpu}")
+            errors, gpu = sum(node in finding.nodes for finding in self.errors), f"{facts['driver']}, {facts['GPU']}"
+            rows.append(f"{node:<20} {facts['processes']:>9} {facts['clock']:>+6.1f} s {errors:>6}  {gpu}")
         return "\n".join([*rows, *map(str, self.findings), f"preflight: {len(self.errors)} errors, {self.seconds:g} s"])
 
 
@@ -75,12 +69,12 @@ def run_preflight(
     """
     run = RunDir(config.run.dir)
     log, name = run.log("preflight"), secrets.token_hex(4)
-    log.parent.mkdir(exist_ok=True)
-    offset = log.stat().st_size if log.exists() else 0
-    token = run.root / f"{TOKEN}{name}"
+    append_line(log, f"preflight {name}")
+    token, offset = run.root / f"{TOKEN}{name}", log.stat().st_size
+    tasks = {task: Reported(node) for task, node in places.items()}
     token.touch()
     try:
-        found = _watch(config, places, log, offset, start(name), stopped)
+        found = _watch(config, tasks, log, offset, start(name), stopped)
     finally:
         token.unlink()
     if found is not None:
@@ -90,70 +84,54 @@ def run_preflight(
 
 
 def _watch(
-    config: Config,
-    places: Mapping[str, str],
-    log: Path,
-    offset: int,
-    processes: Sequence[Process],
-    stopped: Callable[[], bool],
+    config: Config, tasks: Tasks, log: Path, offset: int, processes: Sequence[Process], stopped: Callable[[], bool]
 ) -> Preflight | None:
     """Returns when all are done or have ended, or when those that remain are silent for too long."""
-    tasks = {name: Reported(node) for name, node in places.items()}
     ended: dict[str, str] = {}
     began = heard = time.monotonic()
-    met_s = None  # when half of them had imported torch
+    timeout, half_s = silence_timeout_s(len(tasks)), None  # when half of them had imported torch
     while not stopped():
         time.sleep(POLL_S)
         running = any(process.poll() is None for process in processes)
-        offset, lines = _new_lines(log, offset)
-        for line in lines:
+        with log.open("rb") as file:
+            file.seek(offset)
+            whole = file.read().rpartition(b"\n")[0]
+        offset += len(whole) + bool(whole)
+        for line in whole.decode("utf-8", "replace").splitlines():
             if match := _ENDED.search(line):
                 ended[match[1] or match[3]] = match[2] or match[4]
             if line.startswith(MARK):
-                heard = time.monotonic()
-                facts = json.loads(line.removeprefix(MARK))
+                heard, facts = time.monotonic(), json.loads(line.removeprefix(MARK))
                 if "clock" in facts:
                     facts["skew_s"] = facts["clock"] - time.time()
-                tasks[facts["task"]].node = facts["node"]
                 tasks[facts["task"]].add(facts)
         now = time.monotonic()
         early = [task for task in tasks.values() if task.stage in (None, STARTED) and "error" not in task.facts]
-        if met_s is None and 2 * len(early) <= len(tasks):
-            met_s = now - began
+        if half_s is None and 2 * len(early) <= len(tasks):
+            half_s = now - began
         # Torch may come from a slow disk, but for all alike: the later half gets as long again.
-        patience = patience_s(len(tasks))
-        early_s = config.slurm.start_timeout_s if met_s is None else met_s + max(patience, met_s)
+        early_s = config.slurm.start_timeout_s if half_s is None else half_s + max(timeout, half_s)
         late = not early or now - began > early_s
-        done = all(task.stage == DONE for task in tasks.values())
-        failed = ended or any(task.failed for task in tasks.values())
-        if done or not running or (late and now - heard > (AFTER_FAILURE_S if failed else patience)):
+        silence = AFTER_FAILURE_S if ended or any(task.failed for task in tasks.values()) else timeout
+        if not running or all(task.stage == DONE for task in tasks.values()) or (late and now - heard > silence):
             codes = {process.name: process.poll() for process in processes}
             ended |= {tasks[name].node: exit_reason(code) for name, code in codes.items() if code and name in tasks}
-            found = findings(tasks, _groups(config, tasks), ended, done=done)
-            return Preflight(_shown(tasks), found, round(now - began, 1))
+            return Preflight(_nodes(tasks), findings(tasks, _groups(config, tasks), ended), round(now - began, 1))
     return None
 
 
-def _new_lines(log: Path, offset: int) -> tuple[int, list[str]]:
-    """Whole lines after `offset`, and where the next begin."""
-    with log.open("rb") as file:
-        file.seek(offset)
-        whole = file.read().rpartition(b"\n")[0]
-    return (offset + len(whole) + 1, whole.decode("utf-8", "replace").splitlines()) if whole else (offset, [])
-
-
-def _groups(config: Config, tasks: Mapping[str, Reported]) -> dict[str, list[str]]:
+def _groups(config: Config, tasks: Tasks) -> dict[str, list[str]]:
     ranks = {name: task.node for name, task in tasks.items() if name.startswith("rank")}
     groups = process_groups(config.parallel, len(ranks) // len(set(ranks.values())))
     named = {group: [f"rank-{rank}" for rank in members] for group, members in groups.items()}
-    return named | {WEIGHTS: [KEEPER, *(name for name in tasks if name not in ranks)]}
+    return named | ({WEIGHTS: [KEEPER, *(tasks.keys() - ranks.keys())]} if len(ranks) < len(tasks) else {})
 
 
-def _shown(tasks: Mapping[str, Reported]) -> dict[str, dict[str, Any]]:
+def _nodes(tasks: Tasks) -> dict[str, dict[str, Any]]:
+    """What the report shows of each."""
     shown: dict[str, dict[str, Any]] = {}
     for task in tasks.values():
-        facts = shown.setdefault(task.node, {"processes": 0, "skew_s": 0.0, "same": {}})
-        facts["processes"] += 1
-        facts["skew_s"] = task.facts.get("skew_s", 0.0)
-        facts["same"] |= task.facts.get("same", {})
+        facts = shown.setdefault(task.node, {"processes": 0, "driver": "-", "GPU": "-"})
+        same = {what: value for what, value in task.facts.get("same", {}).items() if what in facts}
+        facts |= {**same, "processes": facts["processes"] + 1, "clock": round(task.facts.get("skew_s", 0.0), 1)}
     return shown

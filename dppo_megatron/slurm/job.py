@@ -16,6 +16,7 @@ from dppo_megatron.common.files import write_atomic
 from dppo_megatron.common.process import exit_reason
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config, read_config, save_resolved, with_absolute_paths
+from dppo_megatron.errors import ExpectedError, bounded
 from dppo_megatron.launch.driver import Completed, Failed, RunDriver, TrainerStopped
 from dppo_megatron.run_dir import RunDir
 
@@ -116,13 +117,17 @@ class Job:
 
     def _preflight(self) -> int:
         """0 if nothing is wrong. What no other node cures fails the job; else it requeues without those at fault."""
-        found = preflight_of_job(self._config, self._allocation, self._launcher, lambda: self._signal is not None)
+        here = self._allocation.groups[0][0]
+        try:
+            found = preflight_of_job(self._config, self._allocation, self._launcher, lambda: self._signal is not None)
+        except ExpectedError as error:  # it has no address
+            return self._requeue(f"preflight: {here}: {error}", 1, without=(here,))
         if found is None:
             return 0
         print_line(found.text())
         if not found.errors:
             return 0
-        cause = f"preflight: {'; '.join(map(str, found.errors))}"
+        cause = bounded(f"preflight: {'; '.join(map(str, found.errors))}")
         if any(finding.everywhere for finding in found.errors):
             self._record("failed", cause)
             print_line("no other nodes would help, so the job is not requeued; then submit again with --resume")

@@ -64,10 +64,10 @@ def preflight_plans(config: Config, allocation: Allocation, meeting: str) -> lis
     broadcast = config.weight_sync.transport == "broadcast"
     serving = dict.fromkeys(node for plan in engines for node in plan.nodes if broadcast or node not in trainers.nodes)
     meeting += f",{len(serving)}"
-    plans = [replace(trainers, name="preflight", arguments=("preflight", "--meet", meeting), collected=True)]
+    plans = [replace(trainers, name="preflight", arguments=("trains", "--meeting", meeting), collected=True)]
     if serving:
         gpu = 0 if config.slurm.engine_nodes else trainers.tasks_per_node  # that of the node's first engine
-        arguments = ("preflight", "--serves", "--first-gpu", str(gpu), "--meet", meeting)
+        arguments = ("serves", "--first-gpu", str(gpu), "--meeting", meeting)
         serves = replace(engines[0], name="preflight", arguments=arguments, nodes=tuple(serving), tasks=len(serving))
         plans.append(replace(serves, collected=True))
     return plans

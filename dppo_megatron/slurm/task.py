@@ -31,6 +31,7 @@ from dppo_megatron.run_dir import RunDir
 
 from .binding import bind_to_gpus
 
+LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
 GRACE_S = 5.0
 LAST_LINES = 12
@@ -68,20 +69,15 @@ class Task:
             ) from None
 
 
-def run_task(
-    role: str, config_file: Path, *, resume: bool, index: int, first_gpu: int, meeting: str = "", serves: bool = False
-) -> int:
-    """Runs a trainer rank, the orchestrator, engine `index`, a place of the preflight (`meeting`, `serves`) or the
-    check of the config; returns its exit code.
+def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gpu: int) -> int:
+    """Runs a trainer rank, the orchestrator, engine `index` or the check of the config; returns its exit code.
 
-    All but the last two run as a child with its own session and log file. SIGUSR1 reaches the child as SIGTERM: srun
+    All but the check run as a child with its own session and log file. SIGUSR1 reaches the child as SIGTERM: srun
     passes on the former, and takes the latter as the order to kill.
     """
     # srun signals every process of the step, a checkpoint's writers and a server's workers too. They inherit the mask,
     # so only this process receives it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    if role == "preflight":
-        return _preflight(config_file, meeting, first_gpu, serves=serves)
     config = load_config(config_file)
     if role == "check":
         return _check(config, str(config_file))
@@ -117,10 +113,12 @@ def _check(config: Config, source: str) -> int:
     return 0
 
 
-def _preflight(config_file: Path, meeting: str, first_gpu: int, *, serves: bool) -> int:
+def run_preflight_task(config_file: Path, meeting: str, first_gpu: int, *, serves: bool) -> int:
+    """One process of a preflight, see `run_place`; at the loopback address where rank 0 is."""
+
     def address(config: Config) -> str:
         os.environ.update(interface_environment(config))
-        return node_address(config)
+        return LOOPBACK if meeting.startswith(LOOPBACK) else node_address(config)
 
     task = Task.of_this_process()
     gpu = first_gpu if serves else task.local_rank

@@ -42,6 +42,15 @@ def test_attempts_without_a_new_checkpoint_are_counted_whatever_ended_them(run):
     assert log.without_progress() == 0
 
 
+def test_nodes_that_the_newest_job_avoids(run):
+    log = AttemptLog(run)
+    assert log.excluded() == []
+    log.record("requeued", "preflight", job="6", restart=0, excluded=("a",))
+    log.record("requeued", "preflight", job="7", restart=0, excluded=("c", "b"))
+    log.record("requeued", "preflight", job="7", restart=1, excluded=("d",))
+    assert log.excluded() == ["b", "c", "d"]
+
+
 def test_submitting_again_counts_anew(run):
     for restart in range(3):
         attempt(run, restart, "requeued", "engine-0: exit code 1")

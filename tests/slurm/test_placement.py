@@ -13,7 +13,13 @@ from dppo_megatron.fleet.registry import ServiceTimeout
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import task
 from dppo_megatron.slurm.allocation import Allocation
-from dppo_megatron.slurm.placement import check_plan, engine_plans, orchestrator_plan, trainer_plan
+from dppo_megatron.slurm.placement import (
+    check_plan,
+    engine_plans,
+    orchestrator_plan,
+    preflight_plans,
+    trainer_plan,
+)
 from dppo_megatron.slurm.step import srun_command, step_environment
 from dppo_megatron.slurm.submit import prepare, scale_to_nodes
 from dppo_megatron.slurm.task import (
@@ -97,6 +103,24 @@ def test_each_node_of_an_engine_runs_its_part(tmp_path, monkeypatch, rank, log):
 def test_the_config_is_checked_beside_the_gpus_it_is_for():
     plans = check_plan(config(), ONE), orchestrator_plan(ONE)
     assert [(plan.nodes, plan.tasks, plan.gpus_per_node) for plan in plans] == [(("a",), 1, 8), (("a",), 1, 0)]
+
+
+def test_a_preflight_has_the_trainers_places_and_one_on_each_node_that_only_serves():
+    trains, serves = preflight_plans(config(), HETEROGENEOUS, "host,1,token")
+    assert trains.arguments == ("trains", "--meeting", "host,1,token,1")
+    assert (trains.nodes, trains.tasks, trains.gpus_per_node) == (("a", "b"), 16, 8)
+    assert serves.arguments == ("serves", "--first-gpu", "0", "--meeting", "host,1,token,1")
+    assert (serves.nodes, serves.tasks, serves.group) == (("x",), 1, 1)
+    options = srun_command(config(), "c.yaml", serves, HETEROGENEOUS)
+    assert "--kill-on-bad-exit=0" in options
+
+
+def test_a_preflight_has_a_place_at_an_engine_beside_ranks_where_weights_are_broadcast():
+    two = Allocation("7", 0, (("a", "b"),))
+    shared = {"world_size": 8, "engine_nodes": 0}
+    assert len(preflight_plans(config(**shared), two, "")) == 1
+    _, serves = preflight_plans(config(**shared, sections={"weight_sync": {"transport": "broadcast"}}), two, "")
+    assert (serves.nodes, serves.tasks, serves.arguments[2]) == (("a", "b"), 2, "4")
 
 
 def test_one_task_per_rank_on_the_first_nodes():

@@ -16,30 +16,40 @@ from tests.support.slurm.runs import ROOT, Run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
-FAULTY_NODE = ROOT / "tests" / "support" / "slurm" / "faulty_node.sh"
+SUPPORT = ROOT / "tests" / "support" / "slurm"
+FAULTY_NODE = SUPPORT / "faulty_node.sh"
 MOST_S = 20.0
 
 
-@pytest.fixture(scope="module")
-def nodes(lab, task, tmp_path_factory):
-    """Runs `dppo-megatron preflight` in an allocation of the four nodes, with a fault on one: its report."""
-    layout = {"parallel": {"world_size": 3, "tensor": 1}, "weight_sync": {"transport": "broadcast"}}
-    slurm = {"trainer_nodes": 3, "engine_nodes": 1, "command": ["bash", str(FAULTY_NODE)]}
-    run = Run.write(lab, task, tmp_path_factory.mktemp("preflight"), slurm=slurm, **layout)
-    sleeping = ("--nodes=4", "--gpus-per-node=1", "--output=/dev/null", "--wrap=sleep 600")
-    run.job = lab.run("sbatch", "--parsable", *sleeping)
-    wait_until(lambda: run.state == "RUNNING", "four nodes", 30)
-    job = {"SLURM_JOB_ID": run.job, "SLURM_JOB_NODELIST": ",".join(NODES)}
+def fault_environment(run: Run, task: Path, fault: str, nodes: str) -> dict[str, str]:
+    """What faulty_node.sh reads: the fault, and on which nodes it is."""
+    paths = {"RUN": run.directory, "MODEL": task / "random_model", "GPUS": SUPPORT / "gpus", "PYTHON": sys.executable}
+    return {"FAULT": fault, "FAULT_NODES": nodes} | {name: str(path) for name, path in paths.items()}
 
-    def preflight(fault: str, node: str) -> dict:
-        environment = lab.environment | run.environment | job | faults(run, task, fault, node)
+
+@pytest.fixture(scope="module")
+def preflight(lab, task, tmp_path_factory):
+    """Runs the command on two trainer nodes and an engine node, with a fault on one of them: its report."""
+    layout = {"parallel": {"world_size": 2, "tensor": 2}, "weight_sync": {"transport": "broadcast"}}
+    run = Run.write(
+        lab, task, tmp_path_factory.mktemp("preflight"), slurm={"command": ["bash", str(FAULTY_NODE)]}, **layout
+    )
+    command = ("--nodes=3", "--gpus-per-node=2", "--output=/dev/null", "--wrap=sleep 600")
+    run.job = lab.run("sbatch", "--parsable", *command)
+    wait_until(lambda: run.state == "RUNNING", "three nodes", 30)
+
+    def preflight(fault: str, node: str, *overrides: str, nodes: tuple[str, ...] = NODES[:3]) -> dict:
+        environment = {**lab.environment, **run.environment, **fault_environment(run, task, fault, node)}
+        environment |= {"SLURM_JOB_ID": run.job, "SLURM_JOB_NODELIST": ",".join(nodes)}
         command = [sys.executable, "-m", "dppo_megatron", "preflight", str(run.config), "--json"]
+        command += [word for override in overrides for word in ("--set", override)]
         began = time.monotonic()
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         assert result.stdout, result.stderr
         report = json.loads(result.stdout)
         assert result.returncode == (0 if report["ok"] else 1)
         assert time.monotonic() - began < MOST_S
+        assert not list(run.directory.glob(".preflight-*"))
         return report
 
     yield preflight
@@ -47,40 +57,43 @@ def nodes(lab, task, tmp_path_factory):
     wait_until(lab.idle, "the job to end", 60)
 
 
-def faults(run: Run, task: Path, fault: str, nodes: str) -> dict[str, str]:
-    return {
-        "FAULT": fault,
-        "FAULT_NODES": nodes,
-        "PYTHON": sys.executable,
-        "RUN": str(run.directory),
-        "MODEL": str(task / "random_model"),
-        "GPUS": str(ROOT / "tests" / "support" / "slurm" / "gpus"),
-    }
-
-
-def test_nothing_is_wrong(nodes):
-    report = nodes("none", "")
+def test_nothing_is_wrong(preflight):
+    report = preflight("none", "")
     assert report["ok"], report["findings"]
-    assert list(report["nodes"]) == list(NODES)
+    assert {node: (facts["driver"], facts["GPU"]) for node, facts in report["nodes"].items()} == {
+        "node1": ("580.65.06", "NVIDIA H100"), "node2": ("580.65.06", "NVIDIA H100"), "node3": ("580.65.06", "-"),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("fault", "node", "text"),
     [
         ("hidden_run", "node2", "preflight.yaml: 1 problem   - no such file"),
-        ("read_only", "node4", "cannot be written: Read-only file system"),
+        ("read_only", "node3", "cannot be written: Read-only file system"),
         ("other_model", "node3", "random_model: 0 files, on other nodes 5 files"),
+        ("old_driver", "node2", "driver: 570.86.15, on other nodes 580.65.06"),
+        ("used_memory", "node1", "GPU GPU-node1-0: another process holds 20480 MiB"),
+        ("unknown_error", "node3", "Unable to determine the device handle"),
+        ("lost_gpu", "node2", "GPU 0 is missing: nvidia-smi lists 1"),
+        ("no_answer", "node3", "timed out after 7.0 seconds"),
         ("no_network", "node1", "the store of rank 0 there is reached from no other node"),
-        ("no_network", "node4", "serving-0: no answer from the store of rank 0"),
+        ("no_network", "node3", "serving-0: no answer from the store of rank 0"),
         ("killed", "node2", "a process there ended: Killed"),
-        ("frozen", "node3", "rank-2: did not start"),
-        ("frozen_in_a_group", "node2", "rank-1 did not arrive"),
+        ("frozen", "node2", "rank-1: did not start"),
+        ("frozen_in_the_groups", "node2", "rank-1 did not arrive"),
     ],
 )
-def test_a_fault_of_one_node_is_found_and_the_node_named(nodes, fault, node, text):
-    report = nodes(fault, node)
+def test_a_fault_of_one_node_is_found_and_the_node_named(preflight, fault, node, text):
+    report = preflight(fault, node)
     assert report["bad_nodes"] == [node], report["findings"]
     assert any(text in finding["text"] for finding in report["findings"]), report["findings"]
+
+
+def test_two_ranks_of_a_node_on_one_gpu(preflight):
+    report = preflight("shared_gpu", "node1", "slurm.trainer_nodes=1", "slurm.gpus_per_node=2", nodes=NODES[:2])
+    (finding,) = [finding for finding in report["findings"] if finding["level"] == "error"]
+    assert finding["text"].startswith("rank-0 and rank-1 share GPU GPU-node1-1")
+    assert finding["nodes"] == ["node1"]
 
 
 @pytest.fixture
@@ -88,7 +101,9 @@ def job(lab, task, tmp_path):
     """A run whose preflight is real, with a fault on some nodes, and whose other steps are stubs."""
     stub, command = tmp_path / "stub.py", tmp_path / "command.sh"
     stub.write_text(STUB + SERVES)
-    command.write_text(f'[ "$2" = preflight ] && exec bash {FAULTY_NODE} "$@"\nexec {sys.executable} {stub} "$@"\n')
+    command.write_text(f'case "$2" in trains | serves) exec bash {FAULTY_NODE} "$@";; esac\n')
+    with command.open("a") as file:
+        file.write(f'exec {sys.executable} {stub} "$@"\n')
     slurm = {"trainer_nodes": 1, "engine_nodes": 1, "command": ["bash", str(command)], "preflight": True}
     run = Run.write(lab, task, tmp_path, slurm=slurm, parallel={"world_size": 1, "tensor": 1})
     yield run
@@ -97,7 +112,7 @@ def job(lab, task, tmp_path):
 
 
 def submit(job: Run, task: Path, monkeypatch, fault: str, nodes: str) -> None:
-    for name, value in faults(job, task, fault, nodes).items():
+    for name, value in fault_environment(job, task, fault, nodes).items():
         monkeypatch.setenv(name, value)
     job.sbatch("train.sbatch", "--nodes=2", "--gpus-per-node=1")
 

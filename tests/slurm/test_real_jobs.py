@@ -21,7 +21,7 @@ THREE_NODES = ("--nodes=3", "--gpus-per-node=1")
 @pytest.fixture(scope="module")
 def uninterrupted(lab, task, tmp_path_factory) -> Run:
     """What every other run must equal."""
-    run = Run.write(lab, task, tmp_path_factory.mktemp("uninterrupted"))
+    run = Run.write(lab, task, tmp_path_factory.mktemp("uninterrupted"), slurm={"preflight": True})
     run.gate.touch()
     run.sbatch("train.sbatch", *THREE_NODES)
     assert run.wait_for_end() == "COMPLETED", run.everything()
@@ -60,7 +60,8 @@ def test_two_trainer_nodes_and_an_engine_node(uninterrupted):
     assert [event.event for event in run.events()] == ["started", "completed"]
     assert run.events()[0].nodes == NODES[:3]
     heads = {log.stem: log.read_text() for log in (run.directory / "logs").glob("*.log")}
-    assert set(heads) == {"engine-0", "orchestrator", "trainer-0", "trainer-1"}
+    assert set(heads) == {"engine-0", "orchestrator", "preflight", "trainer-0", "trainer-1"}
+    assert "preflight: 0 errors" in run.output.read_text()
     assert "completed 4 steps" in run.output.read_text()
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # As slurm.command: the program, with the fault $FAULT on the nodes $FAULT_NODES. Needs root, as the lab does.
 set -u
+export FAULT PATH="$GPUS:$PATH"
 run=("$PYTHON" -m dppo_megatron "$@")
 [[ " $FAULT_NODES " == *" $SLURMD_NODENAME "* ]] || FAULT=none
 with_mount() { exec unshare --mount bash -c 'eval "$0" && exec "$@"' "$1" "${run[@]}"; }
@@ -12,10 +13,7 @@ case "$FAULT" in
   no_network) exec unshare --net bash -c 'ip link set lo up && exec "$@"' _ "${run[@]}" ;;
   killed) exec "$PYTHON" -c 'import os; os.kill(os.getpid(), 9)' ;;
   frozen) "${run[@]}" & program=$!; sleep 1; kill -STOP $program; wait $program ;;
-  frozen_in_a_group)  # from when it arrives on; the log has its lines
-    "${run[@]}" & program=$!
-    until grep -q "\"node\": \"$SLURMD_NODENAME\", \"stage\": \"ready\"" "$RUN/logs/preflight.log"; do sleep 0.01; done
-    kill -STOP $program; wait $program ;;
+  frozen_in_the_groups) exec "$PYTHON" "$(dirname "$0")/frozen_in_the_groups.py" "$@" ;;
   skewed) exec faketime -f -1h "${run[@]}" ;;
-  old_driver | shared_gpu | used_memory | no_answer | lost_gpu) PATH="$GPUS/$FAULT:$PATH" exec "${run[@]}" ;;
+  *) FAULT=$FAULT exec "${run[@]}" ;;  # of nvidia-smi
 esac

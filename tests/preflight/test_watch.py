@@ -1,0 +1,123 @@
+"""A preflight with real processes on this machine, and when one is given up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dppo_megatron.config import save_resolved
+from dppo_megatron.preflight import watch
+from dppo_megatron.preflight.task import MARK
+from dppo_megatron.preflight.watch import run_preflight
+from dppo_megatron.run_dir import RunDir
+from tests.support.configs import make_config
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "run").mkdir()
+    return make_config(
+        run={"dir": str(tmp_path / "run")},
+        model={"path": str(tmp_path / "model")},
+        data={"train": str(tmp_path / "rows.jsonl"), "eval": None},
+        parallel={"world_size": 2, "tensor": 2},
+        weight_sync={"transport": "broadcast"},
+        slurm={"gpus_per_node": 0, "start_timeout_s": 30},
+    )
+
+
+def test_two_ranks_and_a_place_that_gets_weights(config, tmp_path):
+    """`--json`, as a user calls it."""
+    save_resolved(config, tmp_path / "config.yaml")
+    command = [sys.executable, "-m", "dppo_megatron", "preflight", str(tmp_path / "config.yaml"), "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    report = json.loads(result.stdout)
+    assert (result.returncode, report["ok"], report["bad_nodes"]) == (0, True, [])
+    assert [facts["processes"] for facts in report["nodes"].values()] == [3]
+    assert json.loads((tmp_path / "run" / "preflight.json").read_text())["findings"] == report["findings"]
+    log = (tmp_path / "run" / "logs" / "preflight.log").read_text()
+    for group in ("tensor 0", "world 0", "weights"):
+        assert log.count(f'"left": "{group}", "wrong": []') == 2
+
+
+class Written:
+    """Stands for a process: ends when it is told to."""
+
+    def __init__(self, name, code=None):
+        self.name, self.code = name, code
+
+    def poll(self):
+        return self.code
+
+
+def conclude(config, places, lines, processes=(), seconds=0.0):
+    log = RunDir(config.run.dir).log("preflight")
+
+    def start(token):
+        with log.open("a") as file:
+            file.writelines(line if isinstance(line, str) else f"{MARK}{json.dumps(line)}\n" for line in lines)
+        return processes or [Written("step")]
+
+    return run_preflight(config, places, start)
+
+
+def line(rank, node, **facts):
+    return {"task": f"rank-{rank}", "node": node, **facts}
+
+
+PLACES = {"rank-0": "a", "rank-1": "b"}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(watch, "silence_timeout_s", lambda size: 0.3)
+    monkeypatch.setattr(watch, "AFTER_FAILURE_S", 0.2)
+
+
+def test_silence_is_a_failure_of_those_behind(config, quick):
+    lines = [line(0, "a", stage="ready"), line(0, "a", joins="tensor 0"), line(1, "b", stage="imported")]
+    found = conclude(config, PLACES, lines)
+    assert found.bad_nodes == ("b",)
+    assert found.text().splitlines()[-1].startswith("preflight: 1 errors")
+    assert "rank-1: no answer while it looked" in found.text()
+
+
+def test_half_that_still_imports_gets_as_long_as_the_other_half_needed(config, quick):
+    began = time.monotonic()
+    found = conclude(config, PLACES, [line(0, "a", stage="ready"), line(1, "b", stage="started")])
+    assert 0.4 < time.monotonic() - began < 5
+    assert found.bad_nodes == ("b",)
+
+
+def test_slurms_words_for_a_task_that_ended(config, quick):
+    found = conclude(config, PLACES, [line(0, "a", stage="looked"), "srun: error: b: task 1: Killed\n"])
+    assert [str(finding) for finding in found.errors] == ["error: b: a process there ended: Killed"]
+
+
+def test_slurms_words_for_a_task_that_did_not_start(config, quick):
+    text = "srun: error: Task launch for StepId=7.1 failed on node b: Communication connection failure\n"
+    found = conclude(config, PLACES, [line(0, "a", stage="looked"), text])
+    assert found.bad_nodes == ("b",)
+
+
+def test_a_local_process_that_ended(config, quick):
+    found = conclude(config, PLACES, [line(0, "a", stage="looked")], [Written("rank-0"), Written("rank-1", -9)])
+    assert [str(finding) for finding in found.errors] == ["error: b: a process there ended: killed by SIGKILL"]
+
+
+def test_lines_of_an_earlier_preflight_do_not_count(config, quick):
+    conclude(config, PLACES, [line(rank, node, stage="done") for rank, node in enumerate("ab")])
+    found = conclude(config, PLACES, [line(0, "a", stage="done")])
+    assert found.bad_nodes == ("b",)
+
+
+def test_a_clock_is_compared_with_the_drivers(config, quick):
+    lines = [line(rank, node, stage="done", clock=time.time() - 60 * rank) for rank, node in enumerate("ab")]
+    (finding,) = conclude(config, PLACES, lines).findings
+    assert (finding.level, finding.nodes) == ("warning", ("b",))
