@@ -18,13 +18,8 @@ def process_groups(parallel: ParallelConfig, per_node: int) -> dict[str, list[in
     p, ranks = parallel, np.arange(parallel.world_size)
     dense = ranks.reshape(p.pipeline, -1, p.context, p.tensor)
     experts = ranks.reshape(p.pipeline, -1, p.expert, p.expert_tensor or p.tensor)
-    axes = {
-        "tensor": (dense, 3),
-        "context": (dense, 2),
-        "expert": (experts, 2),
-        "data": (dense, 1),
-        "pipeline": (dense, 0),
-    }
+    axes = {"tensor": (dense, 3), "context": (dense, 2), "expert": (experts, 2), "data": (dense, 1)}
+    axes["pipeline"] = (dense, 0)
     kinds = {kind: np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis]) for kind, (grid, axis) in axes.items()}
     if len(first := ranks[::per_node]) > 2:
         even = len(first) // 2 * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -100,11 +101,12 @@ def _watch(
         for line in whole.decode("utf-8", "replace").splitlines():
             if match := _ENDED.search(line):
                 ended[match[1] or match[3]] = match[2] or match[4]
-            if line.startswith(MARK):
-                heard, facts = time.monotonic(), json.loads(line.removeprefix(MARK))
+            with contextlib.suppress(ValueError, KeyError):  # another program's output
+                facts = json.loads(line.partition(MARK)[2])
                 if "clock" in facts:
                     facts["skew_s"] = facts["clock"] - time.time()
                 tasks[facts["task"]].add(facts)
+                heard = time.monotonic()
         now = time.monotonic()
         early = [task for task in tasks.values() if task.stage in (None, STARTED) and "error" not in task.facts]
         if half_s is None and 2 * len(early) <= len(tasks):
@@ -124,7 +126,9 @@ def _groups(config: Config, tasks: Tasks) -> dict[str, list[str]]:
     ranks = {name: task.node for name, task in tasks.items() if name.startswith("rank")}
     groups = process_groups(config.parallel, len(ranks) // len(set(ranks.values())))
     named = {group: [f"rank-{rank}" for rank in members] for group, members in groups.items()}
-    return named | ({WEIGHTS: [KEEPER, *(tasks.keys() - ranks.keys())]} if len(ranks) < len(tasks) else {})
+    return named | (
+        {WEIGHTS: [KEEPER, *(name for name in tasks if name not in ranks)]} if len(ranks) < len(tasks) else {}
+    )
 
 
 def _nodes(tasks: Tasks) -> dict[str, dict[str, Any]]:

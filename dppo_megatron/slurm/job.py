@@ -228,16 +228,23 @@ class Job:
                 self._config.slurm.signal_lead_s,
                 give_up=lambda: self._signal in CANCELLED,
             )
-            if without:  # Slurm changes only a job that waits, and ends this script some seconds after the requeue
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the commands', too
-                for job in self._allocation.components:
-                    queue.retry_until_answered(lambda job=job: queue.exclude(job, without), EXCLUDE_S)
-                print_line(f"excluded: {', '.join(without)}; with too few other nodes the job waits in the queue")
+            if without:
+                self._exclude(without)
         except queue.SlurmError as error:
             if not self._wait_for_cancellation():  # a requeue that succeeds may end the command that requested it
                 self._record("failed", f"{cause}; could not be requeued: {error}")
                 print_line(f"could not be requeued: {error}")
         return code
+
+    def _exclude(self, nodes: tuple[str, ...]) -> None:
+        """Slurm changes only jobs that wait, so it follows the requeue, seconds before Slurm ends this script."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            for job in self._allocation.components:
+                queue.retry_until_answered(lambda job=job: queue.exclude(job, nodes), EXCLUDE_S)
+            print_line(f"excluded: {', '.join(nodes)}; with too few other nodes the job waits in the queue")
+        except queue.SlurmError as error:
+            print_line(f"{', '.join(nodes)} could not be excluded: {error}")
 
     def _wait_for_cancellation(self) -> bool:
         """Whether Slurm's signal that it is ending the job arrives within `SIGNAL_S`."""

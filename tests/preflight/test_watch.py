@@ -117,6 +117,12 @@ def test_lines_of_an_earlier_preflight_do_not_count(config, quick):
     assert found.bad_nodes == ("b",)
 
 
+def test_lines_may_have_other_output_before_them_and_between(config, quick):
+    """`srun --label`, a library's progress bar, and one that is not ours."""
+    label = [f"{rank}: {MARK}{json.dumps(line(rank, node, stage='done'))}\n" for rank, node in enumerate("ab")]
+    assert not conclude(config, PLACES, [f"{MARK}{{broken\n", "\n", *label]).errors
+
+
 def test_a_clock_is_compared_with_the_drivers(config, quick):
     lines = [line(rank, node, stage="done", clock=time.time() - 60 * rank) for rank, node in enumerate("ab")]
     (finding,) = conclude(config, PLACES, lines).findings

@@ -1,4 +1,4 @@
-"""The preflight on a real Slurm: a fault of one node, which the node's own processes run into, and jobs that go on."""
+"""The preflight on a real Slurm: a fault of one node, which that node's own processes run into."""
 
 from __future__ import annotations
 
@@ -6,25 +6,16 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.slurm.test_driver import SERVES, STUB
+from tests.support.slurm.faults import FAULTY_NODE, fault_environment
 from tests.support.slurm.lab import NODES, wait_until
-from tests.support.slurm.runs import ROOT, Run
+from tests.support.slurm.runs import Run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
-SUPPORT = ROOT / "tests" / "support" / "slurm"
-FAULTY_NODE = SUPPORT / "faulty_node.sh"
 MOST_S = 20.0
-
-
-def fault_environment(run: Run, task: Path, fault: str, nodes: str) -> dict[str, str]:
-    """What faulty_node.sh reads: the fault, and on which nodes it is."""
-    paths = {"RUN": run.directory, "MODEL": task / "random_model", "GPUS": SUPPORT / "gpus", "PYTHON": sys.executable}
-    return {"FAULT": fault, "FAULT_NODES": nodes} | {name: str(path) for name, path in paths.items()}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +25,7 @@ def preflight(lab, task, tmp_path_factory):
     run = Run.write(
         lab, task, tmp_path_factory.mktemp("preflight"), slurm={"command": ["bash", str(FAULTY_NODE)]}, **layout
     )
-    command = ("--nodes=3", "--gpus-per-node=2", "--output=/dev/null", "--wrap=sleep 600")
+    command = ("--nodes=3", "--exclusive", "--gpus-per-node=2", "--output=/dev/null", "--wrap=sleep 600")
     run.job = lab.run("sbatch", "--parsable", *command)
     wait_until(lambda: run.state == "RUNNING", "three nodes", 30)
 
@@ -94,48 +85,3 @@ def test_two_ranks_of_a_node_on_one_gpu(preflight):
     (finding,) = [finding for finding in report["findings"] if finding["level"] == "error"]
     assert finding["text"].startswith("rank-0 and rank-1 share GPU GPU-node1-1")
     assert finding["nodes"] == ["node1"]
-
-
-@pytest.fixture
-def job(lab, task, tmp_path):
-    """A run whose preflight is real, with a fault on some nodes, and whose other steps are stubs."""
-    stub, command = tmp_path / "stub.py", tmp_path / "command.sh"
-    stub.write_text(STUB + SERVES)
-    command.write_text(f'case "$2" in trains | serves) exec bash {FAULTY_NODE} "$@";; esac\n')
-    with command.open("a") as file:
-        file.write(f'exec {sys.executable} {stub} "$@"\n')
-    slurm = {"trainer_nodes": 1, "engine_nodes": 1, "command": ["bash", str(command)], "preflight": True}
-    run = Run.write(lab, task, tmp_path, slurm=slurm, parallel={"world_size": 1, "tensor": 1})
-    yield run
-    lab.run("scancel", run.job, check=False)
-    wait_until(lab.idle, "the job to end", 60)
-
-
-def submit(job: Run, task: Path, monkeypatch, fault: str, nodes: str) -> None:
-    for name, value in fault_environment(job, task, fault, nodes).items():
-        monkeypatch.setenv(name, value)
-    job.sbatch("train.sbatch", "--nodes=2", "--gpus-per-node=1")
-
-
-def test_a_job_goes_on_without_the_nodes_at_fault(job, task, monkeypatch):
-    """One in each of the first two attempts."""
-    submit(job, task, monkeypatch, "read_only", "node1 node3")
-    assert job.wait_for_end() == "COMPLETED", job.everything()
-    assert [(e.event, e.nodes, e.excluded) for e in job.events()] == [
-        ("started", ("node1", "node2"), ()),
-        ("requeued", (), ("node1",)),
-        ("started", ("node2", "node3"), ()),
-        ("requeued", (), ("node3",)),
-        ("started", ("node2", "node4"), ()),
-        ("completed", (), ()),
-    ]
-    assert "preflight: error: node1: run.dir" in job.events()[1].cause
-    assert json.loads(job.command("status", job.directory, "--json"))["excluded_nodes"] == ["node1", "node3"]
-
-
-def test_what_no_other_node_would_cure_fails_the_job(job, task, monkeypatch):
-    submit(job, task, monkeypatch, "read_only", " ".join(NODES))
-    assert job.wait_for_end() == "FAILED", job.everything()
-    assert [e.event for e in job.events()] == ["started", "failed"]
-    assert "cannot be written" in job.events()[1].cause
-    assert job.lab.job(job.job)["Restarts"] == "0"

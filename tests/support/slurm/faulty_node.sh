@@ -12,7 +12,7 @@ case "$FAULT" in
   read_only) with_mount "mount --bind '$RUN' '$RUN' && mount -o remount,ro,bind '$RUN'" ;;
   no_network) exec unshare --net bash -c 'ip link set lo up && exec "$@"' _ "${run[@]}" ;;
   killed) exec "$PYTHON" -c 'import os; os.kill(os.getpid(), 9)' ;;
-  frozen) "${run[@]}" & program=$!; sleep 1; kill -STOP $program; wait $program ;;
+  frozen) "${run[@]}" & program=$!; kill -STOP $program; wait $program ;;
   frozen_in_the_groups) exec "$PYTHON" "$(dirname "$0")/frozen_in_the_groups.py" "$@" ;;
   skewed) exec faketime -f -1h "${run[@]}" ;;
   *) FAULT=$FAULT exec "${run[@]}" ;;  # of nvidia-smi

@@ -1,0 +1,17 @@
+"""Faults of single nodes of the lab, see faulty_node.sh."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.support.slurm.runs import ROOT, Run
+
+SUPPORT = ROOT / "tests" / "support" / "slurm"
+FAULTY_NODE = SUPPORT / "faulty_node.sh"
+
+
+def fault_environment(run: Run, task: Path, fault: str, nodes: str) -> dict[str, str]:
+    """What faulty_node.sh reads: the fault, and on which nodes it is."""
+    paths = {"RUN": run.directory, "MODEL": task / "random_model", "GPUS": SUPPORT / "gpus", "PYTHON": sys.executable}
+    return {"FAULT": fault, "FAULT_NODES": nodes} | {name: str(path) for name, path in paths.items()}
