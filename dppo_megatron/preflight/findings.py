@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dppo_megatron.errors import bounded
+
 from .groups import PAIRS
 from .task import DONE, IMPORTED, KEEPER, LOOKED, READY, STARTED
 
@@ -132,9 +134,10 @@ def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> list[Findin
             absent = [name for name, facts in seen.items() if not facts]
             at_fault = {tasks[name].node for name in absent} or (nodes - passed if len(nodes) > 1 else nodes)
             why = f"{', '.join(absent)} did not arrive" if absent else "all arrived, and it did not end"
-            why += "".join(sorted({f"; {facts['error']}" for facts in seen.values() if "error" in facts}))
+            why += "".join([f"; {facts['error']}" for facts in seen.values() if "error" in facts][:1])
             known = at_fault != {task.node for task in tasks.values()}
-            text = f"group {group} ({', '.join(seen)} on {', '.join(sorted(nodes))}): {why}"
+            who = bounded(f"{', '.join(seen)} on {', '.join(sorted(nodes))}", 200)
+            text = bounded(f"group {group} ({who}): {why}", 1000)
             out.append(Finding(text, tuple(sorted(at_fault)) if known else ()))
         stuck |= seen.keys()
     return out

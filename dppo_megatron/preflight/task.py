@@ -75,6 +75,8 @@ def _check(config: Config, place: Place, name: str, address: str, report: Callab
             out.faults.append("torch sees no GPU")
         if rows := gpu_rows(out):
             judge_gpu(out, rows, place.gpu, torch.version.cuda, trains=not place.serves)
+        if place.serves and s.heterogeneous:  # its nodes are of another kind
+            out.same.clear()
         report()  # a sign of life
     if place.serves or place.rank % place.per_node == 0:
         look_at_limits(out)

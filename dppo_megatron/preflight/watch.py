@@ -126,9 +126,7 @@ def _groups(config: Config, tasks: Tasks) -> dict[str, list[str]]:
     ranks = {name: task.node for name, task in tasks.items() if name.startswith("rank")}
     groups = process_groups(config.parallel, len(ranks) // len(set(ranks.values())))
     named = {group: [f"rank-{rank}" for rank in members] for group, members in groups.items()}
-    return named | (
-        {WEIGHTS: [KEEPER, *(name for name in tasks if name not in ranks)]} if len(ranks) < len(tasks) else {}
-    )
+    return named | {WEIGHTS: [KEEPER, *(name for name in tasks if name not in ranks)]}
 
 
 def _nodes(tasks: Tasks) -> dict[str, dict[str, Any]]:
