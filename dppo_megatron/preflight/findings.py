@@ -67,10 +67,10 @@ def findings(tasks: Tasks, groups: Mapping[str, Sequence[str]], ended: Mapping[s
         for what, value in task.facts.get("same", {}).items():
             same[what][task.node] = value
     every = {task.node for task in tasks.values()}
-    out = [
-        Finding(text, tuple(at), "warning" if kind == "warnings" else "error", kind == "problems" and set(at) == every)
-        for (kind, text), at in nodes.items()
-    ]
+    out = []
+    for (kind, text), at in nodes.items():
+        everywhere = at.keys() == every and (len(every) > 1 or kind == "problems")
+        out.append(Finding(text, tuple(at), "warning" if kind == "warnings" else "error", everywhere))
     out += shared_gpus({n: (t.node, t.facts["gpu"]) for n, t in tasks.items() if n[0] == "r" and t.facts.get("gpu")})
     for what, values in same.items():
         common, odd = odd_ones(values)

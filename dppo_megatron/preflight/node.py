@@ -25,7 +25,7 @@ _QUERY = "nvidia-smi --query-gpu=index,uuid,name,driver_version,memory.used --fo
 
 @dataclass(slots=True)
 class Observed:
-    problems: list[str] = field(default_factory=list)  # if every node has one, it is of the config or the cluster
+    problems: list[str] = field(default_factory=list)  # also of the only node, another would not help with these
     faults: list[str] = field(default_factory=list)  # of this node
     warnings: list[str] = field(default_factory=list)
     same: dict[str, str] = field(default_factory=dict)  # to be equal on all nodes

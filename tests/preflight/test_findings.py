@@ -26,12 +26,17 @@ def test_nothing():
 
 
 def test_what_all_nodes_have_is_cured_by_no_other_node():
-    tasks = reported(problems=["driver 550: too old"], faults=["GPU 1 is missing"])
-    problem, fault = findings(tasks, NAMED, {})
-    assert problem.nodes == fault.nodes == ("node0", "node1", "node2", "node3")
-    assert (problem.everywhere, fault.everywhere) == (True, False)
-    tasks["rank-0"].facts["problems"] = tasks["rank-1"].facts["problems"] = []
-    assert not findings(tasks, NAMED, {})[0].everywhere
+    tasks = reported(problems=["driver 550: too old"], faults=["nvidia-smi timed out"])
+    for finding in findings(tasks, NAMED, {}):
+        assert finding.nodes == ("node0", "node1", "node2", "node3")
+        assert finding.everywhere
+    tasks["rank-0"].facts = tasks["rank-1"].facts = {}
+    assert [finding.everywhere for finding in findings(tasks, NAMED, {})] == [False, False]
+
+
+def test_another_node_may_help_the_only_one_with_a_fault_of_its_own():
+    only = {"rank-0": Reported("node0", "done", {"problems": ["driver 550: too old"], "faults": ["GPU 1 is missing"]})}
+    assert [finding.everywhere for finding in findings(only, {}, {})] == [True, False]
 
 
 def test_a_clock_is_a_warning():

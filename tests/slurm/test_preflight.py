@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -34,12 +33,11 @@ def preflight(lab, task, tmp_path_factory):
         environment |= {"SLURM_JOB_ID": run.job, "SLURM_JOB_NODELIST": ",".join(nodes)}
         command = [sys.executable, "-m", "dppo_megatron", "preflight", str(run.config), "--json"]
         command += [word for override in overrides for word in ("--set", override)]
-        began = time.monotonic()
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         assert result.stdout, result.stderr
         report = json.loads(result.stdout)
         assert result.returncode == (0 if report["ok"] else 1)
-        assert time.monotonic() - began < MOST_S
+        assert report["seconds"] < MOST_S
         assert not list(run.directory.glob(".preflight-*"))
         return report
 
