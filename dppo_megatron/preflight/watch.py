@@ -108,8 +108,9 @@ def _watch(
                 tasks[facts["task"]].add(facts)
                 heard = time.monotonic()
         now = time.monotonic()
-        early = [task for task in tasks.values() if task.stage in (None, STARTED) and "error" not in task.facts]
-        if half_s is None and 2 * len(early) <= len(tasks):
+        alive = [task for task in tasks.values() if not task.failed and task.node not in ended]
+        early = [task for task in alive if task.stage in (None, STARTED)]
+        if half_s is None and 2 * len(early) <= len(alive):
             half_s = now - began
         # Torch may come from a slow disk, but for all alike: the later half gets as long again.
         early_s = config.slurm.start_timeout_s if half_s is None else half_s + max(timeout, half_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -56,12 +57,14 @@ class Written:
         return self.code
 
 
-def conclude(config, places, lines, processes=(), seconds=0.0):
-    log = RunDir(config.run.dir).log("preflight")
+def write(config, lines):
+    with RunDir(config.run.dir).log("preflight").open("a") as file:
+        file.writelines(line if isinstance(line, str) else f"{MARK}{json.dumps(line)}\n" for line in lines)
 
+
+def conclude(config, places, lines, processes=()):
     def start(token):
-        with log.open("a") as file:
-            file.writelines(line if isinstance(line, str) else f"{MARK}{json.dumps(line)}\n" for line in lines)
+        write(config, lines)
         return processes or [Written("step")]
 
     return run_preflight(config, places, start)
@@ -93,6 +96,16 @@ def test_half_that_still_imports_gets_as_long_as_the_other_half_needed(config, q
     found = conclude(config, PLACES, [line(0, "a", stage="ready"), line(1, "b", stage="started")])
     assert 0.4 < time.monotonic() - began < 5
     assert found.bad_nodes == ("b",)
+
+
+def test_one_that_failed_at_once_does_not_hurry_those_that_import(config, quick):
+    """rank-1 imports for ten times the silence that would end it, then is done."""
+    late = threading.Timer(3.0, lambda: write(config, [line(1, "b", stage="done")]))
+    late.start()
+    found = conclude(config, PLACES, [line(0, "a", error="no such file"), line(1, "b", stage="started")])
+    late.join()
+    assert found.bad_nodes == ("a",)
+    assert found.seconds >= 3.0
 
 
 def test_slurms_words_for_a_task_that_ended(config, quick):

@@ -14,6 +14,5 @@ case "$FAULT" in
   killed) exec "$PYTHON" -c 'import os; os.kill(os.getpid(), 9)' ;;
   frozen) "${run[@]}" & program=$!; kill -STOP $program; wait $program ;;
   frozen_in_the_groups) exec "$PYTHON" "$(dirname "$0")/frozen_in_the_groups.py" "$@" ;;
-  skewed) exec faketime -f -1h "${run[@]}" ;;
   *) FAULT=$FAULT exec "${run[@]}" ;;  # of nvidia-smi
 esac
