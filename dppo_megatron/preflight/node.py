@@ -44,14 +44,18 @@ def gpu_rows(out: Observed) -> list[list[str]]:
     return []
 
 
+def gpu_names(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The GPUs that this process may use, by index or UUID."""
+    return [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu] or [row[0] for row in rows]
+
+
 def judge_gpu(out: Observed, rows: Sequence[Sequence[str]], local_rank: int, cuda: str | None, *, trains: bool) -> None:
     """The GPU of the process `local_rank`; a task that Slurm bound to a GPU sees that one. cuda: version of torch's."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name for name in visible.split(",") if name] or [row[0] for row in rows]
+    names = gpu_names(rows)
     own = names[0] if len(names) == 1 else dict(enumerate(names)).get(local_rank)
     row = next((row for row in rows if own in row[:2]), None)
     if row is None:
-        out.faults.append(f"GPU {own} is missing: nvidia-smi lists {len(rows)}, CUDA_VISIBLE_DEVICES is {visible!r}")
+        out.faults.append(f"GPU {own} is missing: nvidia-smi lists {len(rows)}, this process has {','.join(names)}")
         return
     _, out.gpu, name, driver, used = row
     out.same |= {"driver": driver} | ({"GPU": name} if trains else {})

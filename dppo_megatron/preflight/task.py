@@ -20,7 +20,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.errors import bounded
 
 from .groups import PAIRS, WEIGHTS, process_groups
-from .node import Observed, gpu_rows, judge_gpu, look_at_files, look_at_limits
+from .node import Observed, gpu_names, gpu_rows, judge_gpu, look_at_files, look_at_limits
 
 MARK = "preflight "
 KEEPER = "rank-0"  # keeps the store at which all meet
@@ -73,8 +73,9 @@ def _check(config: Config, place: Place, name: str, address: str, report: Callab
     if s.serving_gpus_per_node if place.serves else s.gpus_per_node:
         if torch.version.cuda and not cuda:
             out.faults.append("torch sees no GPU")
-        if rows := gpu_rows(out):
-            judge_gpu(out, rows, place.gpu, torch.version.cuda, trains=not place.serves)
+        rows = gpu_rows(out)
+        for gpu in range(place.gpu, len(gpu_names(rows)) if place.serves else place.gpu + bool(rows)):
+            judge_gpu(out, rows, gpu, torch.version.cuda, trains=not place.serves)
         if place.serves and s.heterogeneous:  # its nodes are of another kind
             out.same.clear()
         report()  # a sign of life

@@ -51,7 +51,7 @@ def test_the_gpu_of_a_rank(visible, local_rank, gpu, monkeypatch):
 
 def test_a_gpu_that_fell_off_the_bus(monkeypatch):
     (fault,) = judged(ROWS[:3], 3, "0,1,2,3", monkeypatch=monkeypatch).faults
-    assert fault == "GPU 3 is missing: nvidia-smi lists 3, CUDA_VISIBLE_DEVICES is '0,1,2,3'"
+    assert fault == "GPU 3 is missing: nvidia-smi lists 3, this process has 0,1,2,3"
 
 
 def test_memory_of_another_process(monkeypatch):

@@ -22,7 +22,11 @@ def preflight(lab, task, tmp_path_factory):
     """Runs the command on two trainer nodes and an engine node, with a fault on one of them: its report."""
     layout = {"parallel": {"world_size": 2, "tensor": 2}, "weight_sync": {"transport": "broadcast"}}
     run = Run.write(
-        lab, task, tmp_path_factory.mktemp("preflight"), slurm={"command": ["bash", str(FAULTY_NODE)]}, **layout
+        lab,
+        task,
+        tmp_path_factory.mktemp("preflight"),
+        slurm={"command": ["bash", str(FAULTY_NODE)], "gpus_per_node": 2},
+        **layout,
     )
     command = ("--nodes=3", "--exclusive", "--gpus-per-node=2", "--output=/dev/null", "--wrap=sleep 600")
     run.job = lab.run("sbatch", "--parsable", *command)
@@ -62,6 +66,7 @@ def test_nothing_is_wrong(preflight):
         ("other_model", "node3", "random_model: 0 files, on other nodes 5 files"),
         ("old_driver", "node2", "driver: 570.86.15, on other nodes 580.65.06"),
         ("used_memory", "node1", "GPU GPU-node1-0: another process holds 20480 MiB"),
+        ("used_memory", "node3", "GPU GPU-node3-1: another process holds 20480 MiB"),
         ("no_network", "node1", "the store of rank 0 there is reached from no other node"),
         ("no_network", "node3", "serving-0: no answer from the store of rank 0"),
         ("killed", "node2", "a process there ended: Killed"),
@@ -76,7 +81,7 @@ def test_a_fault_of_one_node_is_found_and_the_node_named(preflight, fault, node,
 
 
 def test_two_ranks_of_a_node_on_one_gpu(preflight):
-    report = preflight("shared_gpu", "node1", "slurm.trainer_nodes=1", "slurm.gpus_per_node=2", nodes=NODES[:2])
+    report = preflight("shared_gpu", "node1", "slurm.trainer_nodes=1", nodes=NODES[:2])
     (finding,) = [finding for finding in report["findings"] if finding["level"] == "error"]
     assert finding["text"].startswith("rank-0 and rank-1 share GPU GPU-node1-1")
     assert finding["nodes"] == ["node1"]
