@@ -72,10 +72,13 @@ def _cuda(count: int) -> list[str]:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
     except (AttributeError, RuntimeError):
         nccl = "absent"
+    try:
+        cudnn = torch.backends.cudnn.version()
+    except RuntimeError as error:  # one that torch was not compiled with
+        cudnn = f"unfit: {str(error).splitlines()[0]}"
     return [
         *lines,
-        f"driver: {driver[0] if driver else 'unknown'}, CUDA {torch.version.cuda}, NCCL {nccl}, cuDNN "
-        f"{torch.backends.cudnn.version()}",
+        f"driver: {driver[0] if driver else 'unknown'}, CUDA {torch.version.cuda}, NCCL {nccl}, cuDNN {cudnn}",
         f"SDPA backends that torch may choose: {', '.join(name for name, on in enabled.items() if on)}",
     ]
 

@@ -28,9 +28,9 @@ def vllm_command(
     """
     engine = config.engine
     # Not `vllm serve`: it looks for a distribution named vllm, and the CPU build has another name.
-    entry = "vllm.entrypoints.launchers.api_server.entry"
-    if node is not None and node.rank > 0:
-        entry = "dppo_megatron.engines.vllm.extension.headless"
+    headless = node is not None and node.rank > 0
+    serving = "vllm.entrypoints.launchers.api_server.entry"
+    entry = "dppo_megatron.engines.vllm.extension.headless" if headless else serving
     command = [
         *(str(vllm_python(config)), "-m", entry),
         *("--model", str(model_path)),
