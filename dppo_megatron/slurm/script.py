@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 from dppo_megatron.config import Config
-from dppo_megatron.config.schema import SlurmConfig
+from dppo_megatron.config.slurm import SlurmConfig
 from dppo_megatron.run_dir import RunDir
 
 _TEMPLATES = jinja2.Environment(

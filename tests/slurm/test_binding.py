@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.config.schema import SlurmConfig
+from dppo_megatron.config.slurm import SlurmConfig
 from dppo_megatron.launch import rank_environment
 from dppo_megatron.slurm import binding, task
 from dppo_megatron.slurm.binding import cpus_for, nearest_nics, visible_gpus
