@@ -48,6 +48,12 @@ def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> 
     """The same for a machine with these GPUs; one without any computes on the CPU."""
     engine, engines = config.engine, config.started_engines
     if not visible:
+        if config.slurm.gpu is not None:
+            return [
+                f"slurm.gpu = {config.slurm.gpu}: the run is for GPUs, and {socket.gethostname()} shows none; see what "
+                "nvidia-smi and torch.version.cuda say there, start it by `dppo-megatron slurm` from a login node, or "
+                "set it to null for a run on CPUs"
+            ]
         if engines and engine.expert_parallel and engine.kind == "vllm":
             return ["engine.expert_parallel = true: vLLM's kernels for CPUs need all experts; set it to false"]
         if not engines or not engine.serves_fp8:

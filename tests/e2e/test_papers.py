@@ -48,6 +48,7 @@ LAYOUT = {
     "parallel.expert": 1,
     "parallel.sequence": False,
     "engine.tensor_parallel": 1,
+    "slurm.gpu": None,
 }
 
 
