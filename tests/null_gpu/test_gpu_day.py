@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.null_gpu.vllm_config import ROOT
 
-PARTS = ("actor", "offload", "grpo")
+# Not cp2: the stand-ins for TransformerEngine have no context parallelism.
+PARTS = ("actor", "offload", "grpo", "tp2", "ep2")
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_gpu_day_runs_on_device_cuda(tmp_path):
-    command = ["-m", "tests.null_gpu.gpu_day", "--device", "cuda", "--only", *PARTS, "--output", str(tmp_path)]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=380)
+    script = [str(Path(__file__).with_name("gpu_day.py")), "--device", "cuda", "--devices", "2"]
+    done = subprocess.run(
+        [sys.executable, *script, "--only", *PARTS, "--output", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"NULL_GPU_DEVICES": "2"},
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     (result,) = tmp_path.iterdir()
     text = result.read_text()
-    assert done.returncode == 0, text
     assert "null-device" in result.name
     assert "null device" in text
     assert text.count("  ok  ") == len(PARTS)
-    assert "the loss never waited for the device" in text
+    assert text.count("the loss never waited for the device") >= 3  # actor and both layouts
+    assert text.count("log-probs: mean difference") == 4  # both layouts in fp32 and bf16
     assert "transformer_engine: " in text
