@@ -14,13 +14,21 @@ from tests.null_gpu.vllm_config import ROOT
 from tests.support.actor_cases import write_config
 
 EXAMPLES = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "examples").rglob("*.yaml")) if p.stem != "warmup"]
+# DeepSeek-V3 in FP8, of which eight H100s cannot serve one: tensor parallel, or stages, over two nodes.
+TWO_NODES = [
+    f"examples/deepseek_v3/config.yaml slurm.gpu=h100-80 engine.nodes=2 engine.count=16 {layout}"
+    for layout in (
+        "engine.tensor_parallel=16 engine.expert_parallel=true",
+        "engine.tensor_parallel=8 engine.pipeline_parallel=2 rollout.routing_replay=false",
+    )
+]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     directory = tmp_path_factory.mktemp("vllm")
     write_config(directory / "model", max_position_embeddings=32768, hidden_size=256, head_dim=64)
-    return examine(directory, EXAMPLES)
+    return examine(directory, EXAMPLES + TWO_NODES)
 
 
 def examine(directory: Path, examples: list[str], before: str = "") -> dict:
@@ -38,7 +46,7 @@ def examine(directory: Path, examples: list[str], before: str = "") -> dict:
     return json.loads((directory / "found.json").read_text())
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", EXAMPLES + TWO_NODES)
 def test_the_command_becomes_a_configuration_with_what_was_asked_for(found, example):
     made = found["examples"][example]
     assert "error" not in made, made
@@ -52,6 +60,10 @@ def test_the_command_becomes_a_configuration_with_what_was_asked_for(found, exam
     assert "processed_logprobs" in made["logprobs_mode"].lower()
     for name, wanted in made["wanted"].items():
         assert made[name] >= wanted if isinstance(wanted, bool) else made[name] == wanted, name
+
+
+def test_nodes_of_an_engine_share_it_without_ray(found):
+    assert all(found["examples"][example]["executor"] == "mp" for example in TWO_NODES)
 
 
 def test_private_names_exist_and_take_our_arguments(found):

@@ -2,6 +2,8 @@
 
     python -m tests.null_gpu.vllm_config DIRECTORY EXAMPLE...     on the null device; writes DIRECTORY/found.json
 
+An EXAMPLE may be followed by overrides: "examples/qwen3_8b/config.yaml engine.tensor_parallel=2".
+
 Also says which private names of vLLM, of those that our extension uses on GPUs, are absent or take other arguments.
 """
 
@@ -51,14 +53,14 @@ EXTENSION = ROOT / "dppo_megatron/engines/vllm/extension"
 
 
 def main() -> None:
-    directory, examples = Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
+    directory, examples = Path(sys.argv[1]), sys.argv[2:]
     _be_an_h100()
     found = {"absent": absent(), "examples": {}}
     for example in examples:
         try:
-            found["examples"][str(example)] = configuration(example, directory)
+            found["examples"][example] = configuration(example, directory)
         except (Exception, SystemExit) as error:  # argparse exits
-            found["examples"][str(example)] = {"error": f"{type(error).__name__}: {error}"}
+            found["examples"][example] = {"error": f"{type(error).__name__}: {error}"}
     (directory / "found.json").write_text(json.dumps(found))
 
 
@@ -70,21 +72,26 @@ def _be_an_h100() -> None:
     platforms._current_platform = platforms.current_platform = NonNvmlCudaPlatform()
 
 
-def configuration(example: Path, directory: Path) -> dict[str, Any]:
-    """What vLLM makes of the command for `example`, with DIRECTORY/model where its own is not made yet."""
+def configuration(example: str, directory: Path) -> dict[str, Any]:
+    """What vLLM makes of the command for `example`, with DIRECTORY/model where its own is not made yet; of the command
+    for its last node, where an engine spans several."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from dppo_megatron.checks import load_config
+    from dppo_megatron.engines.serving import Node
     from dppo_megatron.engines.vllm.extension import routes
     from dppo_megatron.engines.vllm.extension.experts import ExpertsReader
     from dppo_megatron.engines.vllm.extension.kept import KeptReader
     from dppo_megatron.engines.vllm.server import vllm_command, vllm_environment
 
-    config = load_config(example)
+    path, *overrides = example.split()
+    config = load_config(path, overrides)
     model = config.model.path if (config.model.path / "config.json").exists() else directory / "model"
-    command = vllm_command(config, 8000, model, 0, device="cuda")
+    nodes = config.engine.nodes
+    node = Node(nodes - 1, "127.0.0.1", 8001) if nodes > 1 else None
+    command = vllm_command(config, 8000, model, 0, node, device="cuda")
     os.environ.update(vllm_environment(config, 0, device="cuda"))
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(command[3:])
     validate_parsed_serve_args(arguments)
@@ -96,6 +103,11 @@ def configuration(example: Path, directory: Path) -> dict[str, Any]:
         "worker": made.parallel_config.worker_cls,
         "extension": made.parallel_config.worker_extension_cls,
         "tensor_parallel": made.parallel_config.tensor_parallel_size,
+        "pipeline_parallel": made.parallel_config.pipeline_parallel_size,
+        "expert_parallel": made.parallel_config.enable_expert_parallel,
+        "nodes": made.parallel_config.nnodes,
+        "on_this_node": made.parallel_config.local_world_size,
+        "executor": made.parallel_config.distributed_executor_backend,
         "sleep": made.model_config.enable_sleep_mode,
         "logprobs_mode": str(made.model_config.logprobs_mode),
         "transfer": made.weight_transfer_config.backend,
@@ -104,6 +116,10 @@ def configuration(example: Path, directory: Path) -> dict[str, Any]:
         "sampling_masks": KeptReader(None, made).available,
         "wanted": {
             "tensor_parallel": config.engine.tensor_parallel,
+            "pipeline_parallel": config.engine.pipeline_parallel,
+            "expert_parallel": config.engine.expert_parallel,
+            "nodes": nodes,
+            "on_this_node": config.engine.devices_per_node,
             "sleep": config.engine.placement == "colocated",
             "experts": config.rollout.routing_replay,
             "sampling_masks": bool(config.rollout.truncated),
