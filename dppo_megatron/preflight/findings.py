@@ -56,9 +56,18 @@ Tasks = Mapping[str, Reported]
 
 def findings(tasks: Tasks, groups: Mapping[str, Sequence[str]], ended: Mapping[str, str]) -> list[Finding]:
     """groups: names of the members of each, in the order of the checks. ended: node -> how a process there ended."""
+    out = _of_nodes(tasks)
+    if ended:
+        return out + [Finding(f"a process there ended: {how}", (node,)) for node, how in ended.items()]
+    return out + (_behind(tasks) or _of_groups(tasks, groups))
+
+
+def _of_nodes(tasks: Tasks) -> list[Finding]:
+    """What processes found on their nodes, GPUs that ranks share, and values that differ from most other nodes'."""
     nodes: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)  # an ordered set of nodes for each text
+    users: dict[tuple[str, str], list[str]] = defaultdict(list)  # ranks of each GPU
     same: dict[str, dict[str, str]] = defaultdict(dict)
-    for task in tasks.values():
+    for name, task in tasks.items():
         for kind in ("problems", "faults", "warnings"):
             for text in task.facts.get(kind, ()):
                 nodes[kind, text][task.node] = None
@@ -66,37 +75,22 @@ def findings(tasks: Tasks, groups: Mapping[str, Sequence[str]], ended: Mapping[s
             nodes["warnings", f"its clock is {skew:+.0f} s from the driver's: times in logs mislead"][task.node] = None
         for what, value in task.facts.get("same", {}).items():
             same[what][task.node] = value
-    every = {task.node for task in tasks.values()}
-    out = []
+        if name.startswith("rank") and (gpu := task.facts.get("gpu")):
+            users[task.node, gpu].append(name)
+    every, out = {task.node for task in tasks.values()}, []
     for (kind, text), at in nodes.items():
         everywhere = at.keys() == every and (len(every) > 1 or kind == "problems")
         out.append(Finding(text, tuple(at), "warning" if kind == "warnings" else "error", everywhere))
-    out += shared_gpus({n: (t.node, t.facts["gpu"]) for n, t in tasks.items() if n[0] == "r" and t.facts.get("gpu")})
+    for (node, gpu), names in users.items():
+        if len(names) > 1:
+            text = f"{' and '.join(names)} share GPU {gpu}; see --gpu-bind in slurm.srun_args"
+            out.append(Finding(text, (node,)))
     for what, values in same.items():
-        common, odd = odd_ones(values)
+        counts = Counter(values.values())
+        common = max(counts, key=lambda value: (counts[value], value))  # of as many the highest
+        odd = [node for node, value in values.items() if value != common]
         out += [Finding(f"{what}: {values[node]}, on other nodes {common}", (node,)) for node in odd]
-    if ended:
-        return out + [Finding(f"a process there ended: {how}", (node,)) for node, how in ended.items()]
-    return out + (_behind(tasks) or _of_groups(tasks, groups))
-
-
-def shared_gpus(gpus: Mapping[str, tuple[str, str]]) -> list[Finding]:
-    """Ranks of a node that use one GPU. gpus: {"rank-0": ("node1", "GPU-8f"), "rank-1": ("node1", "GPU-8f")}"""
-    users: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, place in gpus.items():
-        users[place].append(name)
-    return [
-        Finding(f"{' and '.join(names)} share GPU {uuid}; see --gpu-bind in slurm.srun_args", (node,))
-        for (node, uuid), names in users.items()
-        if len(names) > 1
-    ]
-
-
-def odd_ones(values: Mapping[str, str]) -> tuple[str, list[str]]:
-    """The most common value, of as many the highest, and the nodes that have another."""
-    counts = Counter(values.values())
-    common = max(counts, key=lambda value: (counts[value], value))
-    return common, [node for node, value in values.items() if value != common]
+    return out
 
 
 def _behind(tasks: Tasks) -> list[Finding]:
@@ -116,7 +110,7 @@ def _behind(tasks: Tasks) -> list[Finding]:
 def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> list[Finding]:
     """Of processes that all met: groups that came to a wrong result or to none."""
     out: list[Finding] = []
-    passed: set[str] = set()  # nodes of groups that worked between nodes
+    worked: set[str] = set()  # nodes of groups that worked between nodes
     broken = {}
     for group, members in groups.items():
         nodes = {tasks[name].node for name in members}
@@ -125,14 +119,14 @@ def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> list[Findin
             at = tuple(sorted({tasks[name].node for name in wrong}))
             out.append(Finding(f"group {group}: the values of {', '.join(wrong)} arrived wrong", at))
         if all("wrong" in facts for facts in seen.values()):
-            passed |= nodes if len(nodes) > 1 else set()
+            worked |= nodes if len(nodes) > 1 else set()
         elif any(seen.values()):
             broken[group] = nodes, seen
     stuck: set[str] = set()  # these come to no later group, which is not that one's fault
     for group, (nodes, seen) in broken.items():
         if PAIRS in group or not stuck & seen.keys():
             absent = [name for name, facts in seen.items() if not facts]
-            at_fault = {tasks[name].node for name in absent} or (nodes - passed if len(nodes) > 1 else nodes)
+            at_fault = {tasks[name].node for name in absent} or (nodes - worked if len(nodes) > 1 else nodes)
             why = f"{', '.join(absent)} did not arrive" if absent else "all arrived, and it did not end"
             why += "".join([f"; {facts['error']}" for facts in seen.values() if "error" in facts][:1])
             known = at_fault != {task.node for task in tasks.values()}

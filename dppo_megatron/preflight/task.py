@@ -41,34 +41,37 @@ class Place:
     gpu: int  # of those that its node shows
     per_node: int  # trainer ranks
     node: str
-    meeting: str  # HOST,PORT,TOKEN,SERVING: store of rank 0, name of the file in the run directory, serving processes
+    meeting: str  # HOST,PORT,SIZE: store of rank 0, number of all processes
     serves: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{'serving' if self.serves else 'rank'}-{self.rank}"
 
 
 def run_place(config_file: Path, place: Place, address: Callable[[Config], str]) -> int:
     """Report every stage on standard output; 0 whatever is found. address: this process's own, as others reach it."""
-    name = f"{'serving' if place.serves else 'rank'}-{place.rank}"
 
     def report(**facts: Any) -> None:
-        line = json.dumps({"task": name, "node": place.node, **facts})
+        line = json.dumps({"task": place.name, "node": place.node, **facts})
         sys.stdout.write(f"{MARK}{line}\n")  # at once: others write to the same log
         sys.stdout.flush()
 
     report(stage=STARTED, clock=time.time())
     try:
         config = load_config(config_file)
-        _check(config, place, name, address(config), report)
+        _check(config, place, address(config), report)
     except Exception as error:
         report(error=_brief(error))
     return 0
 
 
-def _check(config: Config, place: Place, name: str, address: str, report: Callable[..., None]) -> None:
+def _check(config: Config, place: Place, address: str, report: Callable[..., None]) -> None:
     import torch
     import torch.distributed as dist
 
     report(stage=IMPORTED)
-    host, port, token, serving = place.meeting.split(",")
+    host, port, size = place.meeting.split(",")
     out, s, cuda = Observed(), config.slurm, torch.cuda.is_available()
     if s.serving_gpus_per_node if place.serves else s.gpus_per_node:
         if torch.version.cuda and not cuda:
@@ -81,54 +84,54 @@ def _check(config: Config, place: Place, name: str, address: str, report: Callab
         report()  # a sign of life
     if place.serves or place.rank % place.per_node == 0:
         look_at_limits(out)
-        look_at_files(out, config, token, f"{place.node}-{name}", trains=not place.serves)
+        look_at_files(out, config, port, f"{place.node}-{place.name}", trains=not place.serves)
     report(stage=LOOKED, **asdict(out))
     device = torch.device("cuda", place.gpu % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    keeps, size = name == KEEPER, config.parallel.world_size
     start = timedelta(seconds=s.start_timeout_s)  # until rank 0 is there; `watch` is sooner
-    store = dist.TCPStore(host, int(port), is_master=keeps, wait_for_workers=False, timeout=start)
+    store = dist.TCPStore(host, int(port), is_master=place.name == KEEPER, wait_for_workers=False, timeout=start)
     report(stage=READY)
-
-    def works(group: str, rank: int, members: int) -> bool:
+    failed, timeout_s = False, 0.75 * silence_timeout_s(int(size))
+    for group, rank, members in _groups_of(config, place, int(size)):
+        if failed and PAIRS not in group:  # both pairs of a node are tried
+            continue
+        if group == WEIGHTS and place.serves:
+            store.wait([WEIGHTS], start)  # until rank 0 is through its other groups
+        elif group == WEIGHTS:
+            store.set(WEIGHTS, "")
         report(joins=group)
         try:
-            wrong = _exchange(dist.PrefixStore(group, store), group == WEIGHTS, rank, members, device, address, size)
+            wrong = _all_reduce(dist.PrefixStore(group, store), rank, members, device, address, timeout_s)
+            report(left=group, wrong=wrong)
         except Exception as error:
             report(left=group, error=_brief(error))
-            return False
-        report(left=group, wrong=wrong)
-        return True
-
-    failed = False
-    for group, members in ({} if place.serves else process_groups(config.parallel, place.per_node)).items():
-        if place.rank in members and (not failed or PAIRS in group):  # both pairs of a node are tried
-            failed |= not works(group, members.index(place.rank), len(members))
-    if place.serves:  # until rank 0 is there
-        store.wait([WEIGHTS], start)
-    elif keeps and not failed:
-        store.set(WEIGHTS, "")
-    if config.weight_sync.transport == "broadcast" and (place.serves or (keeps and int(serving) and not failed)):
-        failed = not works(WEIGHTS, place.serves * (1 + place.rank), 1 + int(serving))
+            failed = True
     if not failed:
         report(stage=DONE)
         store.add(DONE, 1)
-    while keeps and store.add(DONE, 0) < size + int(serving):  # the others need the store
+    while place.name == KEEPER and store.add(DONE, 0) < int(size):  # the others need the store
         time.sleep(0.05)
 
 
-def _exchange(store: Any, one: bool, rank: int, members: int, device: Any, address: str, size: int) -> list[int]:
-    """All-reduce a row of each member or, for `one`, broadcast that of member 0. Return members with wrong rows."""
+def _groups_of(config: Config, place: Place, size: int) -> list[tuple[str, int, int]]:
+    """The groups of a process, in the order of the checks: name, its rank in it, number of members."""
+    serving = size - config.parallel.world_size
+    every = {} if place.serves else process_groups(config.parallel, place.per_node)
+    own = [(name, ranks.index(place.rank), len(ranks)) for name, ranks in every.items() if place.rank in ranks]
+    if serving and config.weight_sync.transport == "broadcast" and (place.serves or place.name == KEEPER):
+        own.append((WEIGHTS, 1 + place.rank if place.serves else 0, 1 + serving))
+    return own
+
+
+def _all_reduce(store: Any, rank: int, members: int, device: Any, address: str, timeout_s: float) -> list[int]:
+    """Sum a row of each member over the group. Return the members with wrong rows."""
     import torch
-    import torch.distributed as dist
 
     from dppo_megatron.weights.process_group import new_group
 
-    timeout_s = 0.75 * silence_timeout_s(size)
     group = new_group(store, rank, members, "nccl" if device.type == "cuda" else "gloo", address, timeout_s)
-    values = torch.zeros(1 if one else members, COLUMNS, device=device)
-    values[rank : rank + 1] = rank + 1
-    work = group.broadcast([values], dist.BroadcastOptions()) if one else group.allreduce([values])
-    work.wait(timedelta(seconds=timeout_s))
+    values = torch.zeros(members, COLUMNS, device=device)
+    values[rank] = rank + 1
+    group.allreduce([values]).wait(timedelta(seconds=timeout_s))
     return wrong_rows(values)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from typing import Any
 from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import exit_reason
 from dppo_megatron.config import Config
-from dppo_megatron.launch.launcher import Process
+from dppo_megatron.launch.launcher import Launcher, PlanT, Process, ProcessT
 from dppo_megatron.observability.logs import append_line
 from dppo_megatron.run_dir import RunDir
 
@@ -34,7 +33,7 @@ _ENDED = re.compile(r"error: (?:(\S+): tasks? [\d,-]+: (.+)|Task launch for .* f
 class Preflight:
     """The conclusion."""
 
-    nodes: dict[str, dict[str, Any]]
+    nodes: dict[str, dict[str, str]]  # of each the values that are compared between nodes
     findings: list[Finding]
     seconds: float
 
@@ -50,34 +49,34 @@ class Preflight:
         return {"time": time.time(), "ok": not self.errors, "bad_nodes": self.bad_nodes, **asdict(self)}
 
     def text(self) -> str:
-        rows = [f"{'node':<20} {'processes':>9} {'clock':>8} {'errors':>6}  driver, GPU"]
-        for node, facts in self.nodes.items():
-            errors, gpu = sum(node in finding.nodes for finding in self.errors), f"{facts['driver']}, {facts['GPU']}"
-            rows.append(f"{node:<20} {facts['processes']:>9} {facts['clock']:>+6.1f} s {errors:>6}  {gpu}")
-        return "\n".join([*rows, *map(str, self.findings), f"preflight: {len(self.errors)} errors, {self.seconds:g} s"])
+        end = f"preflight of {', '.join(self.nodes)}: {len(self.errors)} errors, {self.seconds:g} s"
+        return "\n".join([*map(str, self.findings), end])
 
 
 def run_preflight(
     config: Config,
     places: Mapping[str, str],
-    start: Callable[[str], Sequence[Process]],
+    launcher: Launcher[PlanT, ProcessT],
+    plans: Sequence[PlanT],
+    token: str,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Preflight | None:
     """The conclusion, also in RUN/preflight.json and the log; None once `stopped`.
 
-    places: names of the processes and their nodes. start: starts all of them with their output in the run's log
-    `preflight`, given the name of a file that they are to see in the run directory; ending them is left to the caller.
+    places: names of the processes and their nodes. plans: start all of them, with their output in the run's log
+    `preflight`. token: what they look for in the run directory.
     """
     run = RunDir(config.run.dir)
-    log, name = run.log("preflight"), secrets.token_hex(4)
-    append_line(log, f"preflight {name}")
-    token, offset = run.root / f"{TOKEN}{name}", log.stat().st_size
-    tasks = {task: Reported(node) for task, node in places.items()}
-    token.touch()
+    log, file, started = run.log("preflight"), run.root / f"{TOKEN}{token}", list[ProcessT]()
+    append_line(log, f"preflight {token}")
+    offset = log.stat().st_size
+    file.touch()
     try:
-        found = _watch(config, tasks, log, offset, start(name), stopped)
+        started.extend(map(launcher.start, plans))
+        found = _watch(config, {task: Reported(node) for task, node in places.items()}, log, offset, started, stopped)
     finally:
-        token.unlink()
+        launcher.end(started, 0.0)
+        file.unlink()
     if found is not None:
         write_json(run.root / "preflight.json", found.as_dict(), indent=1)
         append_line(log, found.text())
@@ -117,9 +116,12 @@ def _watch(
         late = not early or now - began > early_s
         silence = AFTER_FAILURE_S if ended or any(task.failed for task in tasks.values()) else timeout
         if not running or all(task.stage == DONE for task in tasks.values()) or (late and now - heard > silence):
-            codes = {process.name: process.poll() for process in processes}
-            ended |= {tasks[name].node: exit_reason(code) for name, code in codes.items() if code and name in tasks}
-            return Preflight(_nodes(tasks), findings(tasks, _groups(config, tasks), ended), round(now - began, 1))
+            nodes: dict[str, dict[str, str]] = {}
+            for task in tasks.values():
+                nodes.setdefault(task.node, {}).update(task.facts.get("same", {}))
+            if len(nodes) == 1 and not ended:  # without srun, only the exit codes tell
+                ended = {node: exit_reason(code) for node in nodes for process in processes if (code := process.poll())}
+            return Preflight(nodes, findings(tasks, _groups(config, tasks), ended), round(now - began, 1))
     return None
 
 
@@ -128,13 +130,3 @@ def _groups(config: Config, tasks: Tasks) -> dict[str, list[str]]:
     groups = process_groups(config.parallel, len(ranks) // len(set(ranks.values())))
     named = {group: [f"rank-{rank}" for rank in members] for group, members in groups.items()}
     return named | {WEIGHTS: [KEEPER, *(name for name in tasks if name not in ranks)]}
-
-
-def _nodes(tasks: Tasks) -> dict[str, dict[str, Any]]:
-    """What the report shows of each."""
-    shown: dict[str, dict[str, Any]] = {}
-    for task in tasks.values():
-        facts = shown.setdefault(task.node, {"processes": 0, "driver": "-", "GPU": "-"})
-        same = {what: value for what, value in task.facts.get("same", {}).items() if what in facts}
-        facts |= {**same, "processes": facts["processes"] + 1, "clock": round(task.facts.get("skew_s", 0.0), 1)}
-    return shown

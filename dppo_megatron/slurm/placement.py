@@ -55,21 +55,21 @@ def check_plan(config: Config, allocation: Allocation) -> StepPlan:
     return StepPlan("check", ("check",), nodes=allocation.groups[0][:1], group=0, gpus_per_node=gpus)
 
 
-def preflight_plans(config: Config, allocation: Allocation, meeting: str) -> list[StepPlan]:
+def preflight_plans(config: Config, allocation: Allocation, store: str) -> list[StepPlan]:
     """The trainer's step with other tasks and, for nodes that only serve or get weights by broadcast, one task each.
 
-    meeting: what all of them are to know, see `preflight.task`; the number of those that serve is added.
+    store: HOST,PORT at which all of them meet, see `preflight.task`.
     """
     trainers, engines = trainer_plan(config, allocation, resume=False), engine_plans(config, allocation)
     broadcast = config.weight_sync.transport == "broadcast"
     serving = dict.fromkeys(node for plan in engines for node in plan.nodes if broadcast or node not in trainers.nodes)
-    meeting += f",{len(serving)}"
-    plans = [replace(trainers, name="preflight", arguments=("trains", "--meeting", meeting), collected=True)]
+    meeting = ("--meeting", f"{store},{trainers.tasks + len(serving)}")
+    plans = [replace(trainers, name="preflight", arguments=("trains", *meeting), collected=True)]
     if serving:
         gpu = 0 if config.slurm.engine_nodes else trainers.tasks_per_node  # that of the node's first engine
-        arguments = ("serves", "--first-gpu", str(gpu), "--meeting", meeting)
-        serves = replace(engines[0], name="preflight", arguments=arguments, nodes=tuple(serving), tasks=len(serving))
-        plans.append(replace(serves, collected=True))
+        arguments = ("serves", "--first-gpu", str(gpu), *meeting)
+        step = replace(plans[0], arguments=arguments, nodes=tuple(serving), tasks=len(serving))
+        plans.append(replace(step, group=engines[0].group, gpus_per_node=engines[0].gpus_per_node))
     return plans
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dppo_megatron.preflight.findings import Reported, findings, odd_ones, shared_gpus
+from dppo_megatron.preflight.findings import Reported, findings
 
 NODES = {f"rank-{rank}": f"node{rank // 2}" for rank in range(8)}  # two on each of four
 GROUPS = {"tensor 0": [0, 1], "tensor 1": [2, 3], "pairs 0": [0, 2], "pairs 1": [4, 6], "other pairs 0": [2, 4]}
@@ -18,7 +18,8 @@ def reported(stage="done", **facts) -> dict[str, Reported]:
 
 
 def found(tasks, ended=None) -> list[tuple[str, tuple[str, ...]]]:
-    return [(finding.text, finding.nodes) for finding in findings(tasks, NAMED, ended or {})]
+    groups = {group: names for group, names in NAMED.items() if tasks.keys() >= set(names)}
+    return [(finding.text, finding.nodes) for finding in findings(tasks, groups, ended or {})]
 
 
 def test_nothing():
@@ -50,14 +51,20 @@ def test_what_differs_from_most_nodes():
     tasks = reported(same={"driver": "580"})
     tasks["rank-4"].facts["same"] = tasks["rank-5"].facts["same"] = {"driver": "570"}
     assert found(tasks) == [("driver: 570, on other nodes 580", ("node2",))]
-    assert odd_ones({"a": "580", "b": "570"}) == ("580", ["b"])
+    two = {
+        name: Reported(node, "done", {"same": {"driver": driver}})
+        for name, node, driver in (("rank-0", "a", "580"), ("rank-1", "b", "570"))
+    }
+    assert found(two) == [("driver: 570, on other nodes 580", ("b",))]
 
 
 def test_two_ranks_on_one_gpu():
-    gpus = {"rank-0": ("node0", "GPU-a"), "rank-1": ("node0", "GPU-a"), "rank-2": ("node1", "GPU-a")}
-    (finding,) = shared_gpus(gpus)
-    assert finding.text.startswith("rank-0 and rank-1 share GPU GPU-a;")
-    assert finding.nodes == ("node0",)
+    tasks = reported()
+    for name, gpu in {"rank-0": "GPU-a", "rank-1": "GPU-a", "rank-2": "GPU-a", "rank-3": "GPU-b"}.items():
+        tasks[name].facts["gpu"] = gpu
+    ((text, nodes),) = found(tasks)
+    assert text.startswith("rank-0 and rank-1 share GPU GPU-a;")
+    assert nodes == ("node0",)
 
 
 @pytest.mark.parametrize(

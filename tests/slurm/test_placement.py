@@ -106,10 +106,10 @@ def test_the_config_is_checked_beside_the_gpus_it_is_for():
 
 
 def test_a_preflight_has_the_trainers_places_and_one_on_each_node_that_only_serves():
-    trains, serves = preflight_plans(config(), HETEROGENEOUS, "host,1,token")
-    assert trains.arguments == ("trains", "--meeting", "host,1,token,1")
+    trains, serves = preflight_plans(config(), HETEROGENEOUS, "host,1")
+    assert trains.arguments == ("trains", "--meeting", "host,1,17")
     assert (trains.nodes, trains.tasks, trains.gpus_per_node) == (("a", "b"), 16, 8)
-    assert serves.arguments == ("serves", "--first-gpu", "0", "--meeting", "host,1,token,1")
+    assert serves.arguments == ("serves", "--first-gpu", "0", "--meeting", "host,1,17")
     assert (serves.nodes, serves.tasks, serves.group) == (("x",), 1, 1)
     options = srun_command(config(), "c.yaml", serves, HETEROGENEOUS)
     assert "--kill-on-bad-exit=0" in options
