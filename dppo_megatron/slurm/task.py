@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import tempfile
@@ -21,7 +20,7 @@ from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.fleet.registry import ServiceTimeout, port_in_use
+from dppo_megatron.fleet.registry import ServiceTimeout, free_port
 from dppo_megatron.launch.engine import engine_log
 from dppo_megatron.launch.local_processes import dppo_command
 from dppo_megatron.launch.rank_environment import connection_environment
@@ -35,7 +34,6 @@ LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
 GRACE_S = 5.0
 LAST_LINES = 12
-PORTS = range(20000, 32000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +197,7 @@ def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> tuple
     """
     path = run.services / f"trainers-{task.step}.json"
     if task.rank == 0:
-        write_json(path, {"host": address, "port": unused_port(address)})
+        write_json(path, {"host": address, "port": free_port(address)})
     address_of_rank_0 = wait_until(lambda: read_json(path), timeout_s, POLL_S)
     if address_of_rank_0 is None:
         raise ServiceTimeout(
@@ -246,11 +244,3 @@ def kernel_cache_environment() -> dict[str, str]:
     that compile into one home directory overwrite each other's. A variable that is set already stays."""
     directory = Path(tempfile.gettempdir()) / f"triton-{os.getuid()}-{os.environ['SLURM_JOB_ID']}"
     return {} if "TRITON_CACHE_DIR" in os.environ else {"TRITON_CACHE_DIR": str(directory)}
-
-
-def unused_port(address: str) -> int:
-    """A free port below those that the kernel gives to connections, for it is bound seconds later, by a rank."""
-    for port in random.sample(PORTS, len(PORTS)):
-        if not port_in_use(address, port):
-            return port
-    raise ExpectedError(f"no free port from {PORTS.start} to {PORTS.stop - 1} at {address}")
