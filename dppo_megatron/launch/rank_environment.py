@@ -7,7 +7,6 @@ import subprocess
 
 from dppo_megatron.config import Config
 
-_LIMIT_S = 30.0
 _NCCL_CUMEM = "NCCL_CUMEM_ENABLE"
 
 
@@ -43,15 +42,16 @@ def _oldest_gpu() -> float | None:
     Not by torch, which would open a context on the ranks' first GPU.
     """
     try:
-        return min(map(float, nvidia_smi("compute_cap")), default=None)
-    except ValueError:
+        return min((float(capability) for (capability,) in nvidia_smi("compute_cap")), default=None)
+    except (OSError, subprocess.SubprocessError, ValueError):
         return None
 
 
-def nvidia_smi(fields: str) -> list[str]:
-    """A line of comma-separated `fields` for each GPU that this process may use; empty where nvidia-smi fails."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
+def nvidia_smi(fields: str, timeout_s: float = 30.0) -> list[list[str]]:
+    """The comma-separated `fields` of each GPU that this process may use, e.g. [["0", "GPU-8f"], ["1", "GPU-3c"]].
+
+    Raises OSError where nvidia-smi is not installed, subprocess.SubprocessError where it fails or takes too long.
+    """
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
+    return [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]

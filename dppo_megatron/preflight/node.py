@@ -9,18 +9,17 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from dppo_megatron.common.hardware import GIB
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config
+from dppo_megatron.launch.rank_environment import nvidia_smi
 
 NVIDIA_SMI_S = 7.0
 VISIBLE_S, POLL_S = 4.0, 0.2  # for a network file system to show another node's file
 WRITTEN_BYTES, SLOW_MB_PER_S, MOST_USED_MIB = 32 << 20, 50.0, 4096
 OLDEST_DRIVER = {"12": 525, "13": 580}  # by torch's CUDA
 TOKEN = ".preflight-"  # of files in the run directory
-_QUERY = "nvidia-smi --query-gpu=index,uuid,name,driver_version,memory.used --format=csv,noheader,nounits"
 
 
 @dataclass(slots=True)
@@ -35,8 +34,7 @@ class Observed:
 def gpu_rows(out: Observed) -> list[list[str]]:
     """Index, UUID, name, driver and used MiB of each GPU; none where `out` says why."""
     try:
-        answer = subprocess.run(_QUERY.split(), capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True).stdout
-        return [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
+        return nvidia_smi("index,uuid,name,driver_version,memory.used", NVIDIA_SMI_S)
     except FileNotFoundError:
         out.warnings.append("GPUs not checked: nvidia-smi is not installed")
     except subprocess.SubprocessError as error:  # a time-out, or an exit code
@@ -86,18 +84,14 @@ def look_at_files(out: Observed, config: Config, token: str, own: str, *, trains
     if not wait_until((root / f"{TOKEN}{token}").exists, VISIBLE_S, POLL_S):
         out.problems.append(f"run.dir = {root}: a file that the driver wrote there is not visible; is it shared?")
         return
+    path, began = root / f"{TOKEN}{token}-{own}", time.monotonic()
     try:
-        if (speed := _write_speed(root / f"{TOKEN}{token}-{own}")) < SLOW_MB_PER_S:
-            out.warnings.append(f"run.dir = {root}: writes {speed:.0f} MB/s")
+        with path.open("wb") as file:
+            file.write(os.urandom(WRITTEN_BYTES))
+            os.fsync(file.fileno())
+        path.unlink()
     except OSError as error:
         out.problems.append(f"run.dir = {root}: cannot be written: {error.strerror}")
-
-
-def _write_speed(path: Path) -> float:
-    """MB/s to the device."""
-    began, data = time.monotonic(), os.urandom(WRITTEN_BYTES)
-    with path.open("wb") as file:
-        file.write(data)
-        os.fsync(file.fileno())
-    path.unlink()
-    return WRITTEN_BYTES / (time.monotonic() - began) / 1e6
+        return
+    if (speed := WRITTEN_BYTES / (time.monotonic() - began) / 1e6) < SLOW_MB_PER_S:
+        out.warnings.append(f"run.dir = {root}: writes {speed:.0f} MB/s")

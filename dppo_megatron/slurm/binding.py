@@ -1,13 +1,10 @@
-"""CPUs near each GPU of a node: a task runs on whole cores of its GPUs' NUMA node, and no two GPUs share a core.
-
-The nearest NICs are only logged: NCCL finds them itself, and `NCCL_IB_HCA` must not differ between ranks
-(https://github.com/NVIDIA/nccl/issues/1478).
-"""
+"""CPUs near each GPU of a node: a task runs on whole cores of its GPUs' NUMA node, and no two GPUs share a core."""
 
 from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from collections.abc import Sequence, Set
 from pathlib import Path
 
@@ -28,15 +25,16 @@ def bind_to_gpus(name: str, first: int, count: int, tasks: int) -> bool:
         return False
     own, cpus = gpus[first : first + count], set().union(*shares[first : first + count])
     os.sched_setaffinity(0, cpus)
-    nics = sorted({nic for gpu in own for nic in nearest_nics(gpu)})
-    near = f"GPU {', '.join(own)}, CPUs {sorted(cpus)}, nearest NICs: {', '.join(nics) or 'none'}"
-    print(f"{name} on {socket.gethostname()}: {near}", flush=True)
+    print(f"{name} on {socket.gethostname()}: GPU {', '.join(own)}, CPUs {sorted(cpus)}", flush=True)
     return True
 
 
 def visible_gpus() -> list[str]:
     """PCI addresses, as /sys writes them, of the GPUs that this task may use, in CUDA's order; empty if unknown."""
-    rows = [line.split(", ") for line in nvidia_smi("index,uuid,pci.bus_id")]
+    try:
+        rows = nvidia_smi("index,uuid,pci.bus_id")
+    except (OSError, subprocess.SubprocessError):
+        return []
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     chosen = [row for name in names for row in rows if name == row[0] or row[1].startswith(name)] if names else rows
     return [row[2].lower()[-len("0000:17:00.0") :] for row in chosen]
@@ -54,14 +52,6 @@ def cpus_for(gpus: Sequence[str], allowed: Set[int], sys: Path = SYS) -> list[se
         own = cores[place * len(cores) // count : (place + 1) * len(cores) // count]
         shares.append({cpu for core in own for cpu in core})
     return shares if all(shares) else None
-
-
-def nearest_nics(gpu: str, sys: Path = SYS) -> list[str]:
-    """RDMA devices whose PCI path has most in common with the GPU's, e.g. mlx5_0."""
-    path = (sys / "bus/pci/devices" / gpu).resolve()
-    nics = {nic.name: (nic / "device").resolve() for nic in (sys / "class/infiniband").glob("*")}
-    common = {name: len(os.path.commonpath([path, other])) for name, other in nics.items()}
-    return sorted(name for name, length in common.items() if length == max(common.values()))
 
 
 def _cores(gpu: str, allowed: Set[int], sys: Path) -> list[tuple[int, ...]]:

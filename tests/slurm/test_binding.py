@@ -8,25 +8,19 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.config.slurm import SlurmConfig
-from dppo_megatron.launch import rank_environment
 from dppo_megatron.slurm import binding, task
-from dppo_megatron.slurm.binding import cpus_for, nearest_nics, visible_gpus
+from dppo_megatron.slurm.binding import cpus_for, visible_gpus
 from tests.support.configs import make_config
 
 GPUS = ["0000:17:00.0", "0000:2a:00.0", "0000:97:00.0", "0000:ba:00.0"]  # two of each NUMA node
 
 
-def machine(
-    root: Path, near: dict[str, str], *, threads: dict[int, str] | None = None, bridges: dict[str, str] | None = None
-) -> Path:
-    """A /sys whose devices have these local_cpulists. threads: siblings by CPU. bridges: PCI path above a device."""
+def machine(root: Path, near: dict[str, str], *, threads: dict[int, str] | None = None) -> Path:
+    """A /sys whose devices have these local_cpulists. threads: siblings by CPU."""
     for gpu, cpus in near.items():
-        real = root / "devices" / (bridges or {}).get(gpu, "pci0000:00") / gpu
-        real.mkdir(parents=True)
-        (real / "local_cpulist").write_text(cpus + "\n")
-        link = root / "bus/pci/devices" / gpu
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(real)
+        device = root / "bus/pci/devices" / gpu
+        device.mkdir(parents=True)
+        (device / "local_cpulist").write_text(cpus + "\n")
     for cpu, siblings in (threads or {}).items():
         topology = root / f"devices/system/cpu/cpu{cpu}/topology"
         topology.mkdir(parents=True)
@@ -85,20 +79,6 @@ def test_without_local_cpulist_nothing_is_bound(tmp_path):
     assert cpus_for(GPUS, set(range(16)), tmp_path / "absent") is None
 
 
-def test_the_nearest_nics_share_a_bridge_with_the_gpu(tmp_path):
-    bridges = {
-        GPUS[0]: "pci0000:15/0000:15:01.0", "0000:18:00.0": "pci0000:15/0000:15:01.0",
-        GPUS[2]: "pci0000:90", "0000:91:00.0": "pci0000:90",
-    }  # fmt: skip
-    root = machine(tmp_path, dict.fromkeys(bridges, "0-3"), bridges=bridges)
-    for nic, address in {"mlx5_0": "0000:18:00.0", "mlx5_1": "0000:91:00.0"}.items():
-        (root / "class/infiniband" / nic).mkdir(parents=True)
-        (root / "class/infiniband" / nic / "device").symlink_to(root / "bus/pci/devices" / address)
-    assert nearest_nics(GPUS[0], root) == ["mlx5_0"]
-    assert nearest_nics(GPUS[2], root) == ["mlx5_1"]
-    assert nearest_nics(GPUS[0], tmp_path / "absent") == []
-
-
 @pytest.fixture
 def node(tmp_path, monkeypatch) -> list[set[int]]:
     """A node with four GPUs and 16 CPUs, two tasks of a step on it; the CPU sets that this process is bound to."""
@@ -110,8 +90,7 @@ def node(tmp_path, monkeypatch) -> list[set[int]]:
     monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     root = two_sockets(tmp_path / "sys", 8)
-    for function in (binding.cpus_for, binding.nearest_nics):
-        monkeypatch.setattr(function, "__defaults__", (root,))
+    monkeypatch.setattr(binding.cpus_for, "__defaults__", (root,))
     bound: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: bound[-1] if bound else set(range(16)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.append(cpus))
@@ -130,7 +109,6 @@ def test_visible_gpus_are_in_the_order_of_cuda(node, monkeypatch, visible, expec
 def test_without_nvidia_smi_no_gpu_is_known(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert visible_gpus() == []
-    assert rank_environment.nvidia_smi("compute_cap") == []
     assert binding.bind_to_gpus("trainer-0", 0, 1, 1) is False
 
 
@@ -160,7 +138,7 @@ def test_a_rank_is_bound_near_its_gpu_and_has_a_thread_for_each_of_its_cpus(node
     assert node == [{4, 5, 6, 7}]
     assert children[0]["OMP_NUM_THREADS"] == "4"
     assert "trainer-3 on" in (line := capsys.readouterr().out)
-    assert "GPU 0000:2a:00.0, CPUs [4, 5, 6, 7], nearest NICs: none" in line
+    assert line.endswith("GPU 0000:2a:00.0, CPUs [4, 5, 6, 7]\n")
 
 
 def test_an_engine_is_bound_near_all_of_its_gpus(node, children, monkeypatch):
