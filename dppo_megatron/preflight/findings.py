@@ -9,14 +9,10 @@ from typing import Any
 
 from dppo_megatron.errors import bounded
 
-from .groups import PAIRS
-from .task import DONE, IMPORTED, KEEPER, LOOKED, READY, STARTED
+from .groups import KEEPER, PAIRS
+from .task import DONE, LOOKED, READY, STARTING
 
 MOST_SKEW_S = 5.0
-_DID_NOT = {
-    None: "did not start", STARTED: "no answer while it imported torch", LOOKED: "no answer from the store of rank 0",
-    IMPORTED: "no answer while it looked at GPUs, the model, the data and run.dir",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +31,7 @@ class Reported:
     """The lines of one process so far."""
 
     node: str
-    stage: str | None = None
+    stage: str = STARTING
     facts: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)  # joined; on leaving with `wrong` or `error`
 
@@ -103,7 +99,7 @@ def _behind(tasks: Tasks) -> list[Finding]:
         return [Finding("the store of rank 0 there is reached from no other node", (home,))]
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, task in behind.items():
-        reasons[task.node, task.facts.get("error") or _DID_NOT[task.stage]].append(name)
+        reasons[task.node, task.facts.get("error") or f"no answer while {task.stage}"].append(name)
     return [Finding(f"{', '.join(names)}: {why}", (node,)) for (node, why), names in reasons.items()]
 
 

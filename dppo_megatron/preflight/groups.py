@@ -1,12 +1,26 @@
-"""The process groups of a layout as lists of ranks, without Megatron."""
+"""The process groups that are checked: those of a layout, without Megatron, and that of a broadcast."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from dppo_megatron.config.schema import ParallelConfig
+from dppo_megatron.config.schema import Config, ParallelConfig
 
 PAIRS, WEIGHTS = "pairs", "weights"
+KEEPER = "rank-0"  # keeps the store at which all processes meet
+
+
+def checked_groups(config: Config, per_node: int, size: int) -> dict[str, list[str]]:
+    """Names of the members of each group, in the order of the checks. size: of all processes, also those that serve.
+
+    {"tensor 0": ["rank-0", "rank-1"], ..., "weights": ["rank-0", "serving-0"]}
+    """
+    groups = process_groups(config.parallel, per_node)
+    named = {group: [f"rank-{rank}" for rank in ranks] for group, ranks in groups.items()}
+    serving = [f"serving-{number}" for number in range(size - config.parallel.world_size)]
+    if serving and config.weight_sync.transport == "broadcast":
+        named[WEIGHTS] = [KEEPER, *serving]
+    return named
 
 
 def process_groups(parallel: ParallelConfig, per_node: int) -> dict[str, list[int]]:

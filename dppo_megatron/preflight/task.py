@@ -19,12 +19,14 @@ from dppo_megatron.checks import load_config
 from dppo_megatron.config import Config
 from dppo_megatron.errors import bounded
 
-from .groups import PAIRS, WEIGHTS, process_groups
+from .groups import KEEPER, PAIRS, WEIGHTS, checked_groups
 from .node import Observed, gpu_names, gpu_rows, judge_gpu, look_at_files, look_at_limits
 
 MARK = "preflight "
-KEEPER = "rank-0"  # keeps the store at which all meet
-STARTED, IMPORTED, LOOKED, READY, DONE = "started", "imported", "looked", "ready", "done"  # stages, in their order
+# Stages, in their order: what a process does next.
+STARTING, STARTED = "starting", "importing torch"
+IMPORTED, LOOKED = "looking at GPUs, the model, the data and run.dir", "waiting for the store of rank 0"
+READY, DONE = "in the process groups", "done"
 COLUMNS = 1024  # numbers of each member in a collective
 
 
@@ -91,8 +93,8 @@ def _check(config: Config, place: Place, address: str, report: Callable[..., Non
     store = dist.TCPStore(host, int(port), is_master=place.name == KEEPER, wait_for_workers=False, timeout=start)
     report(stage=READY)
     failed, timeout_s = False, 0.75 * silence_timeout_s(int(size))
-    for group, rank, members in _groups_of(config, place, int(size)):
-        if failed and PAIRS not in group:  # both pairs of a node are tried
+    for group, members in checked_groups(config, place.per_node, int(size)).items():
+        if place.name not in members or (failed and PAIRS not in group):  # both pairs of a node are tried
             continue
         if group == WEIGHTS and place.serves:
             store.wait([WEIGHTS], start)  # until rank 0 is through its other groups
@@ -100,8 +102,8 @@ def _check(config: Config, place: Place, address: str, report: Callable[..., Non
             store.set(WEIGHTS, "")
         report(joins=group)
         try:
-            wrong = _all_reduce(dist.PrefixStore(group, store), rank, members, device, address, timeout_s)
-            report(left=group, wrong=wrong)
+            rank, own = members.index(place.name), dist.PrefixStore(group, store)
+            report(left=group, wrong=_all_reduce(own, rank, len(members), device, address, timeout_s))
         except Exception as error:
             report(left=group, error=_brief(error))
             failed = True
@@ -110,16 +112,6 @@ def _check(config: Config, place: Place, address: str, report: Callable[..., Non
         store.add(DONE, 1)
     while place.name == KEEPER and store.add(DONE, 0) < int(size):  # the others need the store
         time.sleep(0.05)
-
-
-def _groups_of(config: Config, place: Place, size: int) -> list[tuple[str, int, int]]:
-    """The groups of a process, in the order of the checks: name, its rank in it, number of members."""
-    serving = size - config.parallel.world_size
-    every = {} if place.serves else process_groups(config.parallel, place.per_node)
-    own = [(name, ranks.index(place.rank), len(ranks)) for name, ranks in every.items() if place.rank in ranks]
-    if serving and config.weight_sync.transport == "broadcast" and (place.serves or place.name == KEEPER):
-        own.append((WEIGHTS, 1 + place.rank if place.serves else 0, 1 + serving))
-    return own
 
 
 def _all_reduce(store: Any, rank: int, members: int, device: Any, address: str, timeout_s: float) -> list[int]:

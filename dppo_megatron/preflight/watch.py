@@ -19,9 +19,9 @@ from dppo_megatron.observability.logs import append_line
 from dppo_megatron.run_dir import RunDir
 
 from .findings import Finding, Reported, Tasks, findings
-from .groups import WEIGHTS, process_groups
+from .groups import checked_groups
 from .node import TOKEN
-from .task import DONE, KEEPER, MARK, STARTED, silence_timeout_s
+from .task import DONE, MARK, STARTED, STARTING, silence_timeout_s
 
 POLL_S = 0.1
 AFTER_FAILURE_S = 3.0  # of silence, where a process has reported one
@@ -108,7 +108,7 @@ def _watch(
                 heard = time.monotonic()
         now = time.monotonic()
         alive = [task for task in tasks.values() if not task.failed and task.node not in ended]
-        early = [task for task in alive if task.stage in (None, STARTED)]
+        early = [task for task in alive if task.stage in (STARTING, STARTED)]
         if half_s is None and 2 * len(early) <= len(alive):
             half_s = now - began
         # Torch may come from a slow disk, but for all alike: the later half gets as long again.
@@ -116,17 +116,12 @@ def _watch(
         late = not early or now - began > early_s
         silence = AFTER_FAILURE_S if ended or any(task.failed for task in tasks.values()) else timeout
         if not running or all(task.stage == DONE for task in tasks.values()) or (late and now - heard > silence):
+            ranks = [task.node for name, task in tasks.items() if name.startswith("rank")]
+            groups = checked_groups(config, len(ranks) // len(set(ranks)), len(tasks))
             nodes: dict[str, dict[str, str]] = {}
             for task in tasks.values():
                 nodes.setdefault(task.node, {}).update(task.facts.get("same", {}))
             if len(nodes) == 1 and not ended:  # without srun, only the exit codes tell
                 ended = {node: exit_reason(code) for node in nodes for process in processes if (code := process.poll())}
-            return Preflight(nodes, findings(tasks, _groups(config, tasks), ended), round(now - began, 1))
+            return Preflight(nodes, findings(tasks, groups, ended), round(now - began, 1))
     return None
-
-
-def _groups(config: Config, tasks: Tasks) -> dict[str, list[str]]:
-    ranks = {name: task.node for name, task in tasks.items() if name.startswith("rank")}
-    groups = process_groups(config.parallel, len(ranks) // len(set(ranks.values())))
-    named = {group: [f"rank-{rank}" for rank in members] for group, members in groups.items()}
-    return named | {WEIGHTS: [KEEPER, *(name for name in tasks if name not in ranks)]}

@@ -12,7 +12,7 @@ import pytest
 
 from dppo_megatron.config import save_resolved
 from dppo_megatron.preflight import watch
-from dppo_megatron.preflight.task import MARK
+from dppo_megatron.preflight.task import DONE, IMPORTED, LOOKED, MARK, READY, STARTED
 from dppo_megatron.preflight.watch import run_preflight
 from dppo_megatron.run_dir import RunDir
 from tests.support.configs import make_config
@@ -95,60 +95,60 @@ def quick(monkeypatch):
 
 
 def test_silence_is_a_failure_of_those_behind(config, quick):
-    lines = [line(0, "a", stage="ready"), line(0, "a", joins="tensor 0"), line(1, "b", stage="imported")]
+    lines = [line(0, "a", stage=READY), line(0, "a", joins="tensor 0"), line(1, "b", stage=IMPORTED)]
     found = conclude(config, PLACES, lines)
     assert found.bad_nodes == ("b",)
     assert found.text().splitlines()[-1].startswith("preflight of a, b: 1 errors, ")
-    assert "rank-1: no answer while it looked" in found.text()
+    assert "rank-1: no answer while looking at GPUs" in found.text()
 
 
 def test_half_that_still_imports_gets_as_long_as_the_other_half_needed(config, quick):
     began = time.monotonic()
-    found = conclude(config, PLACES, [line(0, "a", stage="ready"), line(1, "b", stage="started")])
+    found = conclude(config, PLACES, [line(0, "a", stage=READY), line(1, "b", stage=STARTED)])
     assert 0.4 < time.monotonic() - began < 5
     assert found.bad_nodes == ("b",)
 
 
 def test_one_that_failed_at_once_does_not_hurry_those_that_import(config, quick):
     """rank-1 imports for ten times the silence that would end it, then is done."""
-    late = threading.Timer(3.0, lambda: write(config, [line(1, "b", stage="done")]))
+    late = threading.Timer(3.0, lambda: write(config, [line(1, "b", stage=DONE)]))
     late.start()
-    found = conclude(config, PLACES, [line(0, "a", error="no such file"), line(1, "b", stage="started")])
+    found = conclude(config, PLACES, [line(0, "a", error="no such file"), line(1, "b", stage=STARTED)])
     late.join()
     assert found.bad_nodes == ("a",)
     assert found.seconds >= 3.0
 
 
 def test_slurms_words_for_a_task_that_ended(config, quick):
-    found = conclude(config, PLACES, [line(0, "a", stage="looked"), "srun: error: b: task 1: Killed\n"])
+    found = conclude(config, PLACES, [line(0, "a", stage=LOOKED), "srun: error: b: task 1: Killed\n"])
     assert [str(finding) for finding in found.errors] == ["error: b: a process there ended: Killed"]
 
 
 def test_slurms_words_for_a_task_that_did_not_start(config, quick):
     text = "srun: error: Task launch for StepId=7.1 failed on node b: Communication connection failure\n"
-    found = conclude(config, PLACES, [line(0, "a", stage="looked"), text])
+    found = conclude(config, PLACES, [line(0, "a", stage=LOOKED), text])
     assert found.bad_nodes == ("b",)
 
 
 def test_a_local_process_that_ended(config, quick):
     places = {"rank-0": "a", "rank-1": "a"}
-    found = conclude(config, places, [line(0, "a", stage="looked")], (None, -9))
+    found = conclude(config, places, [line(0, "a", stage=LOOKED)], (None, -9))
     assert [str(finding) for finding in found.errors] == ["error: a: a process there ended: killed by SIGKILL"]
 
 
 def test_lines_of_an_earlier_preflight_do_not_count(config, quick):
-    conclude(config, PLACES, [line(rank, node, stage="done") for rank, node in enumerate("ab")])
-    found = conclude(config, PLACES, [line(0, "a", stage="done")])
+    conclude(config, PLACES, [line(rank, node, stage=DONE) for rank, node in enumerate("ab")])
+    found = conclude(config, PLACES, [line(0, "a", stage=DONE)])
     assert found.bad_nodes == ("b",)
 
 
 def test_lines_may_have_other_output_before_them_and_between(config, quick):
     """`srun --label`, a library's progress bar, and one that is not ours."""
-    label = [f"{rank}: {MARK}{json.dumps(line(rank, node, stage='done'))}\n" for rank, node in enumerate("ab")]
+    label = [f"{rank}: {MARK}{json.dumps(line(rank, node, stage=DONE))}\n" for rank, node in enumerate("ab")]
     assert not conclude(config, PLACES, [f"{MARK}{{broken\n", "\n", *label]).errors
 
 
 def test_a_clock_is_compared_with_the_drivers(config, quick):
-    lines = [line(rank, node, stage="done", clock=time.time() - 60 * rank) for rank, node in enumerate("ab")]
+    lines = [line(rank, node, stage=DONE, clock=time.time() - 60 * rank) for rank, node in enumerate("ab")]
     (finding,) = conclude(config, PLACES, lines).findings
     assert (finding.level, finding.nodes) == ("warning", ("b",))

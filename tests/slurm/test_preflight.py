@@ -68,9 +68,9 @@ def test_nothing_is_wrong(preflight):
         ("used_memory", "node1", "GPU GPU-node1-0: another process holds 20480 MiB"),
         ("used_memory", "node3", "GPU GPU-node3-1: another process holds 20480 MiB"),
         ("no_network", "node1", "the store of rank 0 there is reached from no other node"),
-        ("no_network", "node3", "serving-0: no answer from the store of rank 0"),
+        ("no_network", "node3", "serving-0: no answer while waiting for the store of rank 0"),
         ("killed", "node2", "a process there ended: Killed"),
-        ("frozen", "node2", "rank-1: did not start"),
+        ("frozen", "node2", "rank-1: no answer while starting"),
         ("frozen_in_the_groups", "node2", "rank-1 did not arrive"),
     ],
 )

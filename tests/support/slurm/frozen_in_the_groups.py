@@ -7,5 +7,5 @@ from dppo_megatron.cli import main
 from dppo_megatron.preflight import task
 
 if __name__ == "__main__":
-    task.process_groups = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    task.checked_groups = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
     main()
