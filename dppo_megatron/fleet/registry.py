@@ -6,15 +6,19 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from random import SystemRandom
+from typing import TypeVar
 
 from dppo_megatron.common.files import read_as, write_json
+from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 
 POLL_S = 0.05
 _SERVER_PORTS = range(15_000, 30_000)
+Record = TypeVar("Record")
 
 
 class ServiceTimeout(ExpectedError, TimeoutError):
@@ -78,6 +82,13 @@ def engine_services(config: Config, run: RunDir) -> dict[str, Service]:
         return {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(config.engine.urls)}
     registered = {name: read_as(Service, run.services / f"{name}.json") for name in engine_names(config)}
     return {name: service for name, service in registered.items() if service is not None}
+
+
+def read_when_written(kind: type[Record], path: Path, timeout_s: float, setting: str, log: Path) -> Record:
+    """The record that another process, which writes `log`, puts into `path`. Raises `ServiceTimeout` without one."""
+    if (record := wait_until(lambda: read_as(kind, path), timeout_s, POLL_S)) is None:
+        raise ServiceTimeout(f"waited {timeout_s:.0f} s ({setting}) for {log.stem} to write {path}; see {log}")
+    return record
 
 
 def engine_names(config: Config) -> Sequence[str]:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dppo_megatron.common.files import read_as, write_json
+from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import end_with_parent, exit_reason
-from dppo_megatron.common.retry import RetryBudget, retry_async, wait_until
+from dppo_megatron.common.retry import RetryBudget, retry_async
 from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
 from dppo_megatron.engines.protocol import EngineError
@@ -23,7 +23,7 @@ from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.engines.serving import Node
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.engine_checks import check_health
-from dppo_megatron.fleet.registry import ServiceTimeout, forget, free_port, port_in_use, register
+from dppo_megatron.fleet.registry import forget, free_port, port_in_use, read_when_written, register
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.run_dir import RunDir
@@ -59,22 +59,6 @@ class EngineStart:
     port: int  # of the HTTP server
     host: str  # of the nodes' rendezvous, on node 0
     rendezvous_port: int
-
-    @classmethod
-    def here(cls, config: Config, model: Path, version: int, port: int) -> EngineStart:
-        """Of an engine whose node 0 is this machine."""
-        host = config.engine.host
-        return cls(str(model), version, port, host, free_port(host) if config.engine.nodes > 1 else 0)
-
-    @classmethod
-    def read(cls, path: Path, timeout_s: float) -> EngineStart:
-        """Waits until node 0 wrote it. Raises `ServiceTimeout` when it does not within `timeout_s`."""
-        start = wait_until(lambda: read_as(cls, path), timeout_s, POLL_S)
-        if start is None:
-            raise ServiceTimeout(
-                f"waited {timeout_s:.0f} s (engine.start_timeout_s) for node 0 to write {path}; see its log"
-            )
-        return start
 
 
 class Servers:
@@ -135,7 +119,8 @@ def run_engine(config: Config, index: int, *, node: int | None = None, meeting: 
     make_secret(config)
     path = run.services / f"{meeting}.json"
     if node:
-        start = EngineStart.read(path, config.engine.start_timeout_s)
+        timeout_s, log_0 = config.engine.start_timeout_s, run.log(engine_log(index, 0))
+        start = read_when_written(EngineStart, path, timeout_s, "engine.start_timeout_s", log_0)
     else:
         start = _start(config, run, index)
         if node is not None:
@@ -163,7 +148,8 @@ def _start(config: Config, run: RunDir, index: int) -> EngineStart:
     port = config.engine.port + index if config.engine.port else free_port(host)
     if port_in_use(host, port):
         raise EngineStartError(f"engine.port = {port}: already in use on {host}; choose another or 0 for a free one")
-    return EngineStart.here(config, *_policy_to_serve(config, run, index), port)
+    model, version = _policy_to_serve(config, run, index)
+    return EngineStart(str(model), version, port, host, free_port(host) if config.engine.nodes > 1 else 0)
 
 
 def _serve(config: Config, run: RunDir, index: int, start: EngineStart, server: Servers) -> int:

@@ -8,19 +8,18 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
 from dppo_megatron.checks import load_config
 from dppo_megatron.checks.devices import visible_devices
-from dppo_megatron.common.files import read_json, write_json
+from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import Child, exit_reason
-from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.fleet.registry import ServiceTimeout, free_port
+from dppo_megatron.fleet.registry import free_port, read_when_written
 from dppo_megatron.launch.engine import engine_log
 from dppo_megatron.launch.local_processes import dppo_command
 from dppo_megatron.launch.rank_environment import connection_environment
@@ -34,6 +33,12 @@ LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
 GRACE_S = 5.0
 LAST_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    host: str
+    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,14 +202,9 @@ def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> tuple
     """
     path = run.services / f"trainers-{task.step}.json"
     if task.rank == 0:
-        write_json(path, {"host": address, "port": free_port(address)})
-    address_of_rank_0 = wait_until(lambda: read_json(path), timeout_s, POLL_S)
-    if address_of_rank_0 is None:
-        raise ServiceTimeout(
-            f"waited {timeout_s:.0f} s (slurm.start_timeout_s) for rank 0 to write its address to {path}; see "
-            f"{run.log('trainer-0')}"
-        )
-    return address_of_rank_0["host"], address_of_rank_0["port"]
+        write_json(path, asdict(Rendezvous(address, free_port(address))))
+    place = read_when_written(Rendezvous, path, timeout_s, "slurm.start_timeout_s", run.log("trainer-0"))
+    return place.host, place.port
 
 
 def node_address(config: Config) -> str:

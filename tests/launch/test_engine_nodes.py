@@ -26,14 +26,21 @@ def config(tmp_path):
     return make_config(run={"dir": tmp_path / "run"}, data={"train": "t"}, engine=engine)
 
 
-def test_other_nodes_start_with_what_node_0_wrote(config, tmp_path):
-    start = EngineStart.here(config, make_model(tmp_path / "v3", seed=1), 3, 8000)
-    path = tmp_path / "services" / "engine-0-7.2-0.json"
-    with pytest.raises(ServiceTimeout, match=r"waited 0 s .*for node 0 to write .*engine-0-7.2-0.json"):
-        EngineStart.read(path, 0.2)
-    write_json(path, asdict(start))
-    assert EngineStart.read(path, 0.2) == start
-    assert (start.model, start.version, start.host) == (str(tmp_path / "v3"), 3, "127.0.0.1")
+def ended() -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", "pass"])
+
+
+def test_other_nodes_start_with_what_node_0_wrote(config, tmp_path, monkeypatch):
+    start = EngineStart(str(make_model(tmp_path / "v3", seed=1)), 3, 8000, "127.0.0.1", 9000)
+    meeting, started, run = "engine-0-7.2-0", [], RunDir(config.run.dir)
+    monkeypatch.setattr(Servers, "start", lambda _, start, nodes: started.append((start, nodes)) or Servers([ended()]))
+    monkeypatch.setattr(launched, "_pass_on_signals", lambda server: None)
+    monkeypatch.setattr(launched, "setup_logging", lambda *_: None)
+    with pytest.raises(ServiceTimeout, match=r"waited 0 s .*for engine-0 to write .*engine-0-7.2-0.json; see .*0.log"):
+        launched.run_engine(config, 0, node=1, meeting=meeting)
+    write_json(run.services / f"{meeting}.json", asdict(start))
+    launched.run_engine(config, 0, node=1, meeting=meeting)
+    assert started == [(start, [1])]
     first, second = (launched.command(config, start, node) for node in (0, 1))
     for command in (first, second):
         assert command[command.index("--master-port") + 1] == str(start.rendezvous_port)
@@ -45,7 +52,7 @@ def test_when_one_node_ends_all_end_and_the_engine_failed(config, monkeypatch, n
     """A node without an HTTP server ends with code 0 when a peer is gone: the engine must start again all the same."""
     run = RunDir(config.run.dir)
     processes = [subprocess.Popen(SLEEP, stdout=subprocess.DEVNULL) for _ in range(1 if node else 2)]
-    last = subprocess.Popen([sys.executable, "-c", "pass"]) if end == "exit" else processes.pop()
+    last = ended() if end == "exit" else processes.pop()
     servers = Servers([*processes, last])
     monkeypatch.setattr(Servers, "start", lambda *_: servers)
     monkeypatch.setattr(launched, "_start", lambda config, run, index: EngineStart("m", 0, 1, "127.0.0.1", 2))
