@@ -26,15 +26,8 @@ def problems(config: Config) -> list[str]:
         out.append(f"engine.seeded = false: {e.kind} gives every request its seed at no such price; remove it")
     if e.placement == "colocated":
         out += _colocated(config)
-    return (
-        out
-        + _layout(config)
-        + _transport(config)
-        + _directory(config)
-        + _deltas(config)
-        + _quantization(config)
-        + _adapters(config)
-    )
+    parts = (_layout, _transport, _directory, _deltas, _quantization, _adapters)
+    return out + [problem for part in parts for problem in part(config)]
 
 
 def _layout(config: Config) -> list[str]:
