@@ -91,8 +91,8 @@ def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gp
         name, arguments = f"trainer-{task.rank}", ["trainer", *(["--resume"] if resume else [])]
         arguments += ["--needs-gpu"] if config.slurm.gpus_per_node else []
         bound = binds and bind_to_gpus(name, task.local_rank, 1, task.local_size)
-        environment |= thread_environment(1 if bound else task.local_size) | connection_environment(config)
-        environment |= trainer_environment(run, task, *rendezvous(run, task, address, config.slurm.start_timeout_s))
+        place = rendezvous(run, task, address, config.slurm.start_timeout_s)
+        environment |= connection_environment(config) | trainer_environment(run, task, place, bound=bound)
     elif role == "engine":
         host = engine_host(config, address)
         name = engine_log(index, task.rank)
@@ -155,9 +155,13 @@ def _wait_and_report(child: Child, task: Task) -> int:
     return code if code >= 0 else 128 - code
 
 
-def trainer_environment(run: RunDir, task: Task, host: str, port: int) -> dict[str, str]:
-    """What torchrun would set, and that a collective that times out leaves what every rank was doing."""
+def trainer_environment(run: RunDir, task: Task, place: Rendezvous, *, bound: bool) -> dict[str, str]:
+    """What torchrun would set, and that a collective that times out leaves what every rank was doing.
+
+    bound: the CPUs of this process are the rank's own; otherwise the ranks of its node share them.
+    """
     preset = {
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // (1 if bound else task.local_size))),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": str((run.logs / "nccl_trace_rank_").absolute()),
     }
@@ -166,15 +170,9 @@ def trainer_environment(run: RunDir, task: Task, host: str, port: int) -> dict[s
         "WORLD_SIZE": str(task.size),
         "LOCAL_RANK": str(task.local_rank),
         "LOCAL_WORLD_SIZE": str(task.local_size),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": place.host,
+        "MASTER_PORT": str(place.port),
     }
-
-
-def thread_environment(tasks: int) -> dict[str, str]:
-    """OMP_NUM_THREADS for a rank whose CPUs `tasks` ranks share; a variable that is set already stays."""
-    threads = max(1, len(os.sched_getaffinity(0)) // tasks)
-    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
 
 
 def engine_environment(config: Config, index: int, first_gpu: int, address: str) -> dict[str, str]:
@@ -193,7 +191,7 @@ def engine_environment(config: Config, index: int, first_gpu: int, address: str)
     return environment
 
 
-def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> tuple[str, int]:
+def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> Rendezvous:
     """Host and port of the ranks' rendezvous: rank 0 chooses a free port of its node and writes it into the run
     directory, the others read it there.
 
@@ -203,8 +201,7 @@ def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> tuple
     path = run.services / f"trainers-{task.step}.json"
     if task.rank == 0:
         write_json(path, asdict(Rendezvous(address, free_port(address))))
-    place = read_when_written(Rendezvous, path, timeout_s, "slurm.start_timeout_s", run.log("trainer-0"))
-    return place.host, place.port
+    return read_when_written(Rendezvous, path, timeout_s, "slurm.start_timeout_s", run.log("trainer-0"))
 
 
 def node_address(config: Config) -> str:

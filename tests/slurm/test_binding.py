@@ -118,7 +118,7 @@ def children(tmp_path, monkeypatch) -> list[dict]:
     started: list[dict] = []
     monkeypatch.setattr(task.Task, "of_this_process", lambda: task.Task(3, 4, 1, 2, "node1", "7.0-0"))
     monkeypatch.setattr(task, "node_address", lambda config: "10.0.0.1")
-    monkeypatch.setattr(task, "rendezvous", lambda *_: ("10.0.0.1", 20000))
+    monkeypatch.setattr(task, "rendezvous", lambda *_: task.Rendezvous("10.0.0.1", 20000))
     monkeypatch.setattr(task, "Child", lambda name, command, log, environment: started.append(environment))
     monkeypatch.setattr(task, "_wait_and_report", lambda child, task: 0)
     monkeypatch.setattr(task.signal, "pthread_sigmask", lambda *_: None)

@@ -15,7 +15,7 @@ def children(monkeypatch) -> list[dict]:
     monkeypatch.setattr(task, "load_config", lambda path: make_config(parallel={"world_size": 2, "tensor": 2}))
     monkeypatch.setattr(task.Task, "of_this_process", lambda: task.Task(0, 2, 0, 2, "node1", "7.0-0"))
     monkeypatch.setattr(task, "node_address", lambda config: "10.0.0.1")
-    monkeypatch.setattr(task, "rendezvous", lambda *_: ("10.0.0.1", 20000))
+    monkeypatch.setattr(task, "rendezvous", lambda *_: task.Rendezvous("10.0.0.1", 20000))
     monkeypatch.setattr(task, "Child", lambda name, command, log, environment: started.append(environment))
     monkeypatch.setattr(task, "_wait_and_report", lambda child, task: 0)
     monkeypatch.setattr(task.signal, "pthread_sigmask", lambda *_: None)
