@@ -97,6 +97,11 @@ def engine_names(config: Config) -> Sequence[str]:
     return [f"engine-{i}" for i in range(config.engine.count)]
 
 
+def engine_log(index: int, node: int) -> str:
+    """Name of the log of an engine's node: engine-0 for its first, then engine-0.1, engine-0.2, ..."""
+    return f"engine-{index}.{node}" if node else f"engine-{index}"
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that nobody has, for a server that will listen on it some seconds later.
 

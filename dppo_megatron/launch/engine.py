@@ -23,7 +23,7 @@ from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.engines.serving import Node
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.engine_checks import check_health
-from dppo_megatron.fleet.registry import forget, free_port, port_in_use, read_when_written, register
+from dppo_megatron.fleet.registry import engine_log, forget, free_port, port_in_use, read_when_written, register
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.run_dir import RunDir
@@ -136,11 +136,6 @@ def run_engine(config: Config, index: int, *, node: int | None = None, meeting: 
     if code == 0 and config.engine.nodes > 1 and not servers.stopping:
         return 1  # a node ends with 0 when another one is gone
     return code if code >= 0 else 128 - code
-
-
-def engine_log(index: int, node: int) -> str:
-    """Name of the log of an engine's node: engine-0 for its first, then engine-0.1, engine-0.2, ..."""
-    return f"engine-{index}.{node}" if node else f"engine-{index}"
 
 
 def _start(config: Config, run: RunDir, index: int) -> EngineStart:

@@ -19,8 +19,7 @@ from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.fleet.registry import free_port, read_when_written
-from dppo_megatron.launch.engine import engine_log
+from dppo_megatron.fleet.registry import engine_log, free_port, read_when_written
 from dppo_megatron.launch.local_processes import dppo_command
 from dppo_megatron.launch.rank_environment import connection_environment
 from dppo_megatron.observability.logs import last_lines
