@@ -47,6 +47,13 @@ def gpu_names(rows: Sequence[Sequence[str]]) -> list[str]:
     return [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu] or [row[0] for row in rows]
 
 
+def look_at_gpus(out: Observed, first: int, cuda: str | None, *, trains: bool) -> None:
+    """The GPU number `first` of a rank; of a node that serves, all from `first` on. See `judge_gpu`."""
+    if rows := gpu_rows(out):
+        for gpu in range(first, first + 1 if trains else len(gpu_names(rows))):
+            judge_gpu(out, rows, gpu, cuda, trains=trains)
+
+
 def judge_gpu(out: Observed, rows: Sequence[Sequence[str]], local_rank: int, cuda: str | None, *, trains: bool) -> None:
     """The GPU of the process `local_rank`; a task that Slurm bound to a GPU sees that one. cuda: version of torch's."""
     names = gpu_names(rows)

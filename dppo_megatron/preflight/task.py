@@ -20,7 +20,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.errors import bounded
 
 from .groups import KEEPER, PAIRS, WEIGHTS, checked_groups
-from .node import Observed, gpu_names, gpu_rows, judge_gpu, look_at_files, look_at_limits
+from .node import Observed, look_at_files, look_at_gpus, look_at_limits
 
 MARK = "preflight "
 # Stages, in their order: what a process does next.
@@ -78,9 +78,7 @@ def _check(config: Config, place: Place, address: str, report: Callable[..., Non
     if s.serving_gpus_per_node if place.serves else s.gpus_per_node:
         if torch.version.cuda and not cuda:
             out.faults.append("torch sees no GPU")
-        rows = gpu_rows(out)
-        for gpu in range(place.gpu, len(gpu_names(rows)) if place.serves else place.gpu + bool(rows)):
-            judge_gpu(out, rows, gpu, torch.version.cuda, trains=not place.serves)
+        look_at_gpus(out, place.gpu, torch.version.cuda, trains=not place.serves)
         if place.serves and s.heterogeneous:  # its nodes are of another kind
             out.same.clear()
         report()  # a sign of life

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dppo_megatron.preflight import node
-from dppo_megatron.preflight.node import Observed, gpu_rows, judge_gpu, look_at_files, look_at_limits
+from dppo_megatron.preflight.node import Observed, gpu_rows, judge_gpu, look_at_files, look_at_gpus, look_at_limits
 from dppo_megatron.preflight.task import wrong_rows
 from tests.support.configs import make_config
 
@@ -32,6 +32,25 @@ def judged(rows, local_rank, visible="", cuda="13.0", monkeypatch=None) -> Obser
     out = Observed()
     judge_gpu(out, rows, local_rank, cuda, trains=True)
     return out
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_without_nvidia_smi_no_gpu_is_missing(monkeypatch, trains):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    look_at_gpus(out := Observed(), 0, "13.0", trains=trains)
+    assert out.faults == []
+    assert out.warnings == ["GPUs not checked: nvidia-smi is not installed"]
+
+
+def test_a_node_that_serves_answers_for_all_its_gpus(monkeypatch, nvidia_smi):
+    rows = "\n".join(", ".join([*row[:4], "9000" if row[0] == "3" else "4"]) for row in ROWS)
+    nvidia_smi(f"echo '{rows}'")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    look_at_gpus(out := Observed(), 1, "13.0", trains=False)
+    assert out.faults == ["GPU GPU-3: another process holds 9000 MiB of it"]
+    look_at_gpus(alone := Observed(), 1, "13.0", trains=True)
+    assert (alone.faults, alone.gpu) == ([], "GPU-1")
 
 
 @pytest.mark.parametrize(
