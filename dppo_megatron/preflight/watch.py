@@ -49,7 +49,7 @@ class Preflight:
         return {"time": time.time(), "ok": not self.errors, "bad_nodes": self.bad_nodes, **asdict(self)}
 
     def text(self) -> str:
-        end = f"preflight of {', '.join(self.nodes)}: {len(self.errors)} errors, {self.seconds:g} s"
+        end = f"preflight: {len(self.nodes)} nodes, {len(self.errors)} errors, {self.seconds:g} s"
         return "\n".join([*map(str, self.findings), end])
 
 

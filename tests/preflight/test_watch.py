@@ -98,7 +98,7 @@ def test_silence_is_a_failure_of_those_behind(config, quick):
     lines = [line(0, "a", stage=READY), line(0, "a", joins="tensor 0"), line(1, "b", stage=IMPORTED)]
     found = conclude(config, PLACES, lines)
     assert found.bad_nodes == ("b",)
-    assert found.text().splitlines()[-1].startswith("preflight of a, b: 1 errors, ")
+    assert found.text().splitlines()[-1].startswith("preflight: 2 nodes, 1 errors, ")
     assert "rank-1: no answer while looking at GPUs" in found.text()
 
 

@@ -61,7 +61,7 @@ def test_two_trainer_nodes_and_an_engine_node(uninterrupted):
     assert run.events()[0].nodes == NODES[:3]
     heads = {log.stem: log.read_text() for log in (run.directory / "logs").glob("*.log")}
     assert set(heads) == {"engine-0", "orchestrator", "preflight", "trainer-0", "trainer-1"}
-    assert "preflight: 0 errors" in run.output.read_text()
+    assert "preflight: 3 nodes, 0 errors" in run.output.read_text()
     assert "completed 4 steps" in run.output.read_text()
 
 
