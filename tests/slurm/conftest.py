@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dppo_megatron.slurm import task as job_task
 from tests.support.runs import write_task
 from tests.support.slurm.lab import Lab, why_not
 
@@ -25,3 +26,16 @@ def lab(tmp_path_factory) -> Lab:
 def task(tmp_path_factory) -> Path:
     """The quickstart's task with a held-out set small enough for tests."""
     return write_task(tmp_path_factory.mktemp("task"), heldout=8)  # fewer than the reward holds back
+
+
+@pytest.fixture
+def child_environments(monkeypatch) -> list[dict]:
+    """Environments of the children that tasks of a job step would start, on a node at 10.0.0.1."""
+    started: list[dict] = []
+    monkeypatch.setattr(job_task, "node_address", lambda config: "10.0.0.1")
+    monkeypatch.setattr(job_task, "rendezvous", lambda *_: job_task.Rendezvous("10.0.0.1", 20000))
+    monkeypatch.setattr(job_task, "Child", lambda name, command, log, environment: started.append(environment))
+    monkeypatch.setattr(job_task, "_wait_and_report", lambda child, task: 0)
+    monkeypatch.setattr(job_task.signal, "pthread_sigmask", lambda *_: None)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    return started

@@ -113,18 +113,11 @@ def test_without_nvidia_smi_no_gpu_is_known(monkeypatch):
 
 
 @pytest.fixture
-def children(tmp_path, monkeypatch) -> list[dict]:
+def children(child_environments, monkeypatch) -> list[dict]:
     """Environments of the children that tasks start."""
-    started: list[dict] = []
     monkeypatch.setattr(task.Task, "of_this_process", lambda: task.Task(3, 4, 1, 2, "node1", "7.0-0"))
-    monkeypatch.setattr(task, "node_address", lambda config: "10.0.0.1")
-    monkeypatch.setattr(task, "rendezvous", lambda *_: task.Rendezvous("10.0.0.1", 20000))
-    monkeypatch.setattr(task, "Child", lambda name, command, log, environment: started.append(environment))
-    monkeypatch.setattr(task, "_wait_and_report", lambda child, task: 0)
-    monkeypatch.setattr(task.signal, "pthread_sigmask", lambda *_: None)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    return started
+    return child_environments
 
 
 def start(monkeypatch, role: str, first_gpu: int = 0, **slurm) -> None:

@@ -9,20 +9,13 @@ from tests.support.configs import make_config
 
 
 @pytest.fixture
-def children(monkeypatch) -> list[dict]:
+def children(child_environments, monkeypatch) -> list[dict]:
     """Environments of the children that tasks would start."""
-    started = []
     monkeypatch.setattr(task, "load_config", lambda path: make_config(parallel={"world_size": 2, "tensor": 2}))
     monkeypatch.setattr(task.Task, "of_this_process", lambda: task.Task(0, 2, 0, 2, "node1", "7.0-0"))
-    monkeypatch.setattr(task, "node_address", lambda config: "10.0.0.1")
-    monkeypatch.setattr(task, "rendezvous", lambda *_: task.Rendezvous("10.0.0.1", 20000))
-    monkeypatch.setattr(task, "Child", lambda name, command, log, environment: started.append(environment))
-    monkeypatch.setattr(task, "_wait_and_report", lambda child, task: 0)
-    monkeypatch.setattr(task.signal, "pthread_sigmask", lambda *_: None)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi
-    return started
+    return child_environments
 
 
 def test_a_tensor_parallel_rank_has_one_hardware_queue_for_its_gpu(children, tmp_path):
