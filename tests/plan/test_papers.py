@@ -42,9 +42,9 @@ def test_the_readme_names_every_config_and_many_methods():
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_nothing_but_files_is_missing(path):
-    """As `validate` sees it: the model's weights and tokenizer, and prompts."""
+    """On a login node, where `slurm` checks it: only the model's weights and tokenizer, and prompts."""
     with pytest.raises(ConfigError) as refused:
-        preflight(load_config(path), str(path))
+        preflight(load_config(path), str(path), place="elsewhere")
     problems = {line.split(" = ")[0] for line in str(refused.value).splitlines()[1:]}
     assert problems - {"  - neither model.safetensors nor model.safetensors.index.json: no weights to read"} == {
         f"  - {name}" for name in ("model.path", "data.train", "eval.sets.aime24.path", "eval.sets.aime25.path")
