@@ -31,6 +31,7 @@ class EvalSet(Section):
 class EvalConfig(Section):
     every: CountFromZero = Field(0, description="steps between evaluations; 0 = only before and after")
     max_response_tokens: Count | None = Field(None, description="default: rollout.max_response_tokens")
+    pass_reward: Float = Field(1.0, ge=-1e6, le=1e6, description="data.eval: right with at least this reward")
     sets: dict[SetName, EvalSet] = Field(
         default_factory=dict, description="named sets, besides data.eval, which is answered once, greedily"
     )

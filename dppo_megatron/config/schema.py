@@ -317,7 +317,8 @@ class Config(Section):
     @property
     def eval_sets(self) -> dict[str, EvalSet]:
         """Every set that is evaluated, by name, with its own or the default length, grader and template."""
-        heldout = {} if self.data.eval is None else {HELDOUT: EvalSet(path=self.data.eval)}
+        greedy = {"path": self.data.eval, "pass_reward": self.eval.pass_reward}
+        heldout = {} if self.data.eval is None else {HELDOUT: EvalSet.model_validate(greedy)}
         longest = self.eval.max_response_tokens or self.rollout.max_response_tokens
         return {
             name: one.model_copy(

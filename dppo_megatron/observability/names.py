@@ -151,7 +151,8 @@ _TIME = (
     ("throughput/mfu", "share", "the same over the GPU's peak in model.dtype or FP8; absent where that is unknown"),
 )
 _EVAL = (
-    ("eval/accuracy", "share", "greedy accuracy on data.eval after `step` steps; 0 = start policy"),
+    ("eval/accuracy", "share", "greedy answers to data.eval of reward >= eval.pass_reward; step 0 = start policy"),
+    ("eval/reward_mean", "reward", "mean reward of the greedy answers; one that was not graded counts as 0"),
     (
         "eval/version_spread",
         "versions",

@@ -222,16 +222,17 @@ def scores(name: str, chosen: EvalSet, records: Sequence[Mapping[str, Any]], sec
     rewards = np.array([[sample["reward"] for sample in answers] for answers in samples])
     spread = max(s["versions"][1] for s in flat) - min(s["versions"][0] for s in flat)
     length = float(np.mean([sample["tokens"] for sample in flat]))
+    failed = np.array([[sample["failed"] for sample in answers] for answers in samples])
+    right = ~failed & (rewards >= chosen.pass_reward - 1e-6)  # rewards are sums in fp32
     if name == HELDOUT:
         return {
-            "eval/accuracy": float(rewards.mean()),
+            "eval/accuracy": float(right.mean()),
+            "eval/reward_mean": float(rewards.mean()),
             "eval/response_tokens_mean": length,
             "eval/prompts": len(records),
             "eval/version_spread": spread,
             "time/eval_s": seconds,
         }
-    failed = np.array([[sample["failed"] for sample in answers] for answers in samples])
-    right = ~failed & (rewards >= chosen.pass_reward - 1e-6)  # rewards are sums in fp32
     mean, error = average(right)
     found: dict[str, float] = {f"avg@{chosen.n}": mean}
     if error is not None:
@@ -256,7 +257,8 @@ def describe(name: str, metrics: Mapping[str, float]) -> str:
     """The result of a set in a line."""
     values = {metric.rpartition("/")[2]: value for metric, value in metrics.items()}
     if name == HELDOUT:
-        return f"greedy accuracy {values['accuracy']:.4f} on {values['prompts']} held-out prompts"
+        shown = f"greedy accuracy {values['accuracy']:.4f}, mean reward {values['reward_mean']:.4f}"
+        return f"{shown} on {values['prompts']} held-out prompts"
     parts = []
     for metric, value in values.items():
         if "@" in metric and not metric.endswith("_stderr"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,7 @@ def make_row(cell: Cell, file: StudyFile, *, failed: str | None, seconds: float)
         history = History(cell.name, {}, {}, ())
     metric = history.series(file.metric)
     first, final, best = (metric.values[0], metric.values[-1], metric.max) if metric else (None, None, None)
-    collapsed = failed is not None or (
-        metric and not (math.isfinite(metric.values[-1]) and final >= max(first, file.collapse * best))  # type: ignore[operator]
-    )
+    collapsed = failed is not None or (metric and not _held(metric.values, file.collapse))
     return Row(
         cell.method,
         cell.condition,
@@ -65,6 +64,12 @@ def make_row(cell: Cell, file: StudyFile, *, failed: str | None, seconds: float)
         failed or "",
         tuple(zip(metric.steps, metric.values, strict=True)),
     )
+
+
+def _held(values: Sequence[float], share: float) -> bool:
+    """Whether a metric ended at its first value or above, and at this share of its best one where that is positive."""
+    first, final, best = values[0], values[-1], max(values)
+    return math.isfinite(final) and final >= max(first, share * best if best > 0 else first)
 
 
 def read_rows(directory: Path) -> list[Row]:

@@ -93,8 +93,9 @@ def test_a_checkpoint_is_evaluated_by_a_running_engine_as_the_final_model_is(tas
     for model in (uninterrupted / "model", uninterrupted / "checkpoints" / f"step-{STEPS:06d}"):
         (line,) = run("eval", config, "--model", model, "--url", engine.url).stdout.splitlines()[-1:]
         shown.append(line.removeprefix(f"{model}: "))
-    last = [r["eval/accuracy"] for r in records(uninterrupted) if r.get("step") == STEPS and "eval/accuracy" in r]
-    assert shown == [f"greedy accuracy {last[0]:.4f} on 16 held-out prompts"] * 2
+    last = next(r for r in records(uninterrupted) if r.get("step") == STEPS and "eval/accuracy" in r)
+    accuracy, reward = last["eval/accuracy"], last["eval/reward_mean"]
+    assert shown == [f"greedy accuracy {accuracy:.4f}, mean reward {reward:.4f} on 16 held-out prompts"] * 2
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from dppo_megatron.checks import settings_problems
 from dppo_megatron.fleet.pool import FixedEngines
 from dppo_megatron.fleet.sampling import Sampler
-from dppo_megatron.orchestrator.evaluation import Evaluated, Evaluator
+from dppo_megatron.orchestrator.evaluation import Evaluated, Evaluator, describe, scores
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.fakes.orchestrator import STOP, Prompts, Rewards, Tokenizer, World, sampling_config
 
@@ -84,6 +84,22 @@ def test_every_set_is_sampled_as_it_says(config, tmp_path):
         "tokens": len(answers[0]["samples"][1]["text"].split()), "finish": "stop", "versions": [0, 0],
         "final": answers[0]["samples"][1]["text"].split()[0],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("right", "wrong"), [(1.0, 0.0), (1.0, -1.0), (1.0, 0.1), (2.0, 1.5)])
+def test_accuracy_is_the_share_of_right_answers_and_not_the_mean_reward(tmp_path, right, wrong):
+    config = sampling_config(tmp_path / "run")
+    tree = config.model_dump(mode="json") | {"eval": {"pass_reward": right}}
+    chosen = type(config).model_validate(tree).eval_sets["heldout"]
+    given = [(right, False)] * 81 + [(wrong, False)] * 18 + [(right, True)]  # the last one was not graded
+    records = [
+        {"samples": [{"reward": reward * (not failed), "failed": failed, "tokens": 3, "versions": [0, 0]}]}
+        for reward, failed in given
+    ]
+    found = scores("heldout", chosen, records, 1.0)
+    assert found["eval/accuracy"] == 0.81
+    assert found["eval/reward_mean"] == pytest.approx((81 * right + 18 * wrong) / 100)
+    assert describe("heldout", found).startswith("greedy accuracy 0.8100, mean reward ")
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 9])

@@ -103,7 +103,15 @@ def test_a_run_that_failed_is_a_row(study, tmp_path):
 
 @pytest.mark.parametrize(
     ("values", "collapsed"),
-    [([0.25, 0.9, 0.85], False), ([0.25, 0.9, 0.4], True), ([0.25, 0.2], True), ([0.25, 0.25], False)],
+    [
+        ([0.25, 0.9, 0.85], False),
+        ([0.25, 0.9, 0.4], True),
+        ([0.25, 0.2], True),
+        ([0.25, 0.25], False),
+        ([-0.6, -0.2, -0.3], False),
+        ([-0.6, -0.2, -0.7], True),
+        ([-0.6, 0.8, 0.3], True),
+    ],
 )
 def test_collapse_is_by_the_rule(values, collapsed, study):
     cell = study.cells[0]
