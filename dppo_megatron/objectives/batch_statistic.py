@@ -18,6 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
+_FARTHEST = 300.0  # nats: e^600 summed over 1e40 tokens is finite in fp64, and e^-600 is above 0
 _BITS = 16  # of a non-negative fp32 number, which sorts as the integer of its bits: bins less than 0.8 % wide
 
 
@@ -29,7 +30,7 @@ def statistic_sums(
         mask = mask & _moving_away(log_ratio, advantage)
     log_ratio = torch.where(mask, log_ratio, torch.zeros_like(log_ratio)).double()
     if kind == "effective_size":
-        ratio = torch.where(mask, log_ratio.exp(), torch.zeros_like(log_ratio))
+        ratio = torch.where(mask, log_ratio.clamp(-_FARTHEST, _FARTHEST).exp(), torch.zeros_like(log_ratio))
         return torch.stack([ratio.sum(), ratio.square().sum(), mask.sum().double()])
     squares = log_ratio.square()
     bins = _bin(squares)
@@ -41,7 +42,8 @@ def statistic_sums(
 def statistic_value(kind: str, sums: Float[Tensor, " n"], budget: float | None) -> Float[Tensor, ""]:
     """The statistic, 0-d.
 
-    effective_size: (sum r)^2 / (n sum r^2), r = old / mu, in (0, 1]; 1 for an empty batch (P3O, arXiv 2605.12380).
+    effective_size: (sum r)^2 / (n sum r^2), r = old / mu within e^-300 and e^300, in (0, 1]; 1 for an empty batch (P3O,
+    arXiv 2605.12380).
     second_moment: the first bin of (ln r)^2 to drop, so that the mean of (ln r)^2 over the bins below stays below the
     budget, counting the tokens that PPO could clip: A > 0 and r > 1, or A < 0 and r < 1 (M2PO, arXiv 2510.01161, as in
     its authors' code). Tokens within 0.8 % of each other share a bin.

@@ -83,3 +83,27 @@ def test_the_budget_holds_for_what_is_kept():
     squares, kept = moved[away].square(), kept[away]
     assert squares[kept].mean() < 0.04 < squares.mean()
     assert squares[kept].max() < squares[~kept].min()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("far", [(356.0,), (720.0, 1.0), (-400.0,), (-400.0,) * 6])
+def test_a_ratio_that_overflows_leaves_loss_and_gradient_finite(far, dtype):
+    """The effective share is that of the log-sum-exp, in which nothing overflows; e^355 squared does in fp64."""
+    moved = torch.zeros(6, dtype=dtype)
+    moved[: len(far)] = torch.tensor(far, dtype=dtype)
+    mu = torch.full((6,), -1.0, dtype=dtype) - moved.clamp(min=0)
+    logprob = (mu + moved).requires_grad_()
+    advantage = torch.tensor([1.0, -1.0, 0.5, -0.5, 1.0, 0.0], dtype=dtype)
+    objective = build_objective("ess_adaptive")
+    given = {"rollout_logprob": mu, "old_logprob": mu + moved, "advantage": advantage}
+    mask = torch.ones(6, dtype=torch.bool)
+    share = objective.with_statistic(objective.statistic_sums(mask=mask, **given)).statistic
+    exact = (2 * moved.double().logsumexp(0) - (2 * moved.double()).logsumexp(0)).exp() / 6
+    torch.testing.assert_close(share, exact, rtol=1e-6, atol=0)
+    out = objective(logprob=logprob, mask=mask, **given)
+    out.loss.sum().backward()
+    assert out.loss.isfinite().all()
+    assert logprob.grad.isfinite().all()
+    kl = torch.where(moved.abs() > 10, 1.0, -torch.expm1(-moved))  # the derivative of ln r + 1 / r - 1, 1 / r bounded
+    expected = -advantage * torch.minimum(moved.exp(), share.to(dtype)) + (1 - share.to(dtype)) * kl
+    torch.testing.assert_close(logprob.grad, expected, rtol=1e-5, atol=1e-7)
