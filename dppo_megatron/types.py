@@ -45,7 +45,7 @@ class Rollout:
     token_ids: np.ndarray  # [S] int32, the end-of-sequence token included
     rollout_logprob: np.ndarray  # [R] fp32, ln mu of the processed distribution the token was drawn from
     versions: np.ndarray  # [R] int32, policy version that sampled the token
-    finish_reason: str  # "stop" | "length" | "abort"
+    finish_reason: str  # "stop" | "length" | "max_turns" | "abort"
     topk_ids: np.ndarray | None = None  # [R, K] int32, -1 = absent
     rollout_topk_logprob: np.ndarray | None = None  # [R, K] fp32
     # [P + S - 1, L, k] uint8 or uint16: the k experts of each of the L MoE layers, for every token the engine read

@@ -8,7 +8,7 @@ import numpy as np
 
 from dppo_megatron.types import INHERITED, POLICY, Rollout, RolloutGroup
 
-FINISH_REASONS = ("stop", "length", "abort")
+FINISH_REASONS = ("stop", "length", "max_turns", "abort")
 
 
 def check_group(group: RolloutGroup) -> None:

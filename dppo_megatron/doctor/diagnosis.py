@@ -26,6 +26,7 @@ SIGNS = (
     signs_of_rollouts.other_tokenizer,
     signs_of_rollouts.wrong_special_tokens,
     signs_of_training.truncated,
+    signs_of_training.out_of_turns,
     signs_of_training.length_exploded,
     signs_of_training.entropy_collapsed,
     signs_of_training.everything_masked,

@@ -50,7 +50,16 @@ def truncated(step: Step, past: Past) -> Evidence:
     share = step.value("rollout/truncated_share")
     if share is None or share < 0.5:
         return None
-    return f"{share:.0%} of the responses end at rollout.max_response_tokens, without a reward for their answer"
+    limit = "rollout.max_response_tokens"
+    if step.setting("environment.max_turn_tokens", int):
+        limit += " or environment.max_turn_tokens"
+    return f"{share:.0%} of the responses end at {limit}, without a reward for their answer"
+
+
+@sign("out of turns", "raise environment.max_turns, or let the environment end a trajectory that is done")
+def out_of_turns(step: Step, past: Past) -> Evidence:
+    share = step.value("environment/max_turns_share")
+    return None if share is None or share < 0.5 else f"{share:.0%} of the trajectories end at environment.max_turns"
 
 
 @sign("entropy collapse", "a smaller optimizer.lr, fewer updates a step, or a wider region for A > 0")

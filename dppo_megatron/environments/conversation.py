@@ -77,7 +77,9 @@ class Conversation:
         self._sample = sample
         self.branches: list[list[Piece]] = []  # each ends with a turn
         self.turns = 0
-        self.truncated = False  # the last turn, or one was refused for its length
+        self.finish_reason = (
+            "stop"  # "length": the last turn was cut, or one refused for it; "max_turns": for their number
+        )
         self._said: dict[str, str] = {}  # turns as an agent says them back -> as they were sampled
         self._untold: dict[str, Turn] = {}  # by name
 
@@ -118,10 +120,11 @@ class Conversation:
         self._untold[turn.name] = turn
 
     def _told(self, name: str, before: int, sampled: Rollout, offered: bool) -> Turn:
-        self.truncated = sampled.finish_reason == "length"
-        ids = sampled.token_ids if self.truncated else sampled.token_ids[:-1]
+        self.finish_reason = sampled.finish_reason
+        truncated = sampled.finish_reason == "length"
+        ids = sampled.token_ids if truncated else sampled.token_ids[:-1]
         shown = self._codec.decode(ids, skip_special_tokens=True)
-        turn = Turn(name, *parse_turn(shown, offered), self.truncated, before, len(sampled.token_ids))
+        turn = Turn(name, *parse_turn(shown, offered), truncated, before, len(sampled.token_ids))
         self._said[_key(turn.message)] = self._codec.decode(ids, skip_special_tokens=False)
         return turn
 

@@ -124,6 +124,7 @@ class Episodes:
         """Of the trajectories since the last call."""
         played = max(self._counts["trajectories"], 1)
         metrics = {"environment/turns_mean": self._counts["turns"] / played}
+        metrics["environment/max_turns_share"] = self._counts["max_turns"] / played
         metrics["environment/rewritten_histories"] = float(self._counts["rewritten"])
         metrics["environment/replayed_turns"] = float(self._counts["replayed"])
         self._counts.clear()
@@ -161,6 +162,7 @@ class Episodes:
                 failed = EnvironmentFailed("timeout", f"longer than environment.trajectory_timeout_s = {longest} s")
         if seat.recorded:
             self._counts.update(trajectories=1, turns=0 if attempt.played is None else attempt.played.turns)
+            self._counts["max_turns"] += attempt.finish_reason == "max_turns"
         rewards = attempt.turn_rewards
         keeps = self._config.objective.credit == "turn" or any(value is not None for value in rewards)
         given = [value or 0.0 for value in rewards] if keeps else []
@@ -192,7 +194,7 @@ class Episodes:
         if broken.done():
             broken.result()
         attempt.reward = agent.result()
-        attempt.finish_reason = "length" if conversation.truncated else "stop"
+        attempt.finish_reason = conversation.finish_reason
         if seat.turns.left:
             raise EnvironmentFailed("replay", "the agent does not ask again what it asked before a process died")
         if not conversation.branches:
@@ -202,14 +204,14 @@ class Episodes:
         """Tokens that a turn may have. Raises `Refused`."""
         limits, longest = self._config.environment, self._config.data.max_prompt_tokens
         if conversation.turns >= limits.max_turns:
-            conversation.truncated = True
+            conversation.finish_reason = "max_turns"
             raise Refused(f"environment.max_turns = {limits.max_turns}: this trajectory has had them")
         opening = len(opening_tokens(conversation.branches[0])) if conversation.branches else len(behind)
         if opening > longest:
             raise Refused(f"context_length_exceeded: {opening} tokens, data.max_prompt_tokens = {longest}")
         left = seat.first.max_tokens - (len(behind) - opening)
         if left < 1:
-            conversation.truncated = True
+            conversation.finish_reason = "length"
             raise Refused(
                 f"context_length_exceeded: {len(behind) - opening} tokens after the prompt, "
                 f"rollout.max_response_tokens = {seat.first.max_tokens}"
@@ -276,7 +278,7 @@ class Episodes:
                 raise EnvironmentFailed("raised", f"what it says to turn {turn}: {error}") from None
             if rewritten:
                 self._say_rewritten()
-        return "length"
+        return "max_turns"
 
     async def _turn(self, seat: Seat, turn: int, behind: np.ndarray, tokens: int) -> Rollout:
         """A turn that was finished before, or a new one, which is on disk when this returns."""

@@ -93,8 +93,12 @@ _ROLLOUT = (
     ("rollout/reward_failed", "count", "samples whose verifier raised or timed out"),
     ("rollout/response_tokens_mean", "tokens", "tokens that the policy sampled, mean over the samples"),
     ("rollout/branches_mean", "count", "token sequences of a trajectory, mean; more than 1 where history was edited"),
-    ("rollout/response_tokens_max", "tokens", "longest response"),
-    ("rollout/truncated_share", "share", "responses truncated at rollout.max_response_tokens"),
+    (
+        "rollout/response_tokens_max",
+        "tokens",
+        "most tokens that the policy sampled for a response, in all its branches",
+    ),
+    ("rollout/truncated_share", "share", "responses cut at rollout.max_response_tokens or environment.max_turn_tokens"),
     ("rollout/groups_without_signal", "count", "groups without any advantage: all rewards are equal"),
     ("rollout/overlong_filtered", "count", "truncated responses left out of the loss (objective.overlong_filter)"),
     ("rollout/overlong_penalty_mean", "reward", "what reward.overlong_buffer adds, mean over the samples"),
@@ -111,6 +115,7 @@ _ROLLOUT = (
 )
 _ENVIRONMENT = (
     ("environment/turns_mean", "count", "turns of the policy in a trajectory, mean"),
+    ("environment/max_turns_share", "share", "trajectories ended by environment.max_turns"),
     ("environment/rewritten_histories", "count", "times a chat template changed earlier turns, so that a branch began"),
     ("environment/replayed_turns", "count", "turns of an earlier process or environment that were not sampled again"),
 )

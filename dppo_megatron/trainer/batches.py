@@ -55,6 +55,7 @@ class UpdateBatch:
     rows: int  # computed for them: fewer than tokens where sequences share a prefix
     pairs: int  # of a query and a key in causal attention over these rows
     stored: tuple[StoredSequence, ...] = ()
+    trajectories: int = 0  # of which the sequences are the branches; 0 = each is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,8 @@ class BankBatches:
         stored = self._stored(entries, computed, plan[self._rank])
         rows = sum(computed_rows(batch, lengths, prefixes) for of_rank in plan for batch in of_rank)
         pairs = computed_pairs(plan, lengths, prefixes)
-        return UpdateBatch(micro_batches, len(computed), int(lengths.sum()), rows, pairs, stored)
+        trajectories = len({(g, entries[g].trajectories[i]) for g, i in computed})
+        return UpdateBatch(micro_batches, len(computed), int(lengths.sum()), rows, pairs, stored, trajectories)
 
     def _fetched_ahead(self, entries: Sequence[BankEntry], own: list[np.ndarray]) -> Iterator[np.ndarray]:
         """The micro-batches ([C, 2] group and sample), one after the other. Meanwhile the system fetches those that

@@ -191,7 +191,7 @@ class StepMetrics:
             values |= improvement_bounds(
                 total_variation=whole["mismatch/total_variation"],
                 largest=whole["mismatch/shift_max"],
-                mean_length=whole["tokens"] / values["train/sequences"],
+                mean_length=whole["tokens"] / sum(b.trajectories or b.sequences for _, b in self._updates),
                 horizon=self._values["rollout/response_tokens_max"],
             )
         return values
@@ -204,7 +204,7 @@ def improvement_bounds(
 
     Theorem 3.2: 2 T (T - 1) D_max^2, D_max the largest TV of any token: here the largest |pi - mu| of a sampled one,
     which is a lower bound of it. Appendix B.3, tighter for long responses: 4 E_mu sum_t TV(mu, pi), without bias.
-    Sums over responses; T `horizon`, the longest.
+    Sums over responses; T `horizon`, the longest. With turns and branches, count only tokens that the policy sampled.
     """
     return {
         "bound/quadratic": 2 * horizon * (horizon - 1) * largest**2,

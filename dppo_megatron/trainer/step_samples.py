@@ -80,7 +80,7 @@ class StepSamples:
         metrics = {
             "rollout/reward_mean": float(self.rewards[self.valid].mean()) if self.valid.any() else 0.0,
             "rollout/response_tokens_mean": float(self.sampled.mean()),
-            "rollout/response_tokens_max": float(self.lengths.max()),
+            "rollout/response_tokens_max": float(self.sampled.max()),
             "rollout/truncated_share": float(self.truncated.mean()),
             "rollout/groups_without_signal": float((self.advantages == 0).all(axis=(1, 2)).sum()),
             "rollout/reward_failed": float((~self.valid).sum()),

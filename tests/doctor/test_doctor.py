@@ -179,6 +179,7 @@ PLANTED_FAULTS = [
     ("wrong special tokens", with_prompt(str, lambda ids: np.concatenate(([SPECIAL, SPECIAL], ids)))),
     ("wrong special tokens", with_prompt(lambda text: f"<|im_start|>user {text}", np.asarray)),
     ("truncation", metric(rollout__truncated_share=0.9)),
+    ("out of turns", metric(environment__max_turns_share=0.9)),
     ("length explosion", metric(rollout__response_tokens_mean=400.0)),
     ("entropy collapse", metric(train__entropy=0.01, rollout__reward_mean=0.3)),
     ("everything masked", metric(policy__masked_share=0.97)),

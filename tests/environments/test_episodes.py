@@ -142,6 +142,7 @@ def test_turns_alternate_and_their_rewards_add_up(tokenizer):
     assert group.rewards.tolist() == [3.0, 3.0]
     assert metrics == {
         "environment/turns_mean": 2.0, "environment/rewritten_histories": 0.0, "environment/replayed_turns": 0.0,
+        "environment/max_turns_share": 0.0,
     }  # fmt: skip
     # Each request's prompt is all tokens so far.
     second = [r for r in requests if r.request_id.split(".")[2].startswith("1")]
@@ -159,11 +160,13 @@ def test_where_turns_are_credited_each_has_a_reward(tokenizer):
 
 @pytest.mark.slow
 def test_limits_truncate(tokenizer):
-    (group,), _, _ = play(tokenizer, "Echo", ["ab"], settings={"turns": 9}, max_turns=2)
+    (group,), metrics, _ = play(tokenizer, "Echo", ["ab"], settings={"turns": 9}, max_turns=2)
     assert text_of(tokenizer, group) == "ab<eos>[ab]ab<eos>"
-    assert group.rollouts[0].finish_reason == "length"
+    assert group.rollouts[0].finish_reason == "max_turns"  # it is not as long as a response may be
+    assert metrics["environment/max_turns_share"] == 1
     assert group.rewards[0] == 3.0
-    (group,), _, _ = play(tokenizer, "Echo", ["abcdef"], settings={"turns": 9}, max_turn_tokens=4)
+    (group,), metrics, _ = play(tokenizer, "Echo", ["abcdef"], settings={"turns": 9}, max_turn_tokens=4)
+    assert metrics["environment/max_turns_share"] == 0
     assert text_of(tokenizer, group) == "abcd"
     assert group.rollouts[0].finish_reason == "length"
     for longest, expected in ((8, "ab<eos>[ab]a"), (7, "ab<eos>"), (5, "ab<eos>")):

@@ -46,6 +46,9 @@ def test_what_it_may_not_costs_its_trajectory(tokenizer):
     assert group.reward_failed.all()
     (group,), metrics, _ = converse(tokenizer, agents.endless, longest=5)  # of characters
     assert text_of(tokenizer, group) == "ab<eos>"
+    for limits, reason in (({"max_turns": 2}, "max_turns"), ({"longest": 5}, "length")):
+        (group,), _, _ = converse(tokenizer, agents.copes, **limits)
+        assert [r.finish_reason for r in group.rollouts] == [reason] * 2
     (group,), metrics, requests = converse(tokenizer, agents.silent)
     assert group.reward_failed.all()
     assert metrics["environment/failed_raised"] == 2

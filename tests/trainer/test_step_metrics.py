@@ -16,8 +16,11 @@ ROLLOUT = torch.full((6,), -1.0)
 FAR = 3.0  # nats, of one token in each update
 
 
-def of_step(name: str, advantages: tuple[float, float] = (1.0, 1.0), **settings) -> StepMetrics:
-    """Two updates of six tokens; engine and trainer differ on one token of the first, on two of the second."""
+def of_step(name: str, advantages: tuple[float, float] = (1.0, 1.0), branches: int = 1, **settings) -> StepMetrics:
+    """Two updates of six tokens; engine and trainer differ on one token of the first, on two of the second.
+
+    branches: of the one response of each update.
+    """
     objective, collected = build_objective(name, **settings), StepMetrics()
     for update in (1, 2):
         policy = ROLLOUT.clone()
@@ -32,7 +35,7 @@ def of_step(name: str, advantages: tuple[float, float] = (1.0, 1.0), **settings)
             sequence_ids=torch.zeros(6, dtype=torch.long),
         ).metrics
         stats = UpdateStats(0.0, 0.0, 0.0, False, 0, 6, 6, 0, reduce_metrics(parts), parts, {}, 0.0, 0.0)
-        collected.add_update(stats, UpdateBatch([], 1, 6, 6, 21))
+        collected.add_update(stats, UpdateBatch([], branches, 6, 6, 21, trajectories=1))
     return collected
 
 
@@ -100,9 +103,10 @@ def test_a_limit_on_what_the_objective_does_not_measure_is_refused():
         step.check_mismatch(0.5, 1)
 
 
-def test_the_bounds_of_dppos_theorem():
+@pytest.mark.parametrize("branches", [1, 3])
+def test_the_bounds_of_dppos_theorem(branches):
     """Two responses of six tokens, one in each update; a token that is e^-3 likelier, then two of which one e^-6."""
-    step = of_step("dppo_binary_tv")
+    step = of_step("dppo_binary_tv", branches=branches)
     assert not [name for name in step.finish() if name.startswith("bound/")]  # nobody has said how long responses are
     step.add({"rollout/response_tokens_max": 8.0})
     found = step.finish()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.objectives import build_objective
 from dppo_megatron.trainer.batches import BankBatches
+from dppo_megatron.trainer.step_samples import StepSamples
 from tests.support.tiny_task import task_config
 from tests.support.turns import with_turns
 from tests.trainer.test_bank_batches import LONGEST, SAMPLES
@@ -47,4 +50,26 @@ def test_a_trajectory_counts_once_however_many_turns_and_branches_it_has(tmp_pat
     assert batch.metrics["rollout/response_tokens_mean"] == sum(sampled) / SAMPLES
     assert batch.metrics["rollout/branches_mean"] == 5 / 4
     assert batch.metrics["rollout/truncated_share"] == 1 / 4
+    assert batch.metrics["rollout/response_tokens_max"] == max(of_trajectory)  # the T of `bound/quadratic`
+    assert (batch.updates[0].sequences, batch.updates[0].trajectories) == (5, 4)  # `bound/linear` is of the latter
     assert batch.metrics["rollout/staleness_mean"] == 0
+
+
+@pytest.mark.parametrize(
+    ("ends", "truncated"), [(("length", "stop"), 0), (("stop", "length"), 1), (("stop", "max_turns"), 0)]
+)
+def test_the_last_branch_says_how_a_trajectory_ended_and_the_longest_one_how_long_it_was(tmp_path, ends, truncated):
+    """Trajectory 0 has two branches of 5 tokens after the prompt, so 5 it is for the penalty, not 10."""
+    group = with_turns(group_of(1, [(5, False, 1.0), (4, False, 0.0), (2, False, 0.0), (3, False, 0.0)]))
+    first = [replace(r, finish_reason=end) for r, end in zip(group.rollouts[:2], ends, strict=True)]
+    with BankWriter(tmp_path / "bank", 1) as bank:
+        bank.append(replace(group, rollouts=(*first, *group.rollouts[2:])))
+    reader = BankReader(tmp_path / "bank")
+    reader.refresh()
+    (entry,) = reader.entries(0, 1)
+    limits = {"rollout": {"group_size": SAMPLES, "max_response_tokens": LONGEST}, "reward": {"overlong_buffer": 4}}
+    samples = StepSamples.of([entry], task_config(tmp_path, **limits, objective={"overlong_filter": True}))
+    assert samples.truncated.tolist() == [[bool(truncated), False, False, False]]
+    assert (samples.carrying[0] > 0).tolist() == [not truncated, True, True, True]
+    assert samples.lengths.tolist() == [[5, 4, 2, 3]]
+    assert samples.penalties.tolist() == [[-(length - 2) / 4 for length in (5, 4, 2, 3)]]
