@@ -10,6 +10,7 @@ Where nobody does, an objective takes the tokens of each call for the batch.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 _FARTHEST = 300.0  # nats: e^600 summed over 1e40 tokens is finite in fp64, and e^-600 is above 0
+_KEPT = math.log(0.7), math.log(1.5)  # between these ln r M2PO's released code clips no token
 _BITS = 16  # of a non-negative fp32 number, which sorts as the integer of its bits: bins less than 0.8 % wide
 
 
@@ -26,7 +28,7 @@ def statistic_sums(
     kind: str, log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], mask: Bool[Tensor, " T"]
 ) -> Float[Tensor, " n"]:
     """fp64 sums to be added over all tokens of the batch; log_ratio = ln old - ln mu of the sampled tokens."""
-    if kind == "second_moment":
+    if kind != "effective_size":
         mask = mask & _moving_away(log_ratio, advantage)
     log_ratio = torch.where(mask, log_ratio, torch.zeros_like(log_ratio)).double()
     if kind == "effective_size":
@@ -45,22 +47,32 @@ def statistic_value(kind: str, sums: Float[Tensor, " n"], budget: float | None) 
     effective_size: (sum r)^2 / (n sum r^2), r = old / mu within e^-300 and e^300, in (0, 1]; 1 for an empty batch (P3O,
     arXiv 2605.12380).
     second_moment: the first bin of (ln r)^2 to drop, so that the mean of (ln r)^2 over the bins below stays below the
-    budget, counting the tokens that PPO could clip: A > 0 and r > 1, or A < 0 and r < 1 (M2PO, arXiv 2510.01161, as in
-    its authors' code). Tokens within 0.8 % of each other share a bin.
+    budget, counting the tokens that PPO could clip: A > 0 and r > 1, or A < 0 and r < 1 (M2PO, arXiv 2510.01161).
+    Tokens within 0.8 % of each other share a bin.
+    second_moment_clip, the released code: the first bin above t^2, for the largest t with which the mean of
+    min((ln r)^2, t^2) over the same tokens is below the budget.
     """
     if kind == "effective_size":
         total, squares, count = sums
         return torch.where(count > 0, total * total / (count * squares).clamp(min=1e-300), torch.ones_like(total))
-    counts, totals = (part.cumsum(0) for part in sums.chunk(2))
+    each = sums.view(2, -1)
+    counts, totals = each.cumsum(1)
+    if kind == "second_moment_clip":
+        edges = (torch.arange(len(counts), dtype=torch.int32) << (32 - _BITS)).view(torch.float32).to(counts)
+        smaller, moment = torch.stack([counts, totals]) - each  # of the bins below an edge
+        return (moment + edges * (counts[-1] - smaller) < budget * counts[-1]).long().sum()
     within = totals < budget * counts.clamp(min=1e-300)
     # Bins are in order of size, so the mean of those below grows with the bound: the last one within is the cut.
     within = within | (counts == 0)
     return within.long().sum()
 
 
-def beyond_budget(log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], cut: Tensor) -> Bool[Tensor, " T"]:
-    """Tokens that count for the budget and whose (ln r)^2 lies at or above the cut of `statistic_value`."""
-    return _moving_away(log_ratio, advantage) & (_bin(log_ratio.double().square()) >= cut)
+def beyond_budget(kind: str, log_ratio: Tensor, advantage: Float[Tensor, " T"], cut: Tensor) -> Bool[Tensor, " T"]:
+    """Tokens that count for the budget and whose (ln r)^2 lies at or above the cut; of the clip, outside `_KEPT`."""
+    beyond = _moving_away(log_ratio, advantage) & (_bin(log_ratio.double().square()) >= cut)
+    if kind == "second_moment_clip":
+        beyond = beyond & ((log_ratio < _KEPT[0]) | (log_ratio > _KEPT[1]))
+    return beyond
 
 
 def _moving_away(log_ratio: Tensor, advantage: Tensor) -> Bool[Tensor, " T"]:

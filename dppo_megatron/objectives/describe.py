@@ -211,11 +211,14 @@ def _responses(s: ObjectiveSettings) -> list[str]:
 
 
 def _batch(s: ObjectiveSettings) -> list[str]:
-    if s.batch_statistic != "second_moment":
+    if not s.batch_statistic.startswith("second_moment"):
         return []
+    square, kept = "its square", ""
+    if s.batch_statistic == "second_moment_clip":
+        square, kept = "the square, those clipped at the bound included,", ", but none with old / mu within [0.7, 1.5]"
     return [
         "  batch: of the tokens that move away (A > 0 and old > mu, or A < 0 and old < mu) those with the largest "
-        f"|ln old / mu| are dropped until the mean of its square over the batch is below {s.second_moment_budget:g}"
+        f"|ln old / mu| are dropped until the mean of {square} over the batch is below {s.second_moment_budget:g}{kept}"
     ]
 
 

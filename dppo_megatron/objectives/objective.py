@@ -235,9 +235,9 @@ class Objective:
         gone = torch.zeros_like(tokens.mask)
         if s.response_region != "none":
             gone = outside_response_region(s, tokens, buckets)
-        if s.batch_statistic == "second_moment":
+        if s.batch_statistic.startswith("second_moment"):
             log_ratio = tokens.old_logprob - tokens.rollout_logprob
-            gone = gone | (beyond_budget(log_ratio, tokens.advantage, statistic) & tokens.mask)
+            gone = gone | (beyond_budget(s.batch_statistic, log_ratio, tokens.advantage, statistic) & tokens.mask)
         return gone
 
     def _buckets(self, tokens: Tokens, topk: TopKLogprobs | None) -> Buckets | None:

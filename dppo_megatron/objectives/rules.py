@@ -84,7 +84,7 @@ CONDITIONAL = (
     ("response_sign", _has_response_region, "belongs to response_region"),
     ("ratio_cap_negative", _has_importance, "needs an importance ratio"),
     ("ratio_floor_negative", _has_importance, "needs an importance ratio"),
-    ("second_moment_budget", lambda s: s.batch_statistic == "second_moment", "belongs to batch_statistic"),
+    ("second_moment_budget", lambda s: s.batch_statistic.startswith("second_moment"), "belongs to batch_statistic"),
     ("tail", lambda s: s.direction == "predictive", "belongs to direction='predictive'"),
     ("ratio_cap", _has_importance, "needs an importance ratio"),
     ("ratio_floor", _has_importance, "needs an importance ratio"),
@@ -189,8 +189,8 @@ def combination_problems(s: Any, defaults: Mapping[str, Any]) -> list[str]:
         "a response_divergence of the sampled token",
     )
     refuse(
-        s.batch_statistic == "second_moment" and s.second_moment_budget is None,
-        "batch_statistic='second_moment' needs second_moment_budget",
+        s.batch_statistic.startswith("second_moment") and s.second_moment_budget is None,
+        f"batch_statistic={s.batch_statistic!r} needs second_moment_budget",
     )
     refuse(
         s.batch_statistic == "effective_size" and s.importance == "none",
@@ -236,7 +236,9 @@ def _centering_problems(s: Any) -> list[str]:
         problems.append(f"{what}: ratio_level and mismatch_level must be 'token'")
     if _masks(s) and (s.divergence in ("topk_tv", "topk_kl") or s.direction == "predictive"):
         problems.append(f"{what}: its D must be that of one token, divergence 'binary_tv', 'binary_kl' or 'ratio'")
-    undecided = s.position_weight is not None or s.prefix_budget is not None or s.batch_statistic == "second_moment"
+    undecided = (
+        s.position_weight is not None or s.prefix_budget is not None or s.batch_statistic.startswith("second_moment")
+    )
     if undecided or (s.response_region != "none" and s.response_sign == "harmful"):
         problems.append(
             f"{what}: position_weight, prefix_budget, second_moment and response_sign='harmful' cannot judge it alone"

@@ -179,8 +179,10 @@ class ObjectiveSettings:
     batch_statistic: str = _choice(
         "none",
         "second_moment",
+        "second_moment_clip",
         "effective_size",
-        doc="of the whole batch, old / mu: drop the largest |ln r| (M2PO); cap r and weigh the KL to mu (P3O)",
+        doc="of the whole batch, old / mu: drop the largest |ln r| (M2PO), as the paper's algorithm or as its released "
+        "code; cap r and weigh the KL to mu (P3O)",
     )
     second_moment_budget: float | None = _number(
         above=0.0, doc="M2PO: what the mean of (ln r)^2 must stay below, over the tokens that move away (A ln r > 0)"

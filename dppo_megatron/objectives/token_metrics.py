@@ -62,7 +62,7 @@ def token_metrics(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None,
         "weight/min": min_metric(step.weight, signed),
         "weight/max": max_metric(step.weight, signed),
     }
-    if s.has_region or s.response_region != "none" or s.batch_statistic == "second_moment":
+    if s.has_region or s.response_region != "none" or s.batch_statistic.startswith("second_moment"):
         metrics |= {
             "masked/share": mean_metric(step.outside, signed),
             "masked/positive": mean_metric(step.outside, positive),

@@ -145,8 +145,11 @@ MUTATIONS = [
     ),
     *_in(
         batch_statistic,
-        ("statistic_value", "budget * counts", "2 * budget * counts", "m2po"),
+        ("statistic_value", "budget * counts.clamp", "2 * budget * counts.clamp", "m2po"),
         ("statistic_value", "total * total", "total", "ess_adaptive"),
+        ("statistic_value", "edges * (", "2 * edges * (", "m2po_clip"),
+        ("beyond_budget", "(log_ratio < _KEPT[0]) |", "", "m2po_clip"),
+        ("beyond_budget", "beyond & (", "(", "m2po_clip"),
         ("beyond_budget", ">= cut", "> cut", "m2po"),
         ("_moving_away", "> 0", "< 0", "m2po"),
         ("statistic_sums", "mask & _moving_away(log_ratio, advantage)", "mask", "m2po"),

@@ -41,6 +41,18 @@ def relaxed(side: str, clip: float | None) -> Loss:
     return loss
 
 
+def m2po_clip(w: World, t: Tensor, budget: float = 0.08) -> Tensor:
+    """The released rule: PPO's clip at the largest t for which the squares, capped at t^2, average below the budget."""
+    moved = w.ln_old - w.ln_mu
+    away = w.advantage * moved > 0
+    squares = moved[w.mask & away].square()
+    fit = [bound for bound in [torch.zeros(()), *squares] if squares.clamp(max=bound).mean() < budget]
+    bound = max(fit).sqrt()
+    low, high = min(float((-bound).exp()), 0.7), max(float(bound.exp()), 1.5)
+    r = moved[t].exp()
+    return dropped(-w.advantage[t] * w.ratio[t], away[t] & ((r < low) | (r > high)))
+
+
 def penalised(kind: str, delta: float, weighted: bool, only_outside: bool = False) -> Loss:
     """r A minus |A| / delta D, or minus D / delta: the ablation of the DRPO paper at the scale of its own penalty."""
 
@@ -109,6 +121,7 @@ ALONE: dict[str, tuple[str, dict[str, Any], Loss]] = {
         {"penalty": "tv", "penalty_delta": 0.5},
         penalised("tv", 0.5, True, only_outside=True),
     ),
+    "m2po_clip": ("m2po", {"batch_statistic": "second_moment_clip", "second_moment_budget": 0.08}, m2po_clip),
     "rejections": (
         "pg_is",
         {
