@@ -168,7 +168,11 @@ def _positions(s: ObjectiveSettings) -> list[str]:
     if s.position_weight is not None:
         lines.append(f"  position: D counts in full at the start of a response, times {s.position_weight:g} at its end")
     if s.prefix_budget is not None:
-        lines.append(f"  prefix: the threshold shrinks where D before the token averages above {s.prefix_budget:g}")
+        most = (s.prefix_budget_ceiling or 2) * s.prefix_budget
+        budget = f"{s.prefix_budget:g}, or up to {most:g} by the response's own D"
+        lines.append(f"  prefix: the threshold shrinks where D before the token averages above {budget}")
+    if s.free_low is not None or s.free_high is not None:
+        lines.append(f"  free: tokens with r in [{1 - (s.free_low or 0):g}, {1 + (s.free_high or 0):g}]")
     if s.exempt_below is not None:
         side = {"both": "", "low": " and r < 1", "high": " and r > 1"}[s.exempt_side]
         lines.append(f"  exempt: tokens with mu < {s.exempt_below:g}{side}")

@@ -90,8 +90,15 @@ class ObjectiveSettings:
         at_least=0.0,
         doc="the threshold shrinks where D of the tokens before averages more than this; None = off (CPPO)",
     )
+    prefix_budget_ceiling: float | None = _number(
+        at_least=1.0, doc="times prefix_budget: the most that it rises to with a response's own D; None = 2 (CPPO)"
+    )
     exempt_below: float | None = _number(above=0.0, doc="tokens with mu below this have no region; None = none have")
     exempt_side: str = _choice("both", "low", "high", doc="exempt_below: of r on both sides, of r < 1, of r > 1 only")
+    free_low: float | None = _number(
+        above=0.0, doc="divergence other than 'ratio': r from 1 - free_low on is never outside"
+    )
+    free_high: float | None = _number(above=0.0, doc="the same up to 1 + free_high (the default of BandPO's code)")
     penalty_delta: float | None = _number(
         above=0.0,
         doc="control 'mask_quadratic' on a TV divergence: scale of its penalty; None = delta",

@@ -28,13 +28,16 @@ def beyond_threshold(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, r
     threshold = torch.full_like(divergence, s.delta)
     if s.delta_low is not None:
         threshold = torch.where(ratio < 1, torch.full_like(threshold, s.delta_low), threshold)
-    if s.position_weight is None and s.prefix_budget is None:
-        return divergence > threshold
-    weight = position_weights(s, tokens)
-    weighted = weight * divergence
-    if s.prefix_budget is not None:
-        threshold = torch.minimum(threshold, threshold + prefix_allowance(s, tokens, divergence, weight))
-    return weighted > threshold
+    weighted = divergence
+    if s.position_weight is not None or s.prefix_budget is not None:
+        weight = position_weights(s, tokens)
+        weighted = weight * divergence
+        if s.prefix_budget is not None:
+            threshold = torch.minimum(threshold, threshold + prefix_allowance(s, tokens, divergence, weight))
+    beyond = weighted > threshold
+    if s.free_low is not None or s.free_high is not None:  # BandPO's code: outside the ball and PPO's interval, too
+        beyond = beyond & ((ratio < 1 - (s.free_low or 0)) | (ratio > 1 + (s.free_high or 0)))
+    return beyond
 
 
 def position_weights(s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
@@ -48,9 +51,10 @@ def prefix_allowance(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, w
     """What the tokens before leave of the budget, CPPO:  b W_{t-1} - S_{t-1}.
 
     W and S are the sums of w and of w D over the tokens before t. b is the 0.9-quantile of D over the response, at
-    least prefix_budget and at most twice that.
+    least prefix_budget and at most prefix_budget_ceiling times that: 2 in the paper, 5 in its authors' code for verl.
     """
-    budget = quantile_of_sequence(divergence, 0.9, tokens).clamp(s.prefix_budget, 2 * s.prefix_budget)
+    most = (s.prefix_budget_ceiling or 2) * s.prefix_budget
+    budget = quantile_of_sequence(divergence, 0.9, tokens).clamp(s.prefix_budget, most)
     return budget * sum_before(weight, tokens) - sum_before(weight * divergence, tokens)
 
 

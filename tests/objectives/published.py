@@ -197,11 +197,13 @@ def dropped(loss: Tensor, drop: Tensor) -> Tensor:
     return torch.where(drop, torch.zeros_like(loss), loss)
 
 
-def cppo(w: World, t: Tensor, delta: float = 0.2, least: float = 0.8, spare: float = 0.02) -> Tensor:
+def cppo(
+    w: World, t: Tensor, delta: float = 0.2, least: float = 0.8, spare: float = 0.02, ceiling: float = 2
+) -> Tensor:
     d = (w.ln_pi[t].exp() - w.ln_mu[t].exp()).abs().detach()
     n = len(t)
     weight = [1 - (1 - least) * i / max(n - 1, 1) for i in range(n)]
-    budget = min(max(torch.quantile(d, 0.9).item(), spare), 2 * spare)
+    budget = min(max(torch.quantile(d, 0.9).item(), spare), ceiling * spare)
     drop, spent, allowed = [], 0.0, 0.0
     for i in range(n):
         drop.append(weight[i] * d[i].item() > min(delta, delta + budget * allowed - spent))
@@ -215,10 +217,11 @@ def ipo_cap(w: World, t: Tensor) -> Tensor:
     return dropped(straight_through(-w.advantage[t] * used, -w.advantage[t] * used, w.ln_pi[t]), far)
 
 
-def bandpo_tv(w: World, t: Tensor) -> Tensor:
+def bandpo_tv(w: World, t: Tensor, low: float = 0.0, high: float = 0.0) -> Tensor:
     p = w.ln_mu[t].exp()
     a, r = w.advantage[t], w.ratio[t]
-    inside = torch.maximum(torch.minimum(r, 1 + 0.05 / p), (1 - 0.05 / p).clamp(min=0))
+    least, most = (1 - 0.05 / p).clamp(min=0, max=1 - low), (1 + 0.05 / p).clamp(min=1 + high)
+    inside = torch.maximum(torch.minimum(r, most), least)
     loss = -torch.minimum(r * a, inside * a)
     return dropped(loss, inside.detach() * a < r.detach() * a)  # the value at the clip is a constant; here it is 0
 
