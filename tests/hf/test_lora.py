@@ -106,6 +106,9 @@ def test_adapters_start_alike_in_every_layout_and_change_nothing():
     assert torch.equal(one.A, other.A)
     assert 0.9 / math.sqrt(32) < float(one.A.detach().abs().max()) <= 1 / math.sqrt(32)
     assert not one.merged(torch.zeros(128, 32)).any()
+    q, v = one.A.detach().chunk(2)
+    assert not torch.equal(q, v)  # each target draws its own
+    assert not torch.equal(one.A, Adapter(found, torch.zeros(128, 32), scaling=1, rank=0, size=1, seed=6).A)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from types import ModuleType
 import torch
 
 from dppo_megatron.objectives import (
+    advantages,
+    aggregation,
     batch_statistic,
     centering,
     controls,
@@ -30,15 +32,30 @@ from dppo_megatron.objectives import (
     thresholds,
     trust_region,
 )
+from tests.objectives import test_objective_advantages as by_hand
 from tests.objectives.centred import VOCAB, dense_gradient, given, gradient_through_kernels
 from tests.objectives.published_axes import check
 
 SEEDS = range(6)
 
 
+def _turns() -> None:
+    mark = next(m for m in by_hand.test_turns_are_compared_with_those_of_the_same_number.pytestmark)
+    for kind, expected in mark.args[1]:
+        by_hand.test_turns_are_compared_with_those_of_the_same_number(kind, expected)
+
+
+TABLES = {
+    "advantages": by_hand.test_kinds_by_their_formulas,
+    "aggregation": by_hand.test_sequences_without_loss_count_nowhere,
+    "turns": _turns,
+}
+
+
 @dataclass(frozen=True)
 class Mutation:
-    """`old` stands once in the source of `function`; `noticed_by` is a label of published_axes.py or centred.py."""
+    """`old` stands once in the source of `function`; `noticed_by` is a label of published_axes.py, centred.py or
+    `TABLES`."""
 
     module: ModuleType
     function: str
@@ -85,6 +102,7 @@ MUTATIONS = [
         ("prefix_allowance", "- sum_before(weight * div", "+ sum_before(weight * div", "cppo_tight"),
         ("prefix_allowance", "clamp(s.prefix_budget, most)", "clamp(min=s.prefix_budget)", "cppo_tight"),
         ("prefix_allowance", "divergence, 0.9", "divergence, 0.5", "cppo_tight"),
+        ("beyond_threshold", "torch.minimum(threshold, threshold + prefix", "(threshold + prefix", "cppo_middle"),
         ("exempt", "< s.exempt_below", "> s.exempt_below", "dppo_relaxed"),
         ("exempt", '== "low"', '== "high"', "exempt_low"),
         ("exempt", "rare & (", "rare | (", "exempt_low"),
@@ -102,6 +120,7 @@ MUTATIONS = [
         trust_region,
         ("_diverging", '== "negative" else', '== "positive" else', "negative_tight"),
         ("_diverging", "raises < 0", "raises > 0", "negative_tight"),
+        ("_diverging", "(advantage > 0) & (raises > 0)", "(advantage > 0)", "binary_tv"),
         ("locate", "& ~exempt", "& exempt", "exempt_high"),
         ("ratio_to", 'mean=s.ratio_level == "sequence"', "mean=True", "vespo"),
         ("ratio_to", "log_ratio + torch.where", "log_ratio - torch.where", "minpro"),
@@ -116,6 +135,12 @@ MUTATIONS = [
     *_in(
         controls,
         ("dppo_mask", "at.beyond & at.diverging", "at.beyond", "cppo_tight"),
+        ("dppo_mask", "torch.where(outside, 0.0, r)", "torch.where(outside, 1.0, r)", "binary_tv"),
+        ("dppo_mask", "(~outside)", "(outside)", "topk_kl"),
+        ("ppo_clip", "at.advantage < 0", "at.advantage > 0", "dual_clip"),
+        ("ppo_clip", "outside | runaway", "outside", "dual_clip"),
+        ("ppo_clip", "(at.ratio > s.dual_clip)", "(at.ratio < s.dual_clip)", "dual_clip"),
+        ("ppo_clip", "torch.where(runaway, s.dual_clip, clipped)", "clipped", "dual_clip"),
         ("_penalised", "pi * at.shift.sign()", "at.shift.sign()", "penalty_tv"),
         ("_penalised", "mu_rest / pi_rest - 1", "1 - mu_rest / pi_rest", "penalty_kl"),
         ("_penalised", "at.ratio - 1 - at.ratio.log(), at.ratio - 1", "at.ratio - 1, at.ratio", "penalty_k3"),
@@ -137,6 +162,20 @@ MUTATIONS = [
         ("of_token", "torch.expm1(log_ratio) - log_ratio", "torch.expm1(log_ratio) + log_ratio", "trm_mean"),
         ("of_token", "torch.expm1(log_ratio).abs()", "torch.expm1(log_ratio)", "vaco"),
         ("topk_tv", "0.5 *", "1.0 *", "response_topk"),
+        ("topk_tv", "buckets.policy_other_logprob.exp() -", "0 * buckets.policy_other_logprob.exp() -", "topk_tv"),
+        ("binary_tv", "policy.exp() - anchor.exp()", "policy - anchor", "binary_tv"),
+        ("binary_tv", ".abs()", "", "binary_tv"),
+        ("binary_kl", "inside + outside", "inside", "binary_kl"),
+        ("binary_kl", "log1mexp(mu_rest) - log1mexp(pi_rest)", "log1mexp(pi_rest) - log1mexp(mu_rest)", "binary_kl"),
+        ("binary_kl", "-torch.expm1(mu_rest)", "-torch.expm1(pi_rest)", "binary_kl"),
+        ("binary_kl", "anchor.exp(), anchor, policy", "policy.exp(), policy, anchor", "binary_kl"),
+        ("topk_kl", "inside + rest", "inside", "topk_kl"),
+        (
+            "topk_kl",
+            "buckets.anchor, buckets.anchor_logprob",
+            "buckets.policy.detach(), buckets.anchor_logprob",
+            "topk_kl",
+        ),
     ),
     *_in(
         corrections,
@@ -156,6 +195,25 @@ MUTATIONS = [
         ("beyond_budget", ">= cut", "> cut", "m2po"),
         ("_moving_away", "> 0", "< 0", "m2po"),
         ("statistic_sums", "mask & _moving_away(log_ratio, advantage)", "mask", "m2po"),
+    ),
+    *_in(
+        advantages,
+        ("_centred", "mean = ", "mean = 0 * ", "advantages"),
+        ("group_advantages", "keepdim=True) / (count - 1)", "keepdim=True) / count", "advantages"),
+        ("group_advantages", "torch.where(signal, std, torch.ones_like(std))", "torch.ones_like(std)", "advantages"),
+        ("group_advantages", "centred * count", "centred * (count + 1)", "advantages"),
+        ("group_advantages", '== "batch_mean"', '== ""', "advantages"),
+        ("reward_moments", "centred.square()", "centred.abs()", "advantages"),
+        ("turn_advantages", "earned[:, :, k] + discount", "earned[:, :, k] - discount", "turns"),
+        ("turn_advantages", "counts = compared[:, :, k]", "counts = compared[:, :, 0]", "turns"),
+    ),
+    *_in(
+        aggregation,
+        ("sequence_weights", "max(total.tokens, 1)", "max(total.sequences, 1)", "aggregation"),
+        ("sequence_weights", "1 / max(total.sequences, 1)", "1 / len(lengths)", "aggregation"),
+        ("sequence_weights", "weights / lengths", "weights * lengths", "aggregation"),
+        ("sequence_weights", "weights / horizon", "weights", "aggregation"),
+        ("sequence_weights", "torch.where(response_lengths > 0, weights, 0.0)", "weights", "aggregation"),
     ),
     *_in(
         objective.Objective,
@@ -205,7 +263,11 @@ def applied(mutation: Mutation) -> Iterator[None]:
 
 
 def notice(what: str) -> None:
-    """Raises AssertionError where a world, or a kind of centering, no longer agrees with what is written for it."""
+    """Raises AssertionError where a world, a kind of centering or a table no longer agrees with what is written for
+    it."""
+    if what in TABLES:
+        TABLES[what]()
+        return
     if what.startswith("centred "):
         kind = what.removeprefix("centred ")
         g = given(6)

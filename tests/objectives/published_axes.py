@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,13 +80,43 @@ def two_rejections(w: World, t: Tensor) -> Tensor:
     return dropped(-w.advantage[t] * ratio.detach() * w.ln_pi[t], drop)
 
 
+def outcomes(w: World, i: int) -> tuple[Tensor, Tensor]:
+    """mu and pi of the listed tokens, the sampled one and everything else, at token i."""
+    kept = (w.ids[i] >= 0) & (w.ids[i] != w.sampled[i])
+    mu = torch.cat([w.listed_ln_mu[i][kept].exp(), w.ln_mu[i].exp()[None]])
+    pi = torch.cat([w.listed_ln_pi[i][kept].exp(), w.ln_pi[i].exp()[None], w.other_ln_pi[i].exp()[None]])
+    return torch.cat([mu, 1 - mu.sum(0, keepdim=True)]), pi.detach()
+
+
+def total_variation(mu: Tensor, pi: Tensor) -> Tensor:
+    return (mu - pi).abs().sum() / 2
+
+
+def kl(mu: Tensor, pi: Tensor) -> Tensor:
+    return (mu * (mu / pi).log()).sum()
+
+
+def dppo(distance: Callable[[Tensor, Tensor], Tensor], delta: float, *, topk: bool) -> Loss:
+    """No gradient where D > delta and the update moves the sampled token further away."""
+
+    def loss(w: World, t: Tensor) -> Tensor:
+        found = []
+        for i in t.tolist():
+            mu, pi = outcomes(w, i) if topk else (torch.stack([p, 1 - p]) for p in (w.ln_mu[i].exp(), w.ln_pi[i].exp()))
+            found.append(distance(mu, pi).detach())
+        return dropped(-w.advantage[t] * w.ratio[t], (torch.stack(found) > delta) & harmful(w, t))
+
+    return loss
+
+
+def dual_clipped(w: World, t: Tensor) -> Tensor:
+    a, r = w.advantage[t], w.ratio[t]
+    once = clipped(r, a, 0.2, 0.2)
+    return torch.where(a < 0, torch.minimum(once, -1.5 * a), once)
+
+
 def response_topk(w: World, t: Tensor) -> Tensor:
-    distances = []
-    for i in t.tolist():
-        kept = (w.ids[i] >= 0) & (w.ids[i] != w.sampled[i])
-        mu = torch.cat([w.listed_ln_mu[i][kept].exp(), w.ln_mu[i].exp()[None]])
-        pi = torch.cat([w.listed_ln_pi[i][kept].exp(), w.ln_pi[i].exp()[None]]).detach()
-        distances.append(((mu - pi).abs().sum() + (1 - mu.sum() - w.other_ln_pi[i].exp()).abs()) / 2)
+    distances = [total_variation(*outcomes(w, i)) for i in t.tolist()]
     return dropped(-w.advantage[t] * w.ratio[t], torch.stack(distances).max() > 0.3)
 
 
@@ -97,6 +128,11 @@ def response_k2(w: World, t: Tensor) -> Tensor:
 _PENALTY = {"delta": 0.5}
 # Axes that no preset sets: label -> (preset, overrides, written loss).
 ALONE: dict[str, tuple[str, dict[str, Any], Loss]] = {
+    "binary_tv": ("dppo_binary_tv", {"delta": 0.05}, dppo(total_variation, 0.05, topk=False)),
+    "binary_kl": ("dppo_binary_kl", {"delta": 0.02}, dppo(kl, 0.02, topk=False)),
+    "topk_tv": ("dppo_topk_tv", {"delta": 0.05}, dppo(total_variation, 0.05, topk=True)),
+    "topk_kl": ("dppo_topk_kl", {"delta": 0.02}, dppo(kl, 0.02, topk=True)),
+    "dual_clip": ("ppo_dual_clip", {"dual_clip": 1.5}, dual_clipped),
     "cppo_tight": (
         "cppo",
         {"delta": 0.06, "position_weight": 0.2, "prefix_budget": 0.06},

@@ -18,6 +18,8 @@ from dppo_megatron.objectives import (
     sequence_weights,
 )
 from dppo_megatron.objectives.divergence import binary_kl, log1mexp
+from dppo_megatron.objectives.inputs import check_and_clean
+from dppo_megatron.objectives.sequences import sum_before
 from tests.objectives.cases import Case, make_case, random_case, run
 
 SEEDS = st.integers(0, 10_000)
@@ -26,6 +28,7 @@ MASKS_BY_SAMPLE = [
     for name, preset in PRESETS.items()
     if preset.settings.control == "mask" and preset.settings.direction == "sampled"
 ]
+NOT_READ = ("old_logprob", "reference_logprob", "entropy")
 TOPK_PENALTY = "experimental_topk_quadratic"
 
 
@@ -327,3 +330,16 @@ def test_unlisted_mass_below_rounding_is_dropped(kind):
         out = build_objective(f"dppo_{kind}")(**{**case.call, "topk": topk})
         assert out.divergence.max() < 1e-5
         assert reduce_metrics(out.metrics)["topk/tail_mass_rollout"] == 0
+
+
+def test_a_sum_before_a_token_that_is_not_finite_leaves_the_other_sequences_alone():
+    """Running sums are integers over the whole pack: 0, 0.5 | 0, nan, inf | 0, 2 | ..."""
+    case = random_case(0, tokens=7)
+    tokens = check_and_clean(
+        PRESETS["cppo"].settings, "cppo", **dict.fromkeys(NOT_READ),
+        logprob=case.call["logprob"][:7], mask=torch.ones(7, dtype=torch.bool),
+        rollout_logprob=case.call["rollout_logprob"][:7], advantage=torch.ones(7),
+        sequence_ids=torch.tensor([0, 0, 1, 1, 1, 2, 2]),
+    )  # fmt: skip
+    value = torch.tensor([0.5, 1.0, torch.nan, torch.inf, 1.0, 2.0, 3.0], dtype=torch.float64)
+    assert sum_before(value, tokens).tolist() == [0.0, 0.5, 0.0, 0.0, 1000.0, 0.0, 2.0]

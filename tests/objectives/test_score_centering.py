@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,17 +64,24 @@ def test_sharded_vocabulary_with_one_collective_forward_and_none_backward(shards
         assert collectives == {"forward": 1, "backward": 1}  # the reduction that every column-parallel head has
 
 
+EFFECTIVE_SIZE = ("pg_is", {"batch_statistic": "effective_size", "centering": "policy"}, None)
+
+
 def _of_every_sample(kind: str, mu: Tensor, logits: Tensor, k: int, advantage: float) -> tuple[Tensor, Tensor]:
     """(mean over a ~ mu, its largest term) of the gradient into one position's logits, each token sampled once."""
     vocab = mu.shape[0]
     leaf = logits.repeat(vocab, 1).requires_grad_()
     ln_pi, ids, every = leaf.log_softmax(-1), mu.topk(k).indices.repeat(vocab, 1), torch.arange(vocab)
     named = torch.zeros(vocab, vocab, dtype=torch.bool).scatter(1, ids, True).scatter(1, every[:, None], True)
-    name, overrides, _ = WEIGHTS[kind]
-    out = build_objective(name, **overrides)(
+    name, overrides, _ = WEIGHTS.get(kind, EFFECTIVE_SIZE)
+    objective = build_objective(name, **overrides)
+    if objective.needs_statistic:
+        objective = replace(objective, statistic=torch.tensor(0.5, dtype=torch.float64))
+    out = objective(
         logprob=ln_pi.diagonal(),
         mask=torch.ones(vocab, dtype=torch.bool),
         rollout_logprob=mu.log(),
+        old_logprob=mu.log(),
         advantage=torch.full((vocab,), advantage, dtype=torch.float64),
         topk=TopKLogprobs(
             ids,
@@ -89,7 +97,7 @@ def _of_every_sample(kind: str, mu: Tensor, logits: Tensor, k: int, advantage: f
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("kind", [*WEIGHTS, "capped at the effective size"])
 @pytest.mark.parametrize("k", [4, 12])
 def test_constant_reward_has_no_gradient_in_expectation(kind, k, advantage):
     """Whatever was sampled, with the same A: the mean over mu is zero, though each sample's gradient is not."""

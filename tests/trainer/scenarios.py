@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from tests.support.ranks import rendezvous
+from dppo_megatron.config.acceptance import AcceptanceConfig
+from tests.support.ranks import megatron_group, rendezvous
 from tests.support.tiny_task import EOS, task_config
 
 Method = tuple[str, dict[str, Any]]  # preset, settings
@@ -39,6 +41,27 @@ def train_cases(rank: int, cases: dict[str, dict[str, Any]], task: Path, directo
         finally:
             layout.close()
     return seen
+
+
+def measured_divergence(rank: int, directory: Path, statistic: str, mask: list[bool]) -> float:
+    """On a rank: the statistic of TV over tokens whose rollout probability is 1/2 and whose policy moved it by
+    0.1 (rank + 1); rows outside `mask` moved by 0.5."""
+    import torch
+
+    from dppo_megatron.trainer.acceptance import Acceptance
+
+    mask = torch.tensor(mask[: len(mask) - rank])  # ranks hold different numbers of tokens
+    tokens = SimpleNamespace(mask=mask, rollout_logprob=torch.full(mask.shape, 0.5).log())
+    moved = torch.where(mask, 0.1 * (rank + 1), 0.5)
+    scores = SimpleNamespace(logprob=(0.5 - moved).log())
+    config = SimpleNamespace(
+        run=SimpleNamespace(seed=0),
+        acceptance=AcceptanceConfig(bound=1.0, divergence="binary_tv", statistic=statistic),
+    )
+    with megatron_group(directory):
+        layout = SimpleNamespace(device=torch.device("cpu"), data_group=None)
+        actor = SimpleNamespace(layout=layout, scores=lambda part, topk: [scores] * len(part))
+        return Acceptance(config, actor, objective=None)._measure([tokens])
 
 
 def _chosen(name: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dppo_megatron.config.acceptance import AcceptanceConfig
 from dppo_megatron.objectives.divergence import binary_kl, binary_tv
-from dppo_megatron.trainer.acceptance import Accepted, accept, lr_scale_after
+from dppo_megatron.trainer.acceptance import Acceptance, Accepted, accept, lr_scale_after
 from tests.support.tiny_task import STEPS, make_task
-from tests.trainer.scenarios import train_cases
+from tests.trainer.scenarios import measured_divergence, train_cases
 
 BOUND = 0.02
 LR = 1e-2  # of the tiny task
@@ -118,6 +119,25 @@ def test_the_learning_rate_grows_back_to_what_the_schedule_says_and_no_further()
     for _ in range(13):
         scale = lr_scale_after(AcceptanceConfig(bound=0.05), scale, well_within)
     assert scale == 1
+
+
+# Rank 0 trains three tokens, each moved by 0.1, rank 1 two, moved by 0.2; the others carry no loss and moved by 0.5.
+@pytest.mark.parametrize(("statistic", "expected"), [("mean", (3 * 0.1 + 2 * 0.2) / 5), ("max", 0.2)])
+def test_the_divergence_is_that_of_all_ranks_trained_tokens(ranks, tmp_path, statistic, expected):
+    mask = [False, True, True, False, True]
+    found = ranks(2).run(measured_divergence, directory=tmp_path, statistic=statistic, mask=mask)
+    assert found == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+def test_the_measured_micro_batches_are_drawn_anew_each_step():
+    config = SimpleNamespace(run=SimpleNamespace(seed=1), acceptance=AcceptanceConfig(share=0.25))
+    acceptance = Acceptance(config, actor=None, objective=SimpleNamespace(needs_topk=False))
+    batch = SimpleNamespace(updates=[SimpleNamespace(micro_batches=[*range(4)])] * 2)
+    batch.updates[1] = SimpleNamespace(micro_batches=[*range(4, 8)])
+    drawn = [tuple(acceptance._part(batch, step)) for step in range(50)]
+    assert drawn == [tuple(acceptance._part(batch, step)) for step in range(50)]
+    assert {len(set(part)) for part in drawn} == {2}
+    assert set().union(*drawn) == {*range(8)}
 
 
 @pytest.fixture(scope="module")

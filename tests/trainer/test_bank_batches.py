@@ -190,6 +190,7 @@ def test_staleness_is_over_tokens_and_needs_no_group_to_be_read(read, monkeypatc
     assert metrics["rollout/staleness_mean"] == pytest.approx(lags.mean())
     assert metrics["rollout/staleness_max"] == 6
     assert metrics["rollout/mixed_version_groups"] == 1
+    assert source._staleness(6, source._reader.entries(0, 1))["rollout/staleness_max"] == 6 - 3  # of 3 and 5
 
 
 def test_a_rank_that_does_not_see_the_batch_yet_waits_for_it(tmp_path, monkeypatch):

@@ -76,6 +76,20 @@ def test_every_sampled_token_carries_its_turns_advantage(tmp_path):
     assert batch.metrics["rollout/groups_without_signal"] == 0
 
 
+def test_a_group_whose_first_turns_agree_learns_from_the_later_ones(tmp_path):
+    """At a discount of 1/2 both return 1 from their first turn on: 0.5 + 1 / 2 and 1.5 - 1 / 2. Two more failed."""
+    group = with_turns(group_of(1, [(5, False, 1.5), (4, False, 0.5), (2, True, 0.0), (6, True, 0.0)]))
+    failed = np.array([r.trajectory >= 2 for r in group.rollouts])
+    turn_rewards = tuple(np.array(of, np.float32) for of in ([0.5, 1.0], [1.5, -1.0], [], []))
+    rollouts = tuple(replace(r, token_ids=r.token_ids % VOCAB) for r in group.rollouts)
+    with BankWriter(tmp_path / "bank", 1) as bank:
+        bank.append(replace(group, rollouts=rollouts, reward_failed=failed, turn_rewards=turn_rewards))
+    _, batch = read(tmp_path)
+    (micro,) = batch.updates[0].micro_batches
+    assert batch.metrics["rollout/groups_without_signal"] == 0
+    assert sorted(set(micro.advantage[micro.mask].tolist())) == [-1.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize("objective", ["dppo_binary_tv", "gspo"])
 def test_gradients_equal_a_dense_reference(tmp_path, objective):
     """- A r w (e_a - pi) / (sequences x horizon) of every row, by the turns of the group as they were sampled."""

@@ -9,6 +9,7 @@ import torch
 
 from dppo_megatron.hf import SafetensorsDirectory, fp8, open_weights, read_hf_config
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weight_sync import shared_storage
 from dppo_megatron.weight_sync.shared_storage import SharedStorage
 from dppo_megatron.weights.manifest import Manifest
 from tests.weight_sync.scenarios import FREEZES, LONG_TIMEOUT_S
@@ -139,6 +140,22 @@ def test_a_trainer_that_starts_again_takes_over_what_earlier_lives_left(tmp_path
     assert left() == ["start", "v000003", "v000011", "v000012"]
     storage.after_confirmation(11)  # resumed from before version 12
     assert left() == ["start", "v000011", "v000012"]
+
+
+def test_a_version_prepared_twice_is_no_delta_of_itself(tmp_path, monkeypatch):
+    """Its second files would replace those that the delta is read on top of."""
+    monkeypatch.setattr(shared_storage, "write_delta", lambda *_: pytest.fail("a delta of itself"))
+    written = []
+    monkeypatch.setattr(shared_storage, "save_hf", lambda _chunks, directory, **_: written.append(directory.name))
+    settings = SimpleNamespace(lora="merged", full_every=4, fingerprint=False, directory=None)
+    config = SimpleNamespace(
+        run=SimpleNamespace(dir=tmp_path), model=SimpleNamespace(path=tmp_path), weight_sync=settings
+    )
+    actor, stored = SimpleNamespace(model_chunks=[], hf=None), SimpleNamespace(dtype=None, quantization=None)
+    storage = SharedStorage(config, actor, SimpleNamespace(rank=0), stored)
+    for _ in range(2):
+        storage.prepare(7)
+    assert written == ["v000007", "v000007"]
 
 
 def test_one_that_disagrees_while_another_agrees_is_left_out(result_of):
