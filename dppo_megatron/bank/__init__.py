@@ -8,7 +8,7 @@ from .entry import BankEntry
 from .errors import BankCorruption, BankError, BankLocked, BankTimeout, BankWriteError
 from .files import ReadBuffer
 from .reader import BankReader
-from .retention import give_leave
+from .retention import give_leave, is_retired
 from .shapes import PARTS
 from .writer import BankWriter
 
@@ -24,4 +24,5 @@ __all__ = [
     "BankWriter",
     "ReadBuffer",
     "give_leave",
+    "is_retired",
 ]

@@ -41,6 +41,11 @@ def delete_unneeded(directory: Path, newest: int) -> None:
         log.warning("%s: rollouts that are not needed any more could not be deleted: %s", directory, error)
 
 
+def is_retired(directory: Path, segment: int) -> bool:
+    """Return whether the data of `segment` is deleted by leave, as `checkpoint.keep_rollouts` gives it."""
+    return segment < max(_leaves(directory), default=0) and not segment_paths(directory, segment)[0].exists()
+
+
 def _leaves(directory: Path) -> list[int]:
     return [number for path in directory.glob("retain-from-*") if (number := _number(_LEAVE, path)) >= 0]
 

@@ -44,12 +44,15 @@ def report(
 
 @app.command()
 def view(
-    root: Annotated[Path, typer.Argument(metavar="RUN_OR_BANK", help="run directory, or a bank alone")],
-    out: Annotated[Path | None, typer.Option(help="HTML file to write; default: RUN_OR_BANK/view.html")] = None,
+    root: Annotated[Path, typer.Argument(metavar="RUN_OR_BANK", help="run directory, or only a bank")],
+    other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="a second one to compare with")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file; default: view.html, view-with-OTHER.html in RUN_OR_BANK")
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="whose tokenizer; default: the run's model.path")] = None,
     open_it: Annotated[bool, typer.Option("--open", help="in the browser")] = False,
 ) -> None:
-    """Write curves, rollouts and their tokens to one HTML file, which needs no server and no network.
+    """Write curves, rollouts and their tokens of a run, or of two to compare, to one HTML file without a server.
 
     Of runs that go on, ended or crashed; what cannot be read is said on the page.
     """
@@ -57,7 +60,7 @@ def view(
 
     from dppo_megatron.view import write_view
 
-    path = write_view(root, out, model)
+    path = write_view(root, out, model, other)
     typer.echo(path)
     if open_it:
         webbrowser.open(path.absolute().as_uri())

@@ -24,7 +24,7 @@ _MOST_BYTES = 4 << 30
 
 # Of a row: `set` 0 for training, else the number of the evaluation's set; `source` the group, or the file of answers;
 # `item` the prompt in that file. `step` is counted from 1; of an evaluation it is the policy's version. `prompt` is the
-# place in the prompt order.
+# place in the prompt order, `row` the line of the prompt file (of an evaluation its position).
 COLUMNS: dict[str, type[np.generic]] = {
     "set": np.uint8,
     "source": np.int32,
@@ -32,6 +32,7 @@ COLUMNS: dict[str, type[np.generic]] = {
     "sample": np.int32,
     "step": np.int32,
     "prompt": np.int32,
+    "row": np.int32,
     "reward": np.float32,
     "advantage": np.float32,
     "tokens": np.int32,
@@ -78,6 +79,7 @@ def _rows_of_group(number: int, step: int, entry: BankEntry, advantages: np.ndar
         "sample": np.arange(count),
         "step": np.full(count, step),
         "prompt": np.full(count, entry.position),
+        "row": np.full(count, entry.row),
         "reward": np.where(entry.reward_failed, np.nan, entry.rewards),
         "advantage": advantages,
         "tokens": entry.sampled,
@@ -164,6 +166,7 @@ def _rows_of_answers(number: int, of_set: int, path: Path, records: list[_Answer
         "sample": [i for _, i, _, _ in samples],
         "step": np.full(count, version),
         "prompt": [position for _, _, position, _ in samples],
+        "row": [position for _, _, position, _ in samples],
         "reward": [np.nan if s.failed else s.reward for *_, s in samples],
         "advantage": np.full(count, np.nan),
         "tokens": [s.tokens for *_, s in samples],

@@ -33,6 +33,7 @@ class Source:
     notes: list[str] = field(default_factory=list)  # what is missing or could not be read, for the page
     lost: int = 0  # groups that could not be read
     first_lost: str = ""
+    missing: dict[int, str] = field(default_factory=dict)  # number of a group -> why the page has no tokens of it
 
     @classmethod
     def of(cls, root: Path) -> Source:

@@ -1,13 +1,14 @@
-"""Groups with all their tokens, packed: of every group a safetensors file, as many of them as the page may hold."""
+"""Groups with all their tokens, a safetensors file each, as many as the page may hold, and excerpts for the table."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dppo_megatron.bank import BankEntry, BankError
+from dppo_megatron.bank import BankEntry, BankError, is_retired
 from dppo_megatron.common.tensors import packed
 from dppo_megatron.doctor.vocabulary import Vocabulary
 from dppo_megatron.types import POLICY, RolloutGroup
@@ -19,6 +20,9 @@ from .trained import VALUES, TrainedTokens
 TOKEN_BYTES, TOKEN_SAMPLES = 48 << 20, 20_000
 _SEED = 0
 _LARGEST_ID = 1 << 22  # of a token that has a text
+_USER = re.compile(r"<\|im_start\|>user|<\|start_header_id\|>user<\|end_header_id\|>")
+EXCERPT = 160  # characters of a prompt or response in the table
+RETIRED = "kept only as a row: checkpoint.keep_rollouts retired the tokens"
 
 
 class Used:
@@ -41,13 +45,20 @@ class Used:
 def chosen_groups(source: Source, entries: Sequence[BankEntry], trained: TrainedTokens) -> list[int]:
     """Numbers of the groups whose tokens the page holds, ascending: those of which the trainer stored some first."""
     sizes = np.array([(_bytes(entry), entry.num_samples) for entry in entries], np.int64).reshape(-1, 2)
-    order = np.random.default_rng(_SEED).permutation(len(entries))
+    retired = {s for s in {entry.segment for entry in entries} if is_retired(source.bank, s)}
+    source.missing |= {number: RETIRED for number, entry in enumerate(entries) if entry.segment in retired}
+    if source.missing:
+        source.notes.append(f"{len(source.missing):,} groups are {RETIRED}.")
+    order = [n for n in np.random.default_rng(_SEED).permutation(len(entries)).tolist() if n not in source.missing]
     stored = trained.positions
     order = np.array(sorted(order, key=lambda number: entries[number].position not in stored), int)
     within = (np.cumsum(sizes[order], axis=0) <= (TOKEN_BYTES, TOKEN_SAMPLES)).all(axis=1)
     if within.all():
-        return list(range(len(entries)))
-    chosen = np.sort(order[: max(1, int(within.sum()))]).tolist()
+        return sorted(order.tolist())
+    count = max(1, int(within.sum()))
+    chosen = np.sort(order[:count]).tolist()
+    limits = f"the page has the tokens of {count:,} of {len(entries):,} groups, drawn at random"
+    source.missing |= dict.fromkeys(order[count:].tolist(), f"left out of this file: {limits}")
     source.notes.append(
         f"Tokens of {len(chosen):,} of {len(entries):,} groups are in this file, drawn at random (seed {_SEED}); "
         "their rows are marked ●."
@@ -59,20 +70,32 @@ def _bytes(entry: BankEntry) -> int:
     return int(4 * entry.response_lengths.sum() + (8 + 8 * entry.topk) * entry.sampled.sum())
 
 
-def packed_groups(
-    source: Source, entries: Sequence[BankEntry], chosen: Sequence[int], trained: TrainedTokens, used: Used
-) -> Iterator[tuple[int, bytes]]:
-    """(number, safetensors) of the chosen groups that can be read."""
+def read_groups(
+    source: Source, entries: Sequence[BankEntry], chosen: Sequence[int]
+) -> Iterator[tuple[int, RolloutGroup]]:
+    """(number, group) of the chosen groups that can be read; `source.missing` says why of the others."""
     for number in chosen:
         try:
-            group = source.reader.read(entries[number], parts=("core", "topk", "mask"))
+            yield number, source.reader.read(entries[number], parts=("core", "topk", "mask"))
         except BankError as error:
             source.lose(error)
-            continue
-        yield number, _packed(group, trained, used)
+            source.missing[number] = f"not readable: {error}"
 
 
-def _packed(group: RolloutGroup, trained: TrainedTokens, used: Used) -> bytes:
+def excerpts(group: RolloutGroup, vocabulary: Vocabulary | None) -> list[str]:
+    """The beginnings of the prompt and of every response as lines of text; ids without a tokenizer."""
+    responses = (r.token_ids[: EXCERPT // 2].tolist() for r in group.rollouts)
+    decode = vocabulary.decode if vocabulary else lambda ids: " ".join(map(str, ids))
+    most = vocabulary.size if vocabulary else _LARGEST_ID
+    return [excerpt(group.prompt.text), *(excerpt(decode([i for i in ids if 0 <= i < most])) for ids in responses)]
+
+
+def excerpt(text: str) -> str:
+    """The beginning, or that of the last user message, in one line."""
+    return " ".join(_USER.split(text)[-1][: 4 * EXCERPT].split())[:EXCERPT]
+
+
+def packed_group(group: RolloutGroup, trained: TrainedTokens, used: Used) -> bytes:
     """Samples end to end. `spans` [J, 3] as in the bank; `counts` [n, 3]: tokens, sampled tokens, spans of each."""
     rollouts = group.rollouts
     spans = [np.array([[POLICY, len(r.token_ids), 0]]) if r.spans is None else r.spans for r in rollouts]

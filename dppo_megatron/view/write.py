@@ -7,6 +7,7 @@ import gzip
 import html
 import json
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,46 +17,77 @@ import numpy as np
 from dppo_megatron.common.files import write_atomic
 from dppo_megatron.common.tensors import packed
 from dppo_megatron.doctor.vocabulary import Vocabulary
-from dppo_megatron.observability.history import History
+from dppo_megatron.observability.history import History, labels
 from dppo_megatron.observability.names import METRICS
 from dppo_megatron.observability.summary import summary_rows
 
 from .rows import COLUMNS, Answers, Columns, Training, answer_rows, training_rows
 from .source import Source
-from .tokens import Used, chosen_groups, packed_groups
+from .tokens import Used, chosen_groups, excerpt, excerpts, packed_group, read_groups
 from .trained import TrainedTokens
 
 STYLES = ("page.css",)
 SCRIPTS = ("data.js", "curves.js", "table.js", "tokens.js", "main.js")
 
 
-def write_view(root: Path, out: Path | None = None, model: Path | None = None) -> Path:
-    """Writes what is in a run or bank to `out`, by default `view.html` in the directory; returns its path.
+def write_view(root: Path, out: Path | None = None, model: Path | None = None, other: Path | None = None) -> Path:
+    """Write a run or bank, or two to compare, to `out`, by default `view.html` in the directory; return its path.
 
     model: directory of the tokenizer; default: the run's model.path. Without one, tokens are shown by their ids.
+    other: the second run; the default of `out` is then `view-with-OTHER.html`.
     What cannot be read is said on the page. Raises `ViewError` for a directory that is neither run nor bank.
     """
-    source = Source.of(root)
-    training, answers = training_rows(source, source.config()), answer_rows(source)
-    trained = TrainedTokens(source)
-    chosen = chosen_groups(source, training.entries, trained)
-    used = Used()
-    read = packed_groups(source, training.entries, chosen, trained, used)
-    groups = {number: _blob(f"group-{number}", data) for number, data in read}
-    model = model or (Path(path) if (path := source.history.setting("model.path", str)) else None)
-    vocabulary = None if model is None else Vocabulary.load(model)
-    if groups and vocabulary is None:
-        why = f"No tokenizer.json can be read in {model}" if model else "No tokenizer is known"
-        source.notes.append(f"{why}: tokens are shown by their ids; --model DIR gives one.")
-    texts = used.texts(vocabulary)
-    blobs = [_blob("table", packed(_table(training, answers, groups.keys(), trained)))]
-    blobs.append(_blob("curves", packed(_curves(source.history))))
-    after = [_blob("texts", json.dumps(texts).encode())]
-    after += [_blob(f"answers-{i}", json.dumps(records).encode()) for i, records in enumerate(answers.files)]
-    blobs.insert(0, _blob("head", json.dumps(_head(source, answers)).encode()))
-    out = out or root / "view.html"
-    write_atomic(out, _page(source.history.label, blobs, [*after, *groups.values()]))
+    sides = [_Side.of(path, model) for path in ([root] if other is None else [root, other])]
+    head, table = sides[0].head, sides[0].table
+    if other is not None:
+        head["title"], sides[1].head["title"] = labels([root, other])
+        head["other"] = sides[1].head
+        run = [np.full(len(side.table["set"]), i, np.uint8) for i, side in enumerate(sides)]
+        table = {"run": np.concatenate(run)} | {k: np.concatenate([side.table[k] for side in sides]) for k in table}
+    first = [_blob("head", json.dumps(head).encode()), _blob("table", packed(table))]
+    first.append(_blob("excerpts", json.dumps([side.excerpts for side in sides]).encode()))
+    first += [_blob(f"{of}curves", packed(side.curves)) for of, side in zip(("", "b-"), sides, strict=False)]
+    after = [_blob(of + name, data) for of, side in zip(("", "b-"), sides, strict=False) for name, data in side.blobs]
+    out = out or root / ("view.html" if other is None else f"view-with-{other.resolve().name}.html")
+    write_atomic(out, _page(" and ".join(side.head["title"] for side in sides), first, after))
     return out
+
+
+@dataclass
+class _Side:
+    """One run as the page has it; `excerpts`: of groups and of answers by file [prompt, response of each sample]."""
+
+    head: dict[str, Any]
+    table: Columns
+    excerpts: dict[str, Any]
+    curves: dict[str, np.ndarray]
+    blobs: list[tuple[str, bytes]]
+
+    @classmethod
+    def of(cls, root: Path, model: Path | None) -> _Side:
+        source = Source.of(root)
+        training, answers = training_rows(source, source.config()), answer_rows(source)
+        trained, used = TrainedTokens(source), Used()
+        model = model or (Path(path) if (path := source.history.setting("model.path", str)) else None)
+        vocabulary = None if model is None else Vocabulary.load(model)
+        groups, texts = {}, {}
+        for number, group in read_groups(source, training.entries, chosen_groups(source, training.entries, trained)):
+            groups[number] = packed_group(group, trained, used)
+            texts[number] = excerpts(group, vocabulary)
+        if groups and vocabulary is None:
+            why = f"No tokenizer.json can be read in {model}" if model else "No tokenizer is known"
+            source.notes.append(f"{why}: tokens are shown by their ids; --model DIR gives one.")
+        blobs = [("texts", json.dumps(used.texts(vocabulary)).encode())]
+        blobs += [(f"answers-{i}", json.dumps(records).encode()) for i, records in enumerate(answers.files)]
+        blobs += [(f"group-{number}", data) for number, data in groups.items()]
+        of_answers = [
+            [[excerpt(record["prompt"]), *(excerpt(sample["text"]) for sample in record["samples"])] for record in file]
+            for file in answers.files
+        ]
+        table = _table(training, answers, groups.keys(), trained)
+        return cls(
+            _head(source, answers), table, {"groups": texts, "files": of_answers}, _curves(source.history), blobs
+        )
 
 
 def _table(training: Training, answers: Answers, detailed: Collection[int], trained: TrainedTokens) -> Columns:
@@ -92,6 +124,7 @@ def _head(source: Source, answers: Answers) -> dict[str, Any]:
         "metrics": {m.name: [m.unit, m.meaning] for m in METRICS if m.name in recorded},
         "sets": ["training", *answers.sets],
         "notes": source.all_notes(),
+        "missing": source.missing,
     }
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from dppo_megatron.bank import give_leave
 from dppo_megatron.view import write_view
+from dppo_megatron.view.tokens import RETIRED
 
 from .runs import GROUPS, HOSTILE, SAMPLES, STEPS, TOPK, TURNS_AT, write_bank, write_run, write_trained_tokens
 
@@ -189,6 +191,44 @@ def test_texts_are_shown_and_never_run(page):
     open_row(page, set="training", prompt="0")
     assert "".join(page.locator(".tokens i").all_text_contents()) == "<!--</script><b>x</b>"
     assert page.locator("img, #rollout b:not(.facts b):not(.box b)").count() == 0
+
+
+def test_two_runs_have_their_curves_and_the_samples_of_a_prompt_together(show, tmp_path):
+    """The second run has no tokens of its first step, and a metric named as a property of every object."""
+    one, two = write_run(tmp_path / "a").rename(tmp_path / "one"), write_run(tmp_path / "b").rename(tmp_path / "two")
+    give_leave(two / "bank", 1)
+    (two / "bank" / "segment-000000.bin").unlink()
+    metrics = (two / "metrics.jsonl").read_text()
+    (two / "metrics.jsonl").write_text(metrics.replace('"step"', '"constructor": 0.5, "__proto__": 0.25, "step"'))
+    page = show(write_view(one, other=two))
+    page.locator("#curves-filter").fill("r")
+    assert page.locator("[data-metric='rollout/reward_mean'] path").count() == 2
+    assert page.locator("[data-metric=constructor]").count() == 1
+    open_row(page, run="one", prompt="5")
+    page.locator("#many").click()
+    assert page.locator(".sample .facts b[class]").all_text_contents() == ["one", "two"] * SAMPLES
+    open_row(page, run="two", prompt="0", step="1")
+    assert set(column(page, "response")) == {RETIRED}
+    page.close()
+    page = show(write_view(two))
+    assert page.locator(".row.open").count() == 1
+    page.locator(".tokens i").first.wait_for()  # rows with tokens come first, and the first one is open
+    page.close()
+
+
+def test_a_conversation_has_roles_and_controls_are_visible(page):
+    text = 'hm <tool_call>{"name": "add"}</tool_call><|im_end|>\n<|im_start|>tool\n3<|im_end|>'
+    found = page.evaluate("text => blocksOf(text, 'assistant')", text)
+    assert [block["label"] for block in found] == ["assistant", "tool call add", "tool"]
+    assert page.evaluate("make('i', '', 'a\u202eb').textContent") == "a\\u202eb"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_follow_the_system(page, scheme):
+    page.emulate_media(color_scheme=scheme)
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.emulate_media(color_scheme=None)
+    assert (colour == "rgb(255, 255, 255)") == (scheme == "light")
 
 
 def test_arrows_go_from_row_to_row(page):

@@ -147,7 +147,9 @@ def test_no_text_of_a_run_becomes_html_and_nothing_is_fetched(tmp_path):
     found = _Elements()
     found.feed(Page(write_view(run)).html)
     assert "img" not in found.tags
-    assert found.tags.count("script") == 1 + 4 + 1 + STEPS * GROUPS  # program, head, table, curves, texts, answers
+    assert (
+        found.tags.count("script") == 1 + 6 + STEPS * GROUPS
+    )  # program, head, table, excerpts, curves, texts, answers
     assert not {"src", "href", "onerror"} & {name for name, _ in found.attributes}
     policy = dict(found.attributes)["content"]
     assert ("http-equiv", "Content-Security-Policy") in found.attributes, policy

@@ -31,11 +31,16 @@ async function loadTensors(name) {
   return found;
 }
 
-// An element with a class, properties and children; strings become text and never HTML.
+// Controls that reverse the text after them, or hide, as escapes.
+function safe(text) {
+  return text.replace(/[\u061c\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]/g, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
+}
+
+// An element with a class and children; strings become text and never HTML.
 function make(tag, name, ...children) {
   const element = document.createElement(tag);
   if (name) element.className = name;
-  element.append(...children.filter((child) => child !== null && child !== undefined));
+  element.append(...children.filter((child) => child !== null && child !== undefined).map((child) => (child.nodeType ? child : safe(String(child)))));
   return element;
 }
 

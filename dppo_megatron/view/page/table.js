@@ -3,21 +3,25 @@
 const ROW = 22;
 
 // [key, heading, width, what it means]; a text column has a function row -> text.
-function columnsOf(data, sets) {
+function columnsOf(data, heads, excerptOf) {
+  const of = (row) => heads[data.run ? data.run[row] : 0];
   const end = ["", "truncated", "no reward"];
   const all = [
     ["detail", "", "22px", "● all tokens are in this file", (row) => (data.detail[row] ? "●" : "")],
-    ["set", "set", "minmax(62px, 1fr)", "training, or the evaluation's set", (row) => sets[data.set[row]]],
+    ["run", "run", "80px", "directory of the run", data.run && ((row) => of(row).title)],
+    ["set", "set", "62px", "training, or the evaluation's set", (row) => of(row).sets[data.set[row]]],
     ["step", "step", "48px", "of training; of an evaluation the policy's version"],
     ["prompt", "prompt", "60px", "place in the prompt order"],
     ["sample", "sample", "60px", "number in its group"],
+    ["text", "prompt text", "minmax(120px, 2fr)", "beginning of the prompt", (row) => excerptOf(row, 0)],
+    ["response", "response", "minmax(200px, 3fr)", "beginning of the response; or why it is not here", (row) => excerptOf(row, data.sample[row] + 1)],
     ["reward", "reward", "62px", "by the verifier; – where it gave none"],
     ["advantage", "advantage", "84px", "by the run's own settings"],
     ["tokens", "tokens", "56px", "that the policy sampled"],
     ["masked", "masked", "64px", "share of the tokens that the trust region masked, where it was stored"],
     ["staleness", "stale", "48px", "policy versions between the group's oldest token and training"],
     ["version", "version", "60px", "oldest policy version in the group"],
-    ["end", "end", "minmax(68px, 1fr)", "how it ended", (row) => end[data.failed[row] ? 2 : data.truncated[row]]],
+    ["end", "end", "68px", "how it ended", (row) => end[data.failed[row] ? 2 : data.truncated[row]]],
   ];
   return all
     .filter(([key, , , , text]) => text || (data[key] && data[key].some((value) => !Number.isNaN(value))))
@@ -40,12 +44,12 @@ function parseFilter(typed, isText) {
   return false;
 }
 
-function showTable(place, data, sets, onOpen) {
-  const columns = columnsOf(data, sets);
+function showTable(place, data, runs, excerptOf, onOpen) {
+  const columns = columnsOf(data, runs, excerptOf);
   const grid = columns.map((column) => column.width).join(" ");
   const total = data.set.length;
   const table = { columns, order: Uint32Array.from({ length: total }, (_, i) => i), open: -1 };
-  let sorted = null, downwards = false;
+  let sorted = columns[0], downwards = true; // rows with tokens come first
 
   const line = (name, cells) => {
     const made = make("div", name, ...cells);
@@ -63,6 +67,10 @@ function showTable(place, data, sets, onOpen) {
     const head = make("div", column.text ? "text" : "", column.heading);
     head.title = column.meaning;
     head.dataset.sort = column.key;
+    head.tabIndex = 0;
+    head.setAttribute("role", "button");
+    head.setAttribute("aria-label", `sort by ${column.heading || "●"}`);
+    head.addEventListener("keydown", (event) => { if (event.key === "Enter") head.click(); });
     head.addEventListener("click", () => {
       downwards = sorted === column ? !downwards : !column.text;
       sorted = column;
@@ -81,7 +89,7 @@ function showTable(place, data, sets, onOpen) {
     let rows = Uint32Array.from({ length: total }, (_, i) => i);
     columns.forEach((column, i) => {
       const keep = parseFilter(inputs[i].value, column.text);
-      inputs[i].style.borderColor = keep === false ? "#b91c1c" : "";
+      inputs[i].style.borderColor = keep === false ? "var(--bad)" : "";
       if (keep) rows = rows.filter(column.text ? (row) => keep(column.text(row)) : (row) => keep(column.values[row]));
     });
     if (sorted) {
@@ -109,7 +117,7 @@ function showTable(place, data, sets, onOpen) {
     for (let at = first; at < last; at++) {
       const row = table.order[at];
       const made = line("line row" + (row === table.open ? " open" : ""), columns.map((column) =>
-        column.text ? make("div", "text", column.text(row)) : make("div", "", shown(column.values[row]))));
+        column.text ? make("div", "text" + (column.key === "response" && !data.detail[row] ? " quiet" : ""), column.text(row)) : make("div", "", shown(column.values[row]))));
       made.style.top = `${at * ROW}px`;
       made.dataset.row = row;
       rows.push(made);
@@ -148,5 +156,6 @@ function showTable(place, data, sets, onOpen) {
     update();
   };
   table.show = open;
+  table.first = () => table.order[0];
   return table;
 }

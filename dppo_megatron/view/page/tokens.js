@@ -36,6 +36,10 @@ function quantitiesOf(group) {
   return all.filter(([, , , of]) => of).map(([key, title, kind, of]) => ({ key, title, kind, of }));
 }
 
+function valuesOf(group, key) {
+  return (quantitiesOf(group).find((quantity) => quantity.key === key) || { of: () => NaN }).of;
+}
+
 // Typed arrays of a whole group -> its samples, each with where its tokens begin.
 function unpack(group) {
   group.k = group.topk_ids && group.logprob.length ? group.topk_ids.length / group.logprob.length : 0;
@@ -53,9 +57,10 @@ function unpack(group) {
   return group;
 }
 
-// Value -> CSS colour, and an element that explains it. The scale is the group's, so that its samples compare.
-function scaleOf(quantity, group) {
-  const values = Array.from({ length: group.logprob.length }, (_, r) => quantity.of(r)).filter(Number.isFinite).sort((a, b) => a - b);
+// Value -> CSS colour, and an element that explains it. All samples on the page have one scale.
+function scaleOf(quantity, groups) {
+  const of = (group) => valuesOf(group, quantity.key);
+  const values = groups.flatMap((group) => Array.from(group.logprob, (_, r) => of(group)(r))).filter(Number.isFinite).sort((a, b) => a - b);
   const at = (share) => (values.length ? values[Math.round(share * (values.length - 1))] : 0);
   const red = (t) => `rgba(220, 60, 40, ${(0.75 * Math.min(1, Math.max(0, t))).toFixed(3)})`;
   const blue = (t) => `rgba(40, 100, 220, ${(0.75 * Math.min(1, Math.max(0, t))).toFixed(3)})`;
@@ -76,7 +81,7 @@ function scaleOf(quantity, group) {
   }
   if (quantity.kind === "flag") {
     const share = values.length ? values.filter((v) => v > 0).length / values.length : 0;
-    return { colour: (v) => (v > 0 ? red(1) : ""), legend: make("span", "scale", `${shown(100 * share)} % of the group's tokens`) };
+    return { colour: (v) => (v > 0 ? red(1) : ""), legend: make("span", "scale", `${shown(100 * share)} % of these tokens`) };
   }
   if (quantity.kind === "diverging") {
     const top = Math.max(Math.abs(at(0.01)), Math.abs(at(0.99))) || 1;
@@ -97,27 +102,64 @@ function tokenText(texts, id) {
   return text === undefined || text === "" ? `⟨${id}⟩` : text;
 }
 
-// The tokens of one sample as elements; each knows its place by data-s, data-t.
+// Where chat templates begin a message (its role) or begin and end a call of a tool or its result.
+const MARKS = /<\|im_start\|>\s*(\w+)|<\|start_header_id\|>\s*(\w+)\s*<\|end_header_id\|>|<[|｜](user|assistant|system|observation)[|｜]>|<(\/?)tool_(call|response)>/gi;
+
+// Text -> its blocks {begin, label} in order. Marks without content belong to the block before them.
+function blocksOf(text, label) {
+  const found = [{ begin: 0, label }];
+  for (const [mark, ...m] of [...text.matchAll(MARKS)].map((m) => [m, m[1] || m[2] || m[3], m[4], m[5]])) {
+    if (!m[2]) found.push({ begin: mark.index, label: label = m[0].toLowerCase() });
+    else if (m[1]) found.push({ begin: mark.index + mark[0].length, label });
+    else {
+      const name = /"name"\s*:\s*"([^"]*)"/.exec(text.slice(mark.index).split("</tool_call>")[0]);
+      found.push({ begin: mark.index, label: m[2].toLowerCase() === "call" ? `tool call${name ? " " + name[1] : ""}` : "tool result" });
+    }
+  }
+  const full = found.filter(({ begin }, i) => text.slice(begin, found[i + 1]?.begin).replace(MARKS, "").replace(/<[|｜][^<>]*>/g, "").trim());
+  if (!full.length) return [found[0]];
+  full[0].begin = 0;
+  return full;
+}
+
+// The tokens of one sample as blocks of a conversation; each token knows its place by data-t and data-r.
 function tokensOf(group, sample, texts, quantity, scale) {
-  const place = make("div", "tokens");
+  const place = make("div", `tokens ${quantity.kind}`), value = valuesOf(group, quantity.key);
   let token = sample.token, own = sample.own, turn = -1;
   for (const [origin, count, number] of sample.spans) {
-    if (number !== turn && sample.spans.length > 1) place.append(make("span", "turn", `turn ${number + 1}`));
-    turn = number;
+    const said = Array.from({ length: count }, (_, i) => tokenText(texts, group.ids[token + i]));
+    const blocks = blocksOf(said.join(""), origin === POLICY ? "assistant" : origin === ENVIRONMENT ? "environment" : "earlier");
+    const plain = sample.spans.length === 1 && blocks.length === 1;
+    let at = 0, block = null;
     for (let i = 0; i < count; i++, token++) {
-      const element = make("i", ["", "environment", "inherited"][origin], visible(tokenText(texts, group.ids[token])));
+      while (blocks.length && at + said[i].length > blocks[0].begin) {
+        const { label } = blocks.shift();
+        const by = ["sampled by the policy", "from the environment", "from an earlier branch"][origin];
+        block = make("div", "block" + (/^tool/.test(label) ? " tool" : ""), plain ? null : make("div", "role",
+          number !== turn ? make("span", "turn", `turn ${number + 1}`) : null, make("b", "", label), ` ${by}`));
+        turn = number;
+        place.append(block);
+      }
+      at += said[i].length;
+      const element = make("i", ["", "environment", "inherited"][origin], visible(said[i]));
       element.dataset.t = token;
       if (origin === POLICY) {
         element.dataset.r = own;
-        const colour = scale.colour(quantity.of(own));
+        const colour = scale.colour(value(own));
         if (colour) element.style.background = colour;
         if (group.trainer_masked && group.trainer_masked[own] > 0) element.classList.add("masked");
         own++;
       }
-      place.append(element);
+      block.append(element);
     }
   }
   return place;
+}
+
+// Plain text as blocks of class `name`, each with its role.
+function textOf(text, label, name) {
+  const blocks = blocksOf(text, label);
+  return blocks.map(({ begin, label }, i) => make("div", name, make("b", "", label), text.slice(begin, blocks[i + 1]?.begin)));
 }
 
 function tipOf(group, element, texts, quantities) {
