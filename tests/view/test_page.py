@@ -190,6 +190,8 @@ def test_texts_are_shown_and_never_run(page):
     assert shown.startswith(HOSTILE[:-1])  # the lone surrogate is shown as the browser likes
     open_row(page, set="training", prompt="0")
     assert "".join(page.locator(".tokens i").all_text_contents()) == "<!--</script><b>x</b>"
+    assert set(column(page, "response")) == {"<!--</script><b>x</b>"}
+    assert column(page, "text")[0].startswith(HOSTILE[:20])
     assert page.locator("img, #rollout b:not(.facts b):not(.box b)").count() == 0
 
 
