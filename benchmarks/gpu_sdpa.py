@@ -2,10 +2,11 @@
 
 python benchmarks/gpu_sdpa.py sdpa --device cpu --work /tmp/day
 
-`PackedAttention` of the local layers leaves the choice to torch. The part first profiles an update of the model and
-prints the operators that ran forward and backward. It then runs each backend by itself on the calls that packed
-sequences of Qwen3-0.6B make. It measures the time and compares outputs and gradients with the math backend in fp32 on
-the same inputs. The bound is 0.02 of the norm in bf16 and 1e-4 in fp32.
+`PackedAttention` of the local layers calls FlashAttention in 16 bits on a GPU (`actor.flash`), and else leaves the
+choice to torch. The part first profiles an update of the model and prints the operators that ran forward and backward.
+It then runs each backend by itself, and `actor.flash`, on the calls that packed sequences of Qwen3-0.6B make. It
+measures the time and compares outputs and gradients with the math backend in fp32 on the same inputs. The bound is 0.02
+of the norm in bf16 and 1e-4 in fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gpu_values import Problems
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-OPERATOR = re.compile(r"^aten::_\w*scaled_dot_product_\w*")
+OPERATOR = re.compile(r"^aten::_(\w*scaled_dot_product_|flash_attention_)\w*")
 HOST = re.compile(r"^aten::|^autograd::|Backward0$")  # names that are no kernel's
 KERNEL = re.compile(r"flash|fmha|cudnn|attention|sdp", re.IGNORECASE)
 BACKENDS = {
@@ -70,6 +71,30 @@ def attend(inputs: Inputs, call: Call) -> Results:
     seen = visible(call, query.device) if call.queries < call.length else None
     out = PackedAttention.attend(SimpleNamespace(scale=None), *leaves, seen)
     return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+
+def packed(inputs: Inputs, call: Call) -> Results:
+    """Return the same by `actor.flash`: queries of a part of each sequence continue the rows before it."""
+    from dppo_megatron.actor.flash import FlashAttention, plan_flash
+
+    before = call.length - call.queries
+    sizes = torch.tensor([before, call.queries] * call.n)
+    starts = sizes.cumsum(0) - sizes
+    prefixes = torch.stack((starts.roll(1), sizes.roll(1)), dim=1) * (torch.arange(len(sizes)) % 2)[:, None]
+    bounds = F.pad(sizes[sizes > 0].cumsum(0), (1, 0))
+    plan = plan_flash(bounds, prefixes[sizes > 0], 0, 1, inputs[0].device)
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return F.pad(x, (0, 0, call.length - x.shape[2], 0)).transpose(1, 2).flatten(0, 1)
+
+    leaves = [rows(x).detach().requires_grad_() for x in inputs[:3]]
+    out = FlashAttention.apply(*leaves, *leaves[1:], plan, None)
+    found = out.detach(), *torch.autograd.grad(out, leaves, rows(inputs[3]))
+    likes = (inputs[3], *inputs[:3])
+    return tuple(
+        x.unflatten(0, (call.n, call.length)).transpose(1, 2)[:, :, -like.shape[2] :]
+        for x, like in zip(found, likes, strict=True)
+    )
 
 
 def exactly(inputs: Inputs, call: Call) -> Results:
@@ -139,14 +164,15 @@ def by_itself(day: Day, call: Call, dtype: torch.dtype, problems: Problems) -> N
     chosen = [line for line in ran(day, lambda: attend(inputs, call)) if not line.startswith("  kernel")]
     name = str(dtype).removeprefix("torch.")
     print(f"{call.what}, {name}: torch chose {', '.join(chosen) or 'nothing that the profiler names'}")
-    for backend, kind in BACKENDS.items():
+    for backend, kind in {**BACKENDS, "actor.flash": None}.items():
+        work = packed if kind is None else attend
         try:
-            with sdpa_kernel([kind]):
-                found = attend(inputs, call)
+            with sdpa_kernel([kind or SDPBackend.MATH]):
+                found = work(inputs, call)
                 day.synchronize()
                 started = time.perf_counter()
                 for _ in range(REPEATS):
-                    attend(inputs, call)
+                    work(inputs, call)
                 day.synchronize()
         except RuntimeError as error:
             print(f"  {backend}: not usable: {str(error).splitlines()[0][:100]}")

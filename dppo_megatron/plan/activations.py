@@ -54,6 +54,12 @@ class Work:
         return self.e + widened
 
     @property
+    def local(self) -> int:
+        """Context-parallel ranks, where `actor.PackedAttention` attends on a GPU and gathers their keys; else 0."""
+        own = self.config.model.layers == "local" or self.config.model.lora.r > 0
+        return self.config.parallel.context if self.cuda and own else 0
+
+    @property
     def hidden_bytes(self) -> int:
         """One [s, H] tensor: what a layer passes on."""
         return self.e * self.kept * self.hf.hidden_size
@@ -84,7 +90,10 @@ def layer(work: Work, moe: bool) -> Layer:
     else:
         experts, working = _experts(work)
         saved = {"norms": norms, "attention": attention, **experts}
-    return Layer(saved, working, core)
+    q, kv = (n // work.tensor * work.hf.head_dim for n in (work.hf.num_heads, work.hf.num_kv_heads))
+    # Two backward passes of FlashAttention: rows that continue others, their gradients, a key gradient per query head.
+    attending = bool(work.local) * work.e * work.tokens * (8 * q + 4 * kv * (1 + work.local))
+    return Layer(saved, max(working, attending), core)
 
 
 def _norm(work: Work) -> int:
@@ -101,8 +110,10 @@ def _grouped(work: Work) -> tuple[int, int]:
     q, kv = t * heads * hf.head_dim, t * groups * hf.head_dim
     log_sums = FP32 * t * heads
     if work.cuda:
-        # The projection's output (values are a view of it), queries and keys rotated, the output.
-        return e * (q + 2 * kv) + e * (q + kv) + e * q + log_sums, log_sums
+        # The projection's output (values are a view of it), queries and keys rotated, the output. In fp32 also padded
+        # queries and outputs, and a key and a value for each query head.
+        core = log_sums + e * (2 * kv * work.local * (work.local > 1) + 4 * q * (e == FP32))
+        return e * (q + 2 * kv) + e * (q + kv) + e * q + core, core
     norms = FP32 * (q + kv) if hf.qk_norm else 0
     padded = e * (q + 2 * kv)  # side by side for SDPA; recomputed, its inputs and all of the projection are kept
     core = e * q + log_sums - e * (q + kv)
@@ -120,6 +131,8 @@ def _latent(work: Work) -> tuple[int, int]:
     norms = compressed * ((e if work.cuda else FP32) + e)
     log_sums = FP32 * t * heads
     unfused = 0 if work.cuda else e * (2 * query + 2 * value)  # padded for SDPA
+    if work.local:  # FlashAttention's values and outputs are as wide as queries
+        unfused = 2 * e * (query - value + query * work.local * (work.local > 1))
     return norms + e * (2 * query + up + value) + log_sums + unfused, log_sums
 
 

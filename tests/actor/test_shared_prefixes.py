@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dppo_megatron.actor import check_model
+from dppo_megatron.actor.batch.context import rows_of_rank
 from dppo_megatron.actor.batch.packing import PackedSequences, Packer
 from dppo_megatron.actor.batch.prefixes import shared_rows
 from dppo_megatron.actor.cpu.attention import PackedAttention
 from dppo_megatron.actor.cpu.rope import rope_tables
 from dppo_megatron.actor.cpu.segments import plan_segments
+from dppo_megatron.actor.flash import FlashAttention, plan_flash
 from tests.actor.scenarios import update
+from tests.support import flash as flash_on_the_cpu  # noqa: F401
 from tests.support.actor_cases import DEEPSEEK, QWEN3_MOE, actor_config, pack, sequences, write_config
 
 RUNS = st.lists(  # of sequences: the prefix of a run, and the tokens behind it of each sequence
@@ -94,6 +97,67 @@ def test_attention_is_that_of_whole_sequences(runs, with_rope):
         torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
     ):
         torch.testing.assert_close(mine, theirs)
+
+
+@given(RUNS, st.booleans(), st.sampled_from([(2, 16), (4, 12), (1, 16)]))
+@settings(max_examples=40, deadline=None)
+def test_flash_attention_is_that_of_padded_segments(runs, shared, heads):
+    """The plan for GPUs and the merge of its two calls, with grouped heads and with narrower values (latent attention).
+
+    The operators are those of `tests.support.flash`.
+    """
+    bounds, prefix = batch_of(runs)
+    rows = shared_rows(bounds, prefix if shared else torch.zeros_like(prefix))
+    (groups, width), generator = heads, torch.Generator().manual_seed(0)
+    sizes = (4, 16), (groups, 16), (groups, width)
+    inputs = [torch.randn(len(rows.origin), *size, generator=generator, requires_grad=True) for size in sizes]
+    upstream = torch.randn(len(rows.origin), 4 * width, generator=generator)
+    attention = PackedAttention(TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4), layer_number=1)
+    found = []
+    for plan in (
+        plan_flash(rows.bounds, rows.prefixes, 0, 1, bounds.device),
+        plan_segments(rows.bounds, rows.prefixes),
+    ):
+        out = attention(*inputs, None, packed_seq_params=PackedSequences(qkv_format="thd", plan=plan))
+        found.append((out, *torch.autograd.grad(out, inputs, upstream)))
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine - theirs).norm() < 1e-6 * (theirs.norm() + upstream.norm())  # a row's only key has no gradient
+
+
+def test_flash_attention_of_a_group_reads_its_prompt_once():
+    bounds, shared = batch_of([(0, [4]), (3, [2, 1, 5]), (2, [1, 1])])
+    rows = shared_rows(bounds, shared)
+    plan = plan_flash(rows.bounds, rows.prefixes, 0, 1, bounds.device)
+    assert plan.own[0].tolist() == rows.bounds.tolist() == [0, 4, 7, 9, 10, 15, 17, 18, 19]
+    assert plan.rows.tolist() == [*range(7, 15), 17, 18]
+    assert plan.keys.tolist() == [4, 5, 6, 15, 16]
+    assert [x.tolist() if isinstance(x, torch.Tensor) else x for x in plan.before] == [
+        [0, 8, 10], [0, 3, 5], 8, 3, 0.0, False
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_flash_attention_of_context_parallel_ranks_is_that_of_one(size):
+    lengths = torch.tensor([4 * size, 2 * size, 10 * size])
+    bounds = F.pad(lengths.cumsum(0), (1, 0))
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(int(bounds[-1]), n, 16, generator=generator, requires_grad=True) for n in (4, 2, 2)]
+    upstream = torch.randn(int(bounds[-1]), 4, 16, generator=generator)
+    whole = plan_flash(bounds, None, 0, 1, bounds.device)
+    assert whole.before is None
+    expected = FlashAttention.apply(*inputs, *inputs[1:], whole, None)
+    places = [rows_of_rank(bounds, rank, size) for rank in range(size)]
+    gathered = [x[torch.cat(places)] for x in inputs[1:]]
+    parts = [
+        FlashAttention.apply(
+            *(x[own] for x in inputs), *gathered, plan_flash(bounds, None, rank, size, bounds.device), None
+        )
+        for rank, own in enumerate(places)
+    ]
+    got = torch.empty_like(expected).index_copy(0, torch.cat(places), torch.cat(parts))
+    gradients = [torch.autograd.grad(out, inputs, upstream) for out in (got, expected)]
+    for mine, theirs in zip((got, *gradients[0]), (expected, *gradients[1]), strict=True):
+        assert (mine - theirs).norm() < 1e-6 * theirs.norm()
 
 
 def test_what_is_not_shared_has_no_mask():

@@ -21,6 +21,8 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+import tests.support.flash  # noqa: F401: the CPU then has kernels of FlashAttention
+
 aten = torch.ops.aten
 
 # Their sizes follow from values: the host reads those first.
@@ -46,6 +48,8 @@ WITHOUT_VALUES = {
 }
 # Kernels of attention that the CPU does not have; where they are allowed, their results are zeros.
 UNCOMPUTED = ("dot_product_flash_attention", "dot_product_efficient_attention")
+# What shows which kernel attends: those, FlashAttention of packed sequences, and what torch's math kernel calls.
+ATTENDING = (*UNCOMPUTED, *tests.support.flash.OPERATORS, "_safe_softmax", "aten::_softmax")
 HOST_ONLY = ("pin_memory", "non_blocking", "generator")
 
 
@@ -54,7 +58,7 @@ class HostOperators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.uncomputed: Counter[str] = Counter()  # of `UNCOMPUTED`
+        self.attending: Counter[str] = Counter()  # of `ATTENDING`
         self._random = torch.Generator().get_state()
 
     @contextlib.contextmanager
@@ -90,8 +94,9 @@ class HostOperators(TorchDispatchMode):
             return out
         if func in WITHOUT_VALUES or _is_view(func) or _is_plain_copy(func, args, out):
             return out
+        if any(name in func.name() for name in ATTENDING):
+            self.attending[func.name()] += 1
         if any(name in func.name() for name in UNCOMPUTED):
-            self.uncomputed[func.name()] += 1
             tree_map(lambda leaf: _host(leaf).zero_() if isinstance(leaf, Tensor) else leaf, out)
             return out
         with self._randomness(func):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dppo_megatron.types import TokenBatch
 from tests.null_gpu import te_extension
 from tests.null_gpu.host_ops import HostOperators
-from tests.support.actor_cases import actor_config, micro_batches, sequences
+from tests.support.actor_cases import actor_config, micro_batches, pack, sequences
 from tests.support.ranks import rendezvous
 
 STEPS = ("logprobs", "update", "waits", "offload", "export", "checkpoint")
@@ -30,6 +30,7 @@ class Case:
     """settings: sections of the config. objectives: one update each. te: with TransformerEngine's layers.
 
     waits_in: in how many micro-batches each objective's loss is watched for waits.
+    prompts: sequences of a micro-batch begin alike, and the beginning is computed once (True) or in each (False).
     kernels: launches Triton's kernels and those of attention, whose results then are zeros.
     """
 
@@ -39,6 +40,7 @@ class Case:
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     objectives: tuple[str, ...] = ("dppo_binary_tv", "gspo")
     waits_in: int = 4
+    prompts: bool | None = None
     te: bool = False
     kernels: bool = False
     steps: tuple[str, ...] = STEPS
@@ -47,14 +49,13 @@ class Case:
 def run(rank: int, case: Case, models: Path, directory: Path) -> dict[str, Any]:
     """On a rank: the numbers that the steps of `case` gave."""
     with device(kernels=case.kernels) as operators, _actor(case, models, directory) as actor:
-        return _steps(actor, case, directory) | {"uncomputed": dict(operators.uncomputed)}
+        return _steps(actor, case, directory) | {"attending": dict(operators.attending)}
 
 
 @contextlib.contextmanager
 def device(*, kernels: bool = False) -> Iterator[HostOperators]:
     """Inside, operators on CUDA tensors have values. `kernels`: also launch those that have none, see `Case`."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # which is not there
-    torch.backends.cuda.enable_flash_sdp(kernels)
     torch.backends.cuda.enable_mem_efficient_sdp(kernels)
     with HostOperators() as operators, contextlib.nullcontext() if kernels else _without_triton():
         yield operators
@@ -104,7 +105,7 @@ def _steps(actor: Any, case: Case, directory: Path) -> dict[str, Any]:
 
     found: dict[str, Any] = {"layout": actor.layout.describe()}
     te_extension.calls.clear()
-    batches = micro_batches(sequences(), 4)
+    batches = micro_batches(sequences(), 4) if case.prompts is None else _with_prompts(case.prompts)
     share = slice(actor.layout.data_parallel_rank, None, actor.layout.data_parallel_size)
     batches = batches[share]
     if "logprobs" in case.steps:
@@ -124,6 +125,17 @@ def _steps(actor: Any, case: Case, directory: Path) -> dict[str, Any]:
         checkpoint(actor, directory / f"checkpoint-{case.name}")
     found["te"] = dict(te_extension.calls)
     return found
+
+
+def _with_prompts(shared: bool) -> list[TokenBatch]:
+    parts, batches = sequences(), []
+    for group in (parts[number::4] for number in range(4)):
+        prompt = min(len(part["token_ids"]) for part in group) - 1
+        for part in group[1:]:
+            part["token_ids"][:prompt] = group[0]["token_ids"][:prompt]
+        lengths = torch.tensor([0, *[prompt] * (len(group) - 1)])
+        batches.append(replace(pack(group), shared_prefix=lengths if shared else None))
+    return batches
 
 
 def _read_by(objective: Any, batches: list[TokenBatch]) -> list[TokenBatch]:

@@ -12,17 +12,22 @@ from dppo_megatron.objectives import build_objective
 from dppo_megatron.objectives.presets import PRESETS
 from tests.null_gpu.scenario import Case
 from tests.null_gpu.vllm_config import ROOT
+from tests.support.flash import OPERATORS
 
 DENSE = Case("dense")
 MOE = Case("moe", "qwen3_moe")
 MLA = Case("mla", "deepseek")
+# One that computes each prompt again and again, and one in which attention must see a mask, without FlashAttention.
+LORA_WHOLE = Case("lora_whole", settings={"model": {"lora": {"r": 4}}}, prompts=False, steps=("logprobs", "update"))
+FP32 = Case("fp32", settings={"model": {"dtype": "fp32"}}, prompts=True, kernels=True)
 CASES = (
     DENSE,
     MOE,
     MLA,
     Case("kernels", kernels=True),
+    FP32,
     Case("fp16", settings={"model": {"dtype": "fp16"}}),
-    Case("lora", settings={"model": {"lora": {"r": 4}}}),
+    Case("lora", settings={"model": {"lora": {"r": 4}}}, prompts=True),
     Case(
         "fused",
         settings={"model": {"logits": "fused", "recompute": "full"}, "optimizer": {"offload": True}},
@@ -43,7 +48,9 @@ SAME = {
     **dict.fromkeys(("tensor", "pipeline", "data", "context", "te", "te_tensor", "fp16"), DENSE),
     **dict.fromkeys(("expert", "te_moe"), MOE),
     "te_mla": MLA,
+    "lora": LORA_WHOLE,
 }
+FLASH = {f"aten::{name}" for name in OPERATORS}
 # What TransformerEngine's Python asks its compiled module for, with layers of its own.
 ASKED = ("generic_gemm", "rmsnorm_fwd", "rmsnorm_bwd", "fused_attn_fwd", "fused_attn_bwd", "multi_tensor_adam")
 
@@ -91,11 +98,14 @@ def test_values_are_those_of_one_rank_with_local_layers(run_case, case):
 
 
 def test_attention_goes_to_a_fused_kernel(run_case):
-    """Which one is torch's choice without cuDNN; its kernel is launched, forward and backward, and computes nothing."""
-    (found,) = run_case(next(case for case in CASES if case.kernels))
-    assert found["uncomputed"]
-    assert any(name.endswith("_backward") for name in found["uncomputed"])
-    assert not run_case(DENSE)[0]["uncomputed"]
+    """In 16 bits FlashAttention; in fp32, which it lacks, torch's choice without cuDNN. Neither stores the scores."""
+    efficient = {f"aten::_scaled_dot_product_efficient_attention{suffix}" for suffix in ("", "_backward")}
+    for case in (c for c in CASES if not c.te):
+        for found in run_case(case):
+            attending = set(found["attending"])
+            if case.model != "qwen3":  # routers have a softmax
+                attending -= {"aten::_softmax", "aten::_softmax_backward_data"}
+            assert attending == (efficient if case.name == "fp32" else FLASH), (case.name, found["attending"])
 
 
 def test_without_transformer_engine(models, tmp_path):

@@ -20,6 +20,7 @@ from dppo_megatron.data.micro_batches import computed_pairs
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.hf.flops import ModelFlops
 from dppo_megatron.plan import Advice, Cluster, advise, hardware, make_plan, report
+from dppo_megatron.plan.activations import Layer, Work, layer
 from dppo_megatron.plan.engines import engine_memory, stage_layers
 from dppo_megatron.trainer.batches import UpdateBatch
 from dppo_megatron.trainer.metrics import StepMetrics, Throughput
@@ -87,6 +88,26 @@ def test_every_stage_is_planned_and_states_are_sharded(builder):
     moments = next(item for item in plan.stages[0][1].static if item.name == "Adam moments")
     assert moments.bytes == 8 * (first.expert // 2 + first.dense // 4)
     assert plan.stages[0][1].tensors != plan.stages[1][1].tensors
+
+
+def test_attention_of_local_layers_on_a_gpu_is_counted():
+    """FlashAttention has one head size, context ranks' keys are gathered, and a prompt's samples are a second call."""
+
+    def made(name: str, *sets: str) -> Layer:
+        settings = config(name, *sets)
+        return layer(Work(read_hf_config(settings.model.path), settings, 1000, True), False)
+
+    tensor, te, local = "parallel.tensor=2", "model.layers=transformer_engine", "model.layers=local"
+    fused, own = made("qwen3_8b", tensor, te), made("qwen3_8b", tensor, local)
+    assert own.saved == fused.saved
+    context = made("qwen3_8b", tensor, local, "parallel.context=2")
+    assert context.total - made("qwen3_8b", tensor, te, "parallel.context=2").total == 2 * 1000 * 2 * 2 * 4 * 128
+    assert context.core - own.core == context.total - own.total
+    assert made("qwen3_8b", tensor, "model.lora.r=8").working == 2 * 1000 * (8 * 16 + 8 * 4) * 128
+    wide, narrow = made("deepseek_v3", local), made("deepseek_v3", te)
+    heads = 128 // config("deepseek_v3").parallel.tensor
+    assert wide.total - narrow.total == 2 * 2 * 1000 * heads * (192 - 128)
+    assert made("qwen3_8b", tensor, local, "model.dtype=fp32").core == 1000 * 16 * (4 + 4 * 4 * 128)
 
 
 def test_an_impossible_layout_is_rejected_with_every_reason(builder):

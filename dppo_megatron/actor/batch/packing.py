@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dppo_megatron.actor.cpu.rope import inverse_frequencies, rope_tables
 from dppo_megatron.actor.cpu.segments import SegmentPlan, plan_segments
+from dppo_megatron.actor.flash import FlashPlan, can_use_flash, plan_flash
 from dppo_megatron.actor.layout import Layout
 from dppo_megatron.actor.model_config import dtype, use_transformer_engine
 from dppo_megatron.actor.precision import row_multiple
@@ -42,7 +43,7 @@ class PackedSequences(PackedSeqParams):
     """
 
     rows: Int[Tensor, " n"] | None = None
-    plan: SegmentPlan | None = None
+    plan: SegmentPlan | FlashPlan | None = None
     rope: tuple[Float[Tensor, "T 1 d"], Float[Tensor, "T 1 d"]] | None = None
     replay: ReplayedExperts | None = None
 
@@ -75,7 +76,7 @@ class Packer:
     """Turns token batches into micro-batches for one model.
 
     frequencies: inverse rope frequencies where our own attention rotates, else None.
-    own_attention: whether our own attention needs a plan.
+    own_attention: whether our own attention needs a plan; flash: for FlashAttention.
     multiple: T is padded to a multiple of it (sequence parallelism splits T evenly, FP8 wants whole tiles).
     round_size: a pass takes a multiple of so many micro-batches (the interleaved pipeline schedule does).
     equal_group: ranks that must hold equally many rows of each micro-batch, else None.
@@ -87,6 +88,7 @@ class Packer:
     dtype: torch.dtype
     frequencies: Float[Tensor, " d/2"] | None
     own_attention: bool = True
+    flash: bool = False
     multiple: int = 1
     sequence_rank: int = 0  # sequence parallelism: which of so many parts of the rows this rank's routers see
     sequence_size: int = 1
@@ -106,6 +108,7 @@ class Packer:
             dtype=dtype(config),
             frequencies=inverse_frequencies(hf).to(layout.device) if own and hf.mla is None else None,
             own_attention=own,
+            flash=own and not config.engine.exact and can_use_flash(dtype(config), hf.head_dim, layout.device),
             multiple=row_multiple(config) * (layout.tensor_size if layout.sequence_parallel else 1),
             sequence_rank=layout.tensor_rank if layout.sequence_parallel else 0,
             sequence_size=layout.tensor_size if layout.sequence_parallel else 1,
@@ -245,8 +248,9 @@ class Packer:
         longest = int(cu_seqlens.diff().max())
         on_device = cu_seqlens.to(self.device, torch.int32)
         plan = rope = None
+        of_segments = (cu_seqlens, prefixes, self.context_rank, self.context_size)
         if self.own_attention:
-            plan = plan_segments(cu_seqlens, prefixes, self.context_rank, self.context_size).to(self.device)
+            plan = plan_flash(*of_segments, self.device) if self.flash else plan_segments(*of_segments).to(self.device)
         if self.frequencies is not None:
             rope = rope_tables(self.frequencies, position_ids, self.dtype)
         return PackedSequences(

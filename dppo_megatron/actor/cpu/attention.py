@@ -4,6 +4,7 @@ Megatron's own local attention refuses packed sequences. Here sequences of simil
 side and given to one causal SDPA per length group: the padding lies behind every real token of its row, so
 causality alone keeps it out and the result is that of each sequence by itself. Which rows go where is
 `PackedSequences.plan`. Sequences of which only a part is computed here have a mask in the place of causality.
+On GPUs in 16 bits `actor.flash` needs neither padding nor mask.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from dppo_megatron.actor.batch.context import gather_rows
+from dppo_megatron.actor.flash import FlashAttention, FlashPlan
 
 from .rope import rotate
 
@@ -49,17 +51,22 @@ class PackedAttention(MegatronModule):
         """h query heads share g key and value heads. `packed_seq_params` is a `PackedSequences`."""
         packed = packed_seq_params
         if packed.rope is not None:
-            query = rotate(query, *packed.rope)
-            key = rotate(key, *packed.rope)
-        plan = packed.plan
+            query, key = (rotate(x, *packed.rope) for x in (query, key))
+        plan, width, flash = packed.plan, value.shape[-1], isinstance(packed.plan, FlashPlan)
+        if flash and width < query.shape[-1]:  # of latent attention; the kernel has one size for all
+            value = F.pad(value, (0, query.shape[-1] - width))
+        keys, values = key, value
+        if self.context_group is not None:
+            both = gather_rows(torch.cat((key, value), dim=-1), self.context_group)
+            keys, values = both.split((key.shape[-1], value.shape[-1]), dim=-1)
+        if flash:
+            out = FlashAttention.apply(query, key, value, keys, values, plan, self.scale)
+            return out[..., :width].flatten(1)
         query = _Pad.apply(query, plan.pad_rows, plan.packed_rows, None)
         key_places = (plan.pad_rows, plan.packed_rows, None)
         if plan.keys is not None:
             key_places = (plan.keys.pad_rows, plan.keys.places, plan.keys.rows)
-            if plan.keys.gathered:
-                both = gather_rows(torch.cat((key, value), dim=-1), self.context_group)
-                key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
-        key, value = (_Pad.apply(x, *key_places) for x in (key, value))
+        key, value = (_Pad.apply(x, *key_places) for x in (keys, values))
         out, at, key_at = [], 0, 0
         for n, queries, length in plan.groups:
             rows, key_rows = slice(at, at + n * queries), slice(key_at, key_at + n * length)
@@ -69,8 +76,7 @@ class PackedAttention(MegatronModule):
             if queries < length:
                 positions = plan.keys.positions[rows].view(n, 1, queries, 1)
                 seen = positions >= torch.arange(length, device=positions.device)
-            o = self.attend(q, k, v, seen)
-            out.append(o.transpose(1, 2).reshape(n * queries, -1))
+            out.append(self.attend(q, k, v, seen).transpose(1, 2).reshape(n * queries, -1))
             at, key_at = at + n * queries, key_at + n * length
         padded = out[0] if len(out) == 1 else torch.cat(out)
         return _Unpad.apply(padded, plan.packed_rows)
@@ -83,6 +89,8 @@ class PackedAttention(MegatronModule):
         seen: Bool[Tensor, "n 1 Q L"] | None,
     ) -> Float[Tensor, "n h Q v"]:
         """`seen`: which keys each query sees; None = those up to its own."""
+        if query.is_cuda:  # for grouped heads in fp32, or with a mask, torch has only a kernel that stores all scores
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=seen, is_causal=seen is None, scale=self.scale, enable_gqa=True
         )

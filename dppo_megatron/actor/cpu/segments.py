@@ -39,16 +39,12 @@ class SegmentPlan:
 
 @dataclass(frozen=True)
 class SegmentKeys:
-    """Keys and values at M' padded places, made of M rows: this rank's or, `gathered`, all context-parallel ranks'."""
+    """Keys and values at M' padded places, made of M rows: this rank's or all context-parallel ranks'."""
 
     pad_rows: Int[Tensor, " M'"]  # row at each padded place
     positions: Int[Tensor, " N"]  # position in its sequence of each padded query: it sees the keys up to there
     places: Int[Tensor, " K"]  # padded places that hold a key
     rows: Int[Tensor, " K"] | None = None  # which row it is; None: K = M, and places are those of the rows in order
-
-    @property
-    def gathered(self) -> bool:
-        return self.rows is None
 
     def to(self, device: torch.device) -> SegmentKeys:
         rows = None if self.rows is None else self.rows.to(device)
