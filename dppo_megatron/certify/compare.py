@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.engines.trace import OUTSIDE, Trace
+from dppo_megatron.errors import ExpectedError
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -74,8 +75,12 @@ class Difference:
 
 
 def compare(engine: Trace, trainer: Trace) -> list[Difference]:
-    """Of every value that both recorded, in the order of the computation."""
+    """Of every value that both recorded, in the order of the computation; nothing where there is no trainer's.
+    Raises `ExpectedError` where none of them is inside a layer."""
     keys = sorted(engine.keys() & trainer.keys(), key=_place)
+    if trainer and all(layer == OUTSIDE for layer, _ in keys):
+        counts = f"the engine recorded {len(engine)} values and the trainer {len(trainer)}, none of a layer is in both"
+        raise ExpectedError(f"{counts}: certify a model and layers of docs/certify.md#what-can-be-recorded")
     return [_difference(key, engine[key], trainer[key]) for key in keys]
 
 

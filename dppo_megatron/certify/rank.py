@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dppo_megatron.actor import Actor, init_layout
 from dppo_megatron.actor.batch.packing import sequence
@@ -19,6 +17,8 @@ from dppo_megatron.actor.trace import CannotTrace, trace
 from dppo_megatron.common.files import write_json
 from dppo_megatron.common.ranks import Ranks, authenticate
 from dppo_megatron.config import Config
+from dppo_megatron.data.micro_batches import Prefixes, plan_micro_batches
+from dppo_megatron.data.packing import TokenSequence, pack
 from dppo_megatron.data.prompts import training_prompts
 from dppo_megatron.data.tokenizer import end_token_ids, load_tokenizer
 from dppo_megatron.engines.kinds import build_engine
@@ -29,7 +29,7 @@ from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.fleet.registry import engine_services
 from dppo_megatron.observability.logs import append_line, setup_logging
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.types import Rollout, TokenBatch
+from dppo_megatron.types import Prompt, Rollout
 from dppo_megatron.weight_sync import build_publisher, weight_check_tokens
 from dppo_megatron.weight_sync.engine_thread import EngineThread
 
@@ -37,6 +37,7 @@ from .compare import Difference, compare, logprob_table
 
 CERTIFICATE = "certificate.json"
 LIMIT_S = 3600.0  # of the whole measurement
+SAMPLES = 4  # of a prompt at most: training computes a prompt once for all samples of its group
 TRACED = 512  # tokens at most: a trace is some tens of hidden states of every token and layer
 PROGRESS = "progress.log"  # a line when a part of the work begins
 
@@ -47,14 +48,10 @@ Result = TypeVar("Result")
 class Sample:
     """One response, and what the engine says of it by other ways than the one it was sampled by."""
 
-    prompt: np.ndarray  # [P] int32
+    prompt: Prompt  # of P tokens
     rollout: Rollout
     alone: np.ndarray  # [P + R - 1] fp32 at temperature 1, scored in a pass of its own
     beside: np.ndarray  # the same, scored together with all others
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        return np.concatenate([self.prompt, self.rollout.token_ids])
 
 
 def run_rank(config: Config, url: str, prompts: int, checkpoint: Path | None = None) -> None:
@@ -124,48 +121,59 @@ class _Measurement:
         tokenizer = load_tokenizer(config.model.path, self._actor.hf.vocab_size)
         source = training_prompts(config, tokenizer)
         end = end_token_ids(config.model.path, tokenizer)
+        asked = [source.prompt(position) for position in range(min(prompts, len(source)))]
+        n = min(rollout.group_size, SAMPLES)
         requests = [
             GenerateRequest(
                 request_id=f"certify-{position}",
-                token_ids=source.prompt(position).token_ids,
-                n=1,
-                seeds=(config.run.seed + position,),
+                token_ids=prompt.token_ids,
+                n=n,
+                seeds=tuple(config.run.seed + n * position + i for i in range(n)),
                 temperature=rollout.temperature,
                 max_tokens=rollout.max_response_tokens,
                 stop_token_ids=(*end, *rollout.stop_token_ids),
                 routed_experts=rollout.routing_replay,
             )
-            for position in range(min(prompts, len(source)))
+            for position, prompt in enumerate(asked)
         ]
         groups = await asyncio.gather(*map(engine.generate, requests))
-        whole = [np.concatenate([r.token_ids, g[0].token_ids]) for r, g in zip(requests, groups, strict=True)]
+        sampled = [(prompt, r) for prompt, group in zip(asked, groups, strict=True) for r in group]
+        whole = [np.concatenate([prompt.token_ids, r.token_ids]) for prompt, r in sampled]
         alone = [await engine.score(token_ids) for token_ids in whole]
         beside = await asyncio.gather(*map(engine.score, whole))
         head = {"engine": info.engine, "engine_dtype": info.dtype, "engine_model": info.model}
-        parts = zip(requests, groups, alone, beside, strict=True)
-        return head, [Sample(r.token_ids, g[0], a, b) for r, g, a, b in parts]
+        return head, [Sample(*one, a, b) for one, a, b in zip(sampled, alone, beside, strict=True)]
 
     def _logprobs(self, samples: Sequence[Sample]) -> tuple[dict[str, Any], list[dict[str, Any]], tuple[Sample, int]]:
         """The tables, every token's log-prob, and the token that differs most: its sample and place in the response."""
-        replayed = [_batch(sample, self._config.rollout.temperature) for sample in samples]
-        at_one = [_batch(sample, 1.0) for sample in samples]
-        trained = self._score([_packed(replayed)], samples)
-        alone = self._score(at_one, samples)
-        sampled = _ends([s.rollout.rollout_logprob for s in samples], samples)
-        prefill, beside = (_ends([getattr(s, way) for s in samples], samples) for way in ("alone", "beside"))
+        rollout = self._config.rollout
+        given = {"advantage": 1.0, "temperature": rollout.temperature, "replay_routing": rollout.routing_replay}
+        at_run = [TokenSequence.of_rollout(s.prompt, s.rollout, loss_weight=1.0, **given) for s in samples]
+        at_one = [replace(s, temperature=1.0) for s in at_run]
+        shares = self._actor.shares_prefixes
+        trained, alone = self._packed(at_run, samples, shares), self._score(at_one)
+        whole = self._packed(at_run, samples, False) if shares else trained
+        sampled = [s.rollout.rollout_logprob for s in samples]
+        prefill, beside = (
+            [getattr(s, way)[-len(s.rollout.token_ids) :] for s in samples] for way in ("alone", "beside")
+        )
         tables = {
             "engine sampled, trainer packed": (sampled, trained),
             "engine scored alone, trainer alone": (prefill, alone),
             "engine: scored beside others, alone": (beside, prefill),
-            "trainer: packed beside others, alone": (self._score([_packed(at_one)], samples), alone),
+            "trainer: packed beside others, alone": (whole, self._score(at_run)),
         }
-        if self._config.rollout.temperature == 1:
+        if shares:
+            tables["trainer: packed with prompts once, whole"] = (trained, whole)
+        if rollout.temperature == 1:
             tables["engine: sampled, scored alone"] = (sampled, prefill)
         if self._actor.routing is not None:
-            tables["trainer: routes replayed, its own"] = (alone, self._score(list(map(_own_routes, at_one)), samples))
-        if not self._config.model.fp32_head and self._config.model.dtype != "fp32" and not self._fused:
+            own = [replace(s, routed_experts=None) for s in at_one]
+            tables["trainer: routes replayed, its own"] = (alone, self._score(own))
+        model = self._config.model
+        if not model.fp32_head and model.dtype != "fp32" and model.logits != "fused":
             with self._fp32_head():
-                tables["engine scored alone, trainer with model.fp32_head"] = (prefill, self._score(at_one, samples))
+                tables["engine scored alone, trainer with model.fp32_head"] = (prefill, self._score(at_one))
         off = [np.abs(a - b).max() for a, b in zip(sampled, trained, strict=True)]
         worst = int(np.argmax(off))
         place = int(np.abs(sampled[worst] - trained[worst]).argmax())
@@ -180,7 +188,8 @@ class _Measurement:
 
     def _operators(self, sample: Sample, place: int) -> dict[str, Any]:
         """Of the pass up to the token that differs most, or of its first TRACED tokens."""
-        token_ids = sample.token_ids[: min(len(sample.prompt) + place + 1, TRACED)]
+        prompt = sample.prompt.token_ids
+        token_ids = np.concatenate([prompt, sample.rollout.token_ids[: place + 1]])[:TRACED]
         found = {"traced_tokens": len(token_ids)}
 
         async def record(engine: Engine) -> Trace | str:
@@ -195,27 +204,36 @@ class _Measurement:
             return found | {"operators": f"not available: {given}"}
         batch = sequence(token_ids, sample.rollout.routed_experts)
         try:
-            free = compare(given, trace(self._actor, batch))
+            recorded = trace(self._actor, batch)  # of other ranks than 0 nothing
         except CannotTrace as error:
             return found | {"operators": f"not available: {error}"}
-        own = compare(given, trace(self._actor, _own_routes(batch), given))
+        free = compare(given, recorded)
+        own = compare(given, trace(self._actor, replace(batch, routed_experts=None), given))
         beyond = [difference.name for difference in own if difference.beyond_rounding]
         return found | {
+            "recorded": len(given.keys() | recorded.keys()),
             "operators": {"accumulated": list(map(_entry, free)), "own": list(map(_entry, own))},
             "first": next((difference.name for difference in free if difference.differs), None),
             "first_beyond_rounding": next(iter(beyond), None),
             "beyond_rounding": beyond,
         }
 
-    def _score(self, batches: list[TokenBatch], samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Log-probs [R] of each sample's response, of batches that hold one sample each or one that holds all."""
-        scored = torch.cat(self._actor.logprobs(batches)).numpy()
-        ends = np.cumsum([len(sample.token_ids) for sample in samples])
-        return _ends([scored[: end - 1] for end in ends], samples)
+    def _packed(self, own: list[TokenSequence], samples: Sequence[Sample], share: bool) -> list[np.ndarray]:
+        """Log-probs [R] of each response, packed as one update of training would; with `share` prompts once."""
+        groups, lengths = ([s.prompt.position for s in samples], [len(s.prompt.token_ids) for s in samples])
+        prefixes = Prefixes(np.array(groups), np.array(lengths)) if share else None
+        (plan,) = plan_micro_batches(list(map(len, own)), 1, self._config.train.micro_batch_tokens, prefixes)
+        return self._score(own, plan, share)
 
-    @property
-    def _fused(self) -> bool:
-        return self._config.model.logits == "fused"
+    def _score(self, own: list[TokenSequence], plan: Sequence[list[int]] = (), share: bool = False) -> list[np.ndarray]:
+        """The same by micro-batches of a plan; without one each sequence in a pass of its own."""
+        plan = plan or [[index] for index in range(len(own))]
+        batches = [pack([own[i] for i in indices], share_prefixes=share) for indices in plan]
+        found: dict[int, np.ndarray] = {}
+        for indices, batch, scored in zip(plan, batches, self._actor.logprobs(batches), strict=True):
+            parts = scored[batch.mask].split([own[i].learned for i in indices])
+            found |= {i: part.numpy() for i, part in zip(indices, parts, strict=True)}
+        return [found[i] for i in range(len(own))]
 
     @contextmanager
     def _fp32_head(self) -> Iterator[None]:
@@ -242,30 +260,6 @@ class _Measurement:
                 await engine.close()
 
         return self._ranks.from_rank_zero(lambda: asyncio.run(once()), what)
-
-
-def _batch(sample: Sample, temperature: float) -> TokenBatch:
-    batch = sequence(sample.token_ids, sample.rollout.routed_experts)
-    return replace(batch, temperature=torch.full(batch.mask.shape, temperature))
-
-
-def _own_routes(batch: TokenBatch) -> TokenBatch:
-    return replace(batch, routed_experts=None)
-
-
-def _packed(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """All of them in one micro-batch, as in training."""
-    lengths = torch.tensor([0, *(len(b.token_ids) for b in batches)], dtype=torch.int32)
-    columns: dict[str, Tensor | None] = {}
-    for name in (f.name for f in fields(TokenBatch)):
-        parts = [getattr(batch, name) for batch in batches]
-        columns[name] = None if parts[0] is None else torch.cat(parts)
-    return TokenBatch(**columns | {"cu_seqlens": lengths.cumsum(0, dtype=torch.int32)})
-
-
-def _ends(logprobs: Sequence[np.ndarray], samples: Sequence[Sample]) -> list[np.ndarray]:
-    """The last R of each."""
-    return [values[-len(sample.rollout.token_ids) :] for values, sample in zip(logprobs, samples, strict=True)]
 
 
 def _entry(difference: Difference) -> dict[str, Any]:

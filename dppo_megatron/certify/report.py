@@ -42,13 +42,14 @@ def _lines(certificate: Mapping[str, Any]) -> Iterator[str]:
         yield f"operators: {operators}"
         return
     yield f"operators, in a pass of {certificate['traced_tokens']} tokens (layer by layer: the certificate's JSON)"
-    first = certificate["first"]
+    first, entries = certificate["first"], operators["accumulated"]
+    compared, same = len(entries), sum(not entry["differing"] and not entry["problem"] for entry in entries)
+    yield f"  {compared} of {certificate['recorded']} recorded values compared, {same} of them have the same bits"
     if first is None:
-        yield "  every recorded value has the same bits"
         return
     own = {entry["name"]: entry for entry in operators["own"]}
-    yield f"  first to differ: {_described(next(e for e in operators['accumulated'] if e['name'] == first))}"
-    stream = [e["roundings"] for e in operators["accumulated"] if e["operator"] in ("residual", "final_residual")]
+    yield f"  first to differ: {_described(next(e for e in entries if e['name'] == first))}"
+    stream = [e["roundings"] for e in entries if e["operator"] in ("residual", "final_residual")]
     yield f"  the residual's difference, layer by layer, in roundings: {' '.join(f'{r:.1f}' for r in stream)}"
     yield "  given the engine's inputs, its operators differ from the trainer's by themselves:"
     for entry in _kinds(operators["own"]):

@@ -94,7 +94,7 @@ def plan(
 @app.command()
 def certify(
     config_file: ConfigFile,
-    prompts: Annotated[int, typer.Option(min=1, help="of the prompt order, from its start; one answer to each")] = 16,
+    prompts: Annotated[int, typer.Option(min=1, help="from the start of their order; up to 4 answers to each")] = 16,
     within: Annotated[
         float | None, typer.Option(min=0, help="exit 1 where a sampled token's log-prob differs by more nats")
     ] = None,

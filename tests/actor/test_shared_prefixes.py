@@ -20,6 +20,7 @@ from dppo_megatron.actor.cpu.rope import rope_tables
 from dppo_megatron.actor.cpu.segments import plan_segments
 from dppo_megatron.actor.flash import FlashAttention, plan_flash
 from tests.actor.scenarios import update
+from tests.actor.scenarios.certified import PROMPTS, RESPONSE, SAMPLES, TEMPERATURE, certified
 from tests.support import flash as flash_on_the_cpu  # noqa: F401
 from tests.support.actor_cases import DEEPSEEK, QWEN3_MOE, actor_config, pack, sequences, write_config
 
@@ -208,3 +209,25 @@ def test_what_cannot_share_says_so_when_asked_and_does_not_when_not(tmp_path, mo
     (line,) = problems(True)
     assert named in line
     assert "set train.share_prefixes to false" in line
+
+
+SHARED, WHOLE = "engine sampled, trainer packed", "trainer: packed with prompts once, whole"
+
+
+@pytest.mark.slow
+def test_a_certificate_compares_the_pass_of_training_at_the_temperature_of_the_run(one_rank):
+    """Packed with each prompt once; transformers' log-probs at that temperature stand for an engine's."""
+    tables, (batch,) = one_rank(certified)["fp32"]
+    assert tables[SHARED]["tokens"] == len(PROMPTS) * SAMPLES * RESPONSE
+    assert tables[SHARED]["largest"] < 1e-4
+    assert tables["engine scored alone, trainer alone"]["largest"] < 1e-4, "at temperature 1"
+    assert batch.shared_prefix.tolist() == [n if i else 0 for n in PROMPTS for i in range(SAMPLES)]
+    assert batch.temperature.unique().tolist() == pytest.approx([TEMPERATURE])
+
+
+@pytest.mark.slow
+def test_a_certificate_shows_what_sharing_a_prompt_changes(one_rank):
+    tables, _ = one_rank(certified)["bf16"]
+    assert tables[WHOLE]["same_bits"] < 0.5
+    assert tables[WHOLE]["largest"] > 1e-3
+    assert tables["trainer: packed beside others, alone"]["largest"] < tables[WHOLE]["largest"]

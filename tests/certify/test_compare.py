@@ -9,6 +9,7 @@ import torch
 
 from dppo_megatron.actor.trace import OF_COLUMNS
 from dppo_megatron.certify.compare import FIRST, LAST, NOT_A_NUMBER, OF_A_LAYER, compare, logprob_table, ulp_distance
+from dppo_megatron.errors import ExpectedError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -77,7 +78,23 @@ def test_differences_come_in_the_order_of_the_computation():
 
 
 def test_what_one_side_alone_recorded_is_left_out():
-    assert compare({(0, "mlp"): torch.ones(1, 1)}, {(0, "attention"): torch.ones(1, 1)}) == []
+    engine, trainer = ({(0, "mlp"): torch.ones(1, 1), (0, own): torch.ones(1, 1)} for own in ("mlp_gate", "attention"))
+    assert [difference.name for difference in compare(engine, trainer)] == ["layer 0 mlp"]
+    assert compare(engine, {}) == [], "of other ranks than the first"
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer"),
+    [
+        ({(0, "attention"): 1.0}, {(0, "mlp"): 1.0}),
+        ({(-1, "embedding"): 1.0, (0, "mlp"): 1.0}, {(-1, "embedding"): 1.0, (1, "mlp"): 1.0}),
+        ({}, {(-1, "embedding"): 1.0}),
+    ],
+)
+def test_traces_without_a_common_value_of_a_layer_are_refused(engine, trainer):
+    of = ({key: torch.full((4, 8), value) for key, value in trace.items()} for trace in (engine, trainer))
+    with pytest.raises(ExpectedError, match=f"engine recorded {len(engine)} values and the trainer {len(trainer)}"):
+        compare(*of)
 
 
 def test_every_sharded_operator_has_its_place():

@@ -25,6 +25,7 @@ def certificate(off: float, operators) -> dict:
         "logprobs": {"engine sampled, trainer packed": logprob_table(engine, engine + np.float32(off))},
         "traced_tokens": 3,
         "operators": operators,
+        "recorded": 7,
         "first": next((e["name"] for e in found.get("accumulated", ()) if e["differing"]), None),
         "first_beyond_rounding": None,
     }
@@ -48,8 +49,10 @@ def test_what_an_engine_does_not_let_be_seen_is_said():
     )
 
 
-def test_same_bits_are_said():
-    assert "every recorded value has the same bits" in text(certificate(0.0, operators(0.0)))
+def test_same_bits_are_said_with_how_many_values_were_compared():
+    said = "2 of 7 recorded values compared, {} of them have the same bits"
+    assert said.format(2) in text(certificate(0.0, operators(0.0)))
+    assert said.format(1) in text(certificate(0.0, operators(2**-20)))
 
 
 def test_the_first_operator_and_each_kind_are_named():
