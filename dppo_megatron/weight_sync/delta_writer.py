@@ -15,7 +15,7 @@ from dppo_megatron.hf.safetensors_writer import Part
 from dppo_megatron.hf.staged import write_staged
 from dppo_megatron.hf.turns import Turns
 from dppo_megatron.weights.delta import DamagedDelta, Version, change, write_base
-from dppo_megatron.weights.fingerprint import MODULUS, bit_sum, group_of
+from dppo_megatron.weights.fingerprint import MODULUS, group_of, sum_of
 
 from .transport import StoredAs
 
@@ -65,9 +65,9 @@ def write_delta(
         mine.nbytes += sum(part.nbytes for part in packed.values())
         if mine.nbytes > most:
             raise DeltaTooLarge(f"{directory}: more than {LARGEST_SHARE:.0%} of the model")
-        group = group_of(name)
-        sums = mine.fingerprint.get(group, 0) + bit_sum(found.new) - bit_sum(found.old)
-        mine.fingerprint[group] = sums % MODULUS
+        group, columns = group_of(name), tensor.shape[1:].numel()
+        old, new = (sum_of(name, side, found.positions, columns) for side in (found.old, found.new))
+        mine.fingerprint[group] = (mine.fingerprint.get(group, 0) + new - old) % MODULUS
         return packed
 
     def write(staging: Path) -> list[Part]:

@@ -1,16 +1,18 @@
 """Fingerprints of weights: one number for each layer, expert and tensor outside the layers, as Hugging Face names them.
 
-The sum over all elements of a mix of each one's bits, modulo 2**64. So it does not depend on their order, and elements
-that are zero count nothing: it is the same for fused, sharded, permuted and padded weights, and another one when a
-single bit is. Floats of 16 and 8 bits count as the fp32 of the same value.
+The sum over all elements of a mix of the element's bits and its column, times weights of its row and of the part of the
+layer (q_proj, gate_proj ...), modulo 2**64. Rows and columns are those of the whole tensor in Hugging Face's layout. So
+fused, sharded and padded weights have the sum of the whole: zeros add nothing. It changes with a single bit, and where
+rows, columns, shards or parts are exchanged. Floats of 16 and 8 bits count as the fp32 of the same value.
 
-In need of torch alone, and of no other module: an SGLang server loads this file by its path.
+Depends only on torch and on no other module: an SGLang server loads this file by its path.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,9 +22,15 @@ CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements mixed at a time: what a CP
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+_PARAMETER = re.compile(r"(\.base_layer)?(\.lora_[AB])?\.\w+$")
 _MIX = (0x9E3779B97F4A7C15 - MODULUS, 0xBF58476D1CE4E5B9 - MODULUS)  # odd, as signed numbers: of splitmix64
-_MIX_UPPER = (_MIX[0] << 16) % MODULUS  # below 2**63; of bits that are the upper half of an fp32
 
+_FUSED = {  # by an engine, one below another
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
 _EXPERTS = {"RoutedExperts", "FusedMoE"}
 _SHARDED = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
 _DERIVED = {"MLAAttention"}  # vLLM's: all its parameters are made of those of kv_b_proj, W_UV and W_UK_T
@@ -42,40 +50,78 @@ def group_of(name: str) -> str:
     return f"layer {layer[1]} expert {expert[1]}" if expert else f"layer {layer[1]}"
 
 
-@torch.no_grad()
-def bit_sums(rows: torch.Tensor) -> list[int]:
-    """Of each row of `rows` [n, ...], modulo 2**64."""
-    rows = rows.detach().reshape(len(rows), -1) if rows.numel() else rows.detach().reshape(len(rows), 0)
-    chunk = CHUNK.get(rows.device.type, CHUNK["cuda"])
-    sums = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-    height, width = max(1, chunk // max(1, rows.shape[1])), min(chunk, rows.shape[1])
-    room = torch.empty(2, min(height, len(rows)) * width, dtype=torch.int64, device=rows.device)
-    for top in range(0, len(rows), height):
-        for left in range(0, rows.shape[1], chunk):
-            part = rows[top : top + height, left : left + chunk]
-            bits, factor = _bits(part)
-            mixed, upper = (buffer[: part.numel()].view(part.shape) for buffer in room)
-            mixed.copy_(bits).mul_(factor)
-            torch.bitwise_right_shift(mixed, 29, out=upper)
-            sums[top : top + height] += mixed.bitwise_xor_(upper).sum(1)
-    return [value * _MIX[1] % MODULUS for value in sums.tolist()]  # the same for all elements, so once for their sum
-
-
-def _bits(part: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Integers, and what to multiply them by first. A bf16 is the upper half of an fp32, so its own bits will do."""
-    if part.dtype == torch.bfloat16:
-        return part.view(torch.int16), _MIX_UPPER
-    return part.float().view(torch.int32) if part.is_floating_point() else part, _MIX[0]
+def part_of(name: str) -> str:
+    """The layer's part that a tensor belongs to, "q_proj" for "model.layers.3.self_attn.q_proj.weight"; "" outside."""
+    return _PARAMETER.sub("", name).rpartition(".")[2] if _LAYER.search(name) else ""
 
 
 def bit_sum(tensor: torch.Tensor) -> int:
-    return bit_sums(tensor.reshape(1, -1))[0] if tensor.numel() else 0
+    """The sum over the elements' bits regardless of their order, modulo 2**64; checkpoints of adapters store it."""
+    return int(_row_sums(tensor, None).sum()) * _MIX[1] % MODULUS if tensor.numel() else 0
+
+
+def sum_of(name: str, tensor: torch.Tensor, positions: torch.Tensor | None = None, columns: int = 1) -> int:
+    """What a tensor adds to its group, modulo 2**64. name, rows and columns as in Hugging Face.
+
+    positions: [N] int64, ascending; `tensor` [N] has the elements there of a flat tensor of so many columns.
+    """
+    if positions is None:
+        return _placed(part_of(name), _row_sums(tensor))[0] if tensor.numel() else 0
+    total = 0
+    for at, part in zip(positions.split(CHUNK["cpu"]), tensor.split(CHUNK["cpu"]), strict=True):
+        mixed = _mix(part, _odd(at % columns), torch.empty(2, len(part), dtype=torch.int64))
+        total += int((mixed * _odd(at // columns)).sum())
+    return total * _salt(part_of(name)) % MODULUS
 
 
 def add(fingerprint: dict[str, int], name: str, tensor: torch.Tensor) -> None:
     """Counts a tensor in, under its name in Hugging Face."""
     group = group_of(name)
-    fingerprint[group] = (fingerprint.get(group, 0) + bit_sum(tensor)) % MODULUS
+    fingerprint[group] = (fingerprint.get(group, 0) + sum_of(name, tensor)) % MODULUS
+
+
+@torch.no_grad()
+def _row_sums(tensor: torch.Tensor, left: int | None = 0) -> torch.Tensor:
+    """int64 [n] of [n, ...], modulo 2**64. left: number of its first column in the whole tensor; None: any order."""
+    rows = tensor.detach().reshape(len(tensor) if tensor.ndim else 1, -1)
+    columns = torch.arange(rows.shape[1], device=rows.device)
+    factor = torch.full_like(columns, _MIX[0]) if left is None else _odd(columns + left)
+    chunk = CHUNK.get(rows.device.type, CHUNK["cuda"])
+    sums = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    height, width = max(1, chunk // rows.shape[1]), min(chunk, rows.shape[1])
+    room = torch.empty(2, min(height, len(rows)) * width, dtype=torch.int64, device=rows.device)
+    for top in range(0, len(rows), height):
+        for span in (slice(start, start + chunk) for start in range(0, rows.shape[1], chunk)):
+            sums[top : top + height] += _mix(rows[top : top + height, span], factor[span], room).sum(1)
+    return sums
+
+
+def _mix(part: torch.Tensor, factor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """int64, in `room` [2, elements and more]: of each element's bits as an fp32; 0 for a zero."""
+    mixed, upper = (buffer[: part.numel()].view(part.shape) for buffer in room)
+    if part.dtype == torch.bfloat16:  # the upper half of an fp32, so its own bits will do
+        mixed.copy_(part.view(torch.int16)).mul_(factor << 16)
+    else:
+        mixed.copy_(part.float().view(torch.int32) if part.is_floating_point() else part).mul_(factor)
+    torch.bitwise_right_shift(mixed, 29, out=upper)
+    return mixed.bitwise_xor_(upper)
+
+
+def _odd(places: torch.Tensor) -> torch.Tensor:
+    """An odd number for each row or column: a product with it loses no bit, and exchanged places show."""
+    mixed = (places + 1) * _MIX[0]
+    return (mixed ^ (mixed >> 29)) * _MIX[1] | 1
+
+
+def _salt(part: str) -> int:
+    """Odd, of the first eight letters; 1 outside the layers, where a tied head has the sum of the embedding."""
+    return int.from_bytes(part.encode(), "little") * _MIX[0] % MODULUS | 1
+
+
+def _placed(part: str, sums: torch.Tensor, row: int = 0) -> list[int]:
+    """Of tensors whose rows from number `row` on have `sums` [..., n]."""
+    total = (sums * _odd(torch.arange(row, row + sums.shape[-1], device=sums.device))).sum(-1)
+    return [value * _salt(part) % MODULUS for value in total.reshape(-1).tolist()]
 
 
 def merged(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -142,19 +188,18 @@ def module_shares(name: str, module: Any, seen: set[int]) -> Shares:
     return shares
 
 
-def adapter_shares(name: str, layer: Any, a: Iterable[torch.Tensor], b: Iterable[torch.Tensor]) -> Shares:
-    """What a worker multiplies with for the adapter of one module of vLLM's or SGLang's, `layer`: A's and B's of the
-    layers that it fuses, in their order, without room that is not used."""
+def adapter_shares(name: str, layer: Any, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> Shares:
+    """What a worker multiplies with for the adapter of one module of vLLM's or SGLang's, `layer`: A's [..., r, in] and
+    B's [..., out, r] of the layers that it fuses, in their order, without room that is not used."""
     shares: Shares = {}
     classes = {cls.__name__ for cls in type(layer).__mro__}
-    rank, size = place(layer)
-    replicas = getattr(layer, "num_kv_head_replicas", 1)
-    for parts, sharded in ((a, "RowParallelLinear"), (b, "ColumnParallelLinear")):
-        whole = sharded not in classes or size == 1
-        for index, part in enumerate(parts):
-            if not whole and index > 0 and replicas > 1 and rank % replicas:
-                continue  # keys and values of one head are on several workers, of which one counts
-            if value := bit_sum(part):  # 0 where the adapter has nothing for the layer
+    for sharded, parts in {"RowParallelLinear": a, "ColumnParallelLinear": b}.items():
+        whole = sharded not in classes or place(layer)[1] == 1
+        for index, part, shard in _fused(f"{name}.weight", layer, whole):
+            rows = parts[index].reshape(-1, parts[index].shape[-1])
+            column, row = (shard * rows.shape[1], 0) if parts is a else (0, shard * len(rows))
+            (value,) = _placed(part, _row_sums(rows, column), row)
+            if value:  # 0 where the adapter has nothing for the layer
                 add_shares(shares, {group_of(f"{name}.weight"): (0, value) if whole else (value, 0)})
     return shares
 
@@ -169,11 +214,19 @@ def add_shares(shares: Shares, more: Shares) -> None:
 
 
 def _changed_in_place(module: Any) -> bool:
-    """Whether an engine replaced what was loaded by something else: SGLang scales FP8 weights anew for DeepGEMM on
-    Blackwell, by powers of two; vLLM cuts FP8 experts in blocks that several workers hold a part of."""
-    if any(getattr(parameter, "format_ue8m0", False) for parameter in module.parameters(recurse=False)):
-        return True
-    return bool(getattr(getattr(module, "moe_config", None), "tp_shard_with_padding", False))
+    """Whether an engine replaced loaded values, or moved them to places that are not known here.
+
+    SGLang scales FP8 weights again for DeepGEMM on Blackwell, by powers of two, packs weights for AMX, and lays experts
+    out for a kernel; vLLM cuts FP8 experts in blocks of which several workers hold a part.
+    """
+    method, config = (getattr(module, of, None) for of in ("quant_method", "moe_config"))
+    marks = (
+        (module, "use_intel_amx_backend"),
+        (method, "load_up_proj_weight_first"),
+        (config, "tp_shard_with_padding"),
+    )
+    moved = any(getattr(p, "format_ue8m0", False) or p.ndim > 3 for p in module.parameters(recurse=False))
+    return moved or any(getattr(of, mark, False) is True for of, mark in marks)
 
 
 def _is_sent(classes: set[str], name: str, parameter: torch.Tensor) -> bool:
@@ -191,39 +244,47 @@ def _parts(name: str, module: Any, classes: set[str], parameter: torch.Tensor) -
     """(group, sum, whether every worker holds it whole) of one parameter."""
     if classes & _EXPERTS:
         layer, first = group_of(name), getattr(module, "moe_ep_rank", 0) == 0
-        padding = [bit_sums(part) for part in _padding(module, name, parameter)]
-        for expert, value, *more in zip(_experts(module, len(parameter)), bit_sums(parameter), *padding, strict=True):
-            value = (value - sum(more)) % MODULUS
+        for expert, value in zip(_experts(module, len(parameter)), _of_experts(name, module, parameter), strict=True):
             if expert is not None:
                 yield f"{layer} expert {expert}", value, False
             elif first:  # shared ones are on every worker that holds other experts, of which one counts
                 yield layer, value, False
         return
     rank, size = place(module)
-    whole = not classes & _SHARDED or size == 1 or ("RowParallelLinear" in classes and parameter.ndim < 2)
-    replicas = getattr(module, "num_kv_head_replicas", 1)
-    if replicas > 1:  # keys and values of one head are on several workers, of which one counts
-        heads = module.num_heads * module.head_size
-        others = module.num_kv_heads * (module.head_size + module.v_head_size)
-        queries = len(parameter) * heads // (heads + others)  # FP8 scales have fewer rows than the weight
-        yield group_of(name), bit_sum(parameter[:queries]), False
-        if rank % replicas == 0:
-            yield group_of(name), bit_sum(parameter[queries:]), False
-        return
-    yield group_of(name), bit_sum(parameter), whole
+    by_row = "RowParallelLinear" in classes
+    whole = not classes & _SHARDED or size == 1 or (by_row and parameter.ndim < 2)
+    sums = _row_sums(parameter, rank * parameter.shape[-1] if by_row and not whole else 0)
+    sizes = module.output_partition_sizes if part_of(name) in _FUSED else [1]
+    bounds = [len(sums) * end // sum(sizes) for end in accumulate(sizes, initial=0)]  # FP8 scales have fewer rows
+    for index, part, shard in _fused(name, module, whole or by_row):
+        row = shard * (bounds[index + 1] - bounds[index])
+        if hasattr(module, "shard_indices"):  # of an embedding
+            row = module.shard_indices.padded_org_vocab_start_index
+        yield group_of(name), _placed(part, sums[bounds[index] : bounds[index + 1]], row)[0], whole
 
 
-def _padding(module: Any, name: str, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Parts of vLLM's experts that are there for a kernel's sake: a load writes nothing to them."""
+def _fused(name: str, module: Any, whole: bool) -> Iterator[tuple[int, str, int]]:
+    """Of the parts that a module fuses: their place, name, and which of the part's shards this worker holds."""
+    rank, leaf = place(module)[0], part_of(name)
+    for index, part in enumerate(_FUSED.get(leaf, (leaf,))):
+        copies = getattr(module, "num_kv_head_replicas", 1) if index > 0 else 1
+        if whole or rank % copies == 0:  # keys and values of one head are on several workers, of which one counts
+            yield index, part, 0 if whole else rank // copies
+
+
+def _of_experts(name: str, module: Any, parameter: torch.Tensor) -> list[int]:
+    """Of each expert, without what vLLM adds for a kernel's sake: a load writes nothing there."""
     config = getattr(module, "moe_config", None)
-    size = getattr(config, "intermediate_size_per_partition_unpadded", None)
-    if size is None or parameter.ndim != 3:
-        return
-    if name.endswith(".w2_weight"):
-        yield parameter[:, :, size:]
-    elif name.endswith(".w13_weight"):
-        for projection in parameter.chunk(2 if config.is_act_and_mul else 1, dim=1):
-            yield projection[:, size:]
+    rank = getattr(config, "tp_rank", getattr(module, "moe_tp_rank", 0))
+    used = getattr(config, "intermediate_size_per_partition_unpadded", None) if name.endswith("_weight") else None
+    flat = parameter.detach().reshape(-1, parameter.shape[-1] if parameter.ndim > 2 else 1)
+    if ".w2_" in name:
+        flat = flat[:, :used]
+        return _placed("down_proj", _row_sums(flat, rank * flat.shape[1]).view(len(parameter), -1))
+    names = ("gate_proj", "up_proj") if getattr(config, "is_act_and_mul", True) else ("up_proj",)
+    sums = _row_sums(flat).view(len(parameter), len(names), -1)[..., :used]
+    values = [_placed(part, sums[:, index], rank * sums.shape[-1]) for index, part in enumerate(names)]
+    return [sum(of_expert) % MODULUS for of_expert in zip(*values, strict=True)]
 
 
 def place(module: Any) -> tuple[int, int]:

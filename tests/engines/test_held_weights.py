@@ -1,4 +1,4 @@
-"""Fingerprints of what real engines hold: those of what was loaded, and others where an engine kept old parts."""
+"""Fingerprints of what real engines hold: those of what was loaded, and others where parts are old or exchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dppo_megatron.weights.fingerprint import Fingerprint, add, differing
+from dppo_megatron.weights.fingerprint import Fingerprint, add, differing, group_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -89,3 +89,22 @@ def test_what_it_kept_of_the_version_before_is_named(served, directory, kept):
         tied = {"lm_head"} if kept == "embed_tokens" else set()
         assert kept in found
         assert set(found) <= {kept} | tied
+
+
+def test_exchanged_parts_rows_and_columns_are_named(served, directory):
+    """Of each layer other things, all of the same bits: gate and up, k and v, rows of q, columns of o."""
+    sent = weights_of(served.models["a"])
+    held = dict(sent)
+    for name, tensor in sent.items():
+        for layer, part, other in ((0, "gate_proj", "up_proj"), (1, "k_proj", "v_proj")):
+            if f".layers.{layer}." in name and part in name:
+                held[name], held[name.replace(part, other)] = sent[name.replace(part, other)], tensor
+        if ".layers.2." in name and "q_proj.weight" in name:
+            held[name] = tensor.flip(0).contiguous()
+        if ".layers.3." in name and "o_proj.weight" in name:
+            held[name] = tensor.roll(tensor.shape[1] // 2, 1)
+    changed = {group_of(name) for name in sent if not torch.equal(held[name], sent[name])}
+    assert len(changed) >= 4
+    (found,) = held_after(served, directory(held))
+    assert set(differing(fingerprint(sent), found)) == changed
+    assert differing(fingerprint(held), found) == []

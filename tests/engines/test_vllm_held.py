@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from dppo_megatron.engines.vllm.extension.held import HeldWeights
-from dppo_megatron.weights.fingerprint import bit_sum, of_workers
+from dppo_megatron.weights.fingerprint import of_workers, sum_of
 
 OLD, NEW = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
+PROJ = sum_of("layers.0.proj.weight", NEW)
+EMBEDDED = {version: sum_of("embed_tokens.weight", weight) for version, weight in (("old", OLD), ("new", NEW))}
 
 
 class Method:
@@ -64,7 +66,7 @@ def test_what_was_loaded_stands_for_what_was_made_of_it(model, how):
     model.layers[0].proj = layer(ColumnParallelLinear, how)
     held = HeldWeights(model)
     update(held, model.layers[0].proj)
-    assert fingerprint(held) == {"layer 0": bit_sum(NEW)}
+    assert fingerprint(held) == {"layer 0": PROJ}
 
 
 @pytest.mark.parametrize("how", ["leaves", "negates"])
@@ -75,7 +77,7 @@ def test_a_kernel_that_kept_the_old_weights_shows(model, how):
     held = HeldWeights(model)
     update(held, proj)
     proj.weight.data = -OLD if how == "negates" else OLD
-    assert fingerprint(held)["layer 0"] != bit_sum(NEW)
+    assert fingerprint(held)["layer 0"] != PROJ
 
 
 @pytest.mark.parametrize("packed_before", [False, True])
@@ -86,18 +88,18 @@ def test_a_packed_copy_that_was_not_made_anew_shows(model, packed_before):
     if packed_before:
         held.follow()
     proj.quant_method.process_weights_after_loading(proj)  # at the start, and never again
-    assert fingerprint(held).get("layer 0") != bit_sum(NEW)
+    assert fingerprint(held).get("layer 0") != PROJ
 
 
 def test_a_packed_head_that_is_tied_must_follow_the_embedding(model):
     model.embed_tokens, model.lm_head = layer(VocabParallelEmbedding, "leaves"), layer(ParallelLMHead, "packs")
     held = HeldWeights(model)
     model.lm_head.quant_method.process_weights_after_loading(model.lm_head)  # at the start
-    assert fingerprint(held)["lm_head"] not in (bit_sum(OLD), bit_sum(NEW)), "nobody saw what it was made from"
+    assert fingerprint(held)["lm_head"] not in EMBEDDED.values(), "nobody saw what it was made from"
     held.follow()
     model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
     update(held, model.embed_tokens)
     model.lm_head.weight = model.embed_tokens.weight
-    assert fingerprint(held) == {"embed_tokens": bit_sum(NEW), "lm_head": bit_sum(OLD)}, "its copy is stale"
+    assert fingerprint(held) == {"embed_tokens": EMBEDDED["new"], "lm_head": EMBEDDED["old"]}, "its copy is stale"
     model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-    assert fingerprint(held) == {"embed_tokens": bit_sum(NEW), "lm_head": bit_sum(NEW)}
+    assert fingerprint(held) == {"embed_tokens": EMBEDDED["new"], "lm_head": EMBEDDED["new"]}

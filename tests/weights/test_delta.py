@@ -108,7 +108,7 @@ def test_what_changed_takes_no_more_than_four_bytes_of_bf16():
     new[torch.randperm(len(old))[:4000]] = 1
     packed = change(old, new).stored("w")
     assert sum(part.nbytes for part in packed.values()) <= 4000 * 4 + 16
-    assert set(change(old, old + 1).stored("w")) == {"w", "w:sums"}, "all of it: as a whole"
+    assert set(change(old, old + 1).stored("w")) == {"w", "w:checks"}, "all of it: as a whole"
 
 
 @pytest.mark.parametrize("place", [0, FAR - 1, FAR, FAR + 1, 2 * FAR, 3 * FAR + 1, 149_999])
@@ -125,7 +125,7 @@ def test_entries_far_apart_are_reached(tmp_path, place):
     assert {place, 149_999} <= set(found.positions.tolist())
 
 
-def test_the_checksum_sees_a_single_bit():
+def test_the_checksum_sees_a_single_bit_and_places():
     for numel in (1, 3, 4, 1001):
         tensor = torch.randn(numel).bfloat16()
         for place in range(0, numel, 97):
@@ -133,6 +133,56 @@ def test_the_checksum_sees_a_single_bit():
             other.view(torch.int16)[place] ^= 1
             assert checksum(other) != checksum(tensor)
     assert checksum(torch.arange(9, dtype=torch.int16)[1:]) == checksum(torch.arange(1, 9, dtype=torch.int16))
+    tensor = torch.randn(1 << 18).bfloat16()
+    blocks, spans = (
+        tensor.view(-1, size)[[1, 0, *range(2, len(tensor) // size)]].reshape(-1) for size in (512, 1 << 17)
+    )
+    up_and_down, signs = tensor.clone(), tensor.clone()
+    up_and_down.view(torch.int16)[0] += 1
+    up_and_down.view(torch.int16)[4] -= 1  # the next word
+    signs[3], signs[100_003] = -signs[3], -signs[100_003]  # the uppermost bit of two words
+    assert checksum(tensor) not in map(checksum, (blocks, spans, up_and_down, signs, tensor.roll(4)))
+    half = slice(0, 100_000)
+    assert {type(checksum(t)) for t in (tensor, tensor[half], tensor[:0])} == {int}
+    assert -(2**63) <= checksum(tensor) < 2**63
+
+
+def shortened(file: str, *names: str):
+    def act(root: Path) -> None:
+        tensors = load_file(root / file)
+        save_file(tensors | {name: tensors[name][:-1].clone() for name in names}, root / file)
+
+    return act
+
+
+def of_another_shape(root: Path) -> None:
+    tensors = load_file(root / "v1/part.safetensors")
+    tensors["norm"] = torch.zeros(8)
+    tensors["norm:checks"] = torch.tensor([0, checksum(tensors["norm"])])
+    save_file(tensors, root / "v1/part.safetensors")
+    (root / "v2/part.safetensors").unlink()
+
+
+def test_deltas_of_an_earlier_release_are_read(tmp_path, model):
+    """Their checksums are sums of words regardless of the order."""
+    directory = stored(tmp_path / "v1", tmp_path / "v0", moved(model, 0.01, 1))
+    tensors = load_file(directory / "part.safetensors")
+    changed = dict(Version(directory).tensors())
+    for name in [name for name in tensors if name.endswith(":checks")]:
+        del tensors[name]
+        which = name.removesuffix(":checks")
+        sums = [
+            int(torch.nn.functional.pad(raw, (0, -len(raw) % 8)).view(torch.int64).sum())
+            for raw in (bits(model[which]), bits(changed[which]))
+        ]
+        tensors[f"{which}:sums"] = torch.tensor(sums)
+    save_file(tensors, directory / "part.safetensors")
+    assert all(torch.equal(bits(changed[name]), bits(tensor)) for name, tensor in Version(directory).tensors())
+    stored(tmp_path / "v2", directory, model)
+    assert all(torch.equal(bits(model[name]), bits(tensor)) for name, tensor in Version(tmp_path / "v2").tensors())
+    times_two("v1/part.safetensors", "embedding:values")(tmp_path)
+    with pytest.raises(DamagedDelta):
+        list(Version(directory).tensors())
 
 
 def times_two(file: str, name: str):
@@ -174,7 +224,11 @@ DAMAGE = {
     "a version between is another": times_two("v1/part.safetensors", "embedding:values"),
     "gaps": times_two("v2/part.safetensors", "embedding:gaps"),
     "values": times_two("v2/part.safetensors", "embedding:values"),
-    "sums": times_two("v2/part.safetensors", "embedding:sums"),
+    "checksums": times_two("v2/part.safetensors", "embedding:checks"),
+    "a value short": shortened("v2/part.safetensors", "embedding:values"),
+    "an entry short": shortened("v2/part.safetensors", "embedding:gaps", "embedding:values"),
+    "a checksum short": shortened("v2/part.safetensors", "embedding:checks"),
+    "another shape": of_another_shape,
     "an unknown tensor": lambda root: save_file({"new": torch.ones(1)}, root / "v2/more.safetensors"),
     "half a file": cut("v2/part.safetensors"),
     "no file": gone("v1/part.safetensors"),

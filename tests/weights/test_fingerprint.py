@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dppo_megatron.engines.sglang.plugin.dppo_sglang_plugin import held_weights
 from dppo_megatron.weights.fingerprint import (
     CHUNK,
     add,
     add_shares,
     bit_sum,
-    bit_sums,
     differing,
     group_of,
     module_shares,
     of_workers,
+    part_of,
+    sum_of,
     untold,
 )
+
+NAME = "model.layers.0.self_attn.q_proj.weight"
+
+
+def summed(tensor: torch.Tensor) -> tuple[int, int]:
+    """By places, and regardless of the order."""
+    return sum_of(NAME, tensor), bit_sum(tensor)
 
 
 @pytest.fixture
@@ -31,7 +42,7 @@ def test_one_bit_of_one_element_shows(weight, dtype):
     before = weight.to(dtype)
     after = before.clone()
     after.view(torch.uint8)[7, 5] ^= 1
-    assert bit_sum(before) != bit_sum(after)
+    assert all(a != b for a, b in zip(summed(before), summed(after), strict=True))
 
 
 def test_changes_of_opposite_elements_do_not_cancel(weight):
@@ -39,40 +50,108 @@ def test_changes_of_opposite_elements_do_not_cancel(weight):
     after = before.clone().view(torch.int16)
     after[0] += 1
     after[1] -= 1
-    assert bit_sum(before) != bit_sum(after.view(torch.bfloat16))
+    assert all(a != b for a, b in zip(summed(before), summed(after.view(torch.bfloat16)), strict=True))
+    pair = torch.tensor(
+        [0.00140380859375, -0.0035552978515625]
+    ).bfloat16()  # signs that cost a sum without places as much
+    assert bit_sum(pair) == bit_sum(-pair)
+    assert sum_of("model.norm.weight", pair) != sum_of("model.norm.weight", -pair)
 
 
-def test_it_is_the_same_fused_sharded_permuted_padded_and_upcast(weight):
-    whole = bit_sum(weight)
-    first, second = weight[:30], weight[30:]
-    assert (bit_sum(first) + bit_sum(second)) % 2**64 == whole
-    assert bit_sum(weight.t().contiguous().view(48, 80)) == whole
-    assert bit_sum(torch.nn.functional.pad(weight, (0, 8, 0, 4))) == whole
-    assert bit_sum(weight.flip(0)) == whole
-    assert bit_sum(weight.bfloat16().float()) == bit_sum(weight.bfloat16())
+def test_it_is_the_same_padded_upcast_and_from_any_memory(weight):
+    whole = sum_of(NAME, weight)
+    assert sum_of(NAME, torch.nn.functional.pad(weight, (0, 8, 0, 4))) == whole
+    assert sum_of(NAME, weight.t().contiguous().t()) == whole
+    assert sum_of(NAME, weight.bfloat16().float()) == sum_of(NAME, weight.bfloat16())
+
+
+def exchanged(tensors: list[torch.Tensor], size: int) -> dict[str, list[torch.Tensor]]:
+    """Other layers of the same bits: `tensors` are gate, up, q and k, [n, columns] each."""
+    gate, up, q, k = tensors
+    columns = gate.shape[1]
+    return {
+        "gate and up": [up, gate, q, k],
+        "q and k": [gate, up, k, q],
+        "rows of q": [gate, up, q.flip(0), k],
+        "heads of q": [gate, up, q.view(-1, 8, columns).flip(0).reshape(q.shape), k],
+        "shards of q": [gate, up, q.roll(len(q) // size, 0), k],
+        "column shards of up": [gate, up.roll(columns // size, 1), q, k],
+        "two rows of k": [gate, up, q, k[[1, 0, *range(2, len(k))]]],
+        "two columns of gate": [gate[:, [1, 0, *range(2, columns)]], up, q, k],
+        "one value of k and one of up": [gate, *swapped(up, k, q)],
+    }
+
+
+def swapped(up: torch.Tensor, k: torch.Tensor, q: torch.Tensor) -> list[torch.Tensor]:
+    up, k = up.clone(), k.clone()
+    up[3, 4], k[3, 4] = k[3, 4].item(), up[3, 4].item()
+    return [up, q, k]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_places_and_parts_that_are_exchanged_show(dtype):
+    tensors = list(torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(0)).to(dtype))
+
+    def of(parts: list[torch.Tensor]) -> dict[str, int]:
+        out: dict[str, int] = {}
+        for part, tensor in zip(("mlp.gate", "mlp.up", "self_attn.q", "self_attn.k"), parts, strict=True):
+            add(out, f"model.layers.3.{part}_proj.weight", tensor)
+        return out
+
+    blind = [what for what, other in exchanged(tensors, 2).items() if of(other) == of(tensors)]
+    assert blind == []
 
 
 def test_large_tensors_are_taken_in_pieces():
     large = torch.arange(2 * CHUNK["cpu"] + 5, dtype=torch.float32)
-    pieces = large.split(1000)
-    assert sum(map(bit_sum, pieces)) % 2**64 == bit_sum(large)
-    assert bit_sums(large[:-5].view(2, -1)) == [bit_sum(half) for half in large[:-5].view(2, -1)]
+    assert sum(map(bit_sum, large.split(1000))) % 2**64 == bit_sum(large) == bit_sum(large.flip(0))
+    wide, high = large[None], large[:, None]
+    for tensor in (wide, high):
+        everywhere = torch.arange(tensor.numel())
+        assert sum_of(NAME, tensor) == sum_of(NAME, tensor.reshape(-1), everywhere, tensor.shape[1])
+
+
+@pytest.mark.parametrize("shape", [(96, 40), (3840,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_changed_is_the_difference(weight, shape, dtype):
+    """Of a delta, by positions of the flat tensor."""
+    before = weight.to(dtype).view(shape)
+    after, at = before.clone(), torch.tensor([0, 41, 77, 3839])
+    after.view(-1)[at] += 1
+    new, old = (sum_of(NAME, side.view(-1)[at], at, side[0].numel()) for side in (after, before))
+    change = new - old
+    assert (sum_of(NAME, before) + change) % 2**64 == sum_of(NAME, after)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_value_counts_as_the_fp32_of_the_same_value(dtype):
     """Also infinities, zeros of either sign and every NaN."""
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
-    assert bit_sums(values[:, None]) == bit_sums(values.float()[:, None])
+    assert [summed(part) for part in values.view(256, 256)] == [summed(part) for part in values.float().view(256, 256)]
     strided = values.view(256, 256)[:, ::3]
-    assert bit_sum(strided) == bit_sum(strided.contiguous())
+    assert summed(strided) == summed(strided.contiguous())
 
 
 def test_the_value_is_what_it_always_was():
-    """Servers and trainers of one run may come from two versions of this program."""
+    """Checkpoints of adapters hold the sum without places; a server that stays up, that with them."""
     values = torch.tensor([1.0, -2.5, 3e-5])
     assert bit_sum(values) == 0xD820159E0E9791F2
     assert bit_sum(values.bfloat16()) == 0x19716438A7AE3560
+    assert sum_of(NAME, values[None]) == 0x4A1FE12C2F6688E3
+    assert sum_of("model.norm.weight", values) == 0x19D4AEE6C970019E
+
+
+def test_places_cost_little():
+    """Compared with the sum without them, of a matrix of one layer."""
+    weight = torch.randn(1024, 2048).bfloat16()
+
+    def seconds(function: Callable[[], int]) -> float:
+        began = time.process_time()
+        function()
+        return time.process_time() - began
+
+    pairs = [(seconds(lambda: sum_of(NAME, weight)), seconds(lambda: bit_sum(weight))) for _ in range(9)]
+    assert min(a for a, _ in pairs) < 2 * min(b for _, b in pairs)
 
 
 def test_groups():
@@ -80,6 +159,10 @@ def test_groups():
     assert group_of("model.layers.12.mlp.experts.7.up_proj.weight") == "layer 12 expert 7"
     assert group_of("model.layers.12.mlp.shared_experts.up_proj.weight") == "layer 12"
     assert group_of("lm_head.weight") == "lm_head"
+    prefix = "base_model.model.model.layers.3.self_attn."
+    parts = {"q_proj.weight_scale_inv", "q_proj.bias", "q_proj.lora_A.weight", "q_proj.base_layer.weight"}
+    assert {part_of(prefix + name) for name in parts} == {"q_proj"}
+    assert part_of("lm_head.weight") == part_of("model.embed_tokens.weight") == ""
 
 
 def test_what_differs_is_named_in_order(weight):
@@ -114,6 +197,7 @@ def test_the_workers_of_an_engine_add_up(weight, place):
     sent = (("q_proj", query), ("k_proj", key), ("v_proj", value), ("o_proj", out), ("norm", weight[70]))
     for name, tensor in sent:
         add(expected, f"model.layers.0.{name}.weight", tensor)
+    add(expected, "model.embed_tokens.weight", weight[71:])
     for name, tensor in scales.items():
         add(expected, f"model.layers.0.{name}.weight_scale_inv", tensor)
 
@@ -121,22 +205,31 @@ def test_the_workers_of_an_engine_add_up(weight, place):
         of_head = [tensor.chunk(2)[rank // 2] for tensor in (keys, values)]
         return torch.nn.Parameter(torch.cat([queries.chunk(4)[rank], *of_head]))
 
-    def worker(rank: int) -> dict[str, tuple[int, int]]:
+    def worker(rank: int, query=query, key=key, out=out) -> dict[str, tuple[int, int]]:
         fused, row, norm = ColumnParallelLinear(), RowParallelLinear(), torch.nn.Module()
         fused.weight = shard(rank, query, key, value)
         fused.weight_scale_inv = shard(rank, *scales.values())
-        heads = {"num_heads": 2, "num_kv_heads": 1, "head_size": 4, "v_head_size": 4, "num_kv_head_replicas": 2}
-        fused.__dict__.update(place(rank), **heads)
+        fused.__dict__.update(place(rank), output_partition_sizes=[8, 4, 4], num_kv_head_replicas=2)
         row.weight = torch.nn.Parameter(out.chunk(4, 1)[rank])
         row.__dict__.update(place(rank))
         norm.weight = torch.nn.Parameter(weight[70].clone())
+        table = type("VocabParallelEmbedding", (torch.nn.Module,), {})()  # of 25 rows, padded; SGLang's names no rank
+        table.weight = torch.nn.Parameter(torch.nn.functional.pad(weight[71:], (0, 0, 0, 3)).chunk(4)[rank])
+        table.__dict__.update(tp_size=4, shard_indices=SimpleNamespace(padded_org_vocab_start_index=7 * rank))
         shares: dict[str, tuple[int, int]] = {}
         for name, module in (("qkv_proj", fused), ("o_proj", row), ("norm", norm)):
             add_shares(shares, module_shares(f"model.layers.0.{name}", module, set()))
-        return shares
+        return shares | module_shares("model.embed_tokens", table, set())
 
     workers = [worker(rank) for rank in range(4)]
     assert of_workers(workers) == (expected, [])
+    faults = {
+        "shards of q": [worker(rank, query=query.roll(8, 0)) for rank in range(4)],
+        "shards of o": [worker(rank, out=out.roll(10, 1)) for rank in range(4)],
+        "a head of k": [worker(rank, key=key.roll(4, 0)) for rank in range(4)],
+        "rows of q": [worker(rank, query=query.flip(0)) for rank in range(4)],
+    }
+    assert [fault for fault, wrong in faults.items() if of_workers(wrong) == (expected, [])] == []
     workers[3]["layer 0"] = (workers[3]["layer 0"][0], 1)
     assert of_workers(workers)[1] == ["layer 0"]
 
@@ -145,7 +238,9 @@ def test_what_every_worker_of_sglang_has_is_a_copy(weight):
     """A linear layer that is not sharded names no group."""
     linear = type("ColumnParallelLinear", (torch.nn.Module,), {})()
     linear.weight, linear.tp_group = torch.nn.Parameter(weight), None
-    assert module_shares("model.layers.0.shared", linear, set()) == {"layer 0": (0, bit_sum(weight))}
+    assert module_shares("model.layers.0.shared", linear, set()) == {
+        "layer 0": (0, sum_of("layers.0.shared.weight", weight))
+    }
 
 
 def test_parameters_that_nobody_sends_do_not_count(weight):
@@ -165,13 +260,19 @@ def test_parameters_that_nobody_sends_do_not_count(weight):
     assert module_shares("model.layers.0.mlp.experts", experts, set()) == {}
 
 
+def fused(gate_up: torch.Tensor) -> int:
+    """Of the gate and up projection of an expert."""
+    sums = [sum_of(f"layers.0.{n}_proj.weight", part) for n, part in zip(("gate", "up"), gate_up.chunk(2), strict=True)]
+    return sum(sums) % 2**64
+
+
 def test_experts_have_the_numbers_of_the_model(weight):
     FusedMoE = type("FusedMoE", (torch.nn.Module,), {})
     module = FusedMoE()
     module.w13_weight = torch.nn.Parameter(weight.view(4, 24, 40).clone())
     module.__dict__.update(SimpleNamespace(moe_ep_rank=2, num_fused_shared_experts=1).__dict__)
     shares = module_shares("model.layers.5.mlp.experts", module, set())
-    numbers = {f"layer 5 expert {6 + place}": (bit_sum(weight.view(4, 24, 40)[place]), 0) for place in range(3)}
+    numbers = {f"layer 5 expert {6 + place}": (fused(weight.view(4, 24, 40)[place]), 0) for place in range(3)}
     assert shares == numbers, "the shared one counts on the first worker"
 
 
@@ -184,31 +285,39 @@ def test_shared_experts_that_every_worker_has_count_once(weight):
         module.w13_weight = torch.nn.Parameter(torch.cat([routed[rank : rank + 1], shared]))
         module.moe_ep_rank, module.num_fused_shared_experts = rank, 1
         workers.append(module_shares("model.layers.5.mlp.experts", module, set()))
-    expected = {f"layer 5 expert {rank}": bit_sum(routed[rank]) for rank in range(2)} | {"layer 5": bit_sum(shared)}
+    expected = {f"layer 5 expert {rank}": fused(routed[rank]) for rank in range(2)} | {"layer 5": fused(shared[0])}
     assert of_workers(workers) == (expected, [])
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_what_pads_experts_does_not_count(weight, gated):
+@pytest.mark.parametrize("size", [1, 2])
+def test_shards_of_experts_add_up_without_what_pads_them(weight, gated, size):
     """vLLM allocates more columns than there are and zeroes them once it has processed the layer, not before."""
     gate, up, down = weight.view(3, 2, 16, 40)[..., :20]
-    module = type("RoutedExperts", (torch.nn.Module,), {})()
-    padded = [torch.full((2, 24, 20), torch.nan) for _ in range(3)]
-    for room, tensor in zip(padded, (gate, up, down), strict=True):
-        room[:, :16] = tensor
-    module.w13_weight = torch.nn.Parameter(torch.cat(padded[:2], dim=1) if gated else padded[0])
-    module.w2_weight = torch.nn.Parameter(padded[2].transpose(1, 2))
-    module.moe_config = SimpleNamespace(intermediate_size_per_partition_unpadded=16, is_act_and_mul=gated)
+    down = down.transpose(1, 2)  # [2, 20, 16]
+    used, workers = 16 // size, []
+    for rank in range(size):
+        padded = torch.full((2, 2, used + 8, 20), torch.nan)
+        padded[:, :, :used] = torch.stack([part[:, rank * used :][:, :used] for part in (gate, up)], 1)
+        module = type("RoutedExperts", (torch.nn.Module,), {})()
+        module.w13_weight = torch.nn.Parameter(padded.flatten(1, 2) if gated else padded[:, 1].contiguous())
+        down_padded = torch.full((2, 20, used + 8), torch.nan)
+        down_padded[..., :used] = down[..., rank * used :][..., :used]
+        module.w2_weight = torch.nn.Parameter(down_padded)
+        config = {"intermediate_size_per_partition_unpadded": used, "is_act_and_mul": gated, "tp_rank": rank}
+        module.moe_config = SimpleNamespace(**config)
+        workers.append(module_shares("model.layers.3.mlp.experts", module, set()))
     expected: dict[str, int] = {}
     for expert in range(2):
-        for tensor in (gate, up, down) if gated else (gate, down):
-            add(expected, f"model.layers.3.mlp.experts.{expert}.proj.weight", tensor[expert])
-    assert of_workers([module_shares("model.layers.3.mlp.experts", module, set())]) == (expected, [])
+        for name, tensor in (("gate", gate), ("up", up), ("down", down))[0 if gated else 1 :]:
+            add(expected, f"model.layers.3.mlp.experts.{expert}.{name}_proj.weight", tensor[expert])
+    assert of_workers(workers) == (expected, [])
 
 
 def test_weights_that_an_engine_made_anew_are_left_out_and_said_to_be(weight):
     """SGLang on Blackwell scales FP8 weights by powers of two, for DeepGEMM; of CPUs with AMX it packs what it makes of
-    kv_b_proj; vLLM pads FP8 experts by what their neighbours hold."""
+    kv_b_proj; vLLM pads FP8 experts by what their neighbours hold. SGLang packs weights for AMX and lays experts
+    out for a kernel."""
     linear = type("ColumnParallelLinear", (torch.nn.Module,), {})()
     linear.weight, linear.weight_scale_inv = torch.nn.Parameter(weight), torch.nn.Parameter(weight[0])
     linear.weight_scale_inv.format_ue8m0 = True
@@ -217,6 +326,9 @@ def test_weights_that_an_engine_made_anew_are_left_out_and_said_to_be(weight):
     experts = type("RoutedExperts", (torch.nn.Module,), {})()
     experts.w13_weight = torch.nn.Parameter(weight.view(4, 24, 40))
     experts.moe_config = SimpleNamespace(tp_shard_with_padding=True)
+    packed, first = (type("ColumnParallelLinear", (torch.nn.Module,), {})() for _ in range(2))
+    packed.use_intel_amx_backend, first.quant_method = True, SimpleNamespace(load_up_proj_weight_first=True)
+    packed.weight = first.weight = torch.nn.Parameter(weight)
     shares: dict[str, tuple[int, int] | None] = {}
     for name, module in {
         "model.layers.0.norm": norm,
@@ -224,11 +336,30 @@ def test_weights_that_an_engine_made_anew_are_left_out_and_said_to_be(weight):
         "model.layers.1.norm": norm,
         "model.layers.1.attn": attention,
         "model.layers.2.mlp.experts": experts,
+        "model.layers.3.packed": packed,
+        "model.layers.4.first": first,
     }.items():
         add_shares(shares, module_shares(name, module, set()))
     held, unequal = of_workers([shares, shares])
     assert unequal == []
-    assert untold(held) == ["layer 0", *(f"layer 2 expert {number}" for number in range(4))]
-    assert held["layer 1"] == bit_sum(weight[1])
-    assert differing({"layer 0": 1, "layer 1": bit_sum(weight[1])}, held) == []
+    moved = [f"layer {number}" for number in (3, 4)]
+    assert untold(held) == ["layer 0", *(f"layer 2 expert {number}" for number in range(4)), *moved]
+    norm = sum_of("layers.1.norm.weight", weight[1])
+    assert held["layer 1"] == norm
+    assert differing({"layer 0": 1, "layer 1": norm}, held) == []
     assert differing({"layer 0": 1, "layer 1": 2}, held) == ["layer 1"]
+
+
+def test_latent_attention_is_split_where_sglang_does_not_tell(weight):
+    """Its fused projection names no sizes; the model's config has the first. Scales have fewer rows."""
+    linear = type("ReplicatedLinear", (torch.nn.Module,), {})()
+    linear.weight, linear.weight_scale_inv = torch.nn.Parameter(weight), torch.nn.Parameter(weight[:6])
+    expected: dict[str, int] = {}
+    for name, rows, scales in (("q_a_proj", weight[:32], weight[:2]), ("kv_a_proj_with_mqa", weight[32:], weight[2:6])):
+        add(expected, f"model.layers.1.self_attn.{name}.weight", rows)
+        add(expected, f"model.layers.1.self_attn.{name}.weight_scale_inv", scales)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+    model.layers[1].fused_qkv_a_proj_with_mqa = linear
+    linear.output_size, model.config = 96, SimpleNamespace(q_lora_rank=32)
+    assert of_workers([held_weights(model)]) == (expected, [])

@@ -98,6 +98,8 @@ def nccl_version():
 def held_weights(model):
     fingerprint, shares, seen = _ours("fingerprint"), {}, set()
     for name, module in model.named_modules():
+        if name.endswith(".fused_qkv_a_proj_with_mqa"):  # does not tell the sizes of its parts
+            module.output_partition_sizes = [(r := model.config.q_lora_rank), module.output_size - r]
         if not hasattr(module, "lora_backend"):  # beside an adapter it names the parameters of the layer inside
             fingerprint.add_shares(shares, fingerprint.module_shares(name, module, seen))
     manager = _managers.get(model)
@@ -107,9 +109,9 @@ def held_weights(model):
     for modules in manager.lora_modules:
         for name, module in modules.items():
             a, b = module.lora_a[slot], module.lora_b[slot][:, :rank]
-            fused = len(a) // manager.max_lora_rank
+            above = a[: len(a) // manager.max_lora_rank * rank].split(rank)
             parts = [b[top:bottom] for top, bottom in pairwise(module.lora_offsets)]
-            more = fingerprint.adapter_shares(name, module.base_layer, [a[: fused * rank]], parts)
+            more = fingerprint.adapter_shares(name, module.base_layer, above, parts)
             fingerprint.add_shares(shares, more)
     return shares
 

@@ -117,7 +117,7 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             with self.held.packing():
-                _repack(self.model)
+                _repack(self.model, self.held)
         self.parts = {
             "read_s": 0.0 if loading is None else loading.read_s,
             "pack_s": self.held.pack_s,
@@ -131,7 +131,7 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._receiver = None
 
 
-def _repack(model: torch.nn.Module) -> None:
+def _repack(model: torch.nn.Module, held: HeldWeights) -> None:
     """CPU kernels keep packed copies that a layerwise reload leaves stale in two places.
 
     A head tied to the embedding loads nothing itself, so its copy is not made anew; expert weights are packed on the
@@ -143,7 +143,7 @@ def _repack(model: torch.nn.Module) -> None:
         experts = getattr(module, "routed_experts", None)
         kernel = getattr(getattr(experts, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(experts)
+            held.processed(experts, kernel.fused_experts.process_weights_after_loading)
 
 
 def _problem(action: Callable[[], None]) -> str | None:
