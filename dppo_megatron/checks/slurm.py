@@ -47,7 +47,7 @@ def _requested(config: Config) -> list[str]:
     if s.heterogeneous and not s.engine_nodes:
         out.append("slurm.heterogeneous = true: needs slurm.engine_nodes of at least 1; set it, or this to false")
     if not s.heterogeneous:
-        for name in ("engine_gpus_per_node", "engine_partition", "engine_sbatch_args"):
+        for name in ("engine_gpus_per_node", "engine_gpu_type", "engine_partition", "engine_sbatch_args"):
             if (value := getattr(s, name)) not in (None, ()):
                 out.append(f"slurm.{name} = {value}: needs slurm.heterogeneous = true; set it, or remove this")
     ranks = -(-p.world_size // s.trainer_nodes)

@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
-from .section import Count, CountFromZero, Processes, ProcessesFromZero, Seconds, Section
+from .section import Count, CountFromZero, Processes, ProcessesFromZero, Seconds, Section, refusal
+
+_GRES = re.compile(r"(?:gpu:)?(?:((?=[^:]*[A-Za-z])[\w.+-]+):)?(\d+)(?:\([^()]*\))?", re.ASCII)
+
+
+def _written(pattern: str, form: str) -> AfterValidator:
+    """A value of a batch script, which must be of this form."""
+
+    def check(value: str) -> str:
+        if not value.isprintable() or len(value.encode()) > 4000 or not re.fullmatch(pattern, value, re.ASCII):
+            raise refusal(f"must be {form}")
+        return value
+
+    return AfterValidator(check)
+
+
+Name = Annotated[str, _written(r"\w[\w.@+-]*", "one name of letters, digits and _ . @ + -")]
+Names = Annotated[
+    str, _written(r"\w[\w.@+-]*(,\w[\w.@+-]*)*", "names of letters, digits and _ . @ + -, joined by commas")
+]
+Time = Annotated[
+    str,
+    _written(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|(?i:infinite|unlimited)", "as sbatch takes it, e.g. 24:00:00 or 2-12"),
+]
+Option = Annotated[
+    str,
+    _written(
+        r"--[a-z][a-z0-9-]*(=[^\"'\\]+)?|-[A-Za-z][^\s\"'\\#]*",
+        "one option of sbatch without quotes or backslashes, e.g. --qos=high; blanks may be in its value",
+    ),
+]
 
 
 class SlurmConfig(Section):
@@ -18,22 +49,26 @@ class SlurmConfig(Section):
         False, description="request trainer nodes and engine nodes as two components of a heterogeneous job"
     )
     gpus_per_node: ProcessesFromZero = Field(
-        8, description="GPUs requested on each node; 0 = none, the run is on the CPU"
+        8, description="GPUs requested on each node, also as gpu:h100:8; 0 = none, the run is on the CPU"
     )
+    gpu_type: Name | None = Field(None, description="their type in the cluster's GRES, e.g. h100; default: any")
     engine_gpus_per_node: ProcessesFromZero | None = Field(
         None, description="GPUs of an engine node of a heterogeneous job; default: gpus_per_node"
+    )
+    engine_gpu_type: Name | None = Field(
+        None, description="their type; default: gpu_type if these GPUs are the default"
     )
     exclusive: bool = Field(True, description="request whole nodes; false: give CPUs and memory in sbatch_args")
     gpu: str | None = Field(
         None,
         description="kind of GPU as `dppo-megatron plan` names it, e.g. h100-80; a run that does not fit is refused",
     )
-    account: str | None = None
-    partition: str | None = None
-    engine_partition: str | None = Field(
+    account: Name | None = None
+    partition: Names | None = None
+    engine_partition: Names | None = Field(
         None, description="partition of the engine nodes of a heterogeneous job; default: partition"
     )
-    time: str = Field("24:00:00", description="time limit of one attempt of the job, as sbatch takes it")
+    time: Time = Field("24:00:00", description="time limit of one attempt of the job, as sbatch takes it")
     signal_lead_s: Count = Field(
         300, ge=60, description="seconds before the time limit at which the run checkpoints and requeues"
     )
@@ -53,10 +88,20 @@ class SlurmConfig(Section):
         description="how a step starts this program, e.g. [apptainer, exec, --nv, /images/dppo.sif, dppo-megatron]; "
         "default: the interpreter that drives the job",
     )
-    sbatch_args: tuple[str, ...] = Field((), description="further #SBATCH options, e.g. --qos=high")
-    engine_sbatch_args: tuple[str, ...] = Field((), description="the same for a heterogeneous job's engine nodes")
+    sbatch_args: tuple[Option, ...] = Field((), description="further #SBATCH options, e.g. --qos=high")
+    engine_sbatch_args: tuple[Option, ...] = Field((), description="the same for a heterogeneous job's engine nodes")
     srun_args: tuple[str, ...] = Field((), description="further options of every srun, e.g. --container-image=...")
     start_timeout_s: Seconds = Field(600.0, description="ranks that have not all started after this fail the job")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gres(cls, tree: Any) -> Any:
+        """`gpu:h100:8(S:0-1)`, as Slurm shows it, is 8 GPUs of the type h100."""
+        for count, kind in (("gpus_per_node", "gpu_type"), ("engine_gpus_per_node", "engine_gpu_type")):
+            value = tree.get(count) if isinstance(tree, dict) else None
+            if isinstance(value, str) and (gres := _GRES.fullmatch(value)):
+                tree = tree | {count: int(gres[2])} | ({kind: gres[1]} if gres[1] else {})
+        return tree
 
     @property
     def serving_gpus_per_node(self) -> int:

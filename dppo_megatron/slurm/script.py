@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from dppo_megatron.config import Config
+from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.config.slurm import SlurmConfig
 from dppo_megatron.run_dir import RunDir
 
@@ -33,7 +34,7 @@ class NodeGroup:
     name: str
     nodes: int
     nodes_setting: str  # what the number follows from; empty where it is fixed
-    gpus_per_node: int
+    gpus_per_node: str  # 8 or h100:8; empty for none
     gpus_setting: str
     time: str
     account: str | None = None
@@ -44,15 +45,25 @@ class NodeGroup:
 
 
 def batch_script(config: Config, *, resume: bool, directory: Path) -> str:
-    """Text for sbatch. `directory` is where relative paths of the config begin."""
+    """Text for sbatch. `directory` is where relative paths of the config begin.
+
+    Raises `ConfigError` for a path that sbatch would read as another one.
+    """
     run = RunDir(config.run.dir)
+    problems = []
+    if not str(directory).isprintable():
+        problems = [f"working directory = {directory!s}: holds a character that cannot be shown; submit from another"]
+    if "\\" in str(run.logs.absolute()):  # Slurm then takes %j as two characters
+        problems += [f"run.dir = {config.run.dir}: holds a backslash, which Slurm drops; choose another run.dir"]
+    if problems:
+        raise ConfigError("batch script", problems)
     arguments = ["-m", "dppo_megatron", "slurm-job", str(run.config), *(["--resume"] if resume else [])]
     return _render(
         "train.sbatch.j2",
         site=False,
         name=config.run.dir.name,
         directory=directory,
-        output=(run.logs / "slurm-%j.out").absolute(),
+        output=str(run.logs.absolute()).replace("%", "%%") + "/slurm-%j.out",
         groups=_node_groups(config.slurm),
         requeues=True,
         signal_lead_s=config.slurm.signal_lead_s,
@@ -66,8 +77,8 @@ def site_scripts() -> dict[str, str]:
     three_nodes = _node_groups(SlurmConfig(trainer_nodes=2, engine_nodes=1))
     two_kinds = _node_groups(SlurmConfig(trainer_nodes=2, engine_nodes=1, heterogeneous=True))
     one_node = _node_groups(SlurmConfig())
-    serving = [NodeGroup("", 1, "", 8, "at least engine.count x engine.tensor_parallel", "02:00:00")]
-    converting = [NodeGroup("", 1, "", 0, "", "02:00:00")]
+    serving = [NodeGroup("", 1, "", "8", "at least engine.count x engine.tensor_parallel", "02:00:00")]
+    converting = [NodeGroup("", 1, "", "", "", "02:00:00")]
     array_output = "slurm-%A_%a.out"
     return {
         "train.sbatch": _site_script("train", "dppo", three_nodes, file="train.sbatch"),
@@ -90,7 +101,7 @@ def _node_groups(s: SlurmConfig) -> list[NodeGroup]:
         name="trainer nodes",
         nodes=s.trainer_nodes,
         nodes_setting="slurm.trainer_nodes",
-        gpus_per_node=s.gpus_per_node,
+        gpus_per_node=_gpus(s.gpus_per_node, s.gpu_type),
         gpus_setting="slurm.gpus_per_node",
         time=s.time,
         account=s.account,
@@ -101,18 +112,34 @@ def _node_groups(s: SlurmConfig) -> list[NodeGroup]:
     if not s.heterogeneous:
         nodes, setting = s.trainer_nodes + s.engine_nodes, "slurm.trainer_nodes + slurm.engine_nodes"
         return [replace(trainers, nodes=nodes, nodes_setting=setting)]
+    engine_type = s.engine_gpu_type or (s.gpu_type if s.engine_gpus_per_node is None else None)
     engines = replace(
         trainers,
         name="engine nodes",
         nodes=s.engine_nodes,
         nodes_setting="slurm.engine_nodes",
-        gpus_per_node=s.serving_gpus_per_node,
+        gpus_per_node=_gpus(s.serving_gpus_per_node, engine_type),
         gpus_setting="slurm.engine_gpus_per_node",
         partition=s.engine_partition or s.partition,
         partition_placeholder="ENGINE_PARTITION",
         sbatch_args=s.engine_sbatch_args,
     )
     return [trainers, engines]
+
+
+def _gpus(count: int, kind: str | None) -> str:
+    return f"{kind}:{count}" if kind and count else str(count or "")
+
+
+def _word(option: str) -> str:
+    """`--name=value` as one word of an #SBATCH line, where sbatch reads blanks, `#`, quotes and backslashes."""
+    name, equals, value = option.partition("=")
+    if re.fullmatch(r"[\w.,:;@%+=/-]*", value, re.ASCII):
+        return option
+    return name + equals + '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+
+
+_TEMPLATES.filters["word"] = _word
 
 
 def _render(template: str, **values: Any) -> str:

@@ -8,7 +8,9 @@ import math
 import pytest
 
 from dppo_megatron.bank import BankReader
+from dppo_megatron.slurm.script import batch_script
 from tests.support.runs import steps_done, weights_digest
+from tests.support.slurm.config import config
 from tests.support.slurm.lab import NODES, wait_until
 from tests.support.slurm.rewards import GROUPS
 from tests.support.slurm.runs import STEPS, Run
@@ -179,6 +181,27 @@ def test_a_config_error_ends_the_job_with_the_reason_in_its_output(run):
     assert (job["ExitCode"], job["Restarts"]) == ("2:0", "0")
     assert "/no/such/model" in run.output.read_text()
     assert run.events()[-1].event == "failed"
+
+
+def test_sbatch_reads_the_settings_and_directories_of_a_written_script_unchanged(lab, tmp_path):
+    directory, script = tmp_path / "w d#\"'$(touch owned)50%j\\", tmp_path / "script"
+    comment, name = "a # b $(touch owned) 50%j ü", "r # $(touch owned)"
+    options = ["--hold", f"--comment={comment}", "--nice=7"]
+    settings = {"account": "lab.a-1", "partition": "main", "time": "1-02:03:00", "gpus_per_node": "gpu:h100:2(S:0)"}
+    tree = config(sections={"run": {"dir": tmp_path / name}}, sbatch_args=options, **settings)
+    script.write_text(batch_script(tree, resume=False, directory=directory))
+    job = lab.run("sbatch", "--parsable", str(script))
+    try:
+        shown = lab.run("scontrol", "show", "job", job)
+    finally:
+        lab.run("scancel", job)
+    first, *lines = [line.strip() for line in shown.splitlines()]
+    assert first == f"JobId={job} JobName={name}"
+    assert f"WorkDir={directory}" in lines
+    assert f"StdOut={tmp_path}/{name}/logs/slurm-{job}.out" in lines
+    assert f"Comment={comment}" in lines
+    fields = {"Account=lab.a-1", "Partition=main", "TimeLimit=1-02:03:00", "Nice=7", "NumNodes=3-3"}
+    assert {*fields, "TresPerNode=gres:gpu:h100:2"} <= {*shown.split()}
 
 
 def test_a_model_is_converted_and_evaluated_by_sbatch(run, task):

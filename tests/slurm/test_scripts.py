@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from dppo_megatron.config import save_resolved
+from dppo_megatron.config import ConfigError, save_resolved, validated
 from dppo_megatron.slurm.script import batch_script, site_scripts
 from tests.support.slurm.config import config
+from tests.support.slurm.sbatch import words
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
@@ -62,6 +65,69 @@ def test_a_written_script_holds_the_site_s_settings():
     assert "--qos" not in engines
     assert "--exclusive" not in trainers
     assert "\nmodule load cuda\nexec " in engines
+
+
+TEXT = st.text() | st.text("ab1-=:,. #\"'\\\\$()%\r\n\t") | st.from_regex(r"--[a-z]+=[a-b =#$()%]*", fullmatch=True)
+PLAIN = {
+    "account": "plain", "partition": "plain", "engine_partition": "plain", "gpu_type": "plain", 
+    "engine_gpu_type": "plain", "time": "77:77", "sbatch_args": "--plain", "engine_sbatch_args": "--plain",
+}  # fmt: skip
+
+
+def read_with(setting: str, text: str) -> list[str]:
+    tree = config(heterogeneous=True, engine_gpus_per_node=4).model_dump()
+    tree["slurm"][setting] = [text] if setting.endswith("args") else text
+    return words(batch_script(validated(tree, "c"), resume=False, directory=Path("/somewhere")))
+
+
+@pytest.mark.parametrize("setting", PLAIN)
+@given(text=TEXT)
+@example(text="x --wrap=reboot")
+@example(text="x\n#SBATCH --wrap=reboot")
+@example(text="x\rreboot")
+@example(text="--comment=a # b $(touch owned)")
+@example(text="2-12")
+def test_sbatch_reads_a_setting_s_text_as_part_of_one_word_or_it_is_refused_by_name(setting, text):
+    try:
+        read = read_with(setting, text)
+    except ConfigError as refused:
+        assert f"slurm.{setting}" in str(refused)  # noqa: PT017
+        return
+    assert read == [word.replace(PLAIN[setting], text) for word in read_with(setting, PLAIN[setting])]
+
+
+@given(name=st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=60))
+@example(name='a b#"$(touch owned)')
+@example(name="50%j")
+@example(name="a\n#SBATCH --wrap=reboot")
+@example(name="a\\b")
+def test_sbatch_reads_the_directories_unchanged_or_they_are_refused_by_name(name):
+    try:
+        tree = config().model_dump() | {"run": {"dir": f"/runs/{name}"}}
+        read = words(batch_script(validated(tree, "c"), resume=False, directory=Path("/somewhere", name)))
+    except ConfigError as refused:
+        assert re.search("run.dir|working directory", str(refused))  # noqa: PT017
+        return
+    assert f"--chdir={Path('/somewhere', name)}" in read
+    assert f"--output={Path('/runs', name)}/logs/slurm-%j.out".replace(name, name.replace("%", "%%")) in read
+    assert any(word.startswith("--job-name=") for word in read)
+
+
+@pytest.mark.parametrize("gres", ["h100:8", "gpu:h100:8", "gpu:h100:8(S:0-1)", "gpu:8(S:0-1)", "gpu:8", "8"])
+def test_gpus_are_counted_as_slurm_writes_them(gres):
+    tree = config(gpus_per_node=gres, heterogeneous=True, engine_gpus_per_node="gpu:1g.10gb:4(IDX:0-3)")
+    assert (tree.slurm.gpus_per_node, tree.slurm.serving_gpus_per_node) == (8, 4)
+    script = words(batch_script(tree, resume=False, directory=Path("/somewhere")))
+    assert [word.partition("=")[2] for word in script if word.startswith("--gpus-per-node")] == [
+        "h100:8" if "h100" in gres else "8",
+        "1g.10gb:4",
+    ]
+
+
+@pytest.mark.parametrize("gres", ["gpu:h100", "gpu:h100:8,gpu:a100:2", "gpu:a b:8", "h100:8\n"])
+def test_other_counts_of_gpus_are_refused(gres):
+    with pytest.raises(ValueError, match=r"slurm\.gpus_per_node"):
+        config(gpus_per_node=gres)
 
 
 def test_a_host_without_the_model_s_libraries_submits_what_runs_in_a_container(tmp_path):

@@ -3,7 +3,7 @@
     python tests/support/slurm/lab.py DIRECTORY      # runs until Ctrl-C; prints the SLURM_CONF to export
 
 Every "node" is this machine under another name, so nodes share its address, its file system and its cores: a process
-knows its node by SLURMD_NODENAME alone. Each has two "GPUs", which are device files that every Linux has.
+knows its node by SLURMD_NODENAME alone. Each has two "GPUs" of a type, which are device files that every Linux has.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Lab:
         host = socket.gethostname().split(".")[0]
         nodes = [
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_port} CPUs=8 RealMemory=8000 "
-            "Gres=gpu:2 State=UNKNOWN"
+            "Gres=gpu:h100:2 State=UNKNOWN"
             for name, node_port in zip(NODES, node_ports, strict=True)
         ]
         self.conf.write_text(
@@ -193,7 +193,7 @@ class Lab:
                 nodes="\n".join(nodes), names=",".join(NODES),
             )
         )  # fmt: skip
-        (self.root / "gres.conf").write_text("Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n")
+        (self.root / "gres.conf").write_text("Name=gpu Type=h100 File=/dev/zero\nName=gpu Type=h100 File=/dev/full\n")
         (self.root / "cgroup.conf").write_text("")
 
     def _start_munge(self) -> None:
