@@ -62,7 +62,7 @@ __all__ = ["SETTINGS", "Place", "check_job", "check_run_dir", "load_config", "pr
 
 SETTINGS = (layout, sampling, evaluation, engine, exact, precision, training)
 
-Place = Literal["run", "node", "elsewhere"]
+Place = Literal["run", "node", "elsewhere", "unstaged"]
 
 
 def settings_problems(config: Config) -> list[str]:
@@ -86,27 +86,33 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
     """Checks settings, objective, model directory, engine, prompts, reward and, for a whole run, this machine.
 
     `place`: this machine is that of the whole "run", so GPUs must suffice and ports be free; it is one "node" of
-    several; or the run is "elsewhere", on GPUs that this machine need not have. Starts nothing. Returns notes worth
-    showing (the method in words, the data). Raises `ConfigError` with every violation.
+    several; or the run is "elsewhere", on GPUs that this machine need not have, and "unstaged" if absent files of model
+    and data are only notes. Starts nothing. Returns notes worth showing (the method, the data). Raises `ConfigError`
+    with every violation.
     """
     notes: list[str] = []
-    hf = model.read(config)
+    absent: list[str] = []  # problems that end once a file is here
+    hf, elsewhere = model.read(config), place in ("elsewhere", "unstaged")
     rules = [
         partial(unusable_directory, config),
-        *([] if place == "elsewhere" else [partial(unusable_weights_directory, config)]),
+        *([] if elsewhere else [partial(unusable_weights_directory, config)]),
         partial(objective.problems, config, notes),
-        partial(model.problems, config, hf, elsewhere=place == "elsewhere"),
-        partial(exact.model_problems, config, hf, elsewhere=place == "elsewhere"),
-        partial(interpreter.problems, config, elsewhere=place == "elsewhere"),
+        partial(model.problems, config, hf, absent, elsewhere=elsewhere),
+        partial(exact.model_problems, config, hf, elsewhere=elsewhere),
+        partial(interpreter.problems, config, elsewhere=elsewhere),
         partial(secret.problems, config),
         partial(serving.problems, config, hf),
-        partial(data.problems, config, hf, notes),
+        partial(data.problems, config, hf, notes, absent),
         partial(reward.problems, config),
         partial(environment.problems, config),
     ]
     if place == "run":
         rules += [partial(devices.problems, config), partial(ports.problems, config)]
     problems = settings_problems(config) + [problem for rule in rules for problem in _check(rule)]
+    if place == "unstaged":
+        notes += [f"not checked: {line}" for line in absent]
+    else:
+        problems += absent
     if problems:
         raise ConfigError(source, list(dict.fromkeys(problems)))
     return notes

@@ -15,17 +15,18 @@ if TYPE_CHECKING:
     from dppo_megatron.hf import HFModelConfig
 
 
-def problems(config: Config, hf: HFModelConfig | None, notes: list[str]) -> list[str]:
-    """Reads and tokenizes every file. Adds to `notes` how many prompts each has."""
+def problems(config: Config, hf: HFModelConfig | None, notes: list[str], absent: list[str]) -> list[str]:
+    """Reads and tokenizes every file. Adds to `notes` how many prompts each has, to `absent` which are not here."""
     from dppo_megatron.data.prompts import PromptFile
-    from dppo_megatron.data.tokenizer import TokenizerError, load_tokenizer
+    from dppo_megatron.data.tokenizer import TOKENIZER_FILES, TokenizerError, load_tokenizer
 
     out, tokenizer = [], None
     try:
         tokenizer = load_tokenizer(config.model.path)
     except TokenizerError as error:
         if hf is not None:  # else the model's own problem is reported
-            out.append(str(error))
+            here = any((config.model.path / name).exists() for name in TOKENIZER_FILES)
+            (out if here else absent).append(str(error))
     (train, _), *more = config.data.train_files
     named = [("data.train", train), *((f"data.more.{number}.path", path) for number, (path, _) in enumerate(more))]
     graded = [(setting, path, config.data, config.reward) for setting, path in named]
@@ -35,7 +36,7 @@ def problems(config: Config, hf: HFModelConfig | None, notes: list[str]) -> list
     files: list[tuple[PromptFile, RewardConfig]] = []
     for setting, path, data, reward in graded:
         if not path.exists() and "*" not in path.name:
-            out.append(f"{setting} = {path}: no such file; it must hold one JSON object a line, or be a table")
+            absent.append(f"{setting} = {path}: no such file; it must hold one JSON object a line, or be a table")
         elif tokenizer is not None:
             try:
                 file = PromptFile(path, tokenizer, data)

@@ -20,19 +20,23 @@ def read(config: Config) -> HFModelConfig | None:
         return None
 
 
-def problems(config: Config, hf: HFModelConfig | None, *, elsewhere: bool) -> list[str]:
-    """`elsewhere`: the run has other GPUs than this machine, those of `slurm.gpu`."""
+def problems(config: Config, hf: HFModelConfig | None, absent: list[str], *, elsewhere: bool) -> list[str]:
+    """`absent` takes the problems of files that are not here. `elsewhere`: the run has the GPUs of `slurm.gpu`."""
     from dppo_megatron.actor import check_model
 
     out = check_model(on_any_machine(config) if elsewhere else config)
+    if not (config.model.path / "config.json").exists():
+        absent += [line for line in out if line.startswith("model.path = ")]
+        out = [line for line in out if line not in absent]
     if hf is not None:
-        out += _weights(config, hf)
+        out += _weights(config, hf, absent)
     return out + (_capability(config) if elsewhere else [])
 
 
-def _weights(config: Config, hf: HFModelConfig) -> list[str]:
+def _weights(config: Config, hf: HFModelConfig, absent: list[str]) -> list[str]:
     """Why trainer or engines cannot start from their weights: from the files' headers, in milliseconds a file."""
     from dppo_megatron.hf import ModelError, WeightMap, header_problems, open_weights
+    from dppo_megatron.hf.torch_dist_place import is_torch_dist
 
     m, out = config.model, []
     used = {"model.path": m.weights is None or config.started_engines > 0, "model.weights": m.weights is not None}
@@ -43,7 +47,8 @@ def _weights(config: Config, hf: HFModelConfig) -> list[str]:
             if found := header_problems(WeightMap(hf), open_weights(directory, hf)):
                 raise ModelError(str(directory), found)
         except ModelError as error:
-            out.append(f"{setting} = {error}")
+            here = is_torch_dist(directory) or any(directory.glob("*.safetensors"))
+            (out if here else absent).append(f"{setting} = {error}")
     return out + _adapter(config, hf)
 
 

@@ -25,7 +25,7 @@ def slurm(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the batch script; write and submit nothing")
+        bool, typer.Option("--dry-run", help="print the script and, to stderr, notes and steps; submit nothing")
     ] = False,
     resume: Resume = False,
 ) -> None:
@@ -33,14 +33,16 @@ def slurm(
 
     The config's slurm section sets how many nodes train and serve, and what the site needs (docs/slurm.md).
     """
+    from dppo_megatron.slurm.steps_view import steps_of_job
     from dppo_megatron.slurm.submit import prepare, submit
 
-    prepared = prepare(config_file, overrides or (), nodes, resume=resume)
+    prepared = prepare(config_file, overrides or (), nodes, resume=resume, place="unstaged" if dry_run else "elsewhere")
+    for note in prepared.notes:
+        typer.echo(note, err=dry_run)  # the script alone is what sbatch takes
     if dry_run:
+        typer.echo(steps_of_job(prepared.config, resume=resume), err=True)
         typer.echo(prepared.script, nl=False)
         return
-    for note in prepared.notes:
-        typer.echo(note)
     job, script = submit(prepared)
     run = RunDir(prepared.config.run.dir)
     typer.echo(

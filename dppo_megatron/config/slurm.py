@@ -24,69 +24,35 @@ def _written(pattern: str, form: str) -> AfterValidator:
 
 
 Name = Annotated[str, _written(r"\w[\w.@+-]*", "one name of letters, digits and _ . @ + -")]
-Names = Annotated[
-    str, _written(r"\w[\w.@+-]*(,\w[\w.@+-]*)*", "names of letters, digits and _ . @ + -, joined by commas")
-]
-Time = Annotated[
-    str,
-    _written(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|(?i:infinite|unlimited)", "as sbatch takes it, e.g. 24:00:00 or 2-12"),
-]
-Option = Annotated[
-    str,
-    _written(
-        r"--[a-z][a-z0-9-]*(=[^\"'\\]+)?|-[A-Za-z][^\s\"'\\#]*",
-        "one option of sbatch without quotes or backslashes, e.g. --qos=high; blanks may be in its value",
-    ),
-]
+Names = Annotated[str, _written(r"\w[\w.,@+-]*", "names of letters, digits and _ . @ + -, joined by commas")]
+Time = Annotated[str, _written(r"(\d+-)?\d+(:\d+){0,2}|(?i:infinite|unlimited)", "as sbatch takes it, e.g. 24:00:00")]
+_OPTION = r"--[a-z][a-z0-9-]*(=[^\"'\\]+)?|-[A-Za-z][^\s\"'\\#]*"
+Option = Annotated[str, _written(_OPTION, "one option without quotes, e.g. --qos=high or --comment=two words")]
 
 
 class SlurmConfig(Section):
     trainer_nodes: Processes = Field(1, description="nodes over which parallel.world_size ranks are spread evenly")
-    engine_nodes: ProcessesFromZero = Field(
-        0, description="nodes that only serve; 0 = engines share the trainer nodes, on the GPUs after the ranks'"
-    )
-    heterogeneous: bool = Field(
-        False, description="request trainer nodes and engine nodes as two components of a heterogeneous job"
-    )
-    gpus_per_node: ProcessesFromZero = Field(
-        8, description="GPUs requested on each node, also as gpu:h100:8; 0 = none, the run is on the CPU"
-    )
+    engine_nodes: ProcessesFromZero = Field(0, description="nodes that only serve; 0 = engines share the trainer nodes")
+    heterogeneous: bool = Field(False, description="request trainer and engine nodes as a heterogeneous job")
+    gpus_per_node: ProcessesFromZero = Field(8, description="GPUs of each node, also as gpu:h100:8; 0 = run on the CPU")
     gpu_type: Name | None = Field(None, description="their type in the cluster's GRES, e.g. h100; default: any")
-    engine_gpus_per_node: ProcessesFromZero | None = Field(
-        None, description="GPUs of an engine node of a heterogeneous job; default: gpus_per_node"
-    )
-    engine_gpu_type: Name | None = Field(
-        None, description="their type; default: gpu_type if these GPUs are the default"
-    )
+    engine_gpus_per_node: ProcessesFromZero | None = Field(None, description="of engine nodes; default: gpus_per_node")
+    engine_gpu_type: Name | None = Field(None, description="default: gpu_type, if engine_gpus_per_node is the default")
     exclusive: bool = Field(True, description="request whole nodes; false: give CPUs and memory in sbatch_args")
-    gpu: str | None = Field(
-        None,
-        description="kind of GPU as `dppo-megatron plan` names it, e.g. h100-80; a run that does not fit is refused",
-    )
+    gpu: str | None = Field(None, description="kind of GPU, as for `plan`, e.g. h100-80; the run must fit")
     account: Name | None = None
     partition: Names | None = None
-    engine_partition: Names | None = Field(
-        None, description="partition of the engine nodes of a heterogeneous job; default: partition"
-    )
+    engine_partition: Names | None = Field(None, description="of engine nodes; default: partition")
     time: Time = Field("24:00:00", description="time limit of one attempt of the job, as sbatch takes it")
-    signal_lead_s: Count = Field(
-        300, ge=60, description="seconds before the time limit at which the run checkpoints and requeues"
-    )
-    max_restarts: CountFromZero = Field(
-        3, description="restarts in a row that may save no new checkpoint; one more ends the job"
-    )
+    signal_lead_s: Count = Field(300, ge=60, description="seconds before the time limit for a checkpoint and a requeue")
+    max_restarts: CountFromZero = Field(3, description="restarts in a row that may save no new checkpoint")
     preflight: bool = Field(True, description="check nodes, GPUs and network before each attempt; exclude bad nodes")
-    interface: str | None = Field(
-        None, description="network interface of NCCL, gloo and the engines, e.g. ib0; default: the host name's"
-    )
-    bind: Literal["auto", "none"] = Field(
-        "auto", description="auto: ranks and engines run on the CPUs near their GPUs, where these can be read"
-    )
+    interface: str | None = Field(None, description="network of NCCL, gloo and engines, e.g. ib0; default: host name's")
+    bind: Literal["auto", "none"] = Field("auto", description="auto: ranks and engines use the CPUs near their GPUs")
     setup: tuple[str, ...] = Field((), description="shell lines before the program: modules, venv, exports")
     command: tuple[str, ...] = Field(
         (),
-        description="how a step starts this program, e.g. [apptainer, exec, --nv, /images/dppo.sif, dppo-megatron]; "
-        "default: the interpreter that drives the job",
+        description="how a step starts this program, e.g. [apptainer, exec, --nv, X.sif, dppo-megatron]",
     )
     sbatch_args: tuple[Option, ...] = Field((), description="further #SBATCH options, e.g. --qos=high")
     engine_sbatch_args: tuple[Option, ...] = Field((), description="the same for a heterogeneous job's engine nodes")

@@ -32,7 +32,7 @@ def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: 
     notes: list[str] = []
     problems = settings_problems(config) + unusable_directory(config)
     problems += gpu_problems(config, visible_devices(), trains=False)
-    problems += reward.problems(config) + data.problems(config, None, notes)
+    problems += reward.problems(config) + data.problems(config, None, notes, problems)
     if config.model.weights is not None:
         problems.append(
             f"model.weights = {config.model.weights}: engines start from model.path; set that to a Hugging Face "

@@ -50,13 +50,9 @@ def batch_script(config: Config, *, resume: bool, directory: Path) -> str:
     Raises `ConfigError` for a path that sbatch would read as another one.
     """
     run = RunDir(config.run.dir)
-    problems = []
-    if not str(directory).isprintable():
-        problems = [f"working directory = {directory!s}: holds a character that cannot be shown; submit from another"]
-    if "\\" in str(run.logs.absolute()):  # Slurm then takes %j as two characters
-        problems += [f"run.dir = {config.run.dir}: holds a backslash, which Slurm drops; choose another run.dir"]
-    if problems:
-        raise ConfigError("batch script", problems)
+    if not str(directory).isprintable() or "\\" in str(run.logs.absolute()):  # Slurm would take %j as it stands
+        place = f"run.dir = {run.root}, working directory = {directory}"
+        raise ConfigError("batch script", [f"{place}: holds a line break or backslash; choose another"])
     arguments = ["-m", "dppo_megatron", "slurm-job", str(run.config), *(["--resume"] if resume else [])]
     return _render(
         "train.sbatch.j2",

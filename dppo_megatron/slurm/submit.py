@@ -27,8 +27,10 @@ class Prepared:
     notes: list[str]  # the method in words, the data
 
 
-def prepare(config_file: Path, overrides: Sequence[str], nodes: str | None, *, resume: bool) -> Prepared:
-    """Everything but the writing. Raises `ConfigError` with every violation."""
+def prepare(
+    config_file: Path, overrides: Sequence[str], nodes: str | None, *, resume: bool, place: Place = "elsewhere"
+) -> Prepared:
+    """Everything but the writing; for `place` see `preflight`. Raises `ConfigError` with every violation."""
     config = with_absolute_paths(read_config(config_file, overrides))
     if nodes is not None:
         config = scale_to_nodes(config, nodes)
@@ -36,7 +38,7 @@ def prepare(config_file: Path, overrides: Sequence[str], nodes: str | None, *, r
     if config.slurm.command:  # what the model, the data and the plan need is in there
         notes = ["slurm.command is set: the job checks model, data, reward and plan when it starts, with that command"]
     else:
-        notes = check_config(config, str(config_file), place="elsewhere")
+        notes = check_config(config, str(config_file), place=place)
     return Prepared(config, batch_script(config, resume=resume, directory=Path.cwd()), notes)
 
 
@@ -44,9 +46,9 @@ def check_config(config: Config, source: str, *, place: Place) -> list[str]:
     """The notes of `preflight` and the plan, or that there is none without `slurm.gpu`. Raises `ConfigError` with every
     violation."""
     notes = preflight(config, source, place=place)
-    if config.slurm.gpu is not None:
+    if config.slurm.gpu is not None and (place != "unstaged" or (config.model.path / "config.json").exists()):
         notes.append(check_memory(config, source))
-    elif config.slurm.gpus_per_node:
+    elif config.slurm.gpus_per_node and config.slurm.gpu is None:
         notes.append(
             "slurm.gpu is not set: whether the GPUs' memory suffices was not checked; set it to their kind, as h100-80"
         )

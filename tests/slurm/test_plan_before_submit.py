@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from dppo_megatron.checks import load_config
 from dppo_megatron.checks.slurm import problems as slurm_problems
+from dppo_megatron.cli.cluster import app
 from dppo_megatron.config import ConfigError
+from dppo_megatron.slurm.steps_view import steps_of_job
 from dppo_megatron.slurm.submit import check_config, check_memory
 from tests.support.configs import make_config
+from tests.support.slurm.config import config as two_and_one
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -37,3 +41,49 @@ def test_a_run_that_does_not_fit_is_refused_with_its_plan(monkeypatch):
     config = load_config(EXAMPLES / "qwen3_8b" / "config.yaml", ["slurm.gpu=a100-40"])
     with pytest.raises(ConfigError, match=r"slurm.gpu = a100-40: does not fit\n(.|\n)*needed"):
         check_memory(config, "qwen3_8b")
+
+
+@pytest.mark.parametrize("model", ["/nowhere", "examples/models/r1-distill-qwen-1.5b"])
+def test_a_dry_run_needs_no_weights_or_data_and_shows_the_steps(monkeypatch, tmp_path, model):
+    monkeypatch.chdir(EXAMPLES.parent)
+    options = ["--set", f"model.path={model}", "--set", f"run.dir={tmp_path}/run", "--dry-run"]
+    command = ["slurm", str(EXAMPLES / "papers/dppo_1.5b.yaml"), *options]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.exception
+    assert f"not checked: model.path = {EXAMPLES.parent / model}: " in shown.stderr
+    for setting in ("data.train", "eval.sets.aime24.path", "eval.sets.aime25.path"):
+        assert f"not checked: {setting} = " in shown.stderr
+    assert ("rank 0 (stage 0" in shown.stderr) == (model != "/nowhere")  # the plan reads config.json
+    assert "\n  node1: driver, check, preflight, engine-0 (GPUs 0-0), " in shown.stderr
+    assert shown.stdout.startswith("#!/usr/bin/env bash\n")
+    assert shown.stdout.endswith(f"slurm-job {tmp_path}/run/config.yaml\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_without_weights_still_refuses_what_config_json_contradicts(monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    command = [
+        "slurm",
+        str(EXAMPLES / "papers/dppo_1.5b.yaml"),
+        "--dry-run",
+        "--set",
+        "rollout.stop_token_ids=[999999]",
+    ]
+    (problem,) = CliRunner().invoke(app, command).exception.violations
+    assert problem.startswith("rollout.stop_token_ids = 999999")
+
+
+@pytest.mark.parametrize("heterogeneous", [False, True])
+def test_the_steps_name_the_work_of_every_node(heterogeneous):
+    lines = steps_of_job(two_and_one(heterogeneous=heterogeneous), resume=True).splitlines()
+    engines = ", ".join(f"engine-{i} (GPUs {2 * i}-{2 * i + 1})" for i in range(4))
+    assert lines[1:4] == [
+        "  node1: driver, check, preflight, orchestrator, trainer ranks 0-7",
+        "  node2: preflight, trainer ranks 8-15",
+        f"  node3: preflight, {engines}",
+    ]
+    steps = [line.split()[1:4] for line in lines[5:]]
+    names = ["check", "preflight", "preflight", *(f"engine-{i}" for i in range(4)), "orchestrator", "trainer"]
+    assert [step[0] for step in steps] == [f"--job-name={name}" for name in names]
+    assert [step[1] for step in steps if heterogeneous] == [f"--het-group={g}" for g in "001111100" if heterogeneous]
+    assert "slurm-task trainer --resume" in lines[-1]
