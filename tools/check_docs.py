@@ -6,6 +6,7 @@ In README.md, CONTRIBUTING.md, tests/README.md, docs/ and examples/ it resolves
 - commands (`dppo-megatron X`), their flags, and targets of make,
 - metrics (`eval/accuracy`), by the table in `observability/names.py`,
 - settings (`rollout.max_staleness`, `--set`, YAML blocks), by the schema of the config,
+- docs/settings.md and the table of methods, which `tools/tables.py` writes from the code,
 - figures: below `<!-- figures: FILE -->` every number of the next paragraph or table is a rounded one of
   benchmarks/results/FILE.
 """
@@ -20,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tables
 import typer
 import yaml
 from pydantic import BaseModel
@@ -233,6 +235,7 @@ def _half_a_digit(number: str) -> float:
 
 def main(root: Path) -> int:
     found = [f"{page.relative_to(root)}: {problem}" for page in pages(root) for problem in check_page(root, page)]
+    found += tables.stale(root)
     print("\n".join(found) or "docs: every link, file, command, flag, setting and figure named there exists")
     return 1 if found else 0
 

@@ -19,10 +19,14 @@ def problems(config: Config, hf: HFModelConfig | None) -> list[str]:
     if not config.samples or hf is None:
         return []
     engine, out = config.engine, []
-    if engine.max_model_len > hf.max_position_embeddings:
+    setting, response = max(config.response_tokens.items(), key=lambda item: item[1])
+    prompt, positions = config.data.max_prompt_tokens, hf.max_position_embeddings
+    if engine.max_model_len > positions:
+        made_for = f"the model was made for {positions} positions (max_position_embeddings)"
         out.append(
-            f"engine.max_model_len = {engine.max_model_len}: the model was made for {hf.max_position_embeddings} "
-            f"positions (max_position_embeddings); set it to at most {hf.max_position_embeddings}"
+            f"data.max_prompt_tokens = {prompt}: with {setting} = {response}, {made_for}; lower one of them"
+            if prompt + response > positions
+            else f"engine.max_model_len = {engine.max_model_len}: {made_for}; set it to at most that, or remove it"
         )
     if unknown := [token for token in config.rollout.stop_token_ids if token >= hf.vocab_size]:
         out.append(

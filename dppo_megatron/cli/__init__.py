@@ -12,7 +12,7 @@ from dppo_megatron.config import ConfigError
 from dppo_megatron.convert.commands import app as convert_app
 from dppo_megatron.errors import ExpectedError
 
-from . import after, before, cluster, data, runs
+from . import after, before, cluster, data, init, runs
 
 app = typer.Typer(
     help="RL for language models on Megatron-core with divergence trust regions (DPPO, DRPO).",
@@ -20,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for commands in (runs, before, after, cluster):
+for commands in (init, runs, before, after, cluster):
     app.add_typer(commands.app)
 app.add_typer(convert_app, name="convert")
 app.add_typer(data.app, name="data")

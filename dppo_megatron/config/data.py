@@ -28,7 +28,7 @@ class DataConfig(Section):
     source_column: str = Field("data_source", description="the row's data source, for reward.terms; may be absent")
     chat_template: bool = Field(False, description="wrap the prompt as a user turn with the tokenizer's chat template")
     prompt_template: str = Field("{prompt}", description="text around the prompt; {prompt} is replaced")
-    shuffle: bool = True
+    shuffle: bool = Field(True, description="draw a new order of the prompts for each epoch, from run.seed")
     max_prompt_tokens: Count = Field(
         1024,
         description="longer prompts are an error before work starts; with the longest response at most "

@@ -27,7 +27,7 @@ class ObjectiveConfig(Section):
         description="axes of the preset to replace, e.g. delta: 0.2; `dppo-megatron objectives NAME` lists them. An "
         "objective of your own takes what it likes",
     )
-    advantage: AdvantageKind = "group_mean"
+    advantage: AdvantageKind = Field("group_mean", description="how rewards become advantages, see docs/objectives.md")
     credit: CreditKind = Field(
         "trajectory",
         description="what advantage compares: rewards of trajectories, or what each turn and those after it earned",
@@ -35,7 +35,7 @@ class ObjectiveConfig(Section):
     discount: Float = Field(
         1.0, gt=0, le=1, description="credit = turn: what a reward counts for the turn before the one that earned it"
     )
-    aggregation: AggregationKind = "seq_mean_token_sum_norm"
+    aggregation: AggregationKind = Field("seq_mean_token_sum_norm", description="how the losses of tokens are averaged")
     horizon: Count | None = Field(
         None, description="divisor of seq_mean_token_sum_norm; default: rollout.max_response_tokens"
     )

@@ -10,9 +10,9 @@ from .section import Count, CountFromZero, FilePath, Float, Int, Positive, Secti
 
 
 class RolloutConfig(Section):
-    prompts_per_step: Count = 64
+    prompts_per_step: Count = Field(64, description="prompts, and so groups, of a step")
     group_size: Count = Field(8, description="samples per prompt")
-    max_response_tokens: Count = 1024
+    max_response_tokens: Count = Field(1024, description="a longer response is cut there, and counts as truncated")
     temperature: Float = Field(
         1.0, ge=0.01, le=100, description="of sampling and of the log-probs; vLLM raises smaller ones to 0.01"
     )
@@ -49,7 +49,7 @@ class RolloutConfig(Section):
         description="largest mismatch/kl (engine against trainer, nats per token) of a step; more ends the run; "
         "default: no limit",
     )
-    max_concurrent_groups: Count = 256
+    max_concurrent_groups: Count = Field(256, description="groups that are sampled at once")
     dynamic_sampling: bool = Field(
         False, description="groups whose rewards are all equal are dropped and other prompts sampled for them (DAPO)"
     )

@@ -6,9 +6,9 @@ Rules of one field stand here, rules between fields in `dppo_megatron.checks`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dppo_megatron.common.dtypes import FloatName
 
@@ -87,15 +87,15 @@ class ModelConfig(Section):
 
 class ParallelConfig(Section):
     world_size: Processes = Field(1, description="trainer ranks; data-parallel size follows from the rest")
-    tensor: Processes = 1
-    pipeline: Processes = 1
+    tensor: Processes = Field(1, description="ranks that share every layer's matrices")
+    pipeline: Processes = Field(1, description="stages into which the layers are split")
     virtual_pipeline: Count | None = Field(None, ge=2, description="model chunks per pipeline rank (interleaved)")
     first_stage_layers: Count | None = Field(
         None, description="layers of the first pipeline rank; default: as many as each other rank"
     )
     last_stage_layers: Count | None = Field(None, description="layers of the last pipeline rank, likewise")
-    context: Processes = 1
-    expert: Processes = 1
+    context: Processes = Field(1, description="ranks that share every sequence")
+    expert: Processes = Field(1, description="MoE: ranks that share the experts of a layer")
     expert_tensor: Processes | None = Field(None, description="tensor parallelism of the experts; default: tensor")
     expert_dispatcher: Literal["alltoall", "allgather"] = Field(
         "alltoall", description="how tokens reach the experts of other ranks; allgather suits few experts per rank"
@@ -111,13 +111,13 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    lr: Positive = 1e-6
-    min_lr: Float = Field(0.0, ge=0, le=1e6)
+    lr: Positive = Field(1e-6, description="learning rate of Adam; adapters and tiny models need 1e-4 to 1e-3")
+    min_lr: Float = Field(0.0, ge=0, le=1e6, description="learning rate at which a decay ends")
     warmup_updates: CountFromZero = Field(0, description="optimizer updates of linear warm-up")
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: Float = Field(0.0, ge=0, le=1e6)
-    beta1: Float = Field(0.9, ge=0, lt=1)
-    beta2: Float = Field(0.95, ge=0, lt=1)
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="of lr, down to min_lr at the end")
+    weight_decay: Float = Field(0.0, ge=0, le=1e6, description="decoupled, as in AdamW")
+    beta1: Float = Field(0.9, ge=0, lt=1, description="Adam's decay of the mean of gradients")
+    beta2: Float = Field(0.95, ge=0, lt=1, description="Adam's decay of the mean of their squares")
     eps: Float = Field(1e-8, ge=1e-30, le=1, description="smaller is 0 in fp32, and an update then 0 / 0")
     grad_clip: Float = Field(1.0, ge=0, le=1e12, description="global gradient norm; 0 = off")
     offload: bool = Field(
@@ -142,7 +142,7 @@ class TrainConfig(Section):
 
 
 class EngineConfig(Section):
-    kind: Literal["vllm", "sglang"] = "vllm"
+    kind: Literal["vllm", "sglang"] = Field("vllm", description="the inference server")
     urls: tuple[Url, ...] = Field((), description="engines already running; empty = started with the run")
     secret_file: Path | None = Field(
         None, description="what requests must bring to the engines is in this file; default: RUN/secret, which is made"
@@ -166,20 +166,20 @@ class EngineConfig(Section):
         description="interpreter of the engine's own environment; default: .venv-sglang beside this one for sglang, "
         "else this one",
     )
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="address at which started engines listen")
     port: CountFromZero = Field(0, le=65535, description="first port; 0 = a free one")
-    dtype: FloatName = "bf16"
+    dtype: FloatName | None = Field(None, description="default: model.dtype")
     quantization: Literal["none", "fp8_block", "fp8_block_emulated"] = Field(
         "none",
         description="fp8_block: every publish quantises the layers' projections to FP8 (e4m3, a scale for 128 x 128 "
         "values) and engines multiply in FP8; needs GPUs. fp8_block_emulated: the same rounding of the weights, which "
         "engines hold and multiply in engine.dtype; to study the mismatch, not to save memory",
     )
-    max_model_len: Count = Field(4096, ge=2)
-    max_num_seqs: Count = 256
-    kv_cache_bytes: Bytes | None = Field(None, description="KV cache on each GPU; default: the engine's own choice")
+    max_model_len: Count | None = Field(None, ge=2, description="default: data.max_prompt_tokens + longest response")
+    max_num_seqs: Count = Field(256, description="sequences that an engine samples at once")
+    kv_cache_bytes: Bytes | None = Field(None, description="on each GPU; default: the engine's choice, 1 GiB on CPUs")
     max_logprobs: Count = Field(64, description="the engine's cap on top-K log-probs per token")
-    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = Field("processed_logprobs", description="not raw")
     seeded: bool = Field(
         True,
         description="a sample's tokens follow from its seed, so that a request sent again draws the same; SGLang needs "
@@ -191,8 +191,8 @@ class EngineConfig(Section):
         "CPUs, for dense models; costs speed on both sides",
     )
     extra_args: tuple[str, ...] = Field((), description="appended to the server's command line")
-    env: dict[EnvironmentName, str] = Field(default_factory=dict)
-    start_timeout_s: Seconds = 600.0
+    env: dict[EnvironmentName, str] = Field(default_factory=dict, description="environment variables of the server")
+    start_timeout_s: Seconds = Field(600.0, description="an engine that does not answer by then has failed")
     request_timeout_s: Seconds | None = Field(
         None,
         description="a group not answered for so long, waiting in the engine's queue included, is sent again; "
@@ -230,7 +230,7 @@ class EngineConfig(Section):
 
 class CheckpointConfig(Section):
     every: CountFromZero = Field(50, description="steps between checkpoints; 0 = only at the end")
-    keep: Count = 2
+    keep: Count = Field(2, description="newest checkpoints that stay on disk")
     keep_rollouts: CountFromZero | None = Field(
         None,
         description="steps before the newest checkpoint whose rollouts stay in the bank, besides those that a resume "
@@ -245,10 +245,10 @@ class CheckpointConfig(Section):
 
 
 class TrackingConfig(Section):
-    tensorboard: bool = False
-    wandb: Literal["off", "offline", "online"] = "off"
-    wandb_project: str = "dppo_megatron"
-    wandb_name: str | None = None
+    tensorboard: bool = Field(False, description="write RUN/tensorboard")
+    wandb: Literal["off", "offline", "online"] = Field("off", description="log to Weights & Biases")
+    wandb_project: str = Field("dppo_megatron", description="project of the run there")
+    wandb_name: str | None = Field(None, description="name of the run there; default: that of run.dir")
     token_sequences: CountFromZero = Field(
         0,
         description="sequences of each step of which RUN/tokens keeps the trainer's log-prob, entropy, divergence and "
@@ -282,6 +282,14 @@ class Config(Section):
     profile: ProfileConfig = ProfileConfig()
     slurm: SlurmConfig = SlurmConfig()
 
+    @model_validator(mode="after")
+    def _derive(self) -> Self:
+        """Fill in what follows from other settings, so that every reader finds a value."""
+        e, longest = self.engine, self.data.max_prompt_tokens + max(self.response_tokens.values())
+        own = {"dtype": e.dtype or self.model.dtype, "max_model_len": e.max_model_len or longest}
+        self.__dict__["engine"] = e.model_copy(update=own)
+        return self
+
     @property
     def horizon(self) -> int:
         return self.objective.horizon or self.rollout.max_response_tokens
@@ -297,7 +305,7 @@ class Config(Section):
             return 1.0
         # An fp16 number has three bits more than a bf16 one, so its rounding is an eighth.
         tolerance = {"fp32": 1e-4, "fp16": 0.05, "bf16": 0.3}
-        return max(tolerance[self.model.dtype], tolerance[self.engine.dtype])
+        return max(tolerance[self.model.dtype], tolerance[self.engine.dtype or self.model.dtype])
 
     @property
     def samples(self) -> bool:

@@ -40,8 +40,8 @@ class SlurmConfig(Section):
     engine_gpu_type: Name | None = Field(None, description="default: gpu_type, if engine_gpus_per_node is the default")
     exclusive: bool = Field(True, description="request whole nodes; false: give CPUs and memory in sbatch_args")
     gpu: str | None = Field(None, description="kind of GPU, as for `plan`, e.g. h100-80; the run must fit")
-    account: Name | None = None
-    partition: Names | None = None
+    account: Name | None = Field(None, description="as sbatch takes it")
+    partition: Names | None = Field(None, description="as sbatch takes it")
     engine_partition: Names | None = Field(None, description="of engine nodes; default: partition")
     time: Time = Field("24:00:00", description="time limit of one attempt of the job, as sbatch takes it")
     signal_lead_s: Count = Field(300, ge=60, description="seconds before the time limit for a checkpoint and a requeue")

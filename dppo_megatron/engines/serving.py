@@ -29,6 +29,7 @@ class Node(NamedTuple):
 # Tens of microseconds by libgomp's count, longer than most pauses between two operators of a small model: an eighth of
 # the time of sampling at 20 M parameters. Three times as long takes the cores from whoever else has work for them.
 SPINS = 3000
+CPU_KV_CACHE_BYTES = 2**30  # by default engines take a share of all memory, which other processes need as well
 
 
 def device_here() -> Device:

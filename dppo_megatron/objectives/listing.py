@@ -26,20 +26,6 @@ def table() -> str:
     return "\n".join([*(line.rstrip() for line in shown), "", "beside that", *more, "", _LEGEND])
 
 
-def markdown_table() -> str:
-    """The same for docs/objectives.md, with what each method was published with."""
-    region = ("divergence", "control", "threshold", "ratio", "beside that")
-    head = ("preset", *region, "advantage", "aggregation", "source")
-    lines = [head, ("---",) * len(head)]
-    for name, p in PRESETS.items():
-        cells = axes(p.settings)
-        control = cells["control"] + ("" if cells["direction"] in ("-", "sampled") else f", {cells['direction']}")
-        control += "" if cells["anchor"] in ("-", "mu") else f", anchor {cells['anchor']}"
-        own = (cells["divergence"], control, cells["threshold"], cells["ratio"], ", ".join(beside(p.settings)) or "-")
-        lines.append((f"`{name}`", *own, p.advantage, p.aggregation, p.source))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def in_words(name: str) -> str:
     """A preset, or a user's own by dotted path: what it does, its source, its settings.
 

@@ -16,38 +16,14 @@ import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dppo_megatron.hf import make_random_hf_model
+from dppo_megatron.hf import small_model
 
-PAD, EOS = "<pad>", "<eos>"
-VOCABULARY = (PAD, EOS, *"0123456789+-*=")
+EOS = "<eos>"
+VOCABULARY = (small_model.PAD, EOS, *"0123456789+-*=")
 HELD_OUT = 500  # of the 8,100 pairs; neither the text nor the training prompts contain them
 WITHOUT_CARRY, RIGHT = 2, 1  # answers in the text to each sum
-
-MODEL = {  # 0.8 M parameters; heads, groups and vocabulary divide by a tensor-parallel size of 2
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": len(VOCABULARY),
-    "hidden_size": 160,
-    "intermediate_size": 448,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,  # the narrowest that the engines' CPU attention has
-    "hidden_act": "silu",
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "initializer_range": 0.05,  # the usual 0.02 leaves so narrow a model on a plateau for 150 updates
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "bos_token_id": None,
-    "eos_token_id": VOCABULARY.index(EOS),
-    "pad_token_id": VOCABULARY.index(PAD),
-}
 
 Pair = tuple[int, int]
 
@@ -88,24 +64,12 @@ def without_carry(pair: Pair) -> str:
 
 def write_random_model(directory: Path, seed: int, vocabulary: Sequence[str] = VOCABULARY) -> None:
     """Writes a Hugging Face model directory: Qwen3 with random weights, a tokenizer of single characters."""
-    make_random_hf_model(directory, {**MODEL, "vocab_size": len(vocabulary)}, seed, overwrite=True)
-    character_tokenizer(vocabulary).save_pretrained(directory)
-    generation = {"eos_token_id": MODEL["eos_token_id"], "pad_token_id": MODEL["pad_token_id"]}
-    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    small_model.write_small_model(directory, seed, character_tokenizer(vocabulary))
 
 
 def character_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> PreTrainedTokenizerFast:
     """One token a character; no beginning-of-sequence token, nothing added on encoding."""
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=EOS,
-        pad_token=PAD,
-        model_max_length=MODEL["max_position_embeddings"],
-        clean_up_tokenization_spaces=False,
-    )
+    return small_model.character_tokenizer(vocabulary, eos=EOS, positions=64)
 
 
 def _write_rows(path: Path, rows: Iterable[tuple[Pair, str]]) -> None:

@@ -31,9 +31,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dppo_megatron.hf import make_random_hf_model
+from dppo_megatron.hf.small_model import PAD, write_small_model
 
-PAD, EOS, CAREFULLY, ANSWER = "<pad>", "<eos>", "carefully", "answer"
+EOS, CAREFULLY, ANSWER = "<eos>", "carefully", "answer"
 MODULUS = 100
 SYLLABLES = ("so", "nu", "ta", "li", "ve", "mo", "ri", "da", "ke", "pu", "ho")
 WORDS = [first + second for first in SYLLABLES for second in SYLLABLES]  # 121, the most frequent first
@@ -41,28 +41,8 @@ CAREFUL_RANK = 10  # of `carefully` among them: 1.7 % of the linking words
 VOCABULARY = (PAD, EOS, "+", "-", "=", ANSWER, CAREFULLY, *"0123456789", *WORDS)
 TRAIN, HELD_OUT, TEXT = 4000, 200, 12000  # prompts to train on and to evaluate, and worked examples in the text
 
-MODEL = {  # 1.3 M parameters; heads, groups and vocabulary divide by a tensor-parallel size of 2
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": len(VOCABULARY),
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 32,  # the narrowest that the engines' CPU attention has
-    "hidden_act": "silu",
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "initializer_range": 0.05,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "bos_token_id": None,
-    "eos_token_id": VOCABULARY.index(EOS),
-    "pad_token_id": VOCABULARY.index(PAD),
-}
+# 1.3 M parameters; heads, groups and vocabulary divide by a tensor-parallel size of 2
+WIDER = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6}
 
 
 @dataclass(frozen=True)
@@ -164,18 +144,16 @@ def make_task(directory: str | Path, level: str = "easy", seed: int = 1) -> None
 
 def write_random_model(directory: Path, seed: int) -> None:
     """Writes a Hugging Face model directory: Qwen3 with random weights, a tokenizer of whole words."""
-    make_random_hf_model(directory, MODEL, seed, overwrite=True)
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
+    whole = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,
         pad_token=PAD,
-        model_max_length=MODEL["max_position_embeddings"],
+        model_max_length=256,
         clean_up_tokenization_spaces=False,
-    ).save_pretrained(directory)
-    generation = {"eos_token_id": MODEL["eos_token_id"], "pad_token_id": MODEL["pad_token_id"]}
-    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    )
+    write_small_model(directory, seed, whole, **WIDER)
 
 
 def _write_rows(path: Path, rows: Iterator[tuple[str, str]]) -> None:

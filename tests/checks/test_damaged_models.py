@@ -21,11 +21,12 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """A sound model: its weights in one file, and beside it the same in several."""
-    from make_task import MODEL, write_random_model
+    from make_task import write_random_model
 
     root = tmp_path_factory.mktemp("whole")
     write_random_model(root / "single", seed=1)
-    make_random_hf_model(root / "weights", MODEL, seed=1, shard_bytes=60_000)
+    model = json.loads((root / "single" / "config.json").read_text())
+    make_random_hf_model(root / "weights", model, seed=1, shard_bytes=60_000)
     shutil.copytree(root / "single", root / "sharded", ignore=shutil.ignore_patterns(SINGLE))
     shutil.copytree(root / "weights", root / "sharded", dirs_exist_ok=True)
     (root / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')

@@ -7,6 +7,7 @@ import yaml
 
 from dppo_megatron.checks import load_config
 from dppo_megatron.config import ConfigError, save_resolved, with_absolute_paths
+from tests.support.configs import make_config
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
 MINIMAL = {
@@ -133,9 +134,16 @@ def test_missing_file_and_broken_yaml(tmp_path):
         ),
         ({"engine": {"logprobs_mode": "raw_logprobs"}}, "engine.logprobs_mode = raw_logprobs"),
         ({"rollout": {"topk_logprobs": 100}}, "rollout.topk_logprobs = 100: above the engine's cap"),
-        ({"rollout": {"max_response_tokens": 3073}}, "engine.max_model_len = 4096: less than data.max_prompt_tokens"),
         (
-            {"data": {"train": "t", "eval": "e"}, "eval": {"max_response_tokens": 3073}},
+            {"rollout": {"max_response_tokens": 3073}, "engine": {"max_model_len": 4096}},
+            "engine.max_model_len = 4096: less than data.max_prompt_tokens",
+        ),
+        (
+            {
+                "data": {"train": "t", "eval": "e"},
+                "eval": {"max_response_tokens": 3073},
+                "engine": {"max_model_len": 4096},
+            },
             "= 1024 + eval.max_response_tokens = 3073",
         ),
         ({"rollout": {"group_size": 1}}, "every advantage is 0"),
@@ -181,8 +189,8 @@ def test_what_would_be_silently_wrong_is_refused(tmp_path, sections, expected):
     ("sections", "tolerance"),
     [
         ({}, 0.3),
-        ({"model": {"path": "m", "dtype": "fp32"}}, 0.3),
-        ({"model": {"path": "m", "dtype": "fp32"}, "engine": {"dtype": "fp32"}}, 1e-4),
+        ({"model": {"path": "m", "dtype": "fp32"}, "engine": {"dtype": "bf16"}}, 0.3),
+        ({"model": {"path": "m", "dtype": "fp32"}}, 1e-4),
         ({"engine": {"quantization": "fp8_block"}}, 1.0),
         ({"model": {"path": "m", "fp8": "blockwise"}}, 1.0),
         ({"engine": {"exact": True}}, 0.0),
@@ -225,3 +233,16 @@ def test_truncated_sampling_is_allowed_where_it_is_replayed(tmp_path):
 
 def test_supervised_runs_need_no_sampling_settings(tmp_path):
     load_config(write(tmp_path, objective={"name": "nll"}, rollout={"group_size": 1}))
+
+
+def test_an_engine_follows_the_model_and_the_lengths_where_it_is_not_set():
+    config = make_config(
+        model={"path": "m", "dtype": "fp32"},
+        data={"train": "t", "eval": "e", "max_prompt_tokens": 30},
+        rollout={"max_response_tokens": 20},
+        eval={"max_response_tokens": 25},
+    )
+    assert (config.engine.dtype, config.engine.max_model_len) == ("fp32", 55)
+    assert config.probe_tolerance == 1e-4
+    given = make_config(engine={"dtype": "fp16", "max_model_len": 4096})
+    assert (given.engine.dtype, given.engine.max_model_len) == ("fp16", 4096)

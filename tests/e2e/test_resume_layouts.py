@@ -58,15 +58,14 @@ def bank(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
-    from make_task import MODEL, character_tokenizer, write_sums
+    from make_task import character_tokenizer, write_sums
 
-    from dppo_megatron.hf import make_random_hf_model
+    from dppo_megatron.hf.small_model import write_small_model
 
     directory = tmp_path_factory.mktemp("task")
     write_sums(directory, seed=1)
     for name, changes in {"dense": {}, "experts": EXPERTS}.items():
-        make_random_hf_model(directory / name, {**MODEL, "num_hidden_layers": 4, **changes}, 1)
-        character_tokenizer().save_pretrained(directory / name)
+        write_small_model(directory / name, 1, character_tokenizer(), **{"num_hidden_layers": 4, **changes})
     return directory
 
 

@@ -11,6 +11,8 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 from dppo_megatron.engines.vllm.server import vllm_command
 from tests.support.engines import engine_config
+from tests.support.model_directories import write_model
+from tests.support.models import CONFIGS
 
 
 def test_the_servers_module_is_not_deprecated(tmp_path):
@@ -20,3 +22,12 @@ def test_the_servers_module_is_not_deprecated(tmp_path):
         module = importlib.import_module(command[command.index("-m") + 1])
     assert callable(module.main)
     assert not [str(each.message) for each in found if "vllm.entrypoints" in str(each.message)]
+
+
+@pytest.mark.parametrize(("device", "given"), [("cpu", True), ("cuda", False)])
+def test_on_a_cpu_the_cache_is_no_share_of_all_memory(tmp_path, device, given):
+    write_model(tmp_path / "model", CONFIGS["qwen3"])
+    config = engine_config(tmp_path / "model")
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"kv_cache_bytes": None})})
+    command = vllm_command(config, 8000, tmp_path / "model", 0, device=device)
+    assert ("--kv-cache-memory-bytes" in command) == given

@@ -95,5 +95,11 @@ def test_main_names_the_page_and_fails(tmp_path, capsys):
         (tmp_path / name).symlink_to(ROOT / name)
     assert check_docs.main(tmp_path) == 0, capsys.readouterr().out
     (tmp_path / "docs" / "plan.md").write_text("[x](gone.md)")
+    for name, line in {"settings": "| `run.seed` |", "objectives": "| `dppo_binary_tv` |"}.items():
+        page = tmp_path / "docs" / f"{name}.md"
+        page.write_text(page.read_text().replace(line, "| `x` |"))
     assert check_docs.main(tmp_path) == 1
-    assert "docs/plan.md: link to gone.md: no such file" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "docs/plan.md: link to gone.md: no such file" in said
+    for name in ("settings", "objectives"):
+        assert f"docs/{name}.md: out of date; run python tools/tables.py" in said

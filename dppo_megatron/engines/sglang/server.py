@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.serving import Device, Node, cpu_threads, device_here
+from dppo_megatron.engines.serving import CPU_KV_CACHE_BYTES, Device, Node, cpu_threads, device_here
 from dppo_megatron.hf import read_hf_config
 
 from .client import CONTEXT_MARGIN
@@ -17,7 +17,6 @@ from .client import CONTEXT_MARGIN
 GUARDED_SERVER = Path(__file__).parents[1] / "guard" / "sglang_server.py"
 PLUGIN = Path(__file__).parent / "plugin"  # holds the metadata by which SGLang finds it
 CPU_ENVIRONMENT = Path(__file__).parent / "cpu"
-CPU_KV_CACHE_BYTES = 2**30  # SGLang's own choice is a share of all memory, which other processes need as well
 
 
 def sglang_python(config: Config) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.serving import Device, Node, cpu_threads, device_here
+from dppo_megatron.engines.serving import CPU_KV_CACHE_BYTES, Device, Node, cpu_threads, device_here
 from dppo_megatron.hf import read_hf_config
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be
@@ -56,11 +56,12 @@ def vllm_command(
     if node is not None:
         command += ["--nnodes", str(engine.nodes), "--node-rank", str(node.rank)]
         command += ["--master-addr", node.host, "--master-port", str(node.port), *(("--headless",) if headless else ())]
-    if engine.kv_cache_bytes is not None:
-        command += ["--kv-cache-memory-bytes", str(engine.kv_cache_bytes)]
-    if (device or device_here()) == "cuda" and engine.placement == "colocated":
+    cpu = (device or device_here()) == "cpu"
+    if engine.kv_cache_bytes is not None or cpu:
+        command += ["--kv-cache-memory-bytes", str(engine.kv_cache_bytes or CPU_KV_CACHE_BYTES)]
+    if not cpu and engine.placement == "colocated":
         command += ["--enable-sleep-mode"]
-    if (device or device_here()) == "cpu":
+    if cpu:
         command += [
             "--enforce-eager",
             # A seeded request whose prompt is split over two steps ends a CPU engine ("CPU Generator does not use

@@ -1,0 +1,68 @@
+"""`dppo-megatron init`: a first project that runs as it is, on a CPU, with everything in it to be replaced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from shlex import quote
+from typing import Annotated
+
+import typer
+
+from dppo_megatron.config import read_config
+from dppo_megatron.errors import ExpectedError
+
+app = typer.Typer()
+
+CONFIG = """\
+# A first run. Everything in this directory is yours to replace; docs/settings.md lists all settings.
+run:
+  dir: {d}/run  # rollouts, checkpoints, logs, metrics; a new run needs a new directory
+model:
+  path: {d}/model  # yours: a Hugging Face directory of Qwen2.5, Qwen3, Llama 3, ...
+  dtype: fp32  # bf16 for models of usual size
+data:
+  train: {d}/train.jsonl  # JSON lines or parquet, with the columns prompt and answer
+  chat_template: true
+  max_prompt_tokens: 128  # this model counts a character as a token
+reward:
+  name: {d}/reward.py:reward
+rollout:
+  prompts_per_step: 8
+  group_size: 8  # answers to each prompt, which are compared with one another
+  max_response_tokens: 24
+optimizer:
+  lr: 1e-3  # for random weights; 1e-6 for a language model
+train:
+  steps: 12
+"""
+REWARD = '''\
+def reward(prompt, response_text):
+    """Return a number, true or false. prompt.answer and prompt.columns are from the row of train.jsonl."""
+    digits = sum(character.isdigit() for character in response_text)
+    return digits / max(len(response_text), 1)  # as a start: the share of digits
+'''
+
+
+@app.command()
+def init(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="to make; must not exist, or be empty")],
+) -> None:
+    """Make a project that trains on a CPU as it is: a commented config, prompts, a reward function, a tiny model."""
+    from dppo_megatron.checks import preflight
+    from dppo_megatron.hf.small_model import chat_tokenizer, write_small_model
+
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ExpectedError(f"DIR = {directory}: already exists and is not an empty directory; choose another")
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(2, 10) for b in range(2, 10)]
+    config_file = directory / "config.yaml"
+    config_file.write_text(CONFIG.format(d=directory))
+    (directory / "reward.py").write_text(REWARD)
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_small_model(directory / "model", 1, chat_tokenizer())
+    for note in preflight(read_config(config_file), str(config_file)):
+        typer.echo(note)
+    typer.echo(f"{directory}: ready. Next, which takes a minute or two without a GPU, and then shows what it sampled:")
+    typer.echo(f"  dppo-megatron train {quote(str(config_file))}")
+    typer.echo(f"  dppo-megatron view {quote(str(directory / 'run'))} --open")

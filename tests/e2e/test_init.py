@@ -1,0 +1,73 @@
+"""`dppo-megatron init`: what it writes is valid, trains as it is, and serves the first environment of the docs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from dppo_megatron.data.tokenizer import load_tokenizer
+from tests.support.runs import records, run, steps_done
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("at") / "a first-project"  # no name of a Python package
+    said = run("init", directory).stdout
+    assert f"{directory}: ready" in said
+    assert f"dppo-megatron train '{directory}/config.yaml'" in said
+    return directory
+
+
+def test_a_directory_with_files_is_refused_and_left_as_it_is(project):
+    before = {path: path.stat().st_mtime_ns for path in project.rglob("*")}
+    refused = run("init", project, check=False)
+    assert refused.returncode == 1
+    assert f"DIR = {project}: already exists" in refused.stderr
+    assert before == {path: path.stat().st_mtime_ns for path in project.rglob("*")}
+
+
+def test_the_chat_template_shows_roles_tools_and_calls(project):
+    tokenizer = load_tokenizer(project / "model")
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "<1>"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        '<|im_start|>system\nTools: [{"name": "f"}]<|im_end|>\n<|im_start|>system\nBe short.<|im_end|>\n'
+        '<|im_start|>user\n<1><|im_end|>\n<|im_start|>assistant\n<tool_call>{"name": "f", "arguments": {"x": 1}}'
+        "</tool_call><|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert ids.count(tokenizer.eos_token_id) == 5
+
+
+def test_the_first_environment_of_the_docs_goes_with_it(project, tmp_path):
+    """The class stands in docs/environments.md and in the example that trains with it."""
+    block = re.search(r"```python\n(# my_table.py.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL)[1]
+    assert (ROOT / "examples/table/my_table.py").read_text().endswith(block.split("\n", 1)[1])
+    prices = tmp_path / "prices.json"
+    prices.write_text('{"tea": 2.5}')
+    settings = json.dumps({"file": str(prices)})
+    environment = f"environment.name={ROOT}/examples/table/my_table.py:Table"
+    run("validate", project / "config.yaml", "--set", environment, "--set", f"environment.settings={settings}")
+    wrong = environment.replace("Table", "Tabel")
+    refused = run("validate", project / "config.yaml", "--set", wrong, check=False).stderr
+    assert "has no 'Tabel'; did you mean Table" in refused
+
+
+@pytest.mark.slow
+def test_it_trains_as_it_is(project):
+    run("train", project / "config.yaml", "--set", "train.steps=2")
+    assert steps_done(project / "run") == [1, 2]
+    assert all(0 < r["rollout/reward_mean"] < 1 for r in records(project / "run") if "rollout/reward_mean" in r)
