@@ -67,7 +67,7 @@ setup(
         ],
     },
     entry_points={
-        "console_scripts": ["dppo-megatron = dppo_megatron.cli:main"],
+        "console_scripts": ["dppo-megatron = dppo_megatron.__main__:main"],
         # Loaded by a vLLM server only when VLLM_PLUGINS names it.
         "vllm.endpoint_plugins": ["dppo_megatron = dppo_megatron.engines.vllm.extension.routes:DppoRoutes"],
     },

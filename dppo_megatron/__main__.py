@@ -1,6 +1,19 @@
-"""`python -m dppo_megatron` is `dppo-megatron`."""
+"""`dppo-megatron`, also as `python -m dppo_megatron`."""
 
-from .cli import main
+import sys
+
+
+def main() -> None:
+    """Runs a command. Of a package that is missing it says what installs it."""
+    try:
+        from .cli import main as run
+
+        run()
+    except ModuleNotFoundError as error:
+        if (error.name or "dppo_megatron").startswith("dppo_megatron"):
+            raise
+        sys.exit(f"no package {error.name}: pip install '.[cpu]' in the repository, or '.[gpu]', installs it")
+
 
 if __name__ == "__main__":
     main()

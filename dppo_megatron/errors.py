@@ -23,6 +23,10 @@ class ExpectedError(Exception):
         return bounded(super().__str__())
 
 
+class MissingPackageError(ExpectedError, ImportError):
+    """A setting needs a package that is not installed; the message names the extra that brings it."""
+
+
 def shown(value: Any) -> str:
     """A value as it would be written; of a long one the beginning and end."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -231,14 +232,12 @@ def _routing_problems(hf: HFModelConfig) -> list[str]:
 
 def _layout_problems(hf: HFModelConfig, p: ParallelConfig) -> list[str]:
     out = []
-    sizes = {"attention heads": hf.num_heads}
+    sizes = {"attention heads": hf.num_heads, "columns of intermediate_size": hf.ffn_hidden_size}
     if hf.mla is None:
         sizes["key-value heads"] = hf.num_kv_heads
-    for what, size in sizes.items():
-        if size % p.tensor:
-            out.append(f"parallel.tensor = {p.tensor}: does not divide {size} {what}; {_divisors(size)}")
-    if hf.ffn_hidden_size % p.tensor:
-        out.append(f"parallel.tensor = {p.tensor}: does not divide intermediate_size = {hf.ffn_hidden_size}")
+    if wrong := [f"{size} {what}" for what, size in sizes.items() if size % p.tensor]:
+        remedy = _divisors(math.gcd(*sizes.values()))
+        out.append(f"parallel.tensor = {p.tensor}: does not divide {', '.join(wrong)}; {remedy}")
     out += _stage_problems(hf.num_layers, p)
     return out + (_dense_layout_problems(p) if hf.moe is None else _expert_layout_problems(hf, p))
 

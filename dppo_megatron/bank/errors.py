@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 
+from dppo_megatron.common.files import NO_ROOM, DiskFull
 from dppo_megatron.errors import ExpectedError
 
 RESTORE = "restore it from a copy, or start a new run directory"
@@ -40,14 +39,8 @@ class BankTimeout(BankError, TimeoutError):
 
 def write_error(path: Path, error: OSError, needed: int) -> BankWriteError:
     """needed: bytes that were to be written."""
-    message = f"{path}: writing a record failed: {error.strerror}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        disk = os.statvfs(path.parent)
-        message += (
-            f"; {disk.f_bavail * disk.f_frsize} bytes free, at least {needed} needed. Free space there or "
-            "move run.dir to a larger file system, then resume"
-        )
-    return BankWriteError(f"{message}. Every record written before is intact", error.errno)
+    why = DiskFull(path, error, needed) if error.errno in NO_ROOM else f"{path}: {error.strerror}"
+    return BankWriteError(f"writing a record failed: {why}. Every record written before is intact", error.errno)
 
 
 def not_accessible(path: Path, error: OSError) -> BankError:

@@ -1,29 +1,8 @@
-"""The rule book: every rule about a config stands once in this folder, and this page says when it is checked.
+"""The rule book: every rule about a config is once in this folder. CONTRIBUTING.md says which command checks it.
 
 A rule file has one subject and a function `problems(config, ...)` that returns lines `setting = value: why; remedy`.
 Everything that can be known to be wrong is reported at once, before a process starts. Nothing imports torch before a
 rule needs it: the node that drives a Slurm job may have none.
-
-| rules | what they need | checked by |
-|---|---|---|
-| types, names, the objective's axes (`config.schema`) | the config | every command, when it reads its config |
-| between settings (`SETTINGS` below) | the config | every command, when it reads its config |
-| `objective`, `model`, `serving`, `data`, `reward`, `interpreter` | files, torch | `train`, `validate`, `slurm` |
-| `exact` of the model | files, torch | the same |
-| `environment` | files | the same |
-| `secret` | a file | the same |
-| `devices`, `ports` | this machine | those, where this machine runs all of it; `eval` checks `devices` |
-| `slurm` | the config; in the job its nodes | `slurm` and the job it submits |
-| `cluster` | nodes and their devices | `plan`; `slurm` where `slurm.gpu` is set |
-| `resume` | the run directory | `train`, `slurm` and its job; that it can be made, `validate` too |
-
-`config` knows the tree alone and stands below the rooms that rules need, so it reads without rules and `load_config`,
-which adds them, is here. What a room alone knows, it answers: `actor.check_model` (the model in this layout, this
-installation), `actor.precision` (what a GPU computes), `hf.open_weights`, `data` (tokenizer, prompt lines), `rewards`
-and `objectives` (what a name leads to). What is only known later is checked where it becomes known: the started ranks
-(`actor.layout`), the limit of open files (`orchestrator.open_files`), a running server (`engines.serving`), a given
-bank (`trainer.batches`), a checkpoint (`trainer.checkpoints`, `actor.checkpoint`), a tracker
-(`observability.trackers`).
 """
 
 from __future__ import annotations
@@ -46,7 +25,6 @@ from . import (
     layout,
     model,
     objective,
-    ports,
     precision,
     reward,
     sampling,
@@ -107,7 +85,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         partial(environment.problems, config),
     ]
     if place == "run":
-        rules += [partial(devices.problems, config), partial(ports.problems, config)]
+        rules.append(partial(devices.problems, config))
     problems = settings_problems(config) + [problem for rule in rules for problem in _check(rule)]
     if place == "unstaged":
         notes += [f"not checked: {line}" for line in absent]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def problems(config: Config, hf: HFModelConfig | None, notes: list[str], absent: list[str]) -> list[str]:
     """Reads and tokenizes every file. Adds to `notes` how many prompts each has, to `absent` which are not here."""
-    from dppo_megatron.data.prompts import PromptFile
+    from dppo_megatron.data.prompts import PromptFile, PromptFileError
     from dppo_megatron.data.tokenizer import TOKENIZER_FILES, TokenizerError, load_tokenizer
 
     out, tokenizer = [], None
@@ -27,6 +27,8 @@ def problems(config: Config, hf: HFModelConfig | None, notes: list[str], absent:
         if hf is not None:  # else the model's own problem is reported
             here = any((config.model.path / name).exists() for name in TOKENIZER_FILES)
             (out if here else absent).append(str(error))
+    if config.rollout.bank is not None and not config.rollout.bank.is_dir():
+        absent.append(f"rollout.bank = {config.rollout.bank}: no such directory; name the bank of a run, RUN/bank")
     (train, _), *more = config.data.train_files
     named = [("data.train", train), *((f"data.more.{number}.path", path) for number, (path, _) in enumerate(more))]
     graded = [(setting, path, config.data, config.reward) for setting, path in named]
@@ -37,9 +39,11 @@ def problems(config: Config, hf: HFModelConfig | None, notes: list[str], absent:
     for setting, path, data, reward in graded:
         if not path.exists() and "*" not in path.name:
             absent.append(f"{setting} = {path}: no such file; it must hold one JSON object a line, or be a table")
-        elif tokenizer is not None:
+        elif tokenizer is not None or not data.chat_template:
             try:
                 file = PromptFile(path, tokenizer, data)
+            except PromptFileError as error:
+                out.append(f"{setting} = {error}")
             except ValueError as error:
                 out.append(str(error))
             else:

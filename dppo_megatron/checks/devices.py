@@ -1,4 +1,4 @@
-"""Rules of this machine's GPUs: trainer ranks take the first ones, engines those after them or, colocated, the same."""
+"""Rules of this machine: free ports, and GPUs. Ranks take the first ones, engines the next or, colocated, the same."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 
 from .cluster import devices_needed
+from .engine import LAST_PORT
 
 
 def visible_devices() -> list[str]:
@@ -39,13 +40,21 @@ def engine_devices(config: Config, index: int, visible: list[str], *, trains: bo
     return visible[first : first + each]
 
 
-def problems(config: Config, *, trains: bool = True) -> list[str]:
-    """Why trainer ranks (where it `trains`) and the engines to start do not fit on this machine's GPUs."""
-    return gpu_problems(config, visible_devices(), trains=trains)
+def problems(config: Config) -> list[str]:
+    """Why trainer ranks and the engines to start do not fit on this machine's GPUs, and ports that are taken."""
+    from dppo_megatron.fleet.registry import port_in_use
+
+    engine = config.engine
+    ports = range(engine.port, min(engine.port + config.started_engines, LAST_PORT + 1)) if engine.port else ()
+    return gpu_problems(config, visible_devices()) + [
+        f"engine.port = {port}: already in use on {engine.host}; choose another, or 0 for a free one"
+        for port in ports
+        if port_in_use(engine.host, port)
+    ]
 
 
 def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> list[str]:
-    """The same for a machine with these GPUs; one without any computes on the CPU."""
+    """Why ranks (where it `trains`) and engines do not fit on these GPUs; a machine without any computes on the CPU."""
     engine, engines = config.engine, config.started_engines
     if not visible:
         if config.slurm.gpu is not None:

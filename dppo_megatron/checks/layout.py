@@ -15,7 +15,7 @@ def problems(config: Config) -> list[str]:
             "change one of them"
         )
     expert_ranks = (p.expert_tensor or p.tensor) * p.expert * p.pipeline
-    if p.world_size % expert_ranks:
+    if p.world_size % expert_ranks and (p.expert > 1 or p.expert_tensor):  # else the rule above implies it
         out.append(
             f"parallel.world_size = {p.world_size}: not a multiple of expert_tensor x expert x pipeline = "
             f"{expert_ranks}; change one of them"

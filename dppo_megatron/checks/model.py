@@ -47,8 +47,10 @@ def _weights(config: Config, hf: HFModelConfig, absent: list[str]) -> list[str]:
             if found := header_problems(WeightMap(hf), open_weights(directory, hf)):
                 raise ModelError(str(directory), found)
         except ModelError as error:
+            more = f"; and {len(error.problems) - 5} more" if len(error.problems) > 5 else ""
+            problem = f"{setting} = {error.source}: {'; '.join(error.problems[:5])}{more}"
             here = is_torch_dist(directory) or any(directory.glob("*.safetensors"))
-            (out if here else absent).append(f"{setting} = {error}")
+            (out if here else absent).append(problem)
     return out + _adapter(config, hf)
 
 

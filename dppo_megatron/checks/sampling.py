@@ -86,5 +86,5 @@ def lengths(config: Config) -> list[str]:
         return []
     return [
         f"engine.max_model_len = {room}: less than data.max_prompt_tokens = {prompt} + {name} = {response}, so "
-        f"responses to long prompts would be truncated; set it to {prompt + response}, or lower one of those"
+        f"responses to long prompts would be truncated; remove it for {prompt + response}, or lower one of those"
     ]

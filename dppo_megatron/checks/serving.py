@@ -21,13 +21,11 @@ def problems(config: Config, hf: HFModelConfig | None) -> list[str]:
     engine, out = config.engine, []
     setting, response = max(config.response_tokens.items(), key=lambda item: item[1])
     prompt, positions = config.data.max_prompt_tokens, hf.max_position_embeddings
-    if engine.max_model_len > positions:
-        made_for = f"the model was made for {positions} positions (max_position_embeddings)"
-        out.append(
-            f"data.max_prompt_tokens = {prompt}: with {setting} = {response}, {made_for}; lower one of them"
-            if prompt + response > positions
-            else f"engine.max_model_len = {engine.max_model_len}: {made_for}; set it to at most that, or remove it"
-        )
+    if max(prompt + response, engine.max_model_len) > positions:
+        wrong, remedy = f"engine.max_model_len = {engine.max_model_len}", "remove it, or lower it to that"
+        if prompt + response > positions:
+            wrong, remedy = f"data.max_prompt_tokens = {prompt} + {setting} = {response}", "lower one of them"
+        out.append(f"{wrong}: the model was made for {positions} positions (max_position_embeddings); {remedy}")
     if unknown := [token for token in config.rollout.stop_token_ids if token >= hf.vocab_size]:
         out.append(
             f"rollout.stop_token_ids = {unknown[0]}: the model has the tokens 0 to {hf.vocab_size - 1}, so no response "

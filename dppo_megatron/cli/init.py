@@ -1,10 +1,9 @@
-"""`dppo-megatron init`: a first project that runs as it is, on a CPU, with everything in it to be replaced."""
+"""`dppo-megatron init`: a first project that runs as it is, on a CPU."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from shlex import quote
 from typing import Annotated
 
 import typer
@@ -26,7 +25,7 @@ data:
   chat_template: true
   max_prompt_tokens: 128  # this model counts a character as a token
 reward:
-  name: {d}/reward.py:reward
+  name: {module}.reward:reward  # {d}/reward.py
 rollout:
   prompts_per_step: 8
   group_size: 8  # answers to each prompt, which are compared with one another
@@ -39,30 +38,27 @@ train:
 REWARD = '''\
 def reward(prompt, response_text):
     """Return a number, true or false. prompt.answer and prompt.columns are from the row of train.jsonl."""
-    digits = sum(character.isdigit() for character in response_text)
-    return digits / max(len(response_text), 1)  # as a start: the share of digits
+    return sum(map(str.isdigit, response_text)) / max(len(response_text), 1)  # as a start: the share of digits
 '''
 
 
 @app.command()
-def init(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="to make; must not exist, or be empty")],
-) -> None:
+def init(directory: Annotated[Path, typer.Argument(metavar="DIR", help="new, or empty")]) -> None:
     """Make a project that trains on a CPU as it is: a commented config, prompts, a reward function, a tiny model."""
     from dppo_megatron.checks import preflight
     from dppo_megatron.hf.small_model import chat_tokenizer, write_small_model
 
+    if not all(part.isidentifier() for part in directory.parts):  # reward.py is imported from there
+        raise ExpectedError(f"DIR = {directory}: name one below the working directory, of letters, digits and _ only")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ExpectedError(f"DIR = {directory}: already exists and is not an empty directory; choose another")
     directory.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(2, 10) for b in range(2, 10)]
     config_file = directory / "config.yaml"
-    config_file.write_text(CONFIG.format(d=directory))
+    config_file.write_text(CONFIG.format(d=directory, module=".".join(directory.parts)))
     (directory / "reward.py").write_text(REWARD)
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_small_model(directory / "model", 1, chat_tokenizer())
-    for note in preflight(read_config(config_file), str(config_file)):
-        typer.echo(note)
+    typer.echo("\n".join(preflight(read_config(config_file), str(config_file))))
     typer.echo(f"{directory}: ready. Next, which takes a minute or two without a GPU, and then shows what it sampled:")
-    typer.echo(f"  dppo-megatron train {quote(str(config_file))}")
-    typer.echo(f"  dppo-megatron view {quote(str(directory / 'run'))} --open")
+    typer.echo(f"  dppo-megatron train {config_file}\n  dppo-megatron view {directory}/run --open")

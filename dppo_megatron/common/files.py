@@ -6,10 +6,12 @@ Without the first flush a rename may survive whose bytes do not, and the file is
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -31,11 +33,32 @@ class DamagedFile(ExpectedError, ValueError):
     """A file of a run does not hold what the run writes there."""
 
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskFull(ExpectedError, OSError):
+    """A file system or quota has no room for `needed` bytes of a file; says what is free there, and the remedy."""
+
+    def __init__(self, path: Path, error: OSError, needed: int):
+        disk, remedy = path.parent.absolute(), "Free space there or move run.dir to a larger file system, then resume"
+        free = f"{shutil.disk_usage(disk).free} bytes free in {disk}, at least {needed} needed"
+        super().__init__(error.errno, f"{path}: {error.strerror}; {free}. {remedy}")
+
+
+@contextmanager
+def naming_a_full_disk(path: Path, needed: int) -> Iterator[None]:
+    """Raises `DiskFull` in place of the OSError of a write for which there is no room."""
+    try:
+        yield
+    except OSError as error:
+        raise (DiskFull(path, error, needed) if error.errno in NO_ROOM else error) from None
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes or replaces a small file. Its directory must exist. Raises OSError, and the old file is then untouched."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("wb") as file:
+        with naming_a_full_disk(path, len(content)), aside.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -175,15 +198,17 @@ class SteadyFile:
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
         for first in range(0, len(view), FLUSH_BYTES):
-            self._pending += self._file.write(view[first : first + FLUSH_BYTES])
+            with naming_a_full_disk(Path(self.name), len(view) - first):
+                self._pending += self._file.write(view[first : first + FLUSH_BYTES])
             if self._pending >= FLUSH_BYTES:
                 self.sync()
         return len(view)
 
     def sync(self) -> None:
-        self._file.flush()
-        if self._durable:
-            os.fsync(self._file.fileno())
+        with naming_a_full_disk(Path(self.name), self._pending):
+            self._file.flush()
+            if self._durable:
+                os.fsync(self._file.fileno())
         self._pending = 0
         self._moved()
 

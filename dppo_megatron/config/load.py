@@ -126,31 +126,44 @@ def _describe(error: Any) -> str:
     location = [str(part) for part in error["loc"]]
     dotted = ".".join(bounded(part, 60) for part in location)
     if error["type"] == "extra_forbidden":
-        return f"{dotted}: unknown setting{_nearest(location)}"
+        return f"{dotted}: unknown setting{_nearest(location, error['input'])}"
     if error["type"] == "missing":
         return f"{dotted}: required, not set"
     return f"{dotted} = {shown(error['input'])}: {error['msg']}"
 
 
-def _nearest(location: list[str]) -> str:
-    """The valid name of the same section closest to the unknown one; failing that, of the whole tree."""
+def _nearest(location: list[str], value: Any) -> str:
+    """The valid name closest to the unknown one: of its section, of another trainer, of the whole tree."""
+    if isinstance(value, dict) and (known := [f"{name} is {_ALIASES[name]}" for name in value if name in _ALIASES]):
+        return f"; here {', '.join(known)}"
     section: type[BaseModel] | None = Config
     for key in location[:-1]:
         field = section.model_fields.get(key) if section else None
         annotation = field.annotation if field else None
         section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-    here = list(section.model_fields) if section else []
-    if match := difflib.get_close_matches(location[-1], here, n=1, cutoff=0.5):
-        return f"; did you mean {'.'.join([*location[:-1], match[0]])}?"
-    if elsewhere := difflib.get_close_matches(location[-1], list(_leaves()), n=1, cutoff=0.75):
-        return f"; did you mean {_leaves()[elsewhere[0]]}?"
+    here = {name: ".".join([*location[:-1], name]) for name in (section.model_fields if section else ())}
+    parts = [(name, part.annotation) for name, part in Config.model_fields.items()]
+    elsewhere = {leaf: f"{name}.{leaf}" for name, part in parts for leaf in getattr(part, "model_fields", ())}
+    for names, cutoff in ((here, 0.8), (_ALIASES, 1.0), (here, 0.5), (elsewhere, 0.75)):
+        if match := difflib.get_close_matches(location[-1], names, n=1, cutoff=cutoff):
+            return f"; did you mean {names[match[0]]}?"
     return f"; valid here: {', '.join(here)}" if here else ""
 
 
-def _leaves() -> dict[str, str]:
-    return {
-        leaf: f"{name}.{leaf}"
-        for name, field in Config.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        for leaf in field.annotation.model_fields
-    }
+_ELSEWHERE = """\
+optimizer.lr: learning_rate lr actor_learning_rate
+rollout.prompts_per_step: batch_size train_batch_size rollout_batch_size per_device_train_batch_size
+rollout.group_size: n num_generations n_samples_per_prompt num_samples
+rollout.max_response_tokens: max_tokens max_new_tokens max_completion_length max_response_length generate_max_len
+data.max_prompt_tokens: max_prompt_length prompt_max_len
+train.updates_per_step: num_iterations ppo_epochs mini_batch_size ppo_mini_batch_size
+train.micro_batch_tokens: micro_batch_size ppo_micro_batch_size_per_gpu gradient_accumulation_steps
+train.steps: max_steps total_training_steps epochs num_train_epochs total_epochs
+objective.settings.reference_kl_coefficient (with reference_kl): kl_coef kl_loss_coef init_kl_coef beta
+objective.settings.delta (of a ratio, epsilon_low and epsilon_high): epsilon eps_clip clip_range clip_ratio cliprange
+model.path: model_name_or_path model_name pretrain
+data.train: train_files prompt_data dataset dataset_name
+run.dir: output_dir save_path default_local_dir
+optimizer.grad_clip: max_grad_norm max_norm"""
+_ROWS = [line.split(": ") for line in _ELSEWHERE.splitlines()]
+_ALIASES = {name: setting for setting, names in _ROWS for name in names.split()}  # of TRL, verl, OpenRLHF

@@ -20,7 +20,7 @@ class RewardConfig(Section):
     name: str = Field(
         "arithmetic",
         description="arithmetic | gsm8k | dapo | exact | http | math | multiple_choice | regex | "
-        "package.module:function | path/to/file.py:function",
+        "package.module:function",
     )
     settings: dict[str, JsonValue] = Field(
         default_factory=dict, description="arguments of the grader, class or function, see docs/rewards.md"

@@ -45,7 +45,7 @@ class PromptFile:
     def __init__(
         self,
         path: str | Path,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         data_config: DataConfig,
         tools: Sequence[dict[str, Any]] = (),
     ):
@@ -69,7 +69,7 @@ class PromptFile:
             return f"{of}; {dropped} dropped, of more than data.max_prompt_tokens = {limit} tokens"
         return f"{of}; {self.truncated} truncated to {limit} tokens" if self.truncated else of
 
-    def _load(self, tokenizer: PreTrainedTokenizerBase, render: Callable[[Any], str]) -> list[Row]:
+    def _load(self, tokenizer: PreTrainedTokenizerBase | None, render: Callable[[Any], str]) -> list[Row]:
         violations: list[tuple[int, str]] = []
         rows: list[Row] = []
         longest = _CHARACTERS_PER_TOKEN * self._config.max_prompt_tokens
@@ -90,11 +90,14 @@ class PromptFile:
             raise PromptFileError(self.path, problem="empty; it must hold one JSON object a line")
         texts = [row.text for row in rows]
         # A chat template writes its own special tokens.
-        encoded = tokenizer(texts, add_special_tokens=not self._config.chat_template)["input_ids"] if texts else []
+        encoded = [[0]] * len(texts)  # of a tokenizer that is missing: rows are checked, and not trained on
+        if texts and tokenizer is not None:
+            encoded = tokenizer(texts, add_special_tokens=not self._config.chat_template)["input_ids"]
         out = []
         for row, ids in zip(rows, encoded, strict=True):
             if not ids or (len(ids) > limit and self._config.overlong == "refuse"):
-                problem = f"{len(ids)} tokens, data.max_prompt_tokens is {limit}" if ids else "no tokens"
+                remedy = "raise it, or set data.overlong to drop or truncate"
+                problem = f"{len(ids)} tokens, data.max_prompt_tokens is {limit}; {remedy}" if ids else "no tokens"
                 violations.append((row.number, problem))
             elif len(ids) <= limit or self._config.overlong == "truncate":
                 out.append(row._replace(token_ids=np.array(ids, dtype=np.int32)))

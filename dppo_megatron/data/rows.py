@@ -11,8 +11,7 @@ from typing import Any
 
 from dppo_megatron.errors import ExpectedError, bounded, shown
 
-_SHOWN = 50  # violations described in the message; of the rest it gives the line numbers
-_LONGEST_LIST = 3000  # characters of those that are described
+_LONGEST_LIST = 3000  # characters of the violations that are described; of the rest it gives the line numbers
 _LONGEST_PROBLEM = 200
 _LONGEST_RANGES = 300
 _LONGEST_PATH = 300
@@ -34,14 +33,19 @@ class PromptFileError(ExpectedError, ValueError):
         if not count:
             super().__init__(f"{name}: {problem}")
             return
-        lines, size = [], 0
-        for number, text in self.violations[:_SHOWN]:
-            lines.append(f"  - {unit} {number}: {bounded(text, _LONGEST_PROBLEM)}")
-            size += len(lines[-1].encode())
+        groups: dict[str, list[int]] = {}  # equal problems are one line
+        for number, text in self.violations:
+            groups.setdefault(bounded(text, _LONGEST_PROBLEM), []).append(number)
+        lines, size, rest = [], 0, []
+        for text, numbers in groups.items():
             if size > _LONGEST_LIST:
-                break
-        if rest := [number for number, _ in self.violations[len(lines) :]]:
-            lines.append(f"  - and {unit}s {_ranges(rest)}")
+                rest += numbers
+                continue
+            rows = f"{len(numbers)} {unit}s ({_ranges(numbers)})" if len(numbers) > 1 else f"{unit} {numbers[0]}"
+            lines.append(f"  - {rows}: {text}")
+            size += len(lines[-1].encode())
+        if rest:
+            lines.append(f"  - and {unit}s {_ranges(sorted(rest))}")
         super().__init__("\n".join([f"{name}: {count} malformed {unit}{'s' if count != 1 else ''}", *lines]))
 
 

@@ -40,7 +40,7 @@ def read_hf_config(directory: str | Path) -> HFModelConfig:
     directory = Path(directory)
     path = directory / "config.json"
     if not directory.is_dir():
-        raise ModelError(str(directory), ["no such directory; pass a local Hugging Face model directory"])
+        raise ModelError(str(directory), ["no such directory; pass a local one (`hf download NAME --local-dir DIR`)"])
     try:
         raw = read_foreign_json(path)
     except FileNotFoundError:

@@ -138,7 +138,7 @@ def create_staging(directory: str | Path) -> Path:
 def refuse_existing(directory: str | Path, overwrite: bool) -> None:
     """Raises `ModelError` when `directory` is there and must stay."""
     if Path(directory).exists() and not overwrite:
-        raise ModelError(str(directory), ["already exists; choose another directory or allow overwriting"])
+        raise ModelError(str(directory), ["already exists; choose another directory, or remove it"])
 
 
 def check_space(directory: Path, nbytes: int) -> None:

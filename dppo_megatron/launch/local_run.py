@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 
 from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config
+from dppo_megatron.fleet.registry import engine_names
 from dppo_megatron.observability.console import ProgressView
 from dppo_megatron.observability.logs import append_line, last_lines
 from dppo_megatron.run_dir import RunDir
@@ -47,8 +49,13 @@ class LocalRun:
                 signal.signal(number, handler)
 
     def _watch(self, driver: RunDriver) -> int:
+        told, started = None, time.monotonic()
         while True:
-            self._view.poll(self._run.metrics)
+            if self._view.poll(self._run.metrics):
+                started = math.inf
+            elif time.monotonic() > started + 5 and (waits := self._waits_for()) != told:
+                self._view.note(f"waiting for the first step: {waits}")
+                told = waits
             if self._stop_signal is not None:
                 name = signal.Signals(self._stop_signal).name
                 self._view.note(f"{name}: stopping; resume with {self._resume_command}")
@@ -69,6 +76,13 @@ class LocalRun:
                 case Failed(process):
                     self._show_failure(process)
                     return 1
+
+    def _waits_for(self) -> str:
+        """What takes so long before the first record."""
+        for name in engine_names(self._config):
+            if not (self._run.services / f"{name}.json").exists():
+                return f"{name} loads the model and warms up; see {self._run.log(name)}"
+        return f"the trainer loads the model, and on GPUs compiles kernels; see {self._run.log('trainer-0')}"
 
     def _report(self, line: str) -> None:
         """To whoever watches, and to a log that stays."""

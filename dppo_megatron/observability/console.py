@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from .durations import duration
-from .logs import plain_text
+from .logs import duration, plain_text
 from .names import accuracies, is_step_record
 from .tail import JsonlFollower
 from .views import LiveView, PlainView

@@ -102,6 +102,13 @@ def plain_text(text: str) -> str:
     return _CONTROL.sub("", visible).rstrip()
 
 
+def duration(seconds: float) -> str:
+    """h:mm:ss"""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}"
+
+
 def _environment_rank() -> int | None:
     value = os.environ.get("RANK", "")
     return int(value) if value.isdecimal() else None

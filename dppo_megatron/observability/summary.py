@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .durations import duration
 from .history import History
+from .logs import duration
 from .names import PUBLISH_PARTS, STEP_PARTS, accuracies
 
 NONE = "-"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -11,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dppo_megatron.common.files import write_atomic
-
-from .packages import MissingPackageError
+from dppo_megatron.common.files import naming_a_full_disk, write_atomic
+from dppo_megatron.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from dppo_megatron.config import Config
@@ -99,6 +99,7 @@ class JsonlFile:
                 _set_aside(path)
             else:
                 _remove_after(path, resume_step)
+        self._path = path
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -108,8 +109,9 @@ class JsonlFile:
         size = os.fstat(self._fd).st_size
         data = (json.dumps(record) + "\n").encode()
         try:
-            if os.write(self._fd, data) != len(data):
-                raise OSError(f"no room for the record of step {record['step']}")
+            with naming_a_full_disk(self._path, len(data)):
+                if os.write(self._fd, data) != len(data):
+                    raise OSError(errno.ENOSPC, f"no room for the record of step {record['step']}")
         except OSError:
             os.ftruncate(self._fd, size)  # half a line would swallow the next one
             raise

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dppo_megatron.common.files import write_atomic
-
-from .packages import MissingPackageError
+from dppo_megatron.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from dppo_megatron.config import Config

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.util
-import sys
+import importlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.common import working_directory
@@ -58,9 +56,7 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
     if name not in BUILTIN and ":" not in name:
         near = difflib.get_close_matches(name, BUILTIN, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(BUILTIN)}."
-        raise RewardError(
-            f"reward.name = {name}: unknown; {hint} For your own, write package.module:function, or file.py:function"
-        )
+        raise RewardError(f"reward.name = {name}: unknown; {hint} For your own, write package.module:function")
     path = BUILTIN.get(name, name)
     reward = load_attribute("reward.name", path, RewardError, shown_as=name)
     if isinstance(reward, type):
@@ -79,17 +75,16 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
 
 
 def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as: str | None = None) -> Any:
-    """What `package.module:attribute` or `path/to/file.py:attribute` names. Modules are found on the Python path and in
-    the working directory.
+    """What `package.module:attribute` names. Modules are found on the Python path and in the working directory.
 
     Raises `error`, which begins with `setting` and the nearest names that exist.
     """
     module_name, _, attribute = path.partition(":")
     named = f"{setting} = {shown_as or path}"
     working_directory.put_on_path()
-    where = "It must be on the Python path or in the working directory"
+    where = "It must be on the Python path or in the working directory, with all that it imports"
     what = f"{named}: cannot import {module_name}"
-    module = _foreign(what, lambda: _import(module_name), where, error)
+    module = _foreign(what, lambda: importlib.import_module(module_name), where, error)
     what = f"{named}: cannot look up {attribute!r}"
     found = _foreign(what, lambda: getattr(module, attribute, _ABSENT), where, error)
     if found is _ABSENT:
@@ -97,16 +92,6 @@ def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as
         hint = f"did you mean {', '.join(near)}?" if near else "check the spelling"
         raise error(f"{named}: module {module_name} has no {attribute!r}; {hint}")
     return found
-
-
-def _import(name: str) -> Any:
-    """The module of a dotted name, or in a file `path/to/file.py`."""
-    if not name.endswith(".py"):
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(f"_file_{Path(name).stem}", name)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look for theirs there
-    spec.loader.exec_module(module)
-    return module
 
 
 def _foreign(what: str, call: Callable[[], Any], remedy: str, raised: type[ExpectedError]) -> Any:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dppo_megatron.observability.durations import duration
+from dppo_megatron.observability.logs import duration
 
 from .status import Status
 

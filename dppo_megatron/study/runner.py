@@ -17,8 +17,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.launch.driver import GRACE_S
 from dppo_megatron.launch.local_processes import dppo_command
 from dppo_megatron.launch.own_engines import running_engines
-from dppo_megatron.observability.durations import duration
-from dppo_megatron.observability.logs import last_lines
+from dppo_megatron.observability.logs import duration, last_lines
 from dppo_megatron.run_dir import RunDir
 
 from .grid import Cell, Study

@@ -79,7 +79,7 @@ def main() -> int:
         "dppo",
         model__path=ROOT / "start/model",
         data__train=ROOT / "questions.jsonl",
-        environment__name=f"{HERE}/my_table.py:Table",
+        environment__name="examples.table.my_table:Table",
         environment__settings=json.dumps({"file": str(ROOT / "prices.json")}),
         environment__max_turns=4,
         rollout__max_response_tokens=256,

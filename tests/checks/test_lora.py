@@ -49,10 +49,10 @@ def test_what_cannot_be_combined_is_refused(changes, told):
 
 @pytest.mark.parametrize(("model", "refused"), [(QWEN3, False), (QWEN3_MOE, True), (DEEPSEEK, True)])
 def test_engines_take_adapters_of_dense_models_alone(model, refused):
-    engine = {"max_model_len": 64}
-    found = serving.problems(config(weight_sync=ADAPTER, engine=engine), parse_hf_config(model, "x"))
+    short = {"data": {"train": "t", "max_prompt_tokens": 32}, "rollout": {"max_response_tokens": 32}}
+    found = serving.problems(config(weight_sync=ADAPTER, **short), parse_hf_config(model, "x"))
     assert any("adapters of experts or of latent attention" in problem for problem in found) == refused
-    assert serving.problems(config(engine=engine), parse_hf_config(model, "x")) == []
+    assert serving.problems(config(**short), parse_hf_config(model, "x")) == []
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,31 @@ def test_everything_wrong_is_reported_at_once(tree):
     assert "absent.jsonl" in problems
 
 
+def test_pairs_of_mistakes_are_one_line_each_and_do_not_hide_one_another(tree, tmp_path):
+    (tmp_path / "questions.jsonl").write_text('{"question": "1", "answer": "1"}\n' * 200)
+    model = tree["model"]["path"]
+    tree["model"]["path"] = str(tmp_path / "absent")
+    tree["data"] = {"train": str(tmp_path / "questions.jsonl"), "eval": "absent.jsonl"}
+    tree["parallel"] = {"world_size": 3, "tensor": 2}
+    tree["engine"]["max_model_len"] = None
+    tree["rollout"]["bank"] = str(tmp_path / "bank")
+    found_now = found(tree).splitlines()
+    assert [line.partition(" = ")[0].strip() for line in found_now] == [
+        "parallel.world_size", "model.path", "rollout.bank", "data.train", "- 200 lines (1-200): no column 'prompt' "
+        "(data.prompt_column); it has 'question', 'answer'", "data.eval",
+    ]  # fmt: skip
+    tree["model"]["path"] = model
+    tree["parallel"] = {"world_size": 3, "tensor": 3}
+    del tree["rollout"]["bank"]
+    problems = found(tree)
+    assert (
+        "parallel.tensor = 3: does not divide 4 attention heads, 448 columns of intermediate_size, 2 key-value"
+        in problems
+    )
+    assert problems.count("use one of") == 1
+    assert "data.max_prompt_tokens = 1024 + rollout.max_response_tokens = 4: the model was made for 64" in problems
+
+
 def test_topk_methods_need_listed_tokens(tree):
     tree["objective"] = {"name": "dppo_topk_tv"}
     assert "rollout.topk_logprobs = 0" in found(tree)
@@ -154,7 +179,7 @@ def test_a_model_without_a_tokenizer_is_one_violation(tree, task, tmp_path):
 
 def test_start_weights_that_are_not_there_or_of_another_model_are_named(tree, task, tmp_path):
     tree["model"]["weights"] = str(tmp_path / "absent")
-    assert f"model.weights = {tmp_path / 'absent'}: 1 problem" in found(tree)
+    assert f"model.weights = {tmp_path / 'absent'}: neither model.safetensors nor" in found(tree)
     checkpoint = tmp_path / "checkpoint"
     convert(lambda: ToMegatron(task / "random_model", checkpoint, TargetLayout(tensor=2)), worker=Worker())
     tree["model"]["weights"] = str(checkpoint)

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.common.files import read_json, replace_directory, sync_tree, write_atomic, write_json
+from dppo_megatron.common.files import (
+    DiskFull,
+    SteadyFile,
+    read_json,
+    replace_directory,
+    sync_tree,
+    write_atomic,
+    write_json,
+)
 
 
 @pytest.fixture
@@ -41,8 +49,14 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(DiskFull, match="No space left") as raised:
         write_atomic(tmp_path / "latest", b"step-2")
+    assert raised.value.errno == errno.ENOSPC
+    assert f" bytes free in {tmp_path}, at least 6 needed. Free space there" in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+    with pytest.raises(DiskFull, match=f"{tmp_path}/shard: No space left"), SteadyFile(tmp_path / "shard", int) as file:
+        file.write(bytes(6))
+    (tmp_path / "shard").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
     assert (tmp_path / "latest").read_text() == "step-1"
 

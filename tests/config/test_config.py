@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from dppo_megatron.checks import load_config
-from dppo_megatron.config import ConfigError, save_resolved, with_absolute_paths
+from dppo_megatron.config import Config, ConfigError, load, save_resolved, with_absolute_paths
 from tests.support.configs import make_config
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
@@ -64,6 +64,35 @@ def test_every_violation_is_reported_at_once(tmp_path):
 
 def test_a_setting_in_the_wrong_section_names_the_right_one(tmp_path):
     assert "did you mean rollout.group_size?" in violations(write(tmp_path, train={"group_size": 4}))
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("learning_rate=1", "did you mean optimizer.lr?"),
+        ("train.learning_rate=1", "did you mean optimizer.lr?"),
+        ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),
+        ("train.batch_size=8", "did you mean rollout.prompts_per_step?"),
+        ("rollout.n=8", "did you mean rollout.group_size?"),
+        ("rollout.max_tokens=8", "did you mean rollout.max_response_tokens?"),
+        (
+            "objective.clip_range=0.2",
+            "did you mean objective.settings.delta (of a ratio, epsilon_low",
+        ),
+        ("algorithm.kl_coef=0.1", "here kl_coef is objective.settings.reference_kl_coefficient"),
+        ("optimizer.beta=0.9", "did you mean optimizer.beta"),
+    ],
+)
+def test_a_name_of_another_trainer_leads_to_ours(tmp_path, override, meant):
+    found = violations(write(tmp_path), [override])
+    assert meant in found
+    assert len(found.splitlines()) == 1
+
+
+def test_every_name_of_another_trainer_leads_to_a_setting():
+    for target in load._ALIASES.values():
+        section, name, *_ = target.split(" ")[0].split(".")
+        assert name in Config.model_fields[section].annotation.model_fields
 
 
 def test_missing_section_is_named(tmp_path):

@@ -114,11 +114,23 @@ def test_every_malformed_line_is_reported_at_once(tmp_path, tokenizer):
 
 def test_a_file_that_is_all_wrong_stays_readable(tmp_path, tokenizer):
     path = tmp_path / "bad.jsonl"
-    path.write_text("{\n" * 3000)
-    with pytest.raises(PromptFileError, match=r"3000 malformed lines(?s:.*)and lines 51-3000") as raised:
+    path.write_text("".join(f'{{"column {number}": 1}}\n' for number in range(3000)))
+    with pytest.raises(PromptFileError, match=r"3000 malformed lines(?s:.*)\n  - and lines \d") as raised:
         source(path, tokenizer)
     assert len(raised.value.violations) == 3000
     assert len(str(raised.value)) < 5000
+
+
+def test_equal_problems_are_one_line_with_a_count_and_the_first_rows(tmp_path, tokenizer):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"question": "1", "answer": "1"}\n' * 200 + "{\n" + "[]\n" * 2)
+    with pytest.raises(PromptFileError) as raised:
+        source(path, tokenizer)
+    assert str(raised.value).splitlines()[1:] == [
+        "  - 200 lines (1-200): no column 'prompt' (data.prompt_column); it has 'question', 'answer'",
+        "  - line 201: not JSON: Expecting property name at character 2",
+        "  - 2 lines (202-203): expected a JSON object, found list",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,20 +15,29 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("at") / "a first-project"  # no name of a Python package
-    said = run("init", directory).stdout
-    assert f"{directory}: ready" in said
-    assert f"dppo-megatron train '{directory}/config.yaml'" in said
-    return directory
+def project(tmp_path_factory) -> Iterator[Path]:
+    """Relative to the working directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("at"))
+        said = run("init", "sub/first").stdout
+        assert "data.train: 64 prompts from sub/first/train.jsonl" in said
+        assert "sub/first: ready" in said
+        assert "dppo-megatron train sub/first/config.yaml" in said
+        yield Path("sub/first")
 
 
-def test_a_directory_with_files_is_refused_and_left_as_it_is(project):
-    before = {path: path.stat().st_mtime_ns for path in project.rglob("*")}
-    refused = run("init", project, check=False)
+@pytest.mark.parametrize(
+    ("directory", "problem"),
+    [("sub/first", "already exists"), ("sub/first/reward.py", "name one below"), ("my-run", "of letters, digits")],
+)
+def test_a_directory_that_cannot_be_one_is_refused_and_left_as_it_is(project, directory, problem):
+    before = {path: path.stat().st_mtime_ns for path in Path("sub").rglob("*")}
+    refused = run("init", directory, check=False)
     assert refused.returncode == 1
-    assert f"DIR = {project}: already exists" in refused.stderr
-    assert before == {path: path.stat().st_mtime_ns for path in project.rglob("*")}
+    assert f"DIR = {directory}: " in refused.stderr
+    assert problem in refused.stderr
+    assert before == {path: path.stat().st_mtime_ns for path in Path("sub").rglob("*")}
+    assert not Path("my-run").exists()
 
 
 def test_the_chat_template_shows_roles_tools_and_calls(project):
@@ -52,22 +61,21 @@ def test_the_chat_template_shows_roles_tools_and_calls(project):
     assert ids.count(tokenizer.eos_token_id) == 5
 
 
-def test_the_first_environment_of_the_docs_goes_with_it(project, tmp_path):
+def test_the_first_environment_of_the_docs_goes_with_it(project):
     """The class stands in docs/environments.md and in the example that trains with it."""
     block = re.search(r"```python\n(# my_table.py.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL)[1]
     assert (ROOT / "examples/table/my_table.py").read_text().endswith(block.split("\n", 1)[1])
-    prices = tmp_path / "prices.json"
-    prices.write_text('{"tea": 2.5}')
-    settings = json.dumps({"file": str(prices)})
-    environment = f"environment.name={ROOT}/examples/table/my_table.py:Table"
-    run("validate", project / "config.yaml", "--set", environment, "--set", f"environment.settings={settings}")
-    wrong = environment.replace("Table", "Tabel")
-    refused = run("validate", project / "config.yaml", "--set", wrong, check=False).stderr
+    Path("my_table.py").write_text(block)
+    Path("prices.json").write_text('{"tea": 2.5}')
+    settings = ["--set", "environment.settings={file: prices.json}"]
+    run("validate", project / "config.yaml", "--set", "environment.name=my_table:Table", *settings)
+    refused = run("validate", project / "config.yaml", "--set", "environment.name=my_table:Tabel", check=False).stderr
     assert "has no 'Tabel'; did you mean Table" in refused
 
 
 @pytest.mark.slow
 def test_it_trains_as_it_is(project):
-    run("train", project / "config.yaml", "--set", "train.steps=2")
+    said = run("train", project / "config.yaml", "--set", "train.steps=2").stdout
+    assert "waiting for the first step: engine-0 loads the model" in said
     assert steps_done(project / "run") == [1, 2]
     assert all(0 < r["rollout/reward_mean"] < 1 for r in records(project / "run") if "rollout/reward_mean" in r)

@@ -53,3 +53,10 @@ def test_it_suffices_for_the_driver():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "#SBATCH --nodes=2" in done.stdout
+
+
+def test_a_missing_package_is_named_with_what_installs_it():
+    code = "import sys; sys.modules['typer'] = None; from dppo_megatron.__main__ import main; main()"
+    refused = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert refused.stderr == "no package typer: pip install '.[cpu]' in the repository, or '.[gpu]', installs it\n"

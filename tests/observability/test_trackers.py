@@ -9,8 +9,8 @@ import signal
 
 import pytest
 
+from dppo_megatron.errors import MissingPackageError
 from dppo_megatron.observability.names import METRICS
-from dppo_megatron.observability.packages import MissingPackageError
 from dppo_megatron.observability.tail import read_records
 from dppo_megatron.observability.trackers import JsonlTracker, Trackers, build_trackers
 
