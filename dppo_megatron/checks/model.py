@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dppo_megatron.config import Config
+from dppo_megatron.errors import bounded
 
 if TYPE_CHECKING:
     from dppo_megatron.hf import HFModelConfig
@@ -47,8 +48,7 @@ def _weights(config: Config, hf: HFModelConfig, absent: list[str]) -> list[str]:
             if found := header_problems(WeightMap(hf), open_weights(directory, hf)):
                 raise ModelError(str(directory), found)
         except ModelError as error:
-            more = f"; and {len(error.problems) - 5} more" if len(error.problems) > 5 else ""
-            problem = f"{setting} = {error.source}: {'; '.join(error.problems[:5])}{more}"
+            problem = f"{setting} = {error.source}: {bounded('; '.join(error.problems), 600)}"
             here = is_torch_dist(directory) or any(directory.glob("*.safetensors"))
             (out if here else absent).append(problem)
     return out + _adapter(config, hf)

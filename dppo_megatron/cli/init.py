@@ -35,11 +35,10 @@ optimizer:
 train:
   steps: 12
 """
-REWARD = '''\
-def reward(prompt, response_text):
-    """Return a number, true or false. prompt.answer and prompt.columns are from the row of train.jsonl."""
+REWARD = """\
+def reward(prompt, response_text):  # prompt.answer, prompt.columns: the row of train.jsonl
     return sum(map(str.isdigit, response_text)) / max(len(response_text), 1)  # as a start: the share of digits
-'''
+"""
 
 
 @app.command()

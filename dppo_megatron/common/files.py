@@ -193,13 +193,18 @@ class SteadyFile:
         self._moved = moved
         self._durable = durable
         self._pending = 0
+        self._full: DiskFull | None = None  # torch's writer raises something else in its place
         self.name = str(path)
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
         for first in range(0, len(view), FLUSH_BYTES):
-            with naming_a_full_disk(Path(self.name), len(view) - first):
-                self._pending += self._file.write(view[first : first + FLUSH_BYTES])
+            try:
+                with naming_a_full_disk(Path(self.name), len(view) - first):
+                    self._pending += self._file.write(view[first : first + FLUSH_BYTES])
+            except DiskFull as error:
+                self._full = error
+                raise
             if self._pending >= FLUSH_BYTES:
                 self.sync()
         return len(view)
@@ -237,4 +242,8 @@ class SteadyFile:
         if kind is None:
             self.close()
         else:
-            self._file.close()
+            try:
+                self._file.close()
+            finally:
+                if self._full is not None:
+                    raise self._full

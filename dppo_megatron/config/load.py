@@ -155,15 +155,6 @@ optimizer.lr: learning_rate lr actor_learning_rate
 rollout.prompts_per_step: batch_size train_batch_size rollout_batch_size per_device_train_batch_size
 rollout.group_size: n num_generations n_samples_per_prompt num_samples
 rollout.max_response_tokens: max_tokens max_new_tokens max_completion_length max_response_length generate_max_len
-data.max_prompt_tokens: max_prompt_length prompt_max_len
-train.updates_per_step: num_iterations ppo_epochs mini_batch_size ppo_mini_batch_size
-train.micro_batch_tokens: micro_batch_size ppo_micro_batch_size_per_gpu gradient_accumulation_steps
-train.steps: max_steps total_training_steps epochs num_train_epochs total_epochs
 objective.settings.reference_kl_coefficient (with reference_kl): kl_coef kl_loss_coef init_kl_coef beta
-objective.settings.delta (of a ratio, epsilon_low and epsilon_high): epsilon eps_clip clip_range clip_ratio cliprange
-model.path: model_name_or_path model_name pretrain
-data.train: train_files prompt_data dataset dataset_name
-run.dir: output_dir save_path default_local_dir
-optimizer.grad_clip: max_grad_norm max_norm"""
-_ROWS = [line.split(": ") for line in _ELSEWHERE.splitlines()]
-_ALIASES = {name: setting for setting, names in _ROWS for name in names.split()}  # of TRL, verl, OpenRLHF
+objective.settings.delta (of a ratio, epsilon_low and epsilon_high): epsilon eps_clip clip_range clip_ratio cliprange"""
+_ALIASES = {name: ours for ours, all_ in (row.split(": ") for row in _ELSEWHERE.splitlines()) for name in all_.split()}

@@ -284,7 +284,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _derive(self) -> Self:
-        """Fill in what follows from other settings, so that every reader finds a value."""
         e, longest = self.engine, self.data.max_prompt_tokens + max(self.response_tokens.values())
         own = {"dtype": e.dtype or self.model.dtype, "max_model_len": e.max_model_len or longest}
         self.__dict__["engine"] = e.model_copy(update=own)

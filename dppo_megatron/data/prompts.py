@@ -90,9 +90,10 @@ class PromptFile:
             raise PromptFileError(self.path, problem="empty; it must hold one JSON object a line")
         texts = [row.text for row in rows]
         # A chat template writes its own special tokens.
-        encoded = [[0]] * len(texts)  # of a tokenizer that is missing: rows are checked, and not trained on
-        if texts and tokenizer is not None:
-            encoded = tokenizer(texts, add_special_tokens=not self._config.chat_template)["input_ids"]
+        special = not self._config.chat_template
+        encoded = (
+            tokenizer(texts, add_special_tokens=special)["input_ids"] if texts and tokenizer else [[0]] * len(rows)
+        )
         out = []
         for row, ids in zip(rows, encoded, strict=True):
             if not ids or (len(ids) > limit and self._config.overlong == "refuse"):

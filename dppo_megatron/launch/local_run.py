@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import time
@@ -78,7 +79,6 @@ class LocalRun:
                     return 1
 
     def _waits_for(self) -> str:
-        """What takes so long before the first record."""
         for name in engine_names(self._config):
             if not (self._run.services / f"{name}.json").exists():
                 return f"{name} loads the model and warms up; see {self._run.log(name)}"
@@ -87,7 +87,8 @@ class LocalRun:
     def _report(self, line: str) -> None:
         """To whoever watches, and to a log that stays."""
         self._view.note(line)
-        append_line(self._run.log("train"), line)
+        with contextlib.suppress(OSError):  # of a full disk, too, the reason is shown
+            append_line(self._run.log("train"), line)
 
     def _show_failure(self, child: Child) -> None:
         self._report(f"{child.name} ended: {exit_reason(child.poll())}. Its last lines ({child.log}):")

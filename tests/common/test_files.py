@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from dppo_megatron.common.files import (
     DiskFull,
@@ -81,3 +82,9 @@ def test_a_directory_takes_the_name_of_another(tmp_path, calls, present):
     assert calls[2:5] == [*renames, ("rename", "new", "model"), ("sync", tmp_path.name)]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (target / "weights").read_text() == "new"
+
+
+def test_torchs_writer_does_not_hide_a_full_disk():
+    """It raises a RuntimeError of its own over the error of the file."""
+    with pytest.raises(DiskFull, match="/dev/full: No space left"), SteadyFile(Path("/dev/full"), int) as file:
+        torch.save(torch.zeros(1 << 20), file)
