@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from decimal import Decimal
-
-from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Float, Integer
 
 from dppo_megatron.errors import shown
 from dppo_megatron.types import Prompt
 
 from .extract import boxes, depth
-
-# It warns once that its timeouts are off.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
+from .mathematics import equal
+from .notation import latin
 
 _LONGEST = 256  # characters of an answer; a number is shorter
 _DEEPEST = 5  # levels of braces; the time of the parser grows by a factor with each
@@ -28,7 +23,7 @@ _MARKED = re.compile(
     r"(?![.,]?[0-9]|[eE][0-9]|\s*[-+*/^=]\s*[0-9$(\\]|[.):][^\S\n]*[^\s*$])"
 )
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
-_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:(?:,|\{,\}|\\,)[0-9]{3})+(?![0-9])")
+_THOUSANDS = re.compile(r"(?<![0-9.])(?<!(?<!\\),)[0-9]{1,3}(?:(?:,|\{,\}|\\,)[0-9]{3})+(?![0-9])")
 
 
 def gsm8k(prompt: Prompt, response_text: str) -> float:
@@ -51,23 +46,24 @@ gsm8k.final_answer = lambda response_text: final_answer(response_text)
 
 def final_answer(text: str) -> str | None:
     """The last documented form in the text, without separators and units; None when there is none."""
+    text = latin(text)
     candidates = [(match.start(), match["number"]) for match in _MARKED.finditer(text)]
     candidates += boxes(text, _LONGEST)
     return _plain(max(candidates)[1]) if candidates else None
 
 
 def _gold(answer: str) -> Decimal:
-    number = _plain(answer.rpartition("####")[2])
+    number = _plain(latin(answer).rpartition("####")[2])
     if not _NUMBER.fullmatch(number):
         raise ValueError(f"the answer column ends in {shown(number)}, expected `#### number`")
     return Decimal(number)
 
 
 def _plain(text: str) -> str:
-    for sign in ("\\$", "$", "\\%", "%"):
+    for sign in ("\\$", "$", "\\%", "%", "\\!"):
         text = text.replace(sign, "")
     text = _THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
-    return text.strip().removesuffix(".").strip()
+    return text.replace("\\,", " ").strip().removesuffix(".").strip()
 
 
 def _equal(gold: Decimal, found: str) -> bool:
@@ -75,6 +71,4 @@ def _equal(gold: Decimal, found: str) -> bool:
         return False
     if _NUMBER.fullmatch(found):
         return Decimal(found) == gold
-    # Its own timeouts are signals, which work in a main thread alone; the pool's timeout holds everywhere.
-    answer = parse(f"\\boxed{{{found}}}", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
-    return bool(verify([Integer(gold) if gold == int(gold) else Float(str(gold))], answer, timeout_seconds=None))
+    return equal(str(gold), found)

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from fractions import Fraction
+from functools import partial
+from itertools import starmap
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from sympy import Abs, Derivative, Float, MatrixBase, Symbol, log
 
 from dppo_megatron.errors import shown
 from dppo_megatron.types import Prompt
 
 from .extract import boxes, depth, last_answer
 from .interface import Ungradable
+from .notation import latin, scientific, standard
 
 # It warns once that its timeouts are off: they are signals, which work in a main thread alone. The pool's holds.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 LONGEST = 512  # characters of an answer; of MATH the longest has 159
+PLACES = 6  # decimals that are compared
 DEEPEST = 10  # levels of braces; the parser's time grows by a factor with each
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([0-9]+)\}\s*\{([0-9]+)\}")
 _SIGN = re.compile(r"\s*([-+/])\s*")
 _NUMBER = re.compile(r"[-+]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+|[0-9]+/[0-9]+)")
 _INTEGER = re.compile(r"[-+]?[0-9]+")
-# math-verify would read 5\,000 as 5 * 000.
-_SPACE_IN_NUMBER = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|~|\{,\})(?=[0-9]{3}(?![0-9]))")
+_PERCENT = re.compile(r"^([-+]?[1-9][0-9]*(?:\.[0-9]+)?)\s*\\?%$")
 _WORDS = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}|([A-Za-z' -]*[A-Za-z]{4}[A-Za-z' -]*)")
 _FUNCTIONS = re.compile(r"(?i)\b(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|max|min|gcd|lcm)\b")
 _BY_MATH_VERIFY = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
@@ -37,7 +42,8 @@ class Math:
     """1.0 when the last `\\boxed{}` or `Answer:` line of the response equals the answer column, else 0.0.
 
     As math-verify compares: LaTeX or plain, fractions, roots, intervals, sets whatever their order, tuples, matrices,
-    equations by their value, units left out, `28\\%` also as 28; decimals to six digits. Words are compared as text.
+    equations by their value, units left out, `28\\%` also as 28; decimals to six places, and to six significant digits
+    below 0.001. `dy/dx`, `y'` and congruences are no numbers. Words are compared as text.
     An answer longer than 512 characters or deeper than 10 braces is wrong. One that keeps the algebra busy runs into
     reward.timeout_s and fails.
     """
@@ -71,13 +77,33 @@ def equal(gold: str, found: str) -> bool:
         return int(gold) == int(found)
     if _word(gold) or _word(found):
         return (_word(gold) or _letters(gold)) == (_word(found) or _letters(found))
-    first, second = _parsed(gold), _parsed(found)
-    return bool(first and second and verify(list(first), list(second), timeout_seconds=None))
+    if "\\equiv" in gold + found:  # math-verify would compare the moduli only
+        return gold.replace(" ", "") == found.replace(" ", "")
+    pairs = dict.fromkeys((read(gold), read(found)) for read in (scientific, str, partial(_PERCENT.sub, r"\1")))
+    return any(starmap(_same_value, pairs))
+
+
+def _same_value(gold: str, found: str) -> bool:
+    """Whether math-verify equates two answers, and still does at the precision of their smallest number."""
+    first, second = list(_parsed(gold)), list(_parsed(found))
+    if not (first and second and verify(first, second, timeout_seconds=None)):
+        return False
+    places = max(_places(first[0]), _places(second[0]))
+    return places == PLACES or (places < 1000 and verify(first, second, places, places + 9, timeout_seconds=None))
+
+
+def _places(value: Any) -> int:
+    """Decimal places for six significant digits of every number of a parsed answer; `PLACES` for 0.001 and more."""
+    if not getattr(value, "is_number", False):
+        parts = value.flat() if isinstance(value, MatrixBase) else getattr(value, "args", ())
+        return max(map(_places, parts), default=PLACES)
+    size = Abs(value).evalf(5)
+    return PLACES - math.floor(log(size, 10)) if isinstance(size, Float) and 0 < size < 1e-3 else PLACES
 
 
 def plain(answer: str) -> str:
     """Without what only surrounds an answer: dollar signs, a box, a final period, Markdown."""
-    answer = answer.replace("\\$", "").strip()
+    answer = latin(answer).replace("\\$", "").strip()
     for _ in range(4):  # in whatever order they are put around each other
         before = answer
         answer = answer.removesuffix(".").strip() if not answer.endswith("..") else answer
@@ -90,7 +116,7 @@ def plain(answer: str) -> str:
             answer = whole[0].strip() if whole and answer.endswith("}") else answer
         if answer == before:
             break
-    return _SPACE_IN_NUMBER.sub("", answer) if len(answer) <= LONGEST else answer
+    return standard(answer) if len(answer) <= LONGEST else answer
 
 
 def _one_spelling(answer: str) -> str:
@@ -127,4 +153,11 @@ def _parsed(answer: str) -> tuple[Any, ...]:
     text = answer if "$" in answer else f"${answer}$"
     if answer.count("{") == answer.count("}") and "$" not in answer:
         text = f"\\boxed{{{answer}}}"
-    return tuple(parse(text, extraction_config=_BY_MATH_VERIFY, parsing_timeout=None))
+    return tuple(map(_opaque, parse(text, extraction_config=_BY_MATH_VERIFY, parsing_timeout=None)))
+
+
+def _opaque(part: Any) -> Any:
+    """The parsed answer with a symbol for dy/dx, which algebra would make 0 because y does not contain x."""
+    if isinstance(part, str) or not part.has(Derivative):
+        return part
+    return part.replace(lambda e: isinstance(e, Derivative) and not e.expr.has(*e.variables), lambda e: Symbol(str(e)))

@@ -38,7 +38,6 @@ NUMBERS = [
     ("20", "2 \\cdot 10", 1),
     ("20", "2 \\times 10", 1),
     ("6", "|{-6}|", 1),
-    ("1.5e3", "1500", 0),
     ("123456789123456789", "123456789123456789", 1),
     ("123456789123456789", "123456789123456788", 0),
 ]
@@ -177,8 +176,10 @@ WORDS = [
     ("\\text{(B)}", "\\text{(B)}", 1),
     ("\\text{(B)}", "\\text{(C)}", 0),
 ]
-# math-verify reads letters as a product of symbols, 5\,000 as 5 * 000, and only math within dollar signs as LaTeX.
+# math-verify reads letters as a product of symbols, 5\,000 as 5 * 000, 1.5e3 as 1.5 * e * 3, and only math within
+# dollar signs as LaTeX.
 BEYOND = [
+    ("1.5e3", "1500", 1),
     ("Evelyn", "nylevE", 0),
     ("\\text{Evelyn}", "Evelyn", 1),
     ("Evelyn", "evelyn", 1),

@@ -13,7 +13,7 @@ from dppo_megatron.rewards import RewardPool, Ungradable
 from dppo_megatron.rewards.extract import last_answer
 from dppo_megatron.rewards.mathematics import Math, equal
 from tests.attack import cases, generator
-from tests.rewards import math_cases
+from tests.rewards import judged_pairs, math_cases
 
 BOTH = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
@@ -30,6 +30,15 @@ def test_there_are_enough_cases():
 @pytest.mark.parametrize(("answer", "given", "right"), math_cases.AGREED)
 def test_the_grader_agrees_with_math_verify(answer, given, right):
     assert equal(answer, given) == by_math_verify(answer, given) == bool(right)
+
+
+def test_judged_pairs():
+    pairs = [pair for category in judged_pairs.PAIRS.values() for pair in category]
+    assert len({pair[:2] for pair in pairs}) == len(pairs) >= 160
+    wrong = {(answer, given) for answer, given, right in pairs if equal(answer, given) != bool(right)}
+    assert wrong == judged_pairs.MISJUDGED
+    for answer, _, _ in pairs:
+        Math().check_answer(answer)
 
 
 @pytest.mark.parametrize(("answer", "given", "right"), math_cases.BEYOND)
@@ -98,7 +107,7 @@ def test_numbers_of_one_value_are_one_vote(spellings, vote):
     assert all(equal(spellings[0], other) for other in spellings)
 
 
-@pytest.mark.parametrize("answer", ["", "  ", "?", "$$", "{" * 20, "1+" * 300, "\\frac{1}{", "0.\\overline{3}"])
+@pytest.mark.parametrize("answer", ["", "  ", "?", "$$", "{" * 20, "1+" * 300, "\\frac{1}{", "0.\\overline{x}"])
 def test_an_answer_column_that_cannot_be_read_is_ungradable(prompt, answer):
     with pytest.raises(ValueError, match="no number, expression or word"):
         Math().check_answer(answer)

@@ -139,10 +139,24 @@ def test_many_blanks_are_read_in_no_time(prompt, text):
     assert time.monotonic() - started < 1
 
 
-@pytest.mark.parametrize("text", ["#### 1,234,567", "#### $1,234,567", r"\boxed{1{,}234{,}567}", "#### 1234567.0"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("#### 1,234,567", "#### $1,234,567", "#### 1234567.0", "#### 1\u2009234\u2009567", "#### １２３４５６７"),
+        *(r"\boxed{1{,}234{,}567}", r"\boxed{1,\!234,\!567}", "\\boxed{1\u202f234\u202f567}"),
+        *(r"\boxed{\$\,1,234,567}", r"\boxed{1234567\,\text{cm}}"),
+    ],
+)
 def test_thousands_separators(prompt, text):
     assert gsm8k(prompt("#### 1,234,567"), text) == 1
     assert gsm8k(prompt("1234567"), text) == 1
+
+
+@pytest.mark.parametrize("text", ["#### \u22125", "\\boxed{\u22125}", r"\boxed{-5\,\text{cm}}", r"\boxed{-\$\,5}"])
+def test_minus_signs_and_spaces(prompt, text):
+    assert gsm8k(prompt("#### \u22125"), text) == 1
+    assert gsm8k(prompt("-5"), text) == 1
+    assert gsm8k(prompt("5"), text) == 0
 
 
 def test_fractions(prompt):
