@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import inspect
 import math
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from .interface import NotApplicable, Reward, Ungradable
 
 LONGEST_DETAIL = 500  # characters of an error in the log
 LONGEST_ANSWER = 200  # characters of a final answer that is told apart from others
+_unawaited: list[str] = []  # what Python said of coroutines that were dropped, during the last attempt
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -37,11 +40,15 @@ Outcome = float | Failure | None  # None: not applicable
 def attempt(reward: Reward, prompt: Prompt, text: str) -> Outcome:
     """The reward as a number that fp32 holds. A reward is foreign code: whatever it raises concerns one sample alone.
 
-    Of an async reward the coroutine is run to its end. BaseException, because math-verify's own time-out, sys.exit and
-    asyncio's CancelledError are no Exceptions; here nobody cancels and no signal raises.
+    Of an async reward the coroutine is run to its end. One that a plain function drops may have been tested for truth,
+    so the sample fails. BaseException, because math-verify's own time-out, sys.exit and asyncio's CancelledError are no
+    Exceptions; here nobody cancels and no signal raises.
     """
+    _unawaited.clear()
     try:
         returned = reward(prompt, text)
+        if _unawaited and not inspect.isawaitable(returned):
+            raise TypeError(f"{_unawaited[0]}; call it in an async function, with await")
         if inspect.isawaitable(returned):
             returned = asyncio.run(_finish(returned))
         return None if isinstance(returned, NotApplicable) else as_outcome(returned)
@@ -51,8 +58,21 @@ def attempt(reward: Reward, prompt: Prompt, text: str) -> Outcome:
         return Failure("raised", describe(error))
 
 
+def refuse_unawaited() -> None:
+    """Let `attempt` see coroutines that this process drops."""
+    warnings.filterwarnings("error", "coroutine .* was never awaited", RuntimeWarning)
+    sys.unraisablehook = lambda event: (
+        _unawaited.append(str(event.exc_value))
+        if isinstance(event.exc_value, RuntimeWarning)
+        else sys.__unraisablehook__(event)
+    )
+
+
 def as_outcome(returned: Any) -> float | Failure:
-    """What a reward returned, as a number. Raises whatever its class does."""
+    """What a reward returned, as a number: of int, float, bool, a NumPy scalar or a tensor of one element.
+
+    Raises whatever the class of anything else does, and TypeError for text.
+    """
     if isinstance(returned, (str, bytes, bytearray)):  # float("nan"), float("1")
         raise TypeError(f"it returned {type(returned).__name__}, expected a number")
     value = float(returned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 from dppo_megatron.types import Prompt
 
-from .outcome import LONGEST_DETAIL, Failure, Outcome, attempt, describe, final_answer, problem_of
+from .outcome import LONGEST_DETAIL, Failure, Outcome, attempt, describe, final_answer, problem_of, refuse_unawaited
 from .process import Answer, Worker, WorkerError, serve
 from .registry import RewardError, load_reward
 
@@ -46,15 +47,17 @@ def main(descriptor: int) -> None:
 
 def _load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
     rewards, problem = [], None
+    home = os.open(".", os.O_RDONLY)
     try:
         rewards = [load_reward(name, settings) for name, settings in hello["terms"]]
     except RewardError as error:
         problem = str(error)
-    return problem, partial(_answer, rewards, problem)
+    refuse_unawaited()
+    return problem, partial(_answer, rewards, problem, home)
 
 
-def _answer(rewards: Sequence[Any], problem: str | None, request: bytes) -> list[Any]:
-    """The parts of a reply. `problem`: why there are no rewards."""
+def _answer(rewards: Sequence[Any], problem: str | None, home: int, request: bytes) -> list[Any]:
+    """The parts of a reply. problem: why there are no rewards. home: descriptor of the directory where calls begin."""
     try:
         kind, *arguments = pickle.loads(request)
     except BaseException as error:
@@ -68,7 +71,11 @@ def _answer(rewards: Sequence[Any], problem: str | None, request: bytes) -> list
     prompt, text, terms = arguments
     if problem is not None:
         return [_encode(Failure("raised", problem[:LONGEST_DETAIL])) for _ in terms]
-    return [_encode(attempt(rewards[term], prompt, text)) for term in terms]
+    parts = []
+    for term in terms:
+        os.fchdir(home)  # an earlier call may have entered a directory that is gone
+        parts.append(_encode(attempt(rewards[term], prompt, text)))
+    return parts
 
 
 def _encode(outcome: Outcome) -> Any:

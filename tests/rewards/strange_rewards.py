@@ -10,6 +10,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
 
 
 class TimedOut(BaseException):
@@ -19,6 +22,10 @@ class TimedOut(BaseException):
 class NoText(Exception):
     def __str__(self):
         raise ValueError
+
+
+async def judge():
+    return False
 
 
 def strange(prompt, response_text):
@@ -60,6 +67,19 @@ def strange(prompt, response_text):
                     super().__init__(one)
 
             raise Local(1, 2)
+        case "coroutine":
+            return 1.0 if judge() else 0.0
+        case "enter":
+            with TemporaryDirectory() as directory:
+                os.chdir(directory)
+        case "where":
+            return float(Path.cwd() == Path(prompt.answer))
+        case "array":
+            return np.array([True, False])
+        case "generator":
+            return (value for value in [1.0])
+        case "true" | "scalar":
+            return True if response_text == "true" else np.array(0.5, np.float16)[()]
         case "pid":
             return float(os.getpid())
         case "columns":

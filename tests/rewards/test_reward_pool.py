@@ -128,6 +128,20 @@ def test_a_hanging_expression_is_given_up(prompt, caplog):
         assert logged_failures(caplog) == {"timeout": 1}
 
 
+def test_what_counts_as_a_number(prompt, caplog):
+    """A coroutine that is only tested for truth is none, and neither are arrays and generators."""
+    with make_pool() as pool:
+        texts = ["coroutine", "true", "array", "generator", "scalar", "coroutine", "fine"]
+        assert score(pool, prompt("1"), *texts) == ([0, 1, 0, 0, 0.5, 0, 1], [i in (0, 2, 3, 5) for i in range(7)])
+    assert "coroutine 'judge' was never awaited; call it in an async function" in caplog.text
+    assert logged_failures(caplog) == {"raised": 4}
+
+
+def test_calls_begin_in_the_directory_of_the_run(prompt):
+    with make_pool(workers=1) as pool:
+        assert score(pool, prompt(os.getcwd()), "where", "enter", "where") == ([1, 1, 1], [False] * 3)
+
+
 def test_unknown_rewards_are_refused_before_work_starts():
     with pytest.raises(RewardError, match="arithmetic"):
         make_pool("aritmetic")
