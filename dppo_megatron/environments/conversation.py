@@ -6,13 +6,14 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from dppo_megatron.types import ENVIRONMENT, POLICY, Rollout
 
-from .dialogue import Codec, Piece, beginning, ids_of, inherited, put
+from .dialogue import Codec, Piece, beginning, ids_of, inherited, put, readable
 from .tools import ToolCall, parse_turn
 
 Message = dict[str, Any]  # of an OpenAI chat: role, content (text), tool_calls (arguments as an object)
@@ -68,7 +69,9 @@ class Conversation:
     """All requests of one agent, as the branches of one trajectory.
 
     A request goes on behind the longest sampled history with which its text begins, and reads anew what it says
-    otherwise. A turn that the agent says back is written as it was sampled, whatever was parsed of it.
+    otherwise. A turn that the agent says back is written as it was sampled, reasoning included: the turn told behind
+    the same messages, else the only turn of that visible text. Where several turns differ in their reasoning, a later
+    turn that followed one of them decides; without one, the message is written as the agent says it.
     """
 
     def __init__(self, codec: Codec, render: Render, sample: Sample):
@@ -77,10 +80,9 @@ class Conversation:
         self._sample = sample
         self.branches: list[list[Piece]] = []  # each ends with a turn
         self.turns = 0
-        self.finish_reason = (
-            "stop"  # "length": the last turn was cut, or one refused for it; "max_turns": for their number
-        )
-        self._said: dict[str, str] = {}  # turns as an agent says them back -> as they were sampled
+        # "length": the last turn was cut, or one refused for it; "max_turns": for their number
+        self.finish_reason = "stop"
+        self._said: dict[str, list[list[Message]]] = {}  # key of a history, or of a turn -> how it was sampled
         self._untold: dict[str, Turn] = {}  # by name
 
     def finished(self) -> list[list[Piece]]:
@@ -91,8 +93,9 @@ class Conversation:
         """Raises `Refused`, and what sampling raises."""
         if ask.max_tokens is not None and not (type(ask.max_tokens) is int and ask.max_tokens > 0):
             raise Refused(f"a limit of {ask.max_tokens!r} tokens: expected a positive integer")
+        written, path = self._as_sampled(ask.messages)
         try:
-            text = self._render([self._as_sampled(message) for message in ask.messages], ask.tools)
+            text = self._render(written, ask.tools)
         except ValueError as error:
             raise Refused(str(error)) from None
         text = text.encode(errors="backslashreplace").decode()  # with half of a surrogate pair no tokenizer takes it
@@ -113,25 +116,33 @@ class Conversation:
         whole = self._codec.decode(sampled.token_ids, skip_special_tokens=False)
         branch += [*rest, Piece(POLICY, self.turns, whole, sampled.token_ids, sampled)]
         self.turns += 1
-        return self._told(name, len(behind), sampled, offered=bool(ask.tools))
+        turn, raw = self._told(name, len(behind), sampled, offered=bool(ask.tools))
+        for key, told in ((_key(path, turn.message), [*written, raw]), (_key("", turn.message), [raw])):
+            if told not in (known := self._said.setdefault(key, [])):
+                known.append(told)
+        return turn
 
     def hung_up(self, turn: Turn) -> None:
         """The agent was not told `turn`: when it asks the same again, it is told that one."""
         self._untold[turn.name] = turn
 
-    def _told(self, name: str, before: int, sampled: Rollout, offered: bool) -> Turn:
+    def _told(self, name: str, before: int, sampled: Rollout, offered: bool) -> tuple[Turn, Message]:
         self.finish_reason = sampled.finish_reason
         truncated = sampled.finish_reason == "length"
         ids = sampled.token_ids if truncated else sampled.token_ids[:-1]
-        shown = self._codec.decode(ids, skip_special_tokens=True)
-        turn = Turn(name, *parse_turn(shown, offered), truncated, before, len(sampled.token_ids))
-        self._said[_key(turn.message)] = self._codec.decode(ids, skip_special_tokens=False)
-        return turn
+        shown = parse_turn(readable(self._codec, ids), offered)
+        turn = Turn(name, *shown, truncated, before, len(sampled.token_ids))
+        return turn, {"role": "assistant", "content": self._codec.decode(ids, skip_special_tokens=False)}
 
-    def _as_sampled(self, message: Message) -> Message:
-        if message["role"] != "assistant" or (raw := self._said.get(_key(message))) is None:
-            return message
-        return {"role": "assistant", "content": raw}
+    def _as_sampled(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
+        """(the messages with turns as they were sampled, the key of this history)"""
+        keys = list(accumulate(messages, _key, initial=""))
+        known = next((n for n in range(len(messages), 0, -1) if len(self._said.get(keys[n], ())) == 1), 0)
+        written = list(self._said[keys[known]][0]) if known else []
+        for message in messages[known:]:
+            turns = self._said.get(_key("", message), ())
+            written += turns[0] if len(turns) == 1 else [message]
+        return written, keys[-1]
 
     def _history(self, text: str) -> tuple[list[Piece], int]:
         """(the branch of which the text repeats most, its pieces up to there, the last of which is a turn)"""
@@ -147,6 +158,9 @@ class Conversation:
         return best
 
 
-def _key(message: Message) -> str:
-    calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
-    return json.dumps([(message.get("content") or "").strip(), calls], sort_keys=True)
+def _key(before: str, message: Message) -> str:
+    """Of a message behind the history of key `before`: of the policy's, what an agent sees of it."""
+    if message["role"] == "assistant":
+        calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
+        message = {"turn": [(message.get("content") or "").strip(), calls]}
+    return blake2b(json.dumps([before, message], sort_keys=True).encode(), digest_size=16).hexdigest()

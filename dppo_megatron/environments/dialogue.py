@@ -19,6 +19,7 @@ Render = Callable[[Sequence[dict[str, Any]]], str]
 """A chat as the model reads it, up to where it answers."""
 
 # What a rollout says of each of its tokens; the parts of a branch stand end to end.
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 OF_TOKENS = ("rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "kept_ids", "kept_counts")
 
 
@@ -104,6 +105,14 @@ class Dialogue:
             if last is not None:
                 out.append(branch[: last + 1])
         return out
+
+
+def readable(codec: Codec, ids: np.ndarray) -> str:
+    """The text of a turn without special tokens, except for `MARKS`, which some tokenizers count among them."""
+    encoded = ((mark, codec.encode(mark, add_special_tokens=False)) for mark in MARKS)
+    special = {own[0]: m for m, own in encoded if len(own) == 1 and not codec.decode(own, skip_special_tokens=True)}
+    parts = np.split(ids, [place for place, token in enumerate(ids.tolist()) if token in special])
+    return "".join(special.get(int(p[0]), "") + codec.decode(p, skip_special_tokens=True) for p in parts if len(p))
 
 
 def put(codec: Codec, turn: int, text: str) -> list[Piece]:

@@ -22,7 +22,7 @@ from dppo_megatron.rewards import RewardPool
 from dppo_megatron.types import ENVIRONMENT, Prompt, Rollout, RolloutGroup
 
 from .conversation import Conversation, Refused
-from .dialogue import Dialogue, Piece, Render, as_rollout, common_beginning, opening_tokens
+from .dialogue import Dialogue, Piece, Render, as_rollout, common_beginning, opening_tokens, readable
 from .interface import EnvironmentFailed, EnvironmentNameError
 from .journals import Journals, Turns
 from .pool import EnvironmentPool, Session
@@ -268,7 +268,7 @@ class Episodes:
             turn_rewards.append(None)
             if sampled.finish_reason == "length":
                 return "length"
-            step = await session.step(self._tokenizer.decode(sampled.token_ids, skip_special_tokens=True))
+            step = await session.step(readable(self._tokenizer, sampled.token_ids))
             turn_rewards[-1] = step.reward
             if step.done:
                 return "stop"

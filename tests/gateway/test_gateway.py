@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 from collections import Counter
@@ -16,7 +17,7 @@ import pytest
 from dppo_megatron.bank.audit import audit
 from dppo_megatron.bank.checks import check_group
 from dppo_megatron.data.prompts import render_chat
-from dppo_megatron.environments.conversation import Conversation
+from dppo_megatron.environments.conversation import Ask, Conversation
 from dppo_megatron.environments.dialogue import as_rollout, common_beginning, opening_tokens
 from dppo_megatron.gateway import Gateway
 from dppo_megatron.types import Prompt, RolloutGroup
@@ -104,6 +105,40 @@ def test_histories_that_differ_are_branches_and_none_is_sampled_twice(serve, tok
     assert texts[3].startswith("<user>one<assistant>r1<eos><user>two<assistant>r2<eos><user>t")
     assert texts[4] == "<user>summary of all<user>four<assistant>r2<eos>"
     assert [2 in row.spans[:, 0] for row in group.rollouts] == [False, False, False, True, False]
+
+
+def test_turns_of_equal_text_keep_their_own_reasoning(tokenizer):
+    """By place; where two turns of one place look alike, by the turn that followed, else the reasoning is left out."""
+    said = (f"<think>{letter}</think>yes" for letter in "abcdefghij")
+    policy = Policy(tokenizer, lambda before: next(said))
+    conversation = Conversation(tokenizer, partial(render_chat, tokenizer), policy.sample)
+    yes = {"role": "assistant", "content": "yes"}
+
+    def reads(*messages) -> str:
+        turn = asyncio.run(conversation.ask(Ask(messages)))
+        assert turn.content == "yes"
+        return tokenizer.decode(policy.turns[-1][0], skip_special_tokens=False)
+
+    one, two, more = user("1"), user("2"), user("+")
+    reads(one)  # a
+    reads(two)  # b
+    assert reads(one, yes, more) == "<user>1<assistant><think>a</think>yes<eos><user>+<assistant>"  # c
+    assert reads(two, yes, more) == "<user>2<assistant><think>b</think>yes<eos><user>+<assistant>"
+    reads(one)  # e
+    assert "a</think>yes<eos><user>+<assistant><think>c</think>yes<eos>" in reads(one, yes, more, yes, two)
+    assert reads(one, yes, two) == "<user>1<assistant>yes<eos><user>2<assistant>"
+    assert reads(user("edited"), yes, more) == "<user>edited<assistant>yes<eos><user>+<assistant>"
+    check(conversation, policy)
+
+
+@pytest.mark.parametrize("marks", [(), ("<think>", "</think>", "<tool_call>", "</tool_call>")])
+def test_marks_that_are_special_tokens_still_separate(tokenizer, marks):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
+    policy = Policy(tokenizer, lambda before: f"<think>a thought</think> wait  {CALL}")
+    conversation = Conversation(tokenizer, partial(render_chat, tokenizer), policy.sample)
+    turn = asyncio.run(conversation.ask(Ask([user("one")], [{"type": "function", "function": clients.DESCRIBED}])))
+    assert (turn.reasoning, turn.content, turn.calls[0].name) == ("a thought", "wait", "look_up")
 
 
 @pytest.mark.parametrize("ended", [False, True])
