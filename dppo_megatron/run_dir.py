@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from dppo_megatron.common.file_lock import FileLock, LockHeld
 from dppo_megatron.common.files import read_regular
 from dppo_megatron.errors import ExpectedError
+
+ENDING_S, POLL_S = 60.0, 0.2  # for the processes of a launcher that was killed to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,29 @@ class RunDir:
             raise ExpectedError(
                 f"run.dir = {self.root}: cannot be made: {error.strerror}; choose another run.dir"
             ) from None
+
+    def take(self, wait_s: float = 0.0) -> FileLock:
+        """Make the directory and take its lock, `run.lock`: two launchers would mix their metrics.
+
+        Processes of the run inherit it, so a resume right after a kill waits, up to `ENDING_S`, for those that still
+        write. wait_s: for any holder. Without effect on a file system without locks. Raises `ExpectedError` that names
+        the holder.
+        """
+        self.make()
+        path, started = self.root / "run.lock", time.monotonic()
+        while True:
+            try:
+                return FileLock(path, needed=False)
+            except LockHeld as held:
+                if time.monotonic() - started > max(wait_s, ENDING_S if held.ended else 0.0):
+                    ended = ", which ended, but processes that it started still run" if held.ended else ""
+                    raise ExpectedError(
+                        f"run.dir = {self.root}: this run is in use by {held}{ended}; stop it (`kill PID` on that "
+                        "host, or `scancel` its job), or choose another run.dir"
+                    ) from None
+                time.sleep(POLL_S)
+            except OSError as error:
+                raise ExpectedError(f"run.dir = {self.root}: {path}: {error.strerror}; mend its permissions") from None
 
     @property
     def config(self) -> Path:

@@ -30,11 +30,11 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     config = read_config(config_file, overrides or ())
     run = RunDir(config.run.dir)
     check_run_dir(config, str(config_file), resume=resume)
-    for note in preflight(config, str(config_file)):
-        typer.echo(note)
-    run.make()
-    save_resolved(config, run.config)
-    code = LocalRun(config, local_plan(config, resume=resume)).run()
+    with run.take() as lock:
+        for note in preflight(config, str(config_file)):
+            typer.echo(note)
+        save_resolved(config, run.config)
+        code = LocalRun(config, local_plan(config, resume=resume), lock).run()
     if code == 0:
         typer.echo(f"report: {write_report(run.root)}")
     raise typer.Exit(code)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from .file_lock import FileLock
+
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded before any fork
 
@@ -20,10 +22,17 @@ class Child:
     """Starts `command` in its own session with output appended to `log`.
 
     The kernel sends the child SIGTERM if this process dies without ending it. All processes of the session are ended
-    together, so that a server's workers do not outlive it.
+    together, so that a server's workers do not outlive it. lock: the child inherits it.
     """
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        lock: FileLock | None = None,
+    ):
         self.name = name
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -35,6 +44,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
+                pass_fds=() if lock is None else (lock.descriptor,),
                 preexec_fn=end_with_parent,
             )
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dppo_megatron.checks.devices import engine_devices, visible_devices
+from dppo_megatron.common.file_lock import FileLock
 from dppo_megatron.common.process import Child
 from dppo_megatron.config import Config
 from dppo_megatron.fleet.registry import engine_names, free_port
@@ -28,11 +29,13 @@ class ProcessPlan:
 class LocalLauncher:
     """Each process in a session of its own, with `RUN/logs/<name>.log` as its output."""
 
-    def __init__(self, run: RunDir):
+    def __init__(self, run: RunDir, lock: FileLock | None = None):
         self._run = run
+        self._lock = lock
 
     def start(self, plan: ProcessPlan) -> Child:
-        return Child(plan.name, dppo_command(*plan.arguments), self._run.log(plan.name), plan.environment)
+        command = dppo_command(*plan.arguments)
+        return Child(plan.name, command, self._run.log(plan.name), plan.environment, self._lock)
 
     def end(self, processes: Sequence[Child], grace_s: float) -> None:
         """Also ends what is left of a session whose first process is gone. Returns when all are gone."""

@@ -7,6 +7,7 @@ import math
 import signal
 import time
 
+from dppo_megatron.common.file_lock import FileLock
 from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config
 from dppo_megatron.fleet.registry import engine_names
@@ -26,11 +27,14 @@ class LocalRun:
     """A process that fails, but for an engine that can be restarted, ends the run: the others are ended, its last
     lines are shown, and what the bank and the checkpoints hold stays for `--resume`."""
 
-    def __init__(self, config: Config, plan: RunPlan[ProcessPlan], *, resume_command: str | None = None):
-        """`resume_command`: what the user is told to continue with; default: `train --resume`."""
+    def __init__(
+        self, config: Config, plan: RunPlan[ProcessPlan], lock: FileLock | None = None, *, resume_command: str = ""
+    ):
+        """`lock`: of the run directory. `resume_command`: shown to the user; default: `train --resume`."""
         self._config = config
         self._run = RunDir(config.run.dir)
         self._plan = plan
+        self._lock = lock
         self._resume_command = resume_command or f"`dppo-megatron train {self._run.config} --resume`"
         self._stop_signal: int | None = None
 
@@ -38,7 +42,7 @@ class LocalRun:
         """Exit code: 0 when the run completed, 1 when a process failed, 128 + signal when stopped by one."""
         handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         self._view = ProgressView(self._config.train.steps)
-        driver = RunDriver(self._config, LocalLauncher(self._run), self._report)
+        driver = RunDriver(self._config, LocalLauncher(self._run, self._lock), self._report)
         try:
             driver.start(self._plan)
             self._view.note(f"run directory {self._run.root}, logs in {self._run.logs}")

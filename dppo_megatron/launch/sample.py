@@ -48,14 +48,14 @@ def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: 
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
     check_run_dir(config, source, resume=resume)
     run = RunDir(config.run.dir)
-    run.make()
-    save_resolved(config, run.config)
     plan = RunPlan(
         engines=engine_plans(config, trains=False),
         orchestrator=ProcessPlan("orchestrator", ("orchestrator", str(run.config), "--prompts", str(prompts))),
         trainers=[],
     )
-    return LocalRun(config, plan, resume_command="the same command and --resume").run()
+    with run.take() as lock:
+        save_resolved(config, run.config)
+        return LocalRun(config, plan, lock, resume_command="the same command and --resume").run()
 
 
 def sampling_only(config: Config, n: int, directory: Path) -> Config:

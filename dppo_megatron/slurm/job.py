@@ -30,6 +30,7 @@ from .step import Step, StepLauncher
 from .submit import refuse_second_job
 
 POLL_S = 0.1
+LOCK_S = 120.0  # NFS frees the lock of a node that died after its lease, 90 s
 EXCLUDE_S = 20.0  # to keep a requeued job off nodes
 SIGNAL_S = 5.0  # for Slurm's signal to arrive, where Slurm may be ending the job
 REFUSED = 2  # exit code of a `ConfigError`
@@ -52,13 +53,13 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
     resume = resume or allocation.restart > 0
     check_job(config, str(source), resume=resume, nodes=allocation.sizes)
     queue.retry_until_answered(lambda: refuse_second_job(run, allocation.job_id), config.slurm.signal_lead_s)
-    run.make()
-    save_resolved(config, run.config)
-    if config_file.absolute() == run.config:
-        note.unlink(missing_ok=True)  # of another cluster's job
-    else:
-        _write_note(note, str(run.config))
-    return Job(config, allocation, resume=resume).run()
+    with run.take(LOCK_S):
+        save_resolved(config, run.config)
+        if config_file.absolute() == run.config:
+            note.unlink(missing_ok=True)  # of another cluster's job
+        else:
+            _write_note(note, str(run.config))
+        return Job(config, allocation, resume=resume).run()
 
 
 def _write_note(note: Path, text: str) -> None:

@@ -22,7 +22,7 @@ def queried(monkeypatch) -> list[str]:
     urls = []
 
     class Child:
-        def __init__(self, name, command, log, env):
+        def __init__(self, name, command, log, env, lock):
             register(RunDir(log.parents[1]), name, f"http://{log.parents[1].name}/{env['CUDA_VISIBLE_DEVICES']}", 1)
 
         def signal(self, number):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,8 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dppo_megatron.cli import runs
 from dppo_megatron.config import save_resolved
+from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.slurm import job
+from dppo_megatron.slurm.allocation import Allocation
 from tests.support.configs import make_config
 
 # Runs the config with children that note their process id and then do what the test wants of their role.
@@ -22,13 +30,15 @@ from pathlib import Path
 from dppo_megatron.checks import load_config
 from dppo_megatron.launch import local_processes
 from dppo_megatron.launch.local_run import LocalRun
+from dppo_megatron.run_dir import RunDir
 
 def command(role, *arguments):
     return [sys.executable, "-c", Path(sys.argv[2]).read_text(), role, sys.argv[2], *arguments]
 
 local_processes.dppo_command = command
 config = load_config(Path(sys.argv[1]))
-sys.exit(LocalRun(config, local_processes.local_plan(config, resume=False)).run())
+with RunDir(config.run.dir).take() as lock:
+    sys.exit(LocalRun(config, local_processes.local_plan(config, resume=False), lock).run())
 """
 STUB = """
 import json, os, pathlib, signal, sys, time
@@ -143,8 +153,47 @@ def test_a_killed_engine_is_started_again(launch):
     check_gone(again)
 
 
-def test_a_killed_launcher_leaves_no_process(launch):
-    run = launch(ENDLESS)
+def test_a_killed_launcher_leaves_no_process_and_its_lock_only_as_long_as_they_run(launch, monkeypatch):
+    run = launch("signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), sys.exit(0)))\n" + ENDLESS)
     children = run.wait_for_children()
+    with pytest.raises(ExpectedError, match=rf"in use by process {run.process.pid} on .* since .*; stop"):
+        run.run.take()
     run.process.kill()
-    check_gone(children)
+    run.process.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr("dppo_megatron.run_dir.ENDING_S", 0.0)
+        with pytest.raises(ExpectedError, match="which ended, but processes that it started still run"):
+            run.run.take()
+    with run.run.take():  # waits for them
+        assert not [child for child in children.values() if child.is_running() and child.status() != "zombie"]
+
+
+@pytest.mark.parametrize("command", ["train", "job"])
+def test_a_second_launcher_stops_before_it_touches_the_run(tmp_path, monkeypatch, command):
+    config = make_config(run={"dir": tmp_path / "run"}, train={"steps": 3}, model={"path": "nowhere"})
+    run, file = RunDir(tmp_path / "run"), tmp_path / "config.yaml"
+    save_resolved(config, file)
+    run.root.mkdir()
+    run.config.write_text(file.read_text())
+    run.metrics.write_text("{}\n")
+
+    def state():
+        return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in run.root.glob("[!r]*")}
+
+    before = state()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(job, "LOCK_S", 0.0)
+    monkeypatch.setattr(job, "check_job", lambda *_, **__: None)
+    monkeypatch.setattr(Allocation, "of_this_job", lambda: Allocation("7", 1, (("a",),)))
+    with run.take(), pytest.raises(ExpectedError, match=f"in use by process {os.getpid()} on {socket.gethostname()}"):
+        job.run_job(file, (), resume=False) if command == "job" else runs.train(file, resume=True)
+    assert state() == before
+
+
+def test_without_locks_the_run_goes_on(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with RunDir(tmp_path).take(), RunDir(tmp_path).take():
+        pass

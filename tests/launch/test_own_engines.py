@@ -25,7 +25,7 @@ def ended(monkeypatch) -> list[str]:
     names = []
 
     class Child:
-        def __init__(self, name, command, log, env):
+        def __init__(self, name, command, log, env, lock):
             self.name, self.log = name, log
             if name == "engine-1":
                 Child.start_second(self)

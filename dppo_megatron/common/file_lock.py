@@ -1,0 +1,67 @@
+"""An exclusive lock of a file that the system frees when the process that took it ends, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import psutil
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system mounted without locks
+
+
+class LockHeld(Exception):
+    """Another process holds the lock; the text names it. `ended`: it ran on this host, and only children hold it."""
+
+    ended = False
+
+
+class FileLock(contextlib.AbstractContextManager):
+    """Taken when made; the file names the process. A child that inherits `descriptor` holds the lock, too.
+
+    Raises `LockHeld` when another process, or this one, has it, and OSError where it cannot be taken. needed: False =
+    a file system without locks gives an open file without a lock.
+    """
+
+    def __init__(self, path: Path, *, needed: bool = True):
+        self._path = path
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        this = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        try:
+            try:
+                # flock, not lockf: it also excludes a second holder in the same process.
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise self.holder() from None
+                if needed or error.errno not in NO_LOCKS:
+                    raise
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, json.dumps(this).encode(), 0)
+        except BaseException:
+            self.release()
+            raise
+
+    def holder(self) -> LockHeld:
+        """The process that the file names now."""
+        held = LockHeld("unknown holder")
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            found = json.loads(self._path.read_bytes()[:4096])
+            held = LockHeld(f"process {found['pid']} on {found['host']} since {found['since']}")
+            held.ended = found["host"] == socket.gethostname() and not psutil.pid_exists(found["pid"])
+        return held
+
+    def release(self) -> None:
+        """Harmless when repeated."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
