@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dppo_megatron.bank import BankEntry, BankError, BankReader
 from dppo_megatron.observability.history import ReportError, load_history
+from dppo_megatron.observability.logs import root_cause
 from dppo_megatron.observability.names import is_step_record
 from dppo_megatron.observability.tail import JsonlFollower
 from dppo_megatron.run_dir import RunDir
@@ -52,6 +53,9 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.sign}: {self.evidence} (step {self.since}); {self.remedy}"
+
+
+NO_STEP = Finding("no step", 0, 0, 0, "", "remove the cause, then `train --resume`")
 
 
 class Examination:
@@ -138,12 +142,16 @@ class _Source:
 
 
 def diagnose(run_dir: Path | str) -> Examination:
-    """Examines all steps of a run. Raises `ReportError` when it has recorded none."""
-    examination = Examination(run_dir)
+    """Examines all steps of a run, or the logs of one without a step. Raises `ReportError` when they name no cause."""
+    examination, run = Examination(run_dir), RunDir(Path(run_dir))
     examination.advance()
     examination.close()
     if not examination.examined:
-        raise ReportError(f"{RunDir(Path(run_dir)).metrics} holds no step: name the directory of a run that trained")
+        # A process that fails ends the others, whose logs are written after it.
+        logs = sorted(run.logs.glob("*.log"), key=lambda log: log.stat().st_mtime)
+        if not (cause := next(filter(None, map(root_cause, logs)), None)):
+            raise ReportError(f"{run.metrics} holds no step: name the directory of a run that trained")
+        examination.findings[NO_STEP.sign] = replace(NO_STEP, evidence=cause)
     return examination
 
 

@@ -25,7 +25,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.fleet.registry import engine_log, forget, free_port, port_in_use, read_when_written, register
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
-from dppo_megatron.observability.logs import setup_logging
+from dppo_megatron.observability.logs import SERVER_START, root_cause, setup_logging
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.delta import chain, is_delta
 from dppo_megatron.weights.published import PublishedPolicy
@@ -75,7 +75,7 @@ class Servers:
         environment, processes = {**os.environ, **server_environment(config, start.version)}, []
         for node in nodes:
             line = command(config, start, node)
-            log.info("starting the server of node %d: %s", node, " ".join(line))
+            log.info("%s %d: %s", SERVER_START, node, " ".join(line))
             given = {"stdin": subprocess.DEVNULL, "env": environment, "preexec_fn": end_with_parent}
             processes.append(subprocess.Popen(line, **given))
         return cls(processes)
@@ -150,7 +150,7 @@ def _start(config: Config, run: RunDir, index: int) -> EngineStart:
 def _serve(config: Config, run: RunDir, index: int, start: EngineStart, server: Servers) -> int:
     """Exit code of the server, which is registered from its first answer until it ends."""
     url, started = f"http://{config.engine.host}:{start.port}", time.monotonic()
-    _wait_healthy(config, url, server)
+    _wait_healthy(config, url, server, run.log(engine_log(index, 0)))
     log.info("engine-%d answers at %s after %.1f s", index, url, time.monotonic() - started)
     register(run, f"engine-{index}", url, server.pid)
     try:
@@ -192,7 +192,7 @@ def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int
     return path, published.version
 
 
-def _wait_healthy(config: Config, url: str, server: Servers) -> None:
+def _wait_healthy(config: Config, url: str, server: Servers, output: Path) -> None:
     timeout_s = config.engine.start_timeout_s
     budget = RetryBudget(timeout_s=timeout_s, first_pause_s=POLL_S, longest_pause_s=POLL_S)
 
@@ -208,11 +208,13 @@ def _wait_healthy(config: Config, url: str, server: Servers) -> None:
     try:
         asyncio.run(wait())
     except EngineError as error:
+        cause = "".join(f"; {found}" for found in (root_cause(output),) if found)
         if (code := server.poll()) is not None:
-            raise EngineStartError(f"the server at {url} ended while starting ({exit_reason(code)})") from None
+            raise EngineStartError(f"the server at {url} ended while starting ({exit_reason(code)}){cause}") from None
         server.kill()
         raise EngineStartError(
             f"the server at {url} did not answer within {timeout_s:.0f} s (engine.start_timeout_s); at last: {error}"
+            f"{cause}"
         ) from None
 
 

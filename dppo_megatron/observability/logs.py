@@ -13,7 +13,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from dppo_megatron.errors import bounded
+
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
+SERVER_START = "starting the server of node"  # an engine's log continues the log of the server before
+_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|CRITICAL) [^\]]*\] )?")  # of vLLM's processes
+_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Timeout|Diverged)\b|^\S+: error: ")
+_CONSEQUENCE = re.compile(
+    r"root cause|^(EngineStart|EngineDead|BrokenPipe|ConnectionReset|Cancelled)Error|^ServiceTimeout"
+)
 _BLOCK = 64 * 1024
 _MOST_READ = 64 * _BLOCK
 _TALKATIVE = ("httpx", "httpcore", "megatron")  # a line per request, a page per optimizer
@@ -80,6 +88,26 @@ def last_lines(path: str | Path, n: int = 20) -> list[str]:
             return _end_of(file, n)[-n:]
     except OSError:
         return []
+
+
+def root_cause(path: Path) -> str | None:
+    """Return the last exception in a log as `TEXT (PATH, line N)`; None without one.
+
+    Exceptions that only report the failure of another process do not count, nor do those before the newest server.
+    """
+    text, at = "", 0
+    if not path.is_file():
+        return None
+    with path.open(errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            line = _PREFIX.sub("", plain_text(line))
+            if SERVER_START in line:
+                text = ""
+            elif _EXCEPTION.match(line) and not _CONSEQUENCE.search(line):
+                text, at = line, number
+            elif text and number <= at + 2 and line.startswith("  ") and 'File "' not in line:  # of several lines
+                text += f" {line.strip()}"
+    return f"{bounded(text, 1000)} ({path}, line {at})" if text else None
 
 
 def _end_of(file: BinaryIO, n: int) -> list[str]:

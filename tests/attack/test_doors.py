@@ -360,4 +360,4 @@ def test_a_server_that_never_lets_its_own_launcher_in_is_said_to(tmp_path, monke
     config = run_config(tmp_path, start_timeout_s=0.2)
     monkeypatch.setattr("dppo_megatron.launch.engine.build_engine", lambda *_: Refused())
     with pytest.raises(EngineStartError, match=r"\(engine.start_timeout_s\); at last: status 401: .*DPPO_SECRET"):
-        _wait_healthy(config, "http://engine", SimpleNamespace(poll=lambda: None, kill=lambda: None))
+        _wait_healthy(config, "http://engine", SimpleNamespace(poll=lambda: None, kill=lambda: None), tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -297,6 +298,18 @@ def test_the_command(tmp_path, model):
     assert "rollout.max_staleness is 1" in result.output
     (found,) = json.loads(CliRunner().invoke(app, ["doctor", str(run), "--json"]).output)
     assert found["since"] == 4
+
+
+def test_a_run_that_ended_before_its_first_step(tmp_path):
+    (tmp_path / "logs").mkdir()
+    assert CliRunner().invoke(app, ["doctor", str(tmp_path)]).exception is not None
+    for age, name in enumerate(("orchestrator", "engine-0")):  # the engine's log was written before
+        log = tmp_path / "logs" / f"{name}.log"
+        log.write_text(f"ValueError: of {name}\n")
+        os.utime(log, (100 - age,) * 2)
+    result = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert result.exit_code == 1
+    assert f"ValueError: of engine-0 ({log}, line 1)" in result.output
 
 
 def test_the_documentation_has_a_line_for_each_sign():

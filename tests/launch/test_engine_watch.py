@@ -117,6 +117,25 @@ def test_one_that_updates_its_weights_is_killed_only_when_that_takes_too_long(se
             watch(url, process, end_later)
 
 
+def test_a_server_that_ends_while_starting_names_the_cause(server, monkeypatch, tmp_path):
+    class Dead:
+        async def health(self):
+            raise EngineTimeout("no answer")
+
+        async def close(self):
+            pass
+
+    monkeypatch.setattr(launched, "build_engine", lambda config, url: Dead())
+    log = tmp_path / "engine-0.log"
+    log.write_text("x\nValueError: No available memory\nRuntimeError: See root cause above.\n")
+    settings = SimpleNamespace(engine=SimpleNamespace(start_timeout_s=5))
+    ended = SimpleNamespace(poll=lambda: 1)
+    with pytest.raises(
+        launched.EngineStartError, match=r"\(exit code 1\); ValueError: No available.*engine-0.log, line 2"
+    ):
+        launched._wait_healthy(settings, "http://engine", ended, log)
+
+
 def test_the_exit_code_of_one_that_ended(server):
     url, process = server
     assert watch(url, process, process.kill) == -signal.SIGKILL

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 
-from dppo_megatron.observability.logs import last_lines
+import pytest
+
+from dppo_megatron.observability.logs import last_lines, root_cause
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
 
@@ -93,3 +95,45 @@ def test_last_lines_of_a_large_file_reach_over_blocks(tmp_path):
     assert [line[:6] for line in last_lines(path, 3)] == ["004997", "004998", "004999"]
     path.write_text("y" * 200_000 + "\nend")
     assert last_lines(path, 2) == ["y" * 200_000, "end"]
+
+
+CORE = "(EngineCore_DP0 pid=42) ERROR 11-24 22:10:11 [core.py:708] "
+EARLIER = "ValueError: of an earlier start\n2026-11-24 engine-0 INFO x: starting the server of node 0: vllm\n"
+VLLM = f"""{CORE}EngineCore failed to start.
+{CORE}Traceback (most recent call last):
+{CORE}  File "core.py", line 1, in run
+{CORE}ValueError: No available memory for the cache blocks.
+(EngineCore_DP0 pid=42) Process EngineCore_DP0:
+(APIServer pid=7)   File "api.py", line 2
+(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}
+EngineStartError: the server at http://x ended while starting (exit code 1)
+"""
+SGLANG = """[2026-11-24 22:10:11 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "scheduler.py", line 1, in run
+\x1b[31mtorch.OutOfMemoryError: CUDA out of memory.\x1b[0m
+[2026-11-24 22:10:11] Received sigquit from a child process. It usually means the child failed.
+"""
+PYDANTIC = "pydantic_core.ValidationError: 1 validation error for X\n  Value error, too long [type=x]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (EARLIER + VLLM, "ValueError: No available memory for the cache blocks. ({}, line 6)"),
+        (SGLANG, "torch.OutOfMemoryError: CUDA out of memory. ({}, line 3)"),
+        (
+            PYDANTIC,
+            "pydantic_core.ValidationError: 1 validation error for X Value error, too long [type=x] ({}, line 1)",
+        ),
+        (
+            "usage: x\nvllm: error: unrecognized arguments: --no\n",
+            "vllm: error: unrecognized arguments: --no ({}, line 2)",
+        ),
+        (EARLIER + "all is well\n", None),
+    ],
+)
+def test_the_cause_of_an_engine_that_does_not_start(tmp_path, text, cause):
+    log = tmp_path / "engine-0.log"
+    assert root_cause(log) is None
+    log.write_text(text)
+    assert root_cause(log) == (cause and cause.format(log))
