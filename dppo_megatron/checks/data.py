@@ -37,7 +37,7 @@ def problems(config: Config, hf: HFModelConfig | None, notes: list[str], absent:
         graded.append((setting, chosen.path, config.data_of(chosen), chosen.reward or config.reward))
     files: list[tuple[PromptFile, RewardConfig]] = []
     for setting, path, data, reward in graded:
-        if not path.exists() and "*" not in path.name:
+        if not path.exists() and "*" not in str(path):
             absent.append(f"{setting} = {path}: no such file; it must hold one JSON object a line, or be a table")
         elif tokenizer is not None or not data.chat_template:
             try:

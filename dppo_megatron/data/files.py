@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -22,14 +23,15 @@ def unit(path: Path) -> str:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files that a path stands for: itself, those that it matches (`train-*.parquet`), or a dataset's.
+    """The files that a path stands for: itself, those that it matches (`MATH/*/train-*.parquet`), or a dataset's.
 
     Raises `PromptFileError` when there are none, or of several splits.
     """
     if path.is_dir():
         return _dataset_files(path)
-    if "*" in path.name and not path.exists():
-        if found := sorted(path.parent.glob(path.name)):
+    if "*" in str(path) and not path.exists():
+        starred = next(i for i, part in enumerate(path.parts) if "*" in part)
+        if found := sorted(Path(*path.parts[:starred]).glob("/".join(path.parts[starred:]))):
             return found
         raise PromptFileError(path, problem="no file matches it")
     return [path]
@@ -49,7 +51,11 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
 
 
 def _json_lines(file: Path, first: int) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
-    for number, line in numbered_lines(file):
+    lines = list(numbered_lines(file))
+    if file.suffix == ".json" and len(lines) > 1:  # one object, or one on each line
+        with contextlib.suppress(ValueError):
+            lines = [(1, json.dumps(parse_line(b"\n".join(line for _, line in lines))).encode())]
+    for number, line in lines:
         try:
             yield number + first - 1, parse_line(line)
         except ValueError as error:
@@ -118,5 +124,5 @@ def _dataset_files(directory: Path) -> list[Path]:
     groups = {f.parent for f in files}
     if len(splits) > 1 or len(groups) > 1:
         shown = ", ".join(sorted({str(f.parent / re.sub(r"-\d+-of-\d+", "-*", f.name)) for f in files})[:10])
-        raise PromptFileError(directory, problem=f"holds several sets; name one of {shown}")
+        raise PromptFileError(directory, problem=f"holds several sets; name one of {shown}, or several by *")
     return files

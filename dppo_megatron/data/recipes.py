@@ -21,6 +21,9 @@ from .rows import check_text, column
 
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _BOX = re.compile(r"\\boxed\s*(?=\{)|\\fbox\s*(?=\{)")
+_DAPO_TEMPLATE = re.compile(  # verl's files of AIME hold it, and eval.sets.NAME.prompt_template adds it
+    r"Solve the following math problem step by step\. [^\n]*\n\n(.*)\n\nRemember to put your answer [^\n]*", re.DOTALL
+)
 _LEVEL = re.compile(r"(?:Level\s*)?([1-5])")
 
 
@@ -129,6 +132,7 @@ def _aime(year: int) -> Callable[[Row], Row]:
         if not _INTEGER.fullmatch(answer) or not 0 <= int(answer[:20]) <= 999:
             raise ValueError(f"the answer {shown(answer)} is no integer from 0 to 999")
         prompt = _user_text(_first(lower, "problem", "question", "prompt"))
+        prompt = _DAPO_TEMPLATE.sub(r"\1", prompt.strip())
         return {"prompt": prompt, "answer": str(int(answer)), "data_source": f"aime{year}"}
 
     return read

@@ -83,16 +83,32 @@ def test_math_has_levels_and_boxed_answers(tmp_path):
         assert rewards.check_answers([("", row["answer"]) for row in kept]) == [None, None]
 
 
+def test_math_in_folders_of_subjects(tmp_path):
+    """As published: a file for each problem, one object over several lines; or a table for each subject."""
+    for number, subject in enumerate(("algebra", "geometry")):
+        row = {"problem": f"p{number}", "level": f"Level {number + 1}", "type": subject, "solution": r"\boxed{1}"}
+        (tmp_path / "MATH/train" / subject).mkdir(parents=True)
+        (tmp_path / "MATH/train" / subject / "7.json").write_text(json.dumps(row, indent=4))
+        (tmp_path / "MATH/train" / subject / "test.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(PromptFileError, match=r"several sets; name one of .*, or several by \*"):
+        prepare("math", tmp_path / "MATH/train", tmp_path / "out.jsonl")
+    for number, pattern in enumerate(("MATH/*/*/*.json", "MATH/train/*/test.jsonl", "MATH/**/*.json")):
+        out = tmp_path / f"{number}.jsonl"
+        assert "2 prompts of 2 rows" in prepare("math", tmp_path / pattern, out)
+        assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["p0", "p1"]
+
+
 def test_aime_in_the_schemas_it_is_published_in(tmp_path):
     published = [
         {"ID": "2024-I-1", "Problem": "p", "Solution": "s", "Answer": 204},
         {"id": 1, "problem": "p", "solution": "s", "answer": "204", "url": "u", "year": "2024"},
         {"question": "p", "answer": "204"},
         dapo("p", "204") | {"data_source": "aime"},
+        dapo(AIME24_TEMPLATE.replace("{prompt}", "p"), "204"),  # as verl's, whose template eval.sets adds
     ]
     for row in published:
         (kept,), said = prepared(tmp_path, "aime-2024", [row] * 32)
-        assert (kept["answer"], kept["data_source"]) == ("204", "aime2024")
+        assert (kept["prompt"], kept["answer"], kept["data_source"]) == ("p", "204", "aime2024")
         assert "31 repeated" in said
         assert "a year of AIME has 30 problems" in said
     both = [{"problem": f"p{year}", "answer": "025", "year": year} for year in (2024, 2025)]
