@@ -86,12 +86,12 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
     ]
     if place == "run":
         rules.append(partial(devices.problems, config))
-    problems = settings_problems(config) + [problem for rule in rules for problem in _check(rule)]
+    found = [problem for rule in rules for problem in _check(rule)]
     if place == "unstaged":
         notes += [f"not checked: {line}" for line in absent]
     else:
-        problems += absent
-    if problems:
+        found = absent + found
+    if problems := settings_problems(config) + found:
         raise ConfigError(source, list(dict.fromkeys(problems)))
     return notes
 

@@ -80,8 +80,8 @@ def test_pairs_of_mistakes_are_one_line_each_and_do_not_hide_one_another(tree, t
     tree["rollout"]["bank"] = str(tmp_path / "bank")
     found_now = found(tree).splitlines()
     assert [line.partition(" = ")[0].strip() for line in found_now] == [
-        "parallel.world_size", "model.path", "rollout.bank", "data.train", "- 200 lines (1-200): no column 'prompt' "
-        "(data.prompt_column); it has 'question', 'answer'", "data.eval",
+        "parallel.world_size", "model.path", "rollout.bank", "data.eval", "data.train", "- 200 lines (1-200): no "
+        "column 'prompt' (data.prompt_column); it has 'question', 'answer'",
     ]  # fmt: skip
     tree["model"]["path"] = model
     tree["parallel"] = {"world_size": 3, "tensor": 3}

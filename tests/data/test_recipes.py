@@ -10,17 +10,22 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
+from dppo_megatron.checks import load_config
 from dppo_megatron.cli import app
 from dppo_megatron.config.schema import RewardConfig
+from dppo_megatron.data.files import PromptFileError
 from dppo_megatron.data.recipes import RecipeError, prepare
 from dppo_megatron.rewards import RewardPool
 from tests.support.tokenizers import save_character_model
 
+AIME24_TEMPLATE = (
+    load_config(Path(__file__).parents[2] / "examples/papers/dppo_30b_a3b.yaml").eval_sets["aime24"].prompt_template
+)
 GSM8K = Path(__file__).parent / "gsm8k_sample.jsonl"
 
 
-def dapo(question, answer, index="0"):
-    text = f"Solve it. The last line is Answer: $Answer.\n\n{question}\n\nRemember."
+def dapo(question, answer, index="0", template="Solve it. The last line is Answer: $Answer.\n\n{prompt}\n\nRemember."):
+    text = template.replace("{prompt}", question)
     return {
         "data_source": "math_dapo",
         "prompt": [{"content": text, "role": "user"}],
@@ -103,8 +108,8 @@ def test_aime_in_the_schemas_it_is_published_in(tmp_path):
         {"ID": "2024-I-1", "Problem": "p", "Solution": "s", "Answer": 204},
         {"id": 1, "problem": "p", "solution": "s", "answer": "204", "url": "u", "year": "2024"},
         {"question": "p", "answer": "204"},
-        dapo("p", "204") | {"data_source": "aime"},
-        dapo(AIME24_TEMPLATE.replace("{prompt}", "p"), "204"),  # as verl's, whose template eval.sets adds
+        dapo("p", "204", template="{prompt}") | {"data_source": "aime"},
+        dapo("p", "204", template=AIME24_TEMPLATE),  # as verl's, whose template eval.sets adds
     ]
     for row in published:
         (kept,), said = prepared(tmp_path, "aime-2024", [row] * 32)

@@ -109,7 +109,7 @@ def test_sbatch_reads_the_directories_unchanged_or_they_are_refused_by_name(name
         assert re.search("run.dir|working directory", str(refused))  # noqa: PT017
         return
     assert f"--chdir={Path('/somewhere', name)}" in read
-    assert f"--output={Path('/runs', name)}/logs/slurm-%j.out".replace(name, name.replace("%", "%%")) in read
+    assert f"--output={Path('/runs', name.replace('%', '%%'))}/logs/slurm-%j.out" in read
     assert any(word.startswith("--job-name=") for word in read)
 
 
