@@ -1,4 +1,4 @@
-# make quickstart     train a small policy end to end on this machine's CPU, real parts, about ten minutes
+# make quickstart     train a small policy end to end on this machine's CPU, real parts, about three minutes on two cores
 # make test           what to run before a commit: real Megatron-core ranks, a real vLLM server, a run that learns
 # make test-all       every test there is: test-cpu, study-smoke, test-megatron-next, test-engines, test-integrations, test-verifiers,
 #                     test-browser, test-install, test-slurm, test-null-gpu
