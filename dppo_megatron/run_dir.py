@@ -134,6 +134,12 @@ class RunDir:
     def final_model(self) -> Path:
         return self.root / "model"
 
+    def model(self, path: str | None) -> Path | None:
+        """The model directory that `path`, the run's model.path, names: as it is; for a relative one of another working
+        directory, below a directory above the run; else the run's final model. None where there is none of them."""
+        places = [base / path for base in (Path(), *self.root.absolute().parents)] if path else []
+        return next((place for place in (*places, self.final_model) if (place / "config.json").is_file()), None)
+
     @property
     def final_adapter(self) -> Path:
         """Of a run with `model.lora`, whose final model has it merged."""

@@ -10,6 +10,7 @@ from dppo_megatron.weights.place import problem
 
 # Changing these between attempts of a run is safe; changing anything else would make the second attempt another run.
 RESUMABLE_CHANGES = (
+    "run.dir",
     "train.steps",
     "tracking",
     "profile",
@@ -67,9 +68,11 @@ def problems(config: Config, *, resume: bool) -> list[str]:
     if unusable := unusable_directory(config):
         return unusable
     saved = RunDir(config.run.dir).config
-    if resume and saved.exists():
-        return changed_settings(config, read_config(saved))  # without rules between settings: they may be newer
-    return earlier_run(config)
+    if not resume:
+        return earlier_run(config)
+    if not saved.exists():
+        return [f"run.dir = {config.run.dir}: no run to --resume, {saved} is missing; correct it, or drop --resume"]
+    return changed_settings(config, read_config(saved))  # without rules between settings: they may be newer
 
 
 def changed_settings(config: Config, saved: Config) -> list[str]:

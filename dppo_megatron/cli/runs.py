@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dppo_megatron.checks import load_config
-from dppo_megatron.config import read_config, save_resolved
+from dppo_megatron.config import read_config, save_resolved, with_absolute_paths
 from dppo_megatron.run_dir import RunDir
 
 from .arguments import ConfigFile, Overrides, Resume
@@ -33,7 +33,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     with run.take() as lock:
         for note in preflight(config, str(config_file)):
             typer.echo(note)
-        save_resolved(config, run.config)
+        save_resolved(with_absolute_paths(config), run.config)
         code = LocalRun(config, local_plan(config, resume=resume), lock).run()
     if code == 0:
         typer.echo(f"report: {write_report(run.root)}")

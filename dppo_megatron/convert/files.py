@@ -8,6 +8,7 @@ from typing import Any
 from dppo_megatron.config import read_tree
 from dppo_megatron.hf import ModelError
 from dppo_megatron.hf.torch_dist_place import is_torch_dist, model_directory
+from dppo_megatron.run_dir import RunDir
 
 
 def fingerprint_of(directory: Path) -> dict[str, Any]:
@@ -40,8 +41,8 @@ def template_for(checkpoint: Path) -> Path:
     if run.is_file():
         model = read_tree(run)[0].get("model")
         path = model.get("path") if isinstance(model, dict) else None
-        if isinstance(path, str) and (Path(path) / "config.json").is_file():
-            return Path(path)
+        if found := RunDir(run.parent).model(path if isinstance(path, str) else None):
+            return found
     raise ModelError(
         str(checkpoint), ["its model is not known here; pass the Hugging Face directory it came from as --template"]
     )

@@ -123,7 +123,8 @@ class _Source:
         supervised = setting("objective.name", str) == "nll"
         self._groups = 0 if supervised else max(0, setting("rollout.prompts_per_step", int) or 0)
         self._reader = BankReader(setting("rollout.bank", str) or run.bank)
-        self._vocabulary = Vocabulary.load(Path(setting("model.path", str) or ""))
+        model = setting("model.path", str)
+        self._vocabulary = Vocabulary.load(run.model(model) or Path(model or ""))
         self.problem = ""
 
     def step(self, number: int, row: dict[str, Any], rollouts: bool) -> Step:

@@ -8,7 +8,7 @@ from pathlib import Path
 from dppo_megatron.checks import check_run_dir, data, reward, settings_problems
 from dppo_megatron.checks.devices import gpu_problems, visible_devices
 from dppo_megatron.checks.resume import unusable_directory
-from dppo_megatron.config import Config, ConfigError, save_resolved
+from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
 from dppo_megatron.config.evaluation import EvalConfig
 from dppo_megatron.config.schema import ObjectiveConfig, ParallelConfig
 from dppo_megatron.data.prompts import training_prompts
@@ -54,7 +54,7 @@ def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: 
         trainers=[],
     )
     with run.take() as lock:
-        save_resolved(config, run.config)
+        save_resolved(with_absolute_paths(config), run.config)
         return LocalRun(config, plan, lock, resume_command="the same command and --resume").run()
 
 

@@ -50,7 +50,7 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
         source, overrides = Path(note.read_text()), ()
     config = with_absolute_paths(read_config(source, overrides))
     run = RunDir(config.run.dir)
-    resume = resume or allocation.restart > 0
+    resume = resume or (allocation.restart > 0 and run.config.exists())  # the first attempt may have ended before it
     check_job(config, str(source), resume=resume, nodes=allocation.sizes)
     queue.retry_until_answered(lambda: refuse_second_job(run, allocation.job_id), config.slurm.signal_lead_s)
     with run.take(LOCK_S):

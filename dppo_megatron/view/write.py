@@ -20,6 +20,7 @@ from dppo_megatron.doctor.vocabulary import Vocabulary
 from dppo_megatron.observability.history import History, labels
 from dppo_megatron.observability.names import METRICS
 from dppo_megatron.observability.summary import summary_rows
+from dppo_megatron.run_dir import RunDir
 
 from .rows import COLUMNS, Answers, Columns, Training, answer_rows, training_rows
 from .source import Source
@@ -68,7 +69,8 @@ class _Side:
         source = Source.of(root)
         training, answers = training_rows(source, source.config()), answer_rows(source)
         trained, used = TrainedTokens(source), Used()
-        model = model or (Path(path) if (path := source.history.setting("model.path", str)) else None)
+        path = source.history.setting("model.path", str)
+        model = model or RunDir(root).model(path) or (Path(path) if path else None)
         vocabulary = None if model is None else Vocabulary.load(model)
         groups, texts = {}, {}
         for number, group in read_groups(source, training.entries, chosen_groups(source, training.entries, trained)):

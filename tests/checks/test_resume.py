@@ -53,6 +53,26 @@ def test_resume_allows_what_cannot_change_the_run_and_names_the_rest(tree, start
         check(tree, resume=True)
 
 
+def test_resume_without_a_run_is_an_error_and_a_run_may_move(tree, started, tmp_path):
+    tree["run"]["dir"] = str(tmp_path / "mistyped")
+    with pytest.raises(ConfigError, match=r"run\.dir = .*mistyped: no run to --resume, .*config.yaml is missing"):
+        check(tree, resume=True)
+    started.rename(tmp_path / "mistyped")
+    check(tree, resume=True)
+
+
+def test_a_run_finds_its_model_from_other_directories(tmp_path, monkeypatch):
+    """An old run recorded `models/m`, relative to the directory that it was started in."""
+    monkeypatch.chdir("/")
+    run = RunDir(tmp_path / "runs" / "a")
+    assert run.model("models/m") is None
+    for place in (run.final_model, tmp_path / "models/m"):
+        place.mkdir(parents=True)
+        (place / "config.json").touch()
+        assert run.model("models/m") == place
+    assert run.model(None) == run.final_model
+
+
 def test_settings_nodes_and_run_directory_of_a_job_are_reported_at_once(tree, tmp_path):
     (tmp_path / "run" / "bank").mkdir(parents=True)
     tree |= {"rollout": {"top_p": 0.5}, "slurm": {"heterogeneous": True}}
