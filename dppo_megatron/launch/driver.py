@@ -14,6 +14,7 @@ from dppo_megatron.doctor import Examination, Finding
 from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import forget, forget_all
+from dppo_megatron.observability.logs import Warnings
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.place import clear, lead
 
@@ -51,6 +52,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
         self._launcher = launcher
         self._report = report  # a line about an engine or a finding, to whoever watches the run
         self._examination = Examination(self._run.root)
+        self._warnings = Warnings(self._run.log(name) for name in ("orchestrator", "trainer-0"))
         self._servers: list[RestartedServer[PlanT, ProcessT]] = []  # run until ended
         self._orchestrator: list[ProcessT] = []  # none or one
         self.trainers: list[ProcessT] = []
@@ -73,6 +75,8 @@ class RunDriver(Generic[PlanT, ProcessT]):
         """How the run ended, or None while it goes on. Restarts engines where due; call it often, it does not block."""
         for finding in self._examine(rollouts=True):
             self._report(f"doctor: {finding}")
+        for warning in self._warnings.poll():
+            self._report(warning)
         for worker in self._workers:
             if worker.poll() not in (None, 0):
                 return Failed(worker)

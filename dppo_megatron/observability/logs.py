@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -22,6 +23,8 @@ _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Timeout|Diverged)\b|^\S+: erro
 _CONSEQUENCE = re.compile(
     r"root cause|^(EngineStart|EngineDead|BrokenPipe|ConnectionReset|Cancelled)Error|^ServiceTimeout"
 )
+_WARNING = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ (\S+) WARNING (?!py\.warnings)\S+: (.*)$", re.MULTILINE)
+MOST_WARNINGS = 20  # that a launcher shows; all of them are in the logs
 _BLOCK = 64 * 1024
 _MOST_READ = 64 * _BLOCK
 _TALKATIVE = ("httpx", "httpcore", "megatron")  # a line per request, a page per optimizer
@@ -108,6 +111,31 @@ def root_cause(path: Path) -> str | None:
             elif text and number <= at + 2 and line.startswith("  ") and 'File "' not in line:  # of several lines
                 text += f" {line.strip()}"
     return f"{bounded(text, 1000)} ({path}, line {at})" if text else None
+
+
+class Warnings:
+    """The warnings that processes add to their logs from now on, each text once, whatever its numbers."""
+
+    def __init__(self, logs: Iterable[Path]):
+        self._read = {log: log.stat().st_size if log.is_file() else 0 for log in logs}
+        self._seen: set[str] = set()
+
+    def poll(self) -> list[str]:
+        """`PROCESS warns: TEXT` of every new one, `MOST_WARNINGS` in all. Costs a `stat` where nothing is new."""
+        found = []
+        for log, read in self._read.items():
+            if not log.is_file() or log.stat().st_size <= read:
+                continue
+            with log.open("rb") as file:
+                file.seek(read)
+                data = file.read(_MOST_READ)
+            self._read[log] = read + (data.rfind(b"\n") + 1 or (len(data) if len(data) == _MOST_READ else 0))
+            for match in _WARNING.finditer(data[: self._read[log] - read].decode(errors="replace")):
+                kind = re.sub(r"\d+", "", match[2])
+                if kind not in self._seen and len(self._seen) < MOST_WARNINGS:
+                    self._seen.add(kind)
+                    found.append(f"{match[1]} warns: {bounded(plain_text(match[2]), 500)}")
+        return found
 
 
 def _end_of(file: BinaryIO, n: int) -> list[str]:

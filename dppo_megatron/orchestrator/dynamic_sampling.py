@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
@@ -12,10 +13,15 @@ from dppo_megatron.objectives import group_has_signal
 from dppo_megatron.types import RolloutGroup
 
 NO_SIGNAL = "no_signal"  # the reason in the bank
+FEWEST_FAILED = 8  # groups; fewer may be a short failure of a service
 
 
 class NoSignal(ExpectedError, RuntimeError):
     """Nearly every prompt gives groups whose rewards are all equal."""
+
+
+class NoReward(ExpectedError, RuntimeError):
+    """No sample of a whole step has a reward."""
 
 
 class SignalFilter:
@@ -23,15 +29,26 @@ class SignalFilter:
 
     Rewards are those of the verifier; failed ones do not count. At most `rollout.max_prompts_per_group` prompts
     are spent for each group of a step, on the average of the step, counted from the start of this process.
+
+    last_failure: returns the reason of the last reward that failed, for `NoReward`.
     """
 
-    def __init__(self, config: RolloutConfig):
+    def __init__(self, config: RolloutConfig, last_failure: Callable[[], str]):
         self._config = config
+        self._last_failure = last_failure
+        self._failed = 0  # groups in a row of which every reward failed
         self._dropped: Counter[int] = Counter()
 
     def keeps(self, group: RolloutGroup, step: int) -> bool:
-        """Whether `group` is one of those that `step` trains on. Raises NoSignal when too many were not."""
+        """Whether `group` is one of those that `step` trains on. Raises NoSignal when too many were not, and NoReward
+        when every reward of a step's number of groups in a row, at least `FEWEST_FAILED`, failed."""
         config = self._config
+        self._failed = self._failed + 1 if group.reward_failed.all() else 0
+        if self._failed >= max(config.prompts_per_step, FEWEST_FAILED):
+            raise NoReward(
+                f"step {step}: every reward of the last {self._failed} groups failed, the last one with "
+                f"{self._last_failure() or 'a failure of its environment'}; correct the reward, then --resume"
+            )
         if not config.dynamic_sampling or _has_signal(group):
             return True
         self._dropped[step] += 1

@@ -101,14 +101,15 @@ class Orchestrator:
         self._evaluator = evaluator
         self._recorder = recorder
         self._stop_token_ids = tuple(stop_token_ids)
-        self._filter = SignalFilter(config.rollout)
+        self._filter = SignalFilter(config.rollout, lambda: rewards.last_failure)
         self._evaluations: set[asyncio.Task] = set()  # that run
         self._writes: deque[Future] = deque()  # records on their way to the disk, in order
         self._bound = StalenessBound(config.rollout.prompts_per_step, config.rollout.max_staleness)
 
     async def run(self) -> None:
         """Raises `PolicyTimeout` when the trainer stops publishing, `EngineError` when an engine fails, `NoSignal` when
-        dynamic sampling finds too few groups to train on, `BankError` when the disk refuses a group."""
+        dynamic sampling finds too few groups to train on, `NoReward` when all rewards fail, `BankError` when the disk
+        refuses a group."""
         rollout = self._config.rollout
         wanted = self._prompts_in_all or self._config.train.steps * rollout.prompts_per_step
         positions = self._open_positions()

@@ -83,6 +83,11 @@ class RewardPool:
         """Of the samples since the last call: the mean of every term of several, and how many failed and why."""
         return self._tally.take_metrics()
 
+    @property
+    def last_failure(self) -> str:
+        """Reason and text of the last reward that failed; empty where none did."""
+        return self._tally.last_failure
+
     def check_answers(self, rows: Sequence[tuple[str, str]]) -> list[str | None]:
         """Why no response to a row of (data source, answer) could be scored, None where one can; for each row."""
         problems: dict[tuple[int, str], str | None] = {}

@@ -21,6 +21,7 @@ class Tally:
         self._names = tuple(names)
         self._scored = 0
         self._failures: Counter[str] = Counter()  # by reason
+        self.last_failure = ""
         self._clear()
 
     def add(self, prompt: Prompt, parts: Mapping[int, Outcome], total: float | Failure, recorded: bool) -> None:
@@ -55,6 +56,7 @@ class Tally:
         self._counts: Counter[int] = Counter()
 
     def _fail(self, prompt: Prompt, failure: Failure) -> None:
+        self.last_failure = f"{failure.reason}: {failure.detail}"
         self._failures[failure.reason] += 1
         count = self._failures[failure.reason]
         doubled = count.bit_count() == 1

@@ -104,6 +104,13 @@ def test_an_engine_that_served_is_restarted_and_reported(driver, launcher, run, 
     assert ["engine-0 ended: killed by SIGKILL. Restart 1 of 5" in line for line in reported] == [True]
 
 
+def test_warnings_in_logs_are_reported(driver, run, reported):
+    run.log("orchestrator").parent.mkdir(parents=True)
+    run.log("orchestrator").write_text("2026-11-24 22:39:31,123 orchestrator WARNING a.b: no tools in the template\n")
+    assert driver.check() is None
+    assert reported == ["orchestrator warns: no tools in the template"]
+
+
 def test_a_run_is_complete_when_orchestrator_and_ranks_are_done(driver, launcher, run):
     save_checkpoint(run, STEPS)
     for rank in ("trainer-0", "trainer-1"):

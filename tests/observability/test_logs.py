@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dppo_megatron.observability.logs import last_lines, root_cause
+from dppo_megatron.observability.logs import MOST_WARNINGS, Warnings, last_lines, root_cause
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
 
@@ -137,3 +137,22 @@ def test_the_cause_of_an_engine_that_does_not_start(tmp_path, text, cause):
     assert root_cause(log) is None
     log.write_text(text)
     assert root_cause(log) == (cause and cause.format(log))
+
+
+def test_warnings_are_shown_once_each_whatever_their_numbers(tmp_path):
+    log, absent = tmp_path / "orchestrator.log", tmp_path / "trainer-0.log"
+    line = "2026-11-24 22:39:31,123 orchestrator {} dppo_megatron.x: {}\n"
+    log.write_text(line.format("WARNING", "of an earlier attempt"))
+    warnings = Warnings([log, absent])
+    assert warnings.poll() == []
+    with log.open("a") as file:
+        for level, text in (("WARNING", "row 1 failed (raised): KeyError"), ("INFO", "fine"), ("ERROR", "ends")):
+            file.write(line.format(level, text))
+        file.write(line.format("WARNING", "row 22 failed (raised): KeyError") + line.format("WARNING", "cut")[:-2])
+    assert warnings.poll() == ["orchestrator warns: row 1 failed (raised): KeyError"]
+    with log.open("a") as file:
+        file.write("t\n")
+    assert warnings.poll() == ["orchestrator warns: cut"]
+    absent.write_text("".join(line.format("WARNING", "x" * n) for n in range(1, 2 * MOST_WARNINGS)))
+    assert len(warnings.poll()) == MOST_WARNINGS - 2
+    assert warnings.poll() == []

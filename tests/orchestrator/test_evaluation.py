@@ -199,7 +199,7 @@ def test_in_an_asynchronous_run_each_set_is_of_the_policy_that_answered_it(tmp_p
         ({}, {"kind": "sglang"}, "eval.sets.aime.top_p = 0.95: with it SGLang draws"),
         (
             {"max_response_tokens": 4000},
-            {},
+            {"max_model_len": 4096},
             "engine.max_model_len = 4096: .* eval.sets.aime.max_resp.* = 4000",
         ),
         ({"reward": {"overlong_buffer": 5}}, {}, "eval.sets.aime.reward.overlong_buffer = 5"),

@@ -14,7 +14,7 @@ from dppo_megatron.bank import BankWriteError
 from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import ConfigError
 from dppo_megatron.engines.protocol import EngineUnavailable, InvalidSample
-from dppo_megatron.orchestrator.dynamic_sampling import NoSignal
+from dppo_megatron.orchestrator.dynamic_sampling import NoReward, NoSignal
 from dppo_megatron.orchestrator.metrics import last_progress
 from dppo_megatron.orchestrator.open_files import allow_open_files
 from dppo_megatron.weights.published import PolicyTimeout, PublishedFollower, PublishedPolicy
@@ -119,6 +119,13 @@ def test_failed_verifiers_are_no_signal(world):
     w.run_attempt(w.engine())
     assert w.steps() == [[0, 2, 3, 4]]
     assert w.dropped()[0]["detail"] == "no reward, 3 failed"
+
+
+def test_a_run_whose_rewards_all_fail_stops_and_names_the_failure(world):
+    w = world(steps=9, broken=lambda p: p > 5)
+    with pytest.raises(NoReward, match=r"every reward of the last 8 groups failed, the last one with raised: .*Broken"):
+        w.run_attempt(w.engine())
+    assert len(w.groups()) >= 6
 
 
 def test_too_few_groups_with_signal_is_an_error(world):

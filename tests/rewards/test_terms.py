@@ -118,6 +118,13 @@ def test_several_rewards_are_weighted_and_each_is_recorded(prompt):
     assert (rewards, failed, metrics["reward/failed_raised"]) == ([0], [True], 1)
 
 
+def test_the_text_of_the_last_failure_is_known(prompt):
+    with RewardPool(RewardConfig(workers=1, name=f"{FOREIGN}:format_reward")) as pool:
+        assert pool.last_failure == ""
+        asyncio.run(pool.score(prompt("42"), ["x"]))  # it expects messages
+        assert pool.last_failure.startswith("raised: TypeError")
+
+
 def test_the_data_source_chooses_the_verifier(prompt, caplog):
     terms = [{"name": "gsm8k", "sources": ["gsm8k"]}, {"name": "math", "sources": ["math", "aime"]}]
     rows = [replace(prompt(answer), source=source) for source, answer in [("gsm8k", "#### 34"), ("aime", r"\frac12")]]

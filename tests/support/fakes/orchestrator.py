@@ -65,6 +65,8 @@ class Tokenizer:
 class Rewards:
     """Sample i scores i, or 1 where `hopeless(position)`; where `broken(position)` every verifier fails."""
 
+    last_failure = "raised: Broken"
+
     def __init__(self, hopeless: Callable[[int], bool], broken: Callable[[int], bool]):
         self._hopeless, self._broken = hopeless, broken
 
