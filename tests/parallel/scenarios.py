@@ -49,6 +49,7 @@ def train(rank: Rank, case: str) -> dict[str, list]:
         "entropy": [s.metrics["entropy"] for s in stats],
         "disagreement": [s.metrics.get("moe/routing_replay_disagreement", 0.0) for s in stats],
         "tokens": [s.tokens for s in stats],
+        "measured": [s.metrics["tokens"] for s in stats],
         "loss_tokens": [s.loss_tokens for s in stats],
         "masked_tokens": [s.masked for s in stats],
         "skipped": [s.skipped for s in stats],

@@ -6,7 +6,7 @@ import pytest
 
 from tests.parallel.cases import CASES, FAST, NEXT
 
-EXACT = ("tokens", "loss_tokens", "masked_tokens", "skipped", "late_buckets")
+EXACT = ("tokens", "measured", "loss_tokens", "masked_tokens", "skipped", "late_buckets")
 CLOSE = ("loss", "masked", "grad_norm", "entropy", "disagreement")
 
 
