@@ -21,7 +21,7 @@ def test_a_model_that_fits(tmp_path):
             {"intermediate_size": 51},
             {"tensor": 4, "world_size": 4, "pipeline": 3},
             {},
-            ["2 key-value heads", "intermediate_size = 51", "3 stages do not divide 4 layers"],
+            ["2 key-value heads", "51 columns of intermediate_size", "3 stages do not divide 4 layers"],
         ),
         ({}, {"pipeline": 2, "virtual_pipeline": 4, "world_size": 2}, {}, ["8 stages do not divide 4 layers"]),
         (

@@ -127,6 +127,7 @@ def test_a_gathered_plan_sees_what_each_query_may(monkeypatch):
         return module(*tensors, None, packed_seq_params=PackedSequences(qkv_format="thd", plan=plan))
 
     expected = attend(query, key, value, plan=plan_segments(bounds))
+    module.context_group = "of both ranks"
     of_ranks = [rows_of_rank(bounds, rank, size) for rank in range(size)]
     monkeypatch.setattr(attention, "gather_rows", lambda own, group: torch.cat((key, value), -1)[torch.cat(of_ranks)])
     for rank, rows in enumerate(of_ranks):

@@ -11,7 +11,7 @@ from typing import Any
 
 from dppo_megatron import cli
 
-LONGEST_MESSAGE = 4096  # bytes
+LONGEST_MESSAGE, LONGEST_PLAN = 4096, 65536  # bytes; the latter for a job's steps, of a command that succeeds
 LONGEST_CPU_S, LONGEST_WALL_S = 5.0, 30.0  # the latter for a machine that does something else, too
 
 
@@ -35,7 +35,7 @@ def run(*arguments: str) -> str:
     size = len(message.encode())
     if wall > LONGEST_WALL_S or cpu > LONGEST_CPU_S:
         return f"took {wall:.1f} s, {cpu:.1f} s of them computing: {message[:500]}"
-    if size > LONGEST_MESSAGE or "Traceback" in message + out.getvalue():
+    if size > (LONGEST_PLAN if code in (0, "returned") else LONGEST_MESSAGE) or "Traceback" in message + out.getvalue():
         return f"a message of {size} bytes: {message[:1000]}"
     if code in (0, "returned"):
         return ""
