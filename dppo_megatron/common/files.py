@@ -57,9 +57,10 @@ def naming_a_full_disk(path: Path, needed: int) -> Iterator[None]:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes or replaces a small file. Its directory must exist. Raises OSError, and the old file is then untouched."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    data = content.encode() if isinstance(content, str) else content
     try:
-        with naming_a_full_disk(path, len(content)), aside.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+        with naming_a_full_disk(path, len(data)), aside.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
