@@ -88,7 +88,7 @@ def test_wordle(tokenizer, words):
     assert [rollout.finish_reason for rollout in group.rollouts] == ["stop", "stop"]
     group = episodes(tokenizer, policy, {"taskset": WORDLE}, samples=1, max_turns=1)
     assert text_of(tokenizer, group) == "[plant]<eos>"
-    assert group.rollouts[0].finish_reason == "length"
+    assert group.rollouts[0].finish_reason == "max_turns"
     assert group.rewards.tolist() == [0.0]
     assert not group.reward_failed.any()
 
