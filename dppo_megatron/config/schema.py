@@ -286,7 +286,7 @@ class Config(Section):
     def _derive(self) -> Self:
         e, longest = self.engine, self.data.max_prompt_tokens + max(self.response_tokens.values())
         own = {"dtype": e.dtype or self.model.dtype, "max_model_len": e.max_model_len or longest}
-        self.__dict__["engine"] = e.model_copy(update=own)
+        object.__setattr__(self, "engine", e.model_copy(update=own))  # frozen for callers
         return self
 
     @property
