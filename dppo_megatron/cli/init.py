@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from dppo_megatron.common.files import output
 from dppo_megatron.config import read_config
 from dppo_megatron.errors import ExpectedError
 
@@ -51,7 +52,7 @@ def init(directory: Annotated[Path, typer.Argument(metavar="DIR", help="new, or 
         raise ExpectedError(f"DIR = {directory}: name one below the working directory, of letters, digits and _ only")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ExpectedError(f"DIR = {directory}: already exists and is not an empty directory; choose another")
-    directory.mkdir(parents=True, exist_ok=True)
+    output(directory, "DIR", directory=True)
     rows = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(2, 10) for b in range(2, 10)]
     config_file = directory / "config.yaml"
     config_file.write_text(CONFIG.format(d=directory, module=".".join(directory.parts)))

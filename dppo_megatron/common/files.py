@@ -54,9 +54,47 @@ def naming_a_full_disk(path: Path, needed: int) -> Iterator[None]:
         raise (DiskFull(path, error, needed) if error.errno in NO_ROOM else error) from None
 
 
+class OutputError(ExpectedError, OSError):
+    """A file or directory that a command is to write cannot be written."""
+
+
+def output(path: Path, option: str = "--out", *, directory: bool = False) -> Path:
+    """The path of a file, or of a directory, that a command writes, with symbolic links followed.
+
+    Makes the directory, of a file the one above it. Raises `OutputError` that names `option` if that fails, if files
+    cannot be made there, and for a directory, a device or a pipe in place of the file.
+    """
+    resolved = Path(os.path.realpath(path))
+    probe = _aside(resolved / "probe" if directory else resolved)
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        if not directory:
+            _refuse_special(resolved)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        why = error.strerror or "no such place"
+        raise OutputError(f"{option} = {path}: cannot be written: {why}; give another") from None
+    return resolved
+
+
+def _refuse_special(path: Path) -> None:
+    """A rename would put a file in place of a device or a pipe."""
+    if path.exists() and not path.is_file():
+        raise OutputError(errno.EEXIST, "a directory, a device or a pipe", str(path))
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes or replaces a small file. Its directory must exist. Raises OSError, and the old file is then untouched."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Writes or replaces a small file. Its directory must exist.
+
+    Raises OSError, and the old file is then untouched; `OutputError` where something that is no file has the name.
+    """
+    _refuse_special(path)
+    aside = _aside(path)
     data = content.encode() if isinstance(content, str) else content
     try:
         with naming_a_full_disk(path, len(data)), aside.open("wb") as file:

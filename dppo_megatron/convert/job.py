@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dppo_megatron.common.files import write_json
+from dppo_megatron.common.files import output, write_json
 from dppo_megatron.hf import HFModelConfig, ModelError
 from dppo_megatron.hf.safetensors_writer import check_space, publish, refuse_existing, staging_of
 
@@ -88,7 +88,7 @@ def prepare(conversion: Conversion, resume: bool) -> None:
     refuse_existing(conversion.destination, overwrite=False)
     staging = staging_of(conversion.destination)
     job = {"shards": conversion.shards, **conversion.fingerprint()}
-    staging.parent.mkdir(parents=True, exist_ok=True)
+    output(conversion.destination, "DST")
     if not staging.exists():
         check_space(staging.parent, conversion.nbytes)
         made = staging.with_name(f"{staging.name}.{os.getpid()}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.common.files import write_atomic
+from dppo_megatron.common.files import output, write_atomic
 from dppo_megatron.errors import ExpectedError, shown
 
 from .files import read_rows
@@ -79,8 +79,7 @@ def prepare(recipe: str, source: Path, out: Path, *, levels: tuple[int, int] = (
         del kept[prompt]
     if not kept:
         raise RecipeError(f"{source}: nothing is left of {total} rows ({_counted(left_out)})")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept.values()))
+    write_atomic(output(out, "OUT"), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept.values()))
     lines = [f"{out}: {len(kept)} prompts of {total} rows"]
     lines += [f"  left out: {count} {reason}" for reason, count in left_out.most_common() if count]
     if conflicting:

@@ -14,7 +14,7 @@ from typing import Any
 from dppo_megatron.checks import evaluation, sampling
 from dppo_megatron.checks.devices import gpu_problems, visible_devices
 from dppo_megatron.checks.resume import changed_settings, unusable_directory
-from dppo_megatron.common.files import read_json, write_json
+from dppo_megatron.common.files import output, read_json, write_json
 from dppo_megatron.config import Config, ConfigError, read_config
 from dppo_megatron.config.schema import ObjectiveConfig
 from dppo_megatron.convert.files import checkpoint_at, fingerprint_of, template_for
@@ -141,7 +141,7 @@ def _as_hugging_face(model: Path, directory: Path) -> Path:
 def numbered_directory(parent: Path, name: str, resume: bool) -> Path:
     """NAME-1, NAME-2, ...: engines register in it, and those of another evaluation serve another model. The newest one
     with `resume`."""
-    parent.mkdir(parents=True, exist_ok=True)
+    output(parent, "run.dir", directory=True)
     numbers = [int(m[1]) for path in parent.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", path.name))]
     if resume and numbers:
         return parent / f"{name}-{max(numbers)}"

@@ -67,7 +67,7 @@ def draw_curves(runs: Sequence[History], path: Path) -> None:
             figure.legend(lines, names, loc="outside upper center", ncols=min(4, len(runs)))
         else:
             figure.suptitle(_title(runs[0]), fontsize=12, x=0.01, ha="left")
-        figure.savefig(path)
+        figure.savefig(path, format="png")
 
 
 def _title(run: History) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import html
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich import box
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dppo_megatron.common.files import output, write_atomic
 from dppo_megatron.errors import bounded
 
 from .curves import draw_curves
@@ -44,10 +46,9 @@ def write_report(
         raise ReportError("no run directory given")
     histories = [load_history(path, label) for path, label in zip(run_dirs, labels(run_dirs), strict=True)]
     default = run_dirs[0] / "report" if len(run_dirs) == 1 else run_dirs[0].parent / "report"
-    directory = default if out is None else Path(out)
-    with _writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        draw_curves(histories, directory / "curves.png")
+    directory = output(default if out is None else Path(out), directory=True)
+    path, curves = output(directory / "report.md"), output(directory / "curves.png")
+    draw_curves(histories, curves)
 
     summary, times = _side_by_side(histories, summary_rows), _side_by_side(histories, time_rows)
     masked = _side_by_side(histories, lambda history: masked_rows(history.masked))
@@ -58,24 +59,14 @@ def write_report(
         console.print(_table("where a step's time goes", names, times))
     if masked:
         console.print(_table("most masked tokens", names, masked))
-    sections = [f"# {' against '.join(names)}", _markdown("", names, summary)]
+    sections = [f"# {' against '.join(map(as_text, names))}", _markdown("", names, summary)]
     if times:
         sections += ["## Where a step's time goes", _markdown("part", names, times)]
     if masked:
         sections += ["## Most masked tokens", _markdown("", names, masked)]
     sections += ["## Curves", "![curves](curves.png)", _NOTES]
-    path = directory / "report.md"
-    with _writing(directory):
-        path.write_text("\n\n".join(sections), encoding="utf-8")
+    write_atomic(path, "\n\n".join(sections))
     return path
-
-
-@contextmanager
-def _writing(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ReportError(f"{directory}: cannot be written: {error.strerror}; give another as --out") from None
 
 
 def _side_by_side(histories: Sequence[History], rows_of: Callable[[History], dict[str, str]]) -> Rows:
@@ -98,6 +89,12 @@ def _table(title: str, names: Sequence[str], rows: Rows) -> Table:
 
 def _markdown(corner: str, names: Sequence[str], rows: Rows) -> str:
     lines = [[corner, *names], ["---"] * (len(names) + 1)]
-    # Leading blanks mean "of which"; Markdown drops them.
-    lines += [[f"&nbsp;&nbsp;{key.strip()}" if key.startswith(" ") else key, *values] for key, values in rows.items()]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    lines += [[key, *values] for key, values in rows.items()]
+    return "\n".join("| " + " | ".join(map(as_text, line)) + " |" for line in lines)
+
+
+def as_text(text: str) -> str:
+    """`text` in one line of Markdown that shows it as it is: no HTML, links, images, emphasis, code or table cells."""
+    words = " ".join(html.escape(text, quote=False).split())
+    escaped = re.sub(r"[\\`*~$|\[\]]|(?<![^\W_])_|_(?![^\W_])|(?<=www)\.|:(?=//)", r"\\\g<0>", words)
+    return f"&nbsp;&nbsp;{escaped}" if text.startswith(" ") else escaped  # leading blanks mean "of which"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.bank import BankReader
-from dppo_megatron.common.files import write_atomic
+from dppo_megatron.common.files import output, write_atomic
 from dppo_megatron.config import Config, read_config
 from dppo_megatron.data.prompts import PromptFile
 from dppo_megatron.data.tokenizer import load_tokenizer
@@ -89,8 +89,7 @@ def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: floa
     report += [f"  left out: {count} {why}" for why, count in counts.most_common() if count]
     if not lines:
         raise PassRateError("\n".join([f"{bank}: no prompt is left", *report[1:]]))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, "".join(lines))
+    write_atomic(output(out, "OUT"), "".join(lines))
     return "\n".join(report)
 
 

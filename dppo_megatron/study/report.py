@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dppo_megatron.common.files import output, write_atomic
 from dppo_megatron.observability.curves import PALETTE
 from dppo_megatron.observability.history import ReportError
 
@@ -26,10 +27,10 @@ def write_report(file: StudyFile, directory: Path) -> Path:
     rows = read_rows(directory)
     if not rows:
         raise ReportError(f"{directory}: no run of the study has ended there")
+    path, curves = output(directory / "report.md"), output(directory / "curves.png")
     write_tables(directory, rows)
-    _draw(file, rows, directory / "curves.png")
-    path = directory / "report.md"
-    path.write_text("\n".join(_lines(file, rows)) + "\n")
+    _draw(file, rows, curves)
+    write_atomic(path, "\n".join(_lines(file, rows)) + "\n")
     return path
 
 
@@ -104,7 +105,7 @@ def _draw(file: StudyFile, rows: Sequence[Row], path: Path) -> None:
         axes.set_axis_off()
     figure.supxlabel(f"step (grey: {reference})" if apart else "step", fontsize=9)
     figure.supylabel(file.metric, fontsize=9)
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def draw_curves(axes: Axes, rows: Sequence[Row], condition: str, method: str, colour: str) -> None:

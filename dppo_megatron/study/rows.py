@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.common.files import write_json
+from dppo_megatron.common.files import output, write_json
 from dppo_megatron.observability.history import History, ReportError, load_history
 
 from .grid import Cell, StudyFile
@@ -95,5 +95,5 @@ def write_tables(directory: Path, rows: list[Row]) -> None:
     names = [field.name for field in fields(Row) if field.name != "curve"]
     columns: dict[str, list[Any]] = {name: [getattr(row, name) for row in rows] for name in names}
     table = pyarrow.table(columns)
-    csv.write_csv(table, directory / "table.csv")
-    parquet.write_table(table, directory / "table.parquet")
+    csv.write_csv(table, output(directory / "table.csv"))
+    parquet.write_table(table, output(directory / "table.parquet"))

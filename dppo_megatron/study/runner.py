@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from dppo_megatron.common.files import output
 from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config, save_resolved
 from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
@@ -54,7 +55,7 @@ def run_study(study: Study, directory: Path, say: Callable[[str], None], only: i
     A run that fails is a row, too; one that was stopped goes on from its checkpoint when the study does. Raises
     `EngineStartError` when an engine that runs share does not start.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    output(directory, directory=True)
     todo = missing(study, directory)
     if only is not None:
         if not 0 <= only < len(study.cells):

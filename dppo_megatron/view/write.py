@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dppo_megatron.common.files import write_atomic
+from dppo_megatron.common.files import output, write_atomic
 from dppo_megatron.common.tensors import packed
 from dppo_megatron.doctor.vocabulary import Vocabulary
 from dppo_megatron.observability.history import History, labels
@@ -49,7 +49,7 @@ def write_view(root: Path, out: Path | None = None, model: Path | None = None, o
     first.append(_blob("excerpts", json.dumps([side.excerpts for side in sides]).encode()))
     first += [_blob(f"{of}curves", packed(side.curves)) for of, side in zip(("", "b-"), sides, strict=False)]
     after = [_blob(of + name, data) for of, side in zip(("", "b-"), sides, strict=False) for name, data in side.blobs]
-    out = out or root / ("view.html" if other is None else f"view-with-{other.resolve().name}.html")
+    out = output(out or root / ("view.html" if other is None else f"view-with-{other.resolve().name}.html"))
     write_atomic(out, _page(" and ".join(side.head["title"] for side in sides), first, after))
     return out
 
