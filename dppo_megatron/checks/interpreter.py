@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 
 from dppo_megatron.config import Config
+
+ANSWER_S = 25.0  # it imports nothing, but a slow file system may hold it
 
 MEMORY_SAVER = "torch_memory_saver"  # a package for CUDA; without it SGLang frees nothing when it sleeps
 
@@ -30,7 +35,9 @@ def problems(config: Config, *, elsewhere: bool = False) -> list[str]:
                 "set engine.python to the interpreter of an environment that has it, set engine.kind to vllm, or give "
                 "the engines GPUs of their own"
             ]
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        return [f"engine.python = {python}: did not answer in {ANSWER_S:g} s; {remedy}"]
+    except OSError as error:
         return [f"engine.python = {python}: cannot be run ({error}); {remedy}"]
     return []
 
@@ -46,4 +53,11 @@ def _gives_memory_back(config: Config, elsewhere: bool) -> bool:
 
 def _finds(python: str, package: str) -> bool:
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    return subprocess.run([python, "-c", look], capture_output=True, timeout=60).returncode == 0
+    null = subprocess.DEVNULL  # what it prints may have no end
+    command = [python, "-c", look]
+    with subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True) as process:
+        try:
+            return process.wait(ANSWER_S) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it has started

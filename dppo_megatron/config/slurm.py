@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from .section import Count, CountFromZero, Processes, ProcessesFromZero, Seconds, Section, refusal
 
-_GRES = re.compile(r"(?:gpu:)?(?:((?=[^:]*[A-Za-z])[\w.+-]+):)?(\d+)(?:\([^()]*\))?", re.ASCII)
+_GRES = re.compile(r"(?:gpu:)?(?:((?=[^:]*[A-Za-z])[\w.+-]+):)?(\d{1,9})(?:\([^()]*\))?", re.ASCII)
 
 
 def _written(pattern: str, form: str) -> AfterValidator:

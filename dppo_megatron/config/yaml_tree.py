@@ -1,4 +1,4 @@
-"""YAML to plain values: numbers as YAML 1.2 reads them, and nothing twice, hidden, or larger than a config is."""
+"""YAML to plain values: scalars as YAML 1.2 reads them, and nothing twice, hidden, or larger than a config is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from typing import Any, cast
 
 import yaml
+
+from dppo_megatron.errors import bounded
 
 MOST_BYTES = 1 << 18
 DEEPEST = 32
@@ -28,11 +30,9 @@ def parse(text: str) -> tuple[Any, list[str]]:
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark
         place = "" if at is None else f"line {at.line + 1}, column {at.column + 1}: "
-        raise YamlError(f"not valid YAML: {place}{error.problem}") from None
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise YamlError(f"not valid YAML: line {line}: holds the control character U+{error.character:04X}") from None
-    except (yaml.YAMLError, ValueError, ArithmeticError) as error:  # e.g. a date with 13 months
+        setting = f"{bounded('.'.join(loader.path), 200)}: " if loader and loader.path else ""
+        raise YamlError(f"not valid YAML: {place}{setting}{error.problem}") from None
+    except (yaml.YAMLError, ValueError, ArithmeticError) as error:
         raise YamlError(f"not valid YAML: {' '.join(str(error).split())}") from None
     finally:
         if loader is not None:
@@ -50,13 +50,17 @@ class _Loader(yaml.SafeLoader):
     """Notes keys that a mapping repeats, of which YAML would keep the last and drop the others without a word."""
 
     def __init__(self, text: str):
-        super().__init__(text)
+        super().__init__(_HIDDEN.sub(_STAND_IN, text))  # PyYAML itself would name the line, not the setting
+        self._text = text
         self.repeated: list[str] = []
+        self.path: list[str] = []  # names of the sections and the setting that is read
         self._depth = 0
         self._values = 0
         self._of_anchor: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        named = isinstance(index, yaml.ScalarNode)  # the value of this key
+        self.path += [index.value] if named else []
         event = self.peek_event()
         if getattr(event, "tag", None) not in (None, "!", _STR):
             raise _refused("a tag; write the value alone", event)
@@ -74,8 +78,12 @@ class _Loader(yaml.SafeLoader):
             if isinstance(node, yaml.ScalarNode):
                 self._values += len(node.value)
                 if hidden := _HIDDEN.search(node.value):
+                    if hidden[0] == _STAND_IN:
+                        hidden = _HIDDEN.search(self._text, node.start_mark.index) or hidden
                     raise _refused(f"holds the control character U+{ord(hidden[0]):04X}", event)
             self._of_anchor[id(node)] = self._values - before
+        if named:
+            self.path.pop()
         if self._values > _MOST_VALUES:
             raise _refused("aliases (*name) stand for more values than a config has", event)
         return node
@@ -93,18 +101,20 @@ class _Loader(yaml.SafeLoader):
 
 
 # Invisible, or not to be written in UTF-8; a line break, a tab and the like are text.
-_HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ud800-\udfff]")
+_HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ud800-\udfff\ufdd0\ufffe\uffff]")
+_STAND_IN = "\ufdd0"  # which no text holds
 
 
 def _refused(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=cast(yaml.Mark, event.start_mark))
 
 
-def _read_numbers_as_yaml_1_2() -> None:
-    """1e-4 is a number and 1:30 is text; YAML 1.1 has it the other way round, and reads 010 as 8."""
+def _read_scalars_as_yaml_1_2() -> None:
+    """1e-4 is a number, 1:30, 2001-01-31 and = are text; YAML 1.1 has it otherwise, and reads 010 as 8."""
+    dates = {"tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value"}
     numbers = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
     _Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in numbers]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in numbers | dates]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     integer = r"[-+]?(0|[1-9][0-9_]{0,39}|0b[01]{1,64}|0x[0-9a-fA-F]{1,16})"
@@ -114,4 +124,4 @@ def _read_numbers_as_yaml_1_2() -> None:
         _Loader.add_implicit_resolver(tag, re.compile(f"^({pattern})$"), list("-+.0123456789"))
 
 
-_read_numbers_as_yaml_1_2()
+_read_scalars_as_yaml_1_2()

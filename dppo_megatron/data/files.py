@@ -44,6 +44,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
     """
     first = 1
     for file in data_files(path):
+        if file.exists() and not file.is_file():
+            raise PromptFileError(file, problem="cannot read the prompt file: a device or a pipe, that may not end")
         number = first - 1
         for number, columns in _table(file, first) if file.suffix in _TABLES else _json_lines(file, first):
             yield number, columns

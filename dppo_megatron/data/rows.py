@@ -51,8 +51,6 @@ class PromptFileError(ExpectedError, ValueError):
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Raises `PromptFileError` when the file cannot be read."""
-    if path.exists() and not path.is_file():
-        raise PromptFileError(path, problem="cannot read the prompt file: a device or the like, which may have no end")
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

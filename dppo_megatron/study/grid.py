@@ -12,9 +12,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from dppo_megatron.checks import load_config
-from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.config import Config, ConfigError, read_tree
 from dppo_megatron.config.section import CountFromZero, FilePath, Section
-from dppo_megatron.config.yaml_tree import parse
 
 Settings = dict[str, Any]  # dotted name of a setting -> its value
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")]  # of a directory, too
@@ -66,10 +65,7 @@ def read_study(path: Path, directory: Path) -> Study:
     Seeds come last, so that a study that was stopped has every method at some of them. Raises `ConfigError` with every
     violation of the study file, or with those of the first run that has one.
     """
-    try:
-        tree, problems = parse(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), [f"cannot be read: {error}"]) from None
+    tree, problems = read_tree(path)
     try:
         file = StudyFile.model_validate(tree)
     except ValidationError as error:

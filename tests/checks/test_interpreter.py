@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 
+import psutil
 import pytest
 
 from dppo_megatron.checks import interpreter
+from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config
 from tests.support.configs import make_config
+
+MARK = f"7{os.getpid()}"  # an argument of what a test starts
 
 
 @pytest.fixture
@@ -50,6 +56,22 @@ def test_of_a_run_elsewhere_its_own_devices_count(environment, monkeypatch, gpus
     environment("sglang")
     here = "cpu" if gpus else "cuda"
     assert len(problems(config("sglang", gpus_per_node=gpus), here, monkeypatch, elsewhere=True)) == refused
+
+
+@pytest.mark.parametrize("does", [f"sleep 1000 {MARK} & wait", f"yes {MARK}", f"yes {MARK} >&2 & wait"], ids=range(3))
+def test_an_interpreter_that_hangs_or_prints_without_end_is_named_and_ended(tmp_path, monkeypatch, does):
+    monkeypatch.setattr(interpreter, "ANSWER_S", 0.5)
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{does}\n")
+    (tmp_path / "python").chmod(0o755)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (told,) = interpreter.problems(make_config(engine={"python": tmp_path / "python"}))
+    assert told.startswith(f"engine.python = {tmp_path / 'python'}: did not answer in 0.5 s; ")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + (64 << 10)  # KiB
+
+    def running():
+        return (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
+
+    assert wait_until(lambda: not any(MARK in command for command in running()), 10, 0.05)
 
 
 def test_an_interpreter_without_the_engine_is_named_once(environment, monkeypatch):

@@ -123,7 +123,7 @@ def test_malformed_overrides_are_named(tmp_path, override):
 
 @pytest.mark.parametrize(
     "override",
-    ["engine.extra_args=[--foo", "data.prompt_template={prompt}: solve", "run.dir=2026-13-45"],
+    ["engine.extra_args=[--foo", "data.prompt_template={prompt}: solve"],
 )
 def test_overrides_that_are_not_yaml_are_named_with_everything_else(tmp_path, override):
     found = violations(write(tmp_path), [override, "train.steps=many"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import types
 import typing
@@ -126,13 +127,31 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
         ("run: &a {dir: [*a]}\n", "*a contains itself"),
         ("run: " + "[" * 5000 + "]" * 5000, "nested more than 32 levels deep"),
         ("".join(" " * n + "a:\n" for n in range(600)), "nested more than 32 levels deep"),
-        (BASE + "tracking: {wandb_name: 'a\x07b'}", "line 5: holds the control character U+0007"),
-        (BASE + 'tracking: {wandb_name: "\\0"}', "line 5, column 24: holds the control character U+0000"),
-        (BASE + 'tracking: {wandb_name: "\\ud800"}', "line 5, column 24: holds the control character U+D800"),
+        (
+            BASE + "tracking: {wandb_name: 'a\x07b'}",
+            "column 24: tracking.wandb_name: holds the control character U+0007",
+        ),
+        (
+            BASE + "tracking:\n  wandb_name: a\x00b",
+            "line 6, column 15: tracking.wandb_name: holds the control character U+0000",
+        ),
+        (BASE + 'tracking: {wandb_name: "\\0"}', "tracking.wandb_name: holds the control character U+0000"),
+        (BASE + 'tracking: {wandb_name: "\\ud800"}', "tracking.wandb_name: holds the control character U+D800"),
+        (BASE + "engine: {args: [x, a\x1bb]}", "engine.args: holds the control character U+001B"),
+        (BASE + "tra\x00cking: 1", "line 5, column 1: holds the control character U+0000"),
+        (BASE + "optimizer: {warmup_updates: 2001-13-01}", "optimizer.warmup_updates = '2001-13-01': "),
+        (BASE + "optimizer: {warmup_updates: 2001-12-01}", "optimizer.warmup_updates = '2001-12-01': "),
+        (BASE + "optimizer: {warmup_updates: =}", "optimizer.warmup_updates = '=': "),
+        (BASE + "optimizer: {warmup_updates: 1:30}", "optimizer.warmup_updates = '1:30': "),
+        (BASE + "optimizer: {warmup_updates: no}", "optimizer.warmup_updates = False: "),
+        (BASE + f"optimizer: {{warmup_updates: {'9' * 5000}}}", "optimizer.warmup_updates = '9999"),
+        (BASE + "optimizer: {warmup_updates: !!int '1'}", "optimizer.warmup_updates: a tag"),
+        (BASE + "optimizer: {warmup_updates: *x}", "optimizer.warmup_updates: found undefined alias 'x'"),
+        (BASE + "optimizer: {warmup_updates: [1}", "optimizer.warmup_updates: expected ',' or ']'"),
         (BASE.encode("utf-16"), "line 1: not UTF-8"),
         (BASE.encode() + b"# caf\xe9\n", "line 5: not UTF-8"),
-        (BASE + "x: !!python/object/apply:os.system [ls]", "line 5, column 4: a tag"),
-        (BASE + "x: !!int ''", "line 5, column 4: a tag"),
+        (BASE + "x: !!python/object/apply:os.system [ls]", "line 5, column 4: x: a tag"),
+        (BASE + "x: !!int ''", "line 5, column 4: x: a tag"),
         ("x" * (1 << 19), "bytes that a config has at most"),
         (BASE + f"x: {'y' * 200_000}\n", "x: unknown setting"),
         (BASE + f"? {'y' * 200_000}\n: 1\n", "unknown setting"),
@@ -142,10 +161,16 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
         (BASE + "1: 2\nnull: 3\n", "1 = 1: Keys should be strings"),
         ("", "must be a mapping"),
     ],
-    ids=range(20),
+    ids=itertools.count(),
 )
 def test_hostile_yaml_is_one_short_error(tmp_path, text, expected):
     assert expected in refused(tmp_path, text)
+
+
+def test_a_path_that_is_empty_or_a_directory_is_no_config(tmp_path):
+    for path in ("", tmp_path):
+        with pytest.raises(ConfigError, match="a directory, as an empty path is; pass the path of a YAML config"):
+            load_config(path)
 
 
 @pytest.mark.parametrize(
