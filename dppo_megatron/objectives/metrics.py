@@ -72,8 +72,8 @@ def quantiles_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> M
 
 
 def effective_size_metric(weight: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
-    """(sum w)^2 / (n sum w^2) in (0, 1]: effective share of the samples in a weighted mean."""
-    kept = torch.where(where, weight.detach().double(), 0.0)
+    """(sum w)^2 / (n sum w^2) in (0, 1]: effective share of the samples in a weighted mean; w at most 1e130."""
+    kept = torch.where(where, weight.detach().double().clamp(max=1e130), 0.0)  # squares of 1e48 tokens stay finite
     return _summing("effective_size", torch.stack([kept.sum(), kept.square().sum(), where.sum().double()]))
 
 

@@ -147,6 +147,30 @@ def test_masked_share_by_sign_leaves_out_zero_advantages():
     assert not symmetric.masked_tokens[advantage == 0].any()
 
 
+@pytest.mark.parametrize(
+    ("ratios", "share"),
+    [
+        ([torch.inf, 1.0, 1.0, 1.0], 1 / 4),
+        ([torch.inf] * 2 + [1.0] * 2, 2 / 4),
+        ([1e300] * 4, 1),
+        ([3e38, 0, 0, 0], 1 / 4),
+    ],
+)
+def test_effective_sample_size_of_ratios_that_overflow(ratios, share):
+    """Over two micro-batches."""
+    weight, where = torch.tensor(ratios, dtype=torch.float64), torch.ones(2, dtype=torch.bool)
+    halves = [{"ess": effective_size_metric(half, where)} for half in weight.view(2, 2)]
+    assert reduce_metrics(merge_metrics(halves))["ess"] == pytest.approx(share)
+
+
+def test_effective_sample_size_is_a_number_where_an_uncapped_ratio_is_infinite():
+    case = random_case(7, tokens=50, drift=1.0)
+    case.call["rollout_logprob"][3] -= 800
+    reduced = reduce_metrics(build_objective("pg_is")(**case.call).metrics)
+    assert reduced["ratio/max"] == torch.inf
+    assert reduced["ratio/effective_sample_size"] == pytest.approx(1 / 50)
+
+
 def test_mismatch_ratio_and_tail_by_their_formulas():
     case = random_case(7, tokens=50, drift=1.0)
     mu, pi = case.call["rollout_logprob"], case.call["logprob"].detach()
