@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -28,12 +29,14 @@ class EngineThread:
             return make()
 
         self._engines = asyncio.run_coroutine_threadsafe(in_the_loop(), self._loop).result()
+        atexit.register(self.close)  # of a trainer that an error ends
 
     def start(self, call: Callable[[LiveEngines], Coroutine[Any, Any, Result]]) -> Future[Result]:
         """Starts `call` on the engines; the future holds its result or its error."""
         return asyncio.run_coroutine_threadsafe(call(self._engines), self._loop)
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self.start(lambda engines: engines.close()).result(timeout=10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)

@@ -1,0 +1,36 @@
+"""The trainer's connections to engines end with it, also when an error ends it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+TRAINER = """
+import aiohttp
+from dppo_megatron.actor.checkpoint.errors import CheckpointError
+from dppo_megatron.weight_sync.engine_thread import EngineThread
+
+class Engines:
+    def __init__(self):
+        self.session = aiohttp.ClientSession()
+
+    async def close(self):
+        await self.session.close()
+        print("closed")
+
+def train():
+    EngineThread(Engines).close()
+    engines = EngineThread(Engines)
+    raise CheckpointError("step-000004 could not be written")
+
+try:
+    train()
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_sessions_are_closed_once_however_the_trainer_ends():
+    ended = subprocess.run([sys.executable, "-c", TRAINER], capture_output=True, text=True, timeout=120)
+    assert ended.stdout.splitlines() == ["closed", "step-000004 could not be written", "closed"]
+    assert ended.stderr == ""
