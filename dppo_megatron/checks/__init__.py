@@ -96,12 +96,14 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
     return notes
 
 
-def check_job(config: Config, source: str, *, resume: bool, nodes: tuple[int, ...] | None = None) -> None:
-    """Checks settings, nodes and the run directory of a Slurm job. `nodes`: see `slurm.problems`.
+def check_job(
+    config: Config, source: str, *, resume: bool, nodes: tuple[int, ...] | None = None, gpus: int | None = None
+) -> None:
+    """Checks settings, nodes and the run directory of a Slurm job. `nodes`, `gpus`: see `slurm.problems`.
 
     Raises `ConfigError` with every violation. Needs no torch.
     """
-    problems = settings_problems(config) + slurm.problems(config, nodes) + run_dir_problems(config, resume=resume)
+    problems = settings_problems(config) + slurm.problems(config, nodes, gpus) + run_dir_problems(config, resume=resume)
     if problems:
         raise ConfigError(source, problems)
 

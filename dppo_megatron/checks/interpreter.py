@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -35,8 +34,6 @@ def problems(config: Config, *, elsewhere: bool = False) -> list[str]:
                 "set engine.python to the interpreter of an environment that has it, set engine.kind to vllm, or give "
                 "the engines GPUs of their own"
             ]
-    except subprocess.TimeoutExpired:
-        return [f"engine.python = {python}: did not answer in {ANSWER_S:g} s; {remedy}"]
     except OSError as error:
         return [f"engine.python = {python}: cannot be run ({error}); {remedy}"]
     return []
@@ -58,6 +55,6 @@ def _finds(python: str, package: str) -> bool:
     with subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True) as process:
         try:
             return process.wait(ANSWER_S) == 0
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+            raise OSError(f"no answer in {ANSWER_S:g} s") from None

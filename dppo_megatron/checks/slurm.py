@@ -5,12 +5,18 @@ from __future__ import annotations
 from dppo_megatron.config import Config
 
 
-def problems(config: Config, nodes: tuple[int, ...] | None = None) -> list[str]:
+def problems(config: Config, nodes: tuple[int, ...] | None = None, gpus: int | None = None) -> list[str]:
     """Why the run does not fit the nodes that the `slurm` section requests, and why these are not the job's.
 
-    `nodes`: of each component of the job that runs; None before it is submitted.
+    `nodes`: of each component of the job that runs; None before it is submitted. `gpus`: of its first node, if known.
     """
-    return _requested(config) + ([] if nodes is None else _granted(config, nodes))
+    out = _requested(config) + ([] if nodes is None else _granted(config, nodes))
+    if gpus is not None and gpus < config.slurm.gpus_per_node:
+        out.append(
+            f"slurm.gpus_per_node = {config.slurm.gpus_per_node}: Slurm granted {gpus} GPUs on the first node; make "
+            "sbatch's --gpus-per-node or --gres and the config agree"
+        )
+    return out
 
 
 def _granted(config: Config, nodes: tuple[int, ...]) -> list[str]:

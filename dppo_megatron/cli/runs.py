@@ -30,9 +30,12 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     config = read_config(config_file, overrides or ())
     run = RunDir(config.run.dir)
     check_run_dir(config, str(config_file), resume=resume)
+    if run.config.exists():  # of a run in use preflight would name the ports
+        run.take().release()
+    notes = preflight(config, str(config_file))  # run.dir is not made for a config that is rejected
     with run.take() as lock:
-        for note in preflight(config, str(config_file)):
-            typer.echo(note)
+        check_run_dir(config, str(config_file), resume=resume)  # another start may have been faster
+        typer.echo("\n".join(notes))
         save_resolved(with_absolute_paths(config), run.config)
         code = LocalRun(config, local_plan(config, resume=resume), lock).run()
     if code == 0:

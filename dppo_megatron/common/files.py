@@ -65,36 +65,22 @@ def output(path: Path, option: str = "--out", *, directory: bool = False) -> Pat
     cannot be made there, and for a directory, a device or a pipe in place of the file.
     """
     resolved = Path(os.path.realpath(path))
-    probe = _aside(resolved / "probe" if directory else resolved)
+    place = resolved if directory else resolved.parent
+    probe = place / f".{resolved.name}.{os.getpid()}.tmp"  # as `write_atomic` names it
     try:
-        probe.parent.mkdir(parents=True, exist_ok=True)
-        if not directory:
-            _refuse_special(resolved)
+        place.mkdir(parents=True, exist_ok=True)
+        if not directory and resolved.exists() and not resolved.is_file():
+            raise OSError(errno.EEXIST, "a directory, a device or a pipe")  # which a rename would replace
         probe.touch()
         probe.unlink()
     except OSError as error:
-        why = error.strerror or "no such place"
-        raise OutputError(f"{option} = {path}: cannot be written: {why}; give another") from None
+        raise OutputError(f"{option} = {path}: cannot be written: {error.strerror}; give another") from None
     return resolved
 
 
-def _refuse_special(path: Path) -> None:
-    """A rename would put a file in place of a device or a pipe."""
-    if path.exists() and not path.is_file():
-        raise OutputError(errno.EEXIST, "a directory, a device or a pipe", str(path))
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes or replaces a small file. Its directory must exist.
-
-    Raises OSError, and the old file is then untouched; `OutputError` where something that is no file has the name.
-    """
-    _refuse_special(path)
-    aside = _aside(path)
+    """Writes or replaces a small file. Its directory must exist. Raises OSError, and the old file is then untouched."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     data = content.encode() if isinstance(content, str) else content
     try:
         with naming_a_full_disk(path, len(data)), aside.open("wb") as file:

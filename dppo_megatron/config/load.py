@@ -68,9 +68,6 @@ def _absolute(value: Any) -> Any:
     return tuple(map(_absolute, value)) if isinstance(value, tuple) else value
 
 
-_REMEDY = "pass the path of a YAML config, e.g. examples/quickstart/config.yaml"
-
-
 def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The settings as they stand in a file, and a violation for each key that it repeats.
 
@@ -82,10 +79,10 @@ def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
         if len(content) > MOST_BYTES:
             raise ValueError(f"more than the {MOST_BYTES} bytes that a config has at most; is it the right file?")
         tree, repeated = parse(content.decode())
-    except FileNotFoundError:
-        raise ConfigError(str(path), [f"no such file; {_REMEDY}"]) from None
-    except IsADirectoryError:
-        raise ConfigError(str(path), [f"a directory, as an empty path is; {_REMEDY}"]) from None
+    except (FileNotFoundError, IsADirectoryError):
+        problem = "a directory, as an empty path is" if path.is_dir() else "no such file"
+        remedy = "pass the path of a YAML config, e.g. examples/quickstart/config.yaml"
+        raise ConfigError(str(path), [f"{problem}; {remedy}"]) from None
     except OSError as error:
         raise ConfigError(str(path), [f"cannot be read: {error.strerror}"]) from None
     except UnicodeDecodeError as error:

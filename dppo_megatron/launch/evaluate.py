@@ -56,14 +56,12 @@ def evaluate_model(
     if problems := problems + gpu_problems(config, visible_devices(), trains=False):
         raise ConfigError(source, problems)
     name = "running" if model is None else model.absolute().name
+    identity = {"engines": list(urls)} if model is None else _identity(model)
     directory = numbered_directory(config.run.dir / "eval", name, resume)
     config = with_settings(config, run={"dir": directory})
     if model is not None:
-        identity = _identity(model)
         model = _as_hugging_face(model, directory)
         config = with_settings(config, model={"path": model, "weights": None})
-    else:
-        identity = {"engines": list(urls)}
     run = RunDir(directory)
     if run.config.exists():
         problems = changed_settings(config, read_config(run.config))

@@ -14,6 +14,7 @@ class Allocation:
     job_id: str  # 12; 12_3 for a task of an array, of which one has the array's own number as its id
     restart: int  # how often Slurm or the job itself requeued it
     groups: tuple[tuple[str, ...], ...]  # node names of each component; one unless the job is heterogeneous
+    gpus: int | None = None  # granted on this node, the job's first; None where Slurm counts none
 
     @property
     def heterogeneous(self) -> bool:
@@ -43,10 +44,12 @@ class Allocation:
             if size > 1
             else [environment["SLURM_JOB_NODELIST"]]
         )
+        count, ids = environment.get("SLURM_GPUS_ON_NODE", ""), environment.get("SLURM_JOB_GPUS", "")
         return cls(
             job_id=_job_id(environment),
             restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
             groups=tuple(node_names(nodes) for nodes in lists),
+            gpus=int(count) if count.isdecimal() else len(ids.split(",")) if ids else None,
         )
 
 

@@ -51,7 +51,7 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
     config = with_absolute_paths(read_config(source, overrides))
     run = RunDir(config.run.dir)
     resume = resume or (allocation.restart > 0 and run.config.exists())  # the first attempt may have ended before it
-    check_job(config, str(source), resume=resume, nodes=allocation.sizes)
+    check_job(config, str(source), resume=resume, nodes=allocation.sizes, gpus=allocation.gpus)
     queue.retry_until_answered(lambda: refuse_second_job(run, allocation.job_id), config.slurm.signal_lead_s)
     with run.take(LOCK_S):
         save_resolved(config, run.config)

@@ -39,12 +39,18 @@ class Row:
 
 
 def make_row(cell: Cell, file: StudyFile, *, failed: str | None, seconds: float) -> Row:
-    """Of a run that ended; `failed` says how when it did not complete, which is a result like any other."""
+    """Of a run that ended; `failed` says how when it did not complete, which is a result like any other.
+
+    Raises `ReportError` where a complete run has not recorded the study's metric.
+    """
     try:
         history = load_history(cell.config.run.dir, cell.name)
     except ReportError:
         history = History(cell.name, {}, {}, ())
     metric = history.series(file.metric)
+    if failed is None and not metric:
+        names = ", ".join(sorted({name for row in history.rows.values() for name in row}))
+        raise ReportError(f"metric = {file.metric}: {cell.name} did not record it; name one of {names}")
     first, final, best = (metric.values[0], metric.values[-1], metric.max) if metric else (None, None, None)
     collapsed = failed is not None or (metric and not _held(metric.values, file.collapse))
     return Row(

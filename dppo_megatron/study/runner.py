@@ -118,8 +118,9 @@ def _train(cell: Cell, settings: Sequence[str]) -> str | None:
     """Trains to the end; why it failed, None when it did not."""
     run = RunDir(cell.config.run.dir)
     resume = run.checkpoint_step is not None
-    if not resume:
-        shutil.rmtree(run.root, ignore_errors=True)  # of a run that was stopped before its first checkpoint
+    with run.take():  # a run that goes on is an error, and not a row
+        if not resume:
+            shutil.rmtree(run.root, ignore_errors=True)  # of a run that was stopped before its first checkpoint
     run.make()
     config = run.root / "study-config.yaml"
     save_resolved(cell.config, config)

@@ -65,7 +65,7 @@ def test_an_interpreter_that_hangs_or_prints_without_end_is_named_and_ended(tmp_
     (tmp_path / "python").chmod(0o755)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (told,) = interpreter.problems(make_config(engine={"python": tmp_path / "python"}))
-    assert told.startswith(f"engine.python = {tmp_path / 'python'}: did not answer in 0.5 s; ")
+    assert told.startswith(f"engine.python = {tmp_path / 'python'}: cannot be run (no answer in 0.5 s); ")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + (64 << 10)  # KiB
 
     def running():

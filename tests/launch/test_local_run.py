@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import typer
 
 from dppo_megatron.cli import runs
-from dppo_megatron.config import save_resolved
+from dppo_megatron.config import ConfigError, read_config, save_resolved
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import job
@@ -188,6 +190,66 @@ def test_a_second_launcher_stops_before_it_touches_the_run(tmp_path, monkeypatch
     with run.take(), pytest.raises(ExpectedError, match=f"in use by process {os.getpid()} on {socket.gethostname()}"):
         job.run_job(file, (), resume=False) if command == "job" else runs.train(file, resume=True)
     assert state() == before
+
+
+class NoProcesses:
+    """In the place of a `LocalRun`; notes its lock."""
+
+    def __init__(self, config, plan, lock):
+        NoProcesses.lock = lock.descriptor
+
+    def run(self) -> int:
+        return 3
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """`train` with relative paths in tmp_path; preflight does what it is given."""
+
+    def train(preflight, **settings) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("dppo_megatron.launch.local_run.LocalRun", NoProcesses)
+        if preflight is not None:
+            monkeypatch.setattr("dppo_megatron.checks.preflight", preflight)
+        config = make_config(
+            run={"dir": "runs/a"}, train={"steps": 3}, model={"path": "m"}, data={"train": "d"}, **settings
+        )
+        save_resolved(config, tmp_path / "config.yaml")
+        runs.train(Path("config.yaml"))
+
+    return train
+
+
+def test_a_rejected_config_leaves_nothing(command, tmp_path):
+    with pytest.raises(ConfigError, match=r"model.path = m: no such directory"):
+        command(None)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_train_records_absolute_paths(command, tmp_path):
+    with pytest.raises(typer.Exit) as ended:
+        command(lambda *_: ["a note"], engine={"python": "python3"})
+    assert ended.value.exit_code == 3
+    saved = read_config(tmp_path / "runs/a/config.yaml")
+    assert (saved.run.dir, saved.model.path) == (tmp_path / "runs/a", tmp_path / "m")
+    assert saved.data.train == tmp_path / "d"
+    assert saved.engine.python == Path("python3"), "found on PATH"
+
+
+def test_of_two_simultaneous_starts_one_is_refused(command, tmp_path):
+    """The other one starts while this one is in preflight."""
+    run = RunDir(tmp_path / "runs/a")
+    with contextlib.ExitStack() as other, pytest.raises(ExpectedError, match="in use by process"):
+        command(lambda *_: other.enter_context(run.take()) and [])
+    assert not run.config.exists()
+
+    def trained(*_) -> list[str]:
+        run.bank.mkdir()
+        return []
+
+    with pytest.raises(ConfigError, match="already holds a run"):
+        command(trained)
+    assert not run.config.exists()
 
 
 def test_without_locks_the_run_goes_on(tmp_path, monkeypatch):

@@ -190,6 +190,26 @@ def test_a_task_of_an_array_is_one_job_of_it(monkeypatch):
     assert Allocation.of_this_job(environment).job_id == "7_3"
 
 
+@pytest.mark.parametrize(
+    ("granted", "gpus"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "4"}, 4),
+        ({"SLURM_JOB_GPUS": "0,1,5,6"}, 4),
+        ({}, None),
+        ({"SLURM_GPUS_ON_NODE": "x"}, None),
+    ],
+)
+def test_fewer_gpus_than_the_config_has_are_one_error_before_ranks_start(monkeypatch, granted, gpus):
+    monkeypatch.setattr("dppo_megatron.slurm.allocation.node_names", lambda nodes: (nodes,))
+    allocation = Allocation.of_this_job({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", **granted})
+    assert allocation.gpus == gpus
+    found = slurm_problems(config(gpus_per_node=8), (3,), allocation.gpus)
+    wanted = "slurm.gpus_per_node = 8: Slurm granted 4 GPUs on the first node; make sbatch's "
+    assert [problem[: len(wanted)] for problem in found] == ([wanted] if gpus else [])
+    assert slurm_problems(config(gpus_per_node=8), (3,), 8) == []
+    assert slurm_problems(config(gpus_per_node=0), (3,), 4) == []
+
+
 def test_nodes_scale_ranks_and_engines():
     more = scale_to_nodes(config(), "4+2")
     assert (more.slurm.trainer_nodes, more.slurm.engine_nodes) == (4, 2)

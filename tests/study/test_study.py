@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 import yaml
 
 from dppo_megatron.config import ConfigError
+from dppo_megatron.errors import ExpectedError
 from dppo_megatron.observability.history import ReportError
+from dppo_megatron.run_dir import RunDir
 from dppo_megatron.study.grid import read_study
 from dppo_megatron.study.report import write_report
 from dppo_megatron.study.rows import Row, add_row, make_row, read_rows
@@ -41,8 +44,17 @@ def study(tmp_path):
 def row(study, number: int, final: float | None, **changes) -> Row:
     cell = study.cells[number]
     curve = () if final is None else ((0, 0.25), (10, final))
-    made = make_row(cell, study.file, failed=None, seconds=60.0)
-    reached = {"steps": 10, "first": 0.25, "final": final, "best": final, "collapsed": False, "curve": curve}
+    made = make_row(cell, study.file, failed="no metrics", seconds=60.0)
+    reached = {
+        "status": "done",
+        "error": "",
+        "steps": 10,
+        "first": 0.25,
+        "final": final,
+        "best": final,
+        "collapsed": False,
+        "curve": curve,
+    }
     made = replace(made, **reached, masked_share=0.01, mismatch_kl=1e-4)
     return replace(made, **changes)
 
@@ -99,6 +111,35 @@ def test_the_number_of_a_run_must_be_one(study, tmp_path):
 def test_a_run_that_failed_is_a_row(study, tmp_path):
     made = make_row(study.cells[0], study.file, failed="exit code 1", seconds=1.0)
     assert (made.status, made.collapsed, made.final, made.error) == ("failed", True, None, "exit code 1")
+
+
+def test_a_metric_that_no_complete_run_records_is_refused_by_name(study, tmp_path):
+    cell = study.cells[0]
+    cell.config.run.dir.mkdir(parents=True)
+    (cell.config.run.dir / "metrics.jsonl").write_text('{"step": 1, "eval/accuracy": 0.5, "train/loss": 1.0}\n')
+    file = study.file.model_copy(update={"metric": "eval/acuracy"})
+    with pytest.raises(
+        ReportError, match=r"metric = eval/acuracy: pg/slow/seed-1 did not .*eval/accuracy, train/loss$"
+    ):
+        make_row(cell, file, failed=None, seconds=1.0)
+    assert make_row(cell, file, failed="exit code 1", seconds=1.0).final is None
+    with pytest.raises(ConfigError, match="metric"):
+        read_study(write_study(tmp_path, metric="[a](http://b) | <c>"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_run_that_goes_on_is_neither_removed_nor_a_row(study, tmp_path, checkpoint, monkeypatch):
+    run = RunDir(study.cells[0].config.run.dir)
+    monkeypatch.setattr("dppo_megatron.study.runner.Child", None)  # nothing is started
+    with run.take():
+        run.metrics.write_text("{}\n")
+        if checkpoint:
+            run.checkpoints.mkdir()
+            (run.checkpoints / "latest").write_text("step-000004")
+        with pytest.raises(ExpectedError, match=rf"{run.root}: this run is in use by process {os.getpid()}"):
+            run_study(study, tmp_path / "out", print, only=0)
+    assert run.metrics.exists()
+    assert read_rows(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,21 @@ def test_two_runs_have_their_curves_and_the_samples_of_a_prompt_together(show, t
     page.close()
 
 
+def test_evaluations_are_paired_by_the_name_of_their_set(show, tmp_path):
+    """Each run numbers its own sets, and both ask the same prompt of the same line."""
+    one, two = write_run(tmp_path / "a").rename(tmp_path / "one"), write_run(tmp_path / "b").rename(tmp_path / "two")
+    shutil.copytree(two / "answers" / "sums", two / "answers" / "hard")
+    page = show(write_view(one, other=two))
+    paired = page.evaluate("""async () => {
+      const data = await loadTensors("table"), heads = [await loadJson("head")];
+      heads.push(heads[0].other);
+      const row = data.set.findIndex((set, i) => set && !data.run[i]);
+      return together(data, heads, row, () => "").map((rows) => rows.map((i) => heads[data.run[i]].sets[data.set[i]]));
+    }""")
+    assert paired == [["sums", "sums"], ["sums", "sums"]]
+    page.close()
+
+
 def test_a_conversation_has_roles_and_controls_are_visible(page):
     text = 'hm <tool_call>{"name": "add"}</tool_call><|im_end|>\n<|im_start|>tool\n3<|im_end|>'
     found = page.evaluate("text => blocksOf(text, 'assistant')", text)

@@ -21,12 +21,13 @@ function facts(data, row) {
 }
 
 // Rows of the same group or evaluated prompt, in order of their samples; for each run of two, in the other run those of
-// the same line and text of the prompt file in the nearest step.
-function together(data, row, excerptOf) {
+// the same set, line and text of the prompt file in the nearest step.
+function together(data, heads, row, excerptOf) {
   const all = Array.from(data.set, (_, i) => i);
   const group = (of) => all.filter((i) => (!data.run || data.run[i] === data.run[of]) && ["set", "source", "item"].every((key) => data[key][i] === data[key][of]));
   if (!data.run) return [group(row)];
-  const same = all.filter((i) => data.run[i] !== data.run[row] && !data.set[i] === !data.set[row] && data.row[i] === data.row[row] && excerptOf(i, 0) === excerptOf(row, 0));
+  const set = (i) => [!data.set[i], heads[data.run[i]].sets[data.set[i]]].join(); // each run numbers its own
+  const same = all.filter((i) => data.run[i] !== data.run[row] && set(i) === set(row) && data.row[i] === data.row[row] && excerptOf(i, 0) === excerptOf(row, 0));
   const away = (i) => Math.abs(data.step[i] - data.step[row]);
   return [group(row), ...(same.length ? [group(same.reduce((p, q) => (away(q) < away(p) ? q : p)))] : [])];
 }
@@ -132,7 +133,7 @@ async function start() {
   const place = document.getElementById("rollout");
   let asked = 0;
   const open = async (row) => {
-    const mine = ++asked, parts = await Promise.all(together(data, row, excerptOf).map(part));
+    const mine = ++asked, parts = await Promise.all(together(data, heads, row, excerptOf).map(part));
     if (mine === asked) showRollout(place, heads, data, row, parts, show);
   };
   const table = showTable(document.getElementById("table"), data, heads, excerptOf, open);
