@@ -164,7 +164,7 @@ def machine_problems(config: Config) -> list[str]:
             "model.dtype = fp32: TransformerEngine, which model.layers = auto means here, has no attention kernel for "
             "packed sequences in fp32; set model.layers to local, or model.dtype to bf16"
         )
-    return out + capability_problems(config, this_gpu()) + installation_problems(config)
+    return out + (capability_problems(config, this_gpu()) or installation_problems(config))
 
 
 def _engine_problems(config: Config, *, cuda: bool) -> list[str]:

@@ -49,17 +49,21 @@ def problems(config: Config, hf: HFModelConfig | None, notes: list[str], absent:
             else:
                 files.append((file, reward))
                 notes.append(f"{setting}: {file.describe()}")
-    return out + _answer_problems(config, files)
+    return out + _answer_problems(config, files, notes)
 
 
-def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardConfig]]) -> list[str]:
-    """Rows that no response could be scored for. An environment may score by itself, whatever `reward` is."""
+def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardConfig]], notes: list[str]) -> list[str]:
+    """Rows that no response could be scored for, and rewards that score none. Adds to `notes` rewards that raise for
+    the first row. An environment may score by itself, whatever `reward` is."""
     from dppo_megatron.rewards import RewardError, RewardPool
+    from dppo_megatron.rewards.outcome import UNFIT
+    from dppo_megatron.types import Prompt
 
     if not config.samples or config.environment.source is not None:
         return []
     out = []
-    for reward, graded in itertools.groupby(files, lambda entry: entry[1]):
+    for reward, group in itertools.groupby(files, lambda entry: entry[1]):
+        graded = list(group)
         try:
             with RewardPool(reward) as rewards:
                 for file, _ in graded:
@@ -67,6 +71,11 @@ def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardCon
                     violations = [(row.number, why) for row, why in zip(file.rows, found, strict=True) if why]
                     if violations:
                         out.append(str(file.error(violations)))
+                firsts = {row.source: row for file, _ in reversed(graded) for row in reversed(file.rows)}.values()
+                prompts = [Prompt(0, r.number - 1, r.token_ids, r.text, r.answer, r.columns, r.source) for r in firsts]
+                for name, failure in rewards.try_once(prompts):
+                    line = f"reward.name = {name}: called with row 1's prompt and answer: {failure.detail}"
+                    (out if UNFIT in line else notes).append(line)
         except RewardError:
             continue  # `reward` says so
     return out

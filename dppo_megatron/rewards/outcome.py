@@ -7,8 +7,11 @@ import contextlib
 import inspect
 import math
 import sys
+import sysconfig
+import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +22,9 @@ from .interface import NotApplicable, Reward, Ungradable
 
 LONGEST_DETAIL = 500  # characters of an error in the log
 LONGEST_ANSWER = 200  # characters of a final answer that is told apart from others
+UNFIT = "; a reward takes (prompt, response_text) and returns a number"
+_PACKAGE = str(Path(__file__).parents[1])
+_NOT_THE_USERS = ("<", _PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
 _unawaited: list[str] = []  # what Python said of coroutines that were dropped, during the last attempt
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -55,7 +61,9 @@ def attempt(reward: Reward, prompt: Prompt, text: str) -> Outcome:
     except Ungradable as error:
         return Failure("ungradable", describe(error))
     except BaseException as error:
-        return Failure("raised", describe(error))
+        innermost = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        unfit = isinstance(error, TypeError) and innermost.startswith(_PACKAGE)  # by the call or its result itself
+        return Failure("raised", describe(error)[:300] + (UNFIT if unfit else place(error)))
 
 
 def refuse_unawaited() -> None:
@@ -71,9 +79,9 @@ def refuse_unawaited() -> None:
 def as_outcome(returned: Any) -> float | Failure:
     """What a reward returned, as a number: of int, float, bool, a NumPy scalar or a tensor of one element.
 
-    Raises whatever the class of anything else does, and TypeError for text.
+    Raises whatever the class of anything else does, and TypeError for text and None.
     """
-    if isinstance(returned, (str, bytes, bytearray)):  # float("nan"), float("1")
+    if returned is None or isinstance(returned, (str, bytes, bytearray)):  # float("nan"), float("1")
         raise TypeError(f"it returned {type(returned).__name__}, expected a number")
     value = float(returned)
     if not math.isfinite(value) or abs(value) > _LARGEST:
@@ -111,3 +119,14 @@ def describe(error: BaseException) -> str:
     with contextlib.suppress(BaseException):
         text = f"{text}: {error}"
     return text[:LONGEST_DETAIL].encode(errors="backslashreplace").decode()
+
+
+def place(error: BaseException) -> str:
+    """` (FILE, line N)` of the user's line that an error comes from, empty where there is none."""
+    with contextlib.suppress(BaseException):
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        if isinstance(error, SyntaxError):
+            frames.append((error.filename, error.lineno))
+        file, line = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)][-1]
+        return f" ({file}, line {line})"[:LONGEST_DETAIL]
+    return ""

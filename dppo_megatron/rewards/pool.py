@@ -14,7 +14,7 @@ from dppo_megatron.types import Prompt
 
 from .interface import GroupReward
 from .outcome import Failure, Outcome, as_outcome, attempt, describe, final_answer, problem_of
-from .registry import build_rewards
+from .registry import BUILTIN, build_rewards
 from .tally import Tally
 from .worker import RewardWorker
 from .workers import WorkerPool
@@ -104,6 +104,17 @@ class RewardPool:
             found = (problems.get((term, answer)) for term in terms)
             out.append(next(filter(None, found), None) if terms else self._no_term(source))
         return out
+
+    def try_once(self, prompts: Sequence[Prompt]) -> list[tuple[str, Failure]]:
+        """Names of the terms of users' code that fail, and why: each called once, in a worker, with the first prompt
+        that it applies to and that prompt's answer as the response."""
+        firsts = {term: p for p in reversed(prompts) for term in self._applying(p.source)}
+        asked = {
+            term: self._workers.submit(lambda w, i=term, p=p: w.score(p, p.answer, [i], self._config.timeout_s)[0])
+            for term, p in firsts.items()
+            if self._terms[term].name not in BUILTIN and not isinstance(self._rewards[term], GroupReward)
+        }
+        return [(self._terms[i].name, found) for i, f in asked.items() if isinstance(found := f.result(), Failure)]
 
     def close(self) -> None:
         """Stops the workers at once, running verifiers included. Harmless when repeated."""

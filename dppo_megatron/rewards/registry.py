@@ -13,7 +13,7 @@ from dppo_megatron.errors import ExpectedError
 
 from .conventions import adapt
 from .interface import GroupReward, Reward
-from .outcome import describe
+from .outcome import describe, place
 
 if TYPE_CHECKING:
     from dppo_megatron.config.schema import RewardConfig
@@ -29,6 +29,7 @@ BUILTIN = {
     "regex": "dppo_megatron.rewards.texts:Regex",
 }
 _ABSENT = object()
+_LINE = "Correct that line; what it imports must be installed or on PYTHONPATH"
 
 
 class RewardError(ExpectedError, ValueError):
@@ -82,11 +83,11 @@ def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as
     module_name, _, attribute = path.partition(":")
     named = f"{setting} = {shown_as or path}"
     working_directory.put_on_path()
-    where = "It must be on the Python path or in the working directory, with all that it imports"
     what = f"{named}: cannot import {module_name}"
-    module = _foreign(what, lambda: importlib.import_module(module_name), where, error)
+    where = f"Add its directory to PYTHONPATH, start in the directory that holds it, or correct {setting}"
+    module = _foreign(what, lambda: importlib.import_module(module_name), where, error, _LINE)
     what = f"{named}: cannot look up {attribute!r}"
-    found = _foreign(what, lambda: getattr(module, attribute, _ABSENT), where, error)
+    found = _foreign(what, lambda: getattr(module, attribute, _ABSENT), where, error, _LINE)
     if found is _ABSENT:
         near = difflib.get_close_matches(attribute, dir(module), n=3, cutoff=0.5)
         hint = f"did you mean {', '.join(near)}?" if near else "check the spelling"
@@ -94,11 +95,15 @@ def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as
     return found
 
 
-def _foreign(what: str, call: Callable[[], Any], remedy: str, raised: type[ExpectedError]) -> Any:
-    """Result of the user's code, which can raise anything: sys.exit too must not end a command without a word."""
+def _foreign(what: str, call: Callable[[], Any], remedy: str, raised: type[ExpectedError], of_line: str = "") -> Any:
+    """Result of the user's code, which can raise anything: sys.exit too must not end a command without a word.
+
+    of_line: the remedy where a line of the user's code raised.
+    """
     try:
         return call()
     except BaseException as error:
         # As the cause only what a traceback may print; it is for whoever wrote the code.
         cause = error if isinstance(error, Exception) else None
-        raise raised(f"{what}: {describe(error)}. {remedy}") from cause
+        at = place(error)
+        raise raised(f"{what}: {describe(error)}{at}. {(at and of_line) or remedy}") from cause

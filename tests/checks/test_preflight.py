@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
 
 import pytest
 
-from dppo_megatron.checks import preflight
+from dppo_megatron.checks import data, preflight, reward
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.convert.job import Worker
 from dppo_megatron.convert.layout import TargetLayout
@@ -231,3 +232,54 @@ def test_a_port_in_use_is_refused(tree):
         taken.listen()
         tree["engine"]["port"] = taken.getsockname()[1]
         assert f"engine.port = {tree['engine']['port']}: already in use" in found(tree)
+
+
+LINE = "Correct that line; what it imports must be installed or on PYTHONPATH"
+UNFIT = "a reward takes (prompt, response_text) and returns a number"
+
+
+@pytest.mark.parametrize(
+    ("body", "problem", "note"),
+    [
+        ("x = (1", f"SyntaxError: .* ({{file}}, line 1). {LINE}", None),
+        ("import json\nimport numpyy", f"ModuleNotFoundError: .*'numpyy' ({{file}}, line 2). {LINE}", None),
+        ("import json\n\njson.loads('')", f"JSONDecodeError: .* ({{file}}, line 3). {LINE}", None),
+        ("def reward(prompt, text): return 'good'", f"TypeError: it returned str, expected a number; {UNFIT}", None),
+        ("def reward(prompt, text): pass", f"TypeError: it returned NoneType, .*; {UNFIT}", None),
+        ("def reward(prompt, text): return [1]", f"TypeError: .*'list'; {UNFIT}", None),
+        ("def reward(text): return 1", f"reward() takes 1 positional argument but 2 were given; {UNFIT}", None),
+        ("def reward(prompts, completions, gold): return [1]", f"missing 1 required .*'gold'; {UNFIT}", None),
+        ("def reward(prompt, text): return prompt.columns['gold']", None, "KeyError: 'gold' ({file}, line 1)"),
+        ("def reward(prompt, text):\n len(3)", None, "TypeError: object of type .* ({file}, line 2)"),
+        ("import os\ndef reward(prompt, text): os._exit(3)", None, "the verifier's process ended (exit code 3)"),
+        ("def reward(prompt, text): return float(prompt.answer) + len(text)", None, None),
+    ],
+)
+def test_a_reward_that_scores_nothing_is_refused_and_one_that_raises_is_noted(
+    task, tmp_path, monkeypatch, body, problem, note
+):
+    name = f"mine_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(body + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = Config(
+        run={"dir": tmp_path / "run"},
+        model={"path": task / "random_model"},
+        data={"train": task / "train.jsonl", "eval": task / "heldout.jsonl"},
+        reward={"name": f"{name}:reward"},
+        train={"steps": 1},
+    )
+    notes = []
+    problems = data.problems(config, None, notes, []) + reward.problems(config)
+    for found, wanted in ((problems, problem), (notes[2:], note)):
+        assert len(found) == (wanted is not None), found
+        pattern = (
+            re.escape(wanted or "").replace(re.escape(".*"), ".*").replace(r"\{file\}", str(tmp_path / f"{name}.py"))
+        )
+        assert re.search(rf"reward\.name = {name}:reward: .*{pattern}$", found[0]) if found else not wanted
+
+
+def test_a_module_that_is_nowhere_is_answered_with_where_modules_are_found(tree):
+    tree["reward"] = {"name": "absent_module:reward"}
+    assert "Add its directory to PYTHONPATH, start in the directory that holds it, or correct reward.name" in found(
+        tree
+    )
