@@ -39,6 +39,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["dppo_megatron", "dppo_megatron.*"]),
     package_data={
+        "dppo_megatron.config": ["*.txt"],
         "dppo_megatron.slurm": ["templates/*.j2"],
         "dppo_megatron.view": ["page/*"],
         "dppo_megatron.engines.sglang.plugin": ["*.dist-info/*"],  # by which SGLang finds it

@@ -135,8 +135,8 @@ def _describe(error: Any) -> str:
 
 def _nearest(location: list[str], value: Any) -> str:
     """The valid name closest to the unknown one: of its section, of another trainer, of the whole tree."""
-    if isinstance(value, dict) and (known := [f"{name} is {_ALIASES[name]}" for name in value if name in _ALIASES]):
-        return f"; here {', '.join(known)}"
+    if known := _known(value):
+        return "; here " + ", ".join(f"{name} is {ours}" for name, ours in known.items())
     section: type[BaseModel] | None = Config
     for key in location[:-1]:
         field = section.model_fields.get(key) if section else None
@@ -151,11 +151,13 @@ def _nearest(location: list[str], value: Any) -> str:
     return f"; valid here: {', '.join(here)}" if here else ""
 
 
-_ELSEWHERE = """\
-optimizer.lr: learning_rate lr actor_learning_rate
-rollout.prompts_per_step: batch_size train_batch_size rollout_batch_size per_device_train_batch_size
-rollout.group_size: n num_generations n_samples_per_prompt num_samples
-rollout.max_response_tokens: max_tokens max_new_tokens max_completion_length max_response_length generate_max_len
-objective.settings.reference_kl_coefficient (with reference_kl): kl_coef kl_loss_coef init_kl_coef beta
-objective.settings.delta (of a ratio, epsilon_low and epsilon_high): epsilon eps_clip clip_range clip_ratio cliprange"""
-_ALIASES = {name: ours for ours, all_ in (row.split(": ") for row in _ELSEWHERE.splitlines()) for name in all_.split()}
+def _known(tree: Any) -> dict[str, str]:
+    """Names of other trainers' settings in a tree, and ours."""
+    found: dict[str, str] = {}
+    for name, part in tree.items() if isinstance(tree, dict) else ():
+        found |= {name: _ALIASES[name]} if name in _ALIASES else _known(part)
+    return found
+
+
+_ROWS = Path(__file__).with_name("other_names.txt").read_text().splitlines()  # of TRL, verl, OpenRLHF, slime, NeMo-RL
+_ALIASES = {name: ours for ours, _, names in (row.rpartition(": ") for row in _ROWS) for name in names.split()}

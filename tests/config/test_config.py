@@ -1,5 +1,6 @@
 """The config tree: every violation at once, nearest names, overrides, cross-field rules."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import yaml
 
 from dppo_megatron.checks import load_config
 from dppo_megatron.config import Config, ConfigError, load, save_resolved, with_absolute_paths
+from dppo_megatron.objectives.settings import AXES
 from tests.support.configs import make_config
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
@@ -80,6 +82,11 @@ def test_a_setting_in_the_wrong_section_names_the_right_one(tmp_path):
             "did you mean objective.settings.delta (of a ratio, epsilon_low",
         ),
         ("algorithm.kl_coef=0.1", "here kl_coef is objective.settings.reference_kl_coefficient"),
+        ("actor_rollout_ref.actor.optim.lr=1", "here lr is optimizer.lr"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "parallel.tensor (of engines: engine.tensor_par"),
+        ("mini_batch_size=8", "did you mean train.updates_per_step (a count; each sequence is trained on once)?"),
+        ("model.model_name_or_path=x", "did you mean model.path?"),
+        ("train.gradient_accumulation_steps=2", "did you mean train.micro_batch_tokens?"),
         ("optimizer.beta=0.9", "did you mean optimizer.beta"),
     ],
 )
@@ -90,9 +97,19 @@ def test_a_name_of_another_trainer_leads_to_ours(tmp_path, override, meant):
 
 
 def test_every_name_of_another_trainer_leads_to_a_setting():
+    """Every name has one target, and every setting of a target is in the schema."""
+    names = [name for row in load._ROWS for name in row.rpartition(": ")[2].split()]
+    assert len(names) == len(set(names)) == len(load._ALIASES) > 150
     for target in load._ALIASES.values():
-        section, name, *_ = target.split(" ")[0].split(".")
-        assert name in Config.model_fields[section].annotation.model_fields
+        for dotted in re.sub(r" \(.*\)$", "", target).split(" and "):
+            *sections, leaf = dotted.split(".")
+            if sections == ["objective", "settings"]:
+                assert leaf in AXES, dotted
+                continue
+            tree = Config
+            for section in sections:
+                tree = tree.model_fields[section].annotation
+            assert leaf in tree.model_fields, dotted
 
 
 def test_missing_section_is_named(tmp_path):
