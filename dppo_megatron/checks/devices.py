@@ -74,11 +74,11 @@ def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> 
     if engines and engine.nodes > 1:
         return [f"engine.nodes = {engine.nodes}: this machine's GPUs are those of one node; set it to 1"]
     if not trains:
-        if config.engine_devices <= len(visible):
+        if not engines or engine.devices <= len(visible):
             return []
         return [
-            f"engine.count = {engines}: engines of engine.tensor_parallel = {engine.tensor_parallel} need "
-            f"{config.engine_devices} GPUs, {len(visible)} are visible; lower one of them"
+            f"engine.tensor_parallel = {engine.tensor_parallel}: with engine.pipeline_parallel = "
+            f"{engine.pipeline_parallel} an engine needs {engine.devices} GPUs, {len(visible)} are visible; lower one"
         ]
     needed = devices_needed(config)
     if needed <= len(visible):
@@ -88,6 +88,15 @@ def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> 
         f"{engine.tensor_parallel} the run needs {needed} GPUs, {len(visible)} are visible; lower "
         "one of them, or serve elsewhere and set engine.urls"
     ]
+
+
+def fit_engines(config: Config, visible: list[str]) -> Config:
+    """`config` with no more engines than `visible` GPUs serve, where no rank trains. Prints a lower number."""
+    most = len(visible) // config.engine.devices
+    if not most or config.started_engines <= most:
+        return config
+    print(f"engine.count = {config.engine.count}: {len(visible)} GPUs are visible; lowered to {most}")
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"count": most})})
 
 
 def _first_of_engines(config: Config) -> int:

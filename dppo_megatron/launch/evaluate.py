@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.checks import evaluation, sampling
-from dppo_megatron.checks.devices import gpu_problems, visible_devices
+from dppo_megatron.checks.devices import fit_engines, gpu_problems, visible_devices
 from dppo_megatron.checks.resume import changed_settings, unusable_directory
 from dppo_megatron.common.files import output, read_json, write_json
 from dppo_megatron.config import Config, ConfigError, read_config
@@ -52,6 +52,7 @@ def evaluate_model(
         config = with_settings(config, weight_sync={"lora": "merged"})  # whole models alone are loaded
     if urls:
         config = with_settings(config, engine={"count": 1, "secret_file": config.engine.secret_file or run_dir.secret})
+    config = fit_engines(config, visible_devices())
     problems = sampling.lengths(config) + evaluation.problems(config) + unusable_directory(config)
     if problems := problems + gpu_problems(config, visible_devices(), trains=False):
         raise ConfigError(source, problems)

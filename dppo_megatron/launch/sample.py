@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from dppo_megatron.checks import check_run_dir, data, reward, settings_problems
-from dppo_megatron.checks.devices import gpu_problems, visible_devices
+from dppo_megatron.checks.devices import fit_engines, gpu_problems, visible_devices
 from dppo_megatron.checks.resume import unusable_directory
 from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
 from dppo_megatron.config.evaluation import EvalConfig
@@ -28,7 +28,7 @@ def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: 
 
     Engines, retries, rewards and the bank are those of a training run, and so is a resume. Raises `ConfigError`.
     """
-    config = sampling_only(config, n, out or config.run.dir / "samples")
+    config = fit_engines(sampling_only(config, n, out or config.run.dir / "samples"), visible_devices())
     notes: list[str] = []
     problems = settings_problems(config) + unusable_directory(config)
     problems += gpu_problems(config, visible_devices(), trains=False)

@@ -73,7 +73,7 @@ def site_scripts() -> dict[str, str]:
     three_nodes = _node_groups(SlurmConfig(trainer_nodes=2, engine_nodes=1))
     two_kinds = _node_groups(SlurmConfig(trainer_nodes=2, engine_nodes=1, heterogeneous=True))
     one_node = _node_groups(SlurmConfig())
-    serving = [NodeGroup("", 1, "", "8", "at least engine.count x engine.tensor_parallel", "02:00:00")]
+    serving = [NodeGroup("", 1, "", "8", "engine.count is lowered to as many engines as fit", "02:00:00")]
     converting = [NodeGroup("", 1, "", "", "", "02:00:00")]
     array_output = "slurm-%A_%a.out"
     return {

@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch
 
-from dppo_megatron.checks.devices import engine_devices, gpu_problems, require_gpu
+from dppo_megatron.checks.devices import engine_devices, fit_engines, gpu_problems, require_gpu
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
 from tests.support.configs import make_config
@@ -59,7 +59,9 @@ def test_too_few_gpus_are_refused_with_the_sum(engine):
 
 def test_an_evaluation_needs_gpus_for_its_engines_alone():
     assert gpu_problems(config(world_size=8, count=8), EIGHT, trains=False) == []
-    assert "engine.count = 9: " in "".join(gpu_problems(config(world_size=1, count=9), EIGHT, trains=False))
+    too_large = config(world_size=1, count=2, tensor_parallel=9)
+    assert "engine.tensor_parallel = 9: " in "".join(gpu_problems(too_large, EIGHT, trains=False))
+    assert fit_engines(too_large, EIGHT) is too_large
 
 
 def test_engines_elsewhere_need_no_gpu_here():

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.checks import settings_problems
+from dppo_megatron.checks.devices import fit_engines, gpu_problems
+from dppo_megatron.config import Config, ConfigError, read_config
 from dppo_megatron.fleet.registry import register
 from dppo_megatron.launch import evaluate, local_processes
+from dppo_megatron.launch.local_processes import engine_plans
+from dppo_megatron.launch.sample import sampling_only
 from dppo_megatron.run_dir import RunDir
 from tests.support.configs import make_config
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -68,8 +76,30 @@ def test_runs_without_engines_of_their_own_are_evaluated(config, queried, tmp_pa
     assert queried == ["http://model-1/4", "http://model-1/6"]
 
 
-def test_engines_that_do_not_fit_the_gpus_are_refused(config, queried, tmp_path):
-    config = config.model_copy(update={"engine": config.engine.model_copy(update={"count": 3})})
-    with pytest.raises(ConfigError, match=r"engine.count = 3: .* need 3 GPUs, 2 are visible"):
+@pytest.mark.parametrize(
+    ("engine", "each"),
+    [({"count": 3}, ["4", "6"]), ({"count": 8, "tensor_parallel": 2}, ["4,6"]), ({"tensor_parallel": 3}, None)],
+)
+def test_as_many_engines_start_as_the_gpus_hold(config, queried, tmp_path, capsys, engine, each):
+    config = config.model_copy(update={"engine": config.engine.model_copy(update=engine)})
+    if each is None:
+        with pytest.raises(ConfigError, match=r"engine.tensor_parallel = 3: .* needs 3 GPUs, 2 are visible; lower one"):
+            evaluate.evaluate_model(config, model(tmp_path / "model"), "config.yaml")
+    else:
         evaluate.evaluate_model(config, model(tmp_path / "model"), "config.yaml")
-    assert queried == []
+        said = f"engine.count = {engine['count']}: 2 GPUs are visible; lowered to {len(each)}\n"
+        assert capsys.readouterr().out == said
+    assert queried == [f"http://model-1/{gpus}" for gpus in each or ()]
+
+
+def test_every_recipe_is_sampled_on_one_node_of_eight_gpus(tmp_path, monkeypatch):
+    gpus = [str(number) for number in range(8)]
+    monkeypatch.setattr(local_processes, "visible_devices", lambda: gpus)
+    counts = {}
+    for recipe in sorted(EXAMPLES.rglob("*.yaml")):
+        config = fit_engines(sampling_only(read_config(recipe), 16, tmp_path), gpus)
+        assert settings_problems(config) + gpu_problems(config, gpus, trains=False) == [], recipe
+        each = [plan.environment["CUDA_VISIBLE_DEVICES"].split(",") for plan in engine_plans(config, trains=False)]
+        assert {len(one) for one in each} == {config.engine.devices}
+        counts[str(recipe.relative_to(EXAMPLES))] = len(each)
+    assert counts["qwen3_30b_a3b/config.yaml"] == counts["papers/dppo_30b_a3b.yaml"] == 4  # of 8 and 16

@@ -35,6 +35,16 @@ def test_sbatch_reads_every_option(script):
     subprocess.run(["bash", "-n", script], check=True)
 
 
+@pytest.mark.parametrize(("command", "wanted"), [(None, "eval"), ("sample", "sample")])
+def test_one_script_evaluates_and_samples(tmp_path, command, wanted):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").write_text('dppo-megatron() { echo "$@"; }; exec() { "$@"; }\n')
+    environment = os.environ | {"VENV": str(tmp_path)} | ({"COMMAND": command} if command else {})
+    script = ["bash", ROOT / "slurm/eval.sbatch", "c.yaml", "--n", "16"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{wanted} c.yaml --n 16\n"
+
+
 def test_the_repository_s_scripts_are_what_the_template_gives():
     """Else: python -m dppo_megatron.slurm.script slurm"""
     assert {script.name: script.read_text() for script in SCRIPTS} == site_scripts()
