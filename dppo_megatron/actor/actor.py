@@ -30,6 +30,7 @@ from .batch.routing import RoutingReplay
 from .checkpoint import save_load
 from .checkpoint.sharded import ShardedSave
 from .checkpoint.writer import BackgroundWrite
+from .experts import describe_experts
 from .forward import LossStep
 from .layout import Layout
 from .loss_scale import LossScale
@@ -121,6 +122,7 @@ class Actor:
             f"vocabulary {hf.vocab_size}; {self.num_parameters():,} parameters on this rank{self._trained()}",
             f"megatron-core {megatron_version.version}: {chosen}",
             f"precision: {precision.describe(self.config)}; logits {m.logits}, recompute {m.recompute}",
+            *describe_experts(self.model_chunks, self.config),
             self.layout.describe(),
         ]
 

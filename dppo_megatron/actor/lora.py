@@ -70,16 +70,13 @@ class ParallelAdapter(Adapter):
         if self._sharded:
             common.sequence_parallel = self._sequence_parallel
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(alpha / r) B A x: what is to be added to the layer's output."""
+    def forward(self, x: Tensor | None = None) -> Any:
+        """Return (alpha / r) B A x, to be added to the layer's output. Without x: A and B, for `experts`."""
+        if x is None:
+            return self.A, self.B
         a, b, group = self.A, self.outputs(), self._group
-        if not self._sharded:
-            return linear(linear(x, a) * self.scaling, b)
-        if self._expert:
-            if self.entry.shards_inputs:
-                b = copy_to_tensor_model_parallel_region(b, group)
-            else:
-                a = copy_to_tensor_model_parallel_region(a, group)
+        if self._expert or not self._sharded:
+            a, b = self.reducing(a, b)
             return linear(linear(x, a) * self.scaling, b)
         h = linear(x, a) * self.scaling
         if self.entry.shards_inputs and self._sequence_parallel:
@@ -91,6 +88,14 @@ class ParallelAdapter(Adapter):
         else:
             h = copy_to_tensor_model_parallel_region(h, group)
         return linear(h, b)
+
+    def reducing(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the operands of an expert, of one or stacked; the one that all ranks hold has its gradient summed."""
+        if self._sharded and self.entry.shards_inputs:
+            b = copy_to_tensor_model_parallel_region(b, self._group)
+        elif self._sharded:
+            a = copy_to_tensor_model_parallel_region(a, self._group)
+        return a, b
 
     def sharded(self) -> dict[str, Any]:
         """A and B for Megatron's checkpoints: this rank's part of each, which any layout can load."""

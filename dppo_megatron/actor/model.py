@@ -22,6 +22,7 @@ from .cpu.attention import PackedAttention
 from .cpu.exact import ExactAttention, multiply_exactly
 from .cpu.mlp import fuse_gates
 from .cpu.norm import RMSNorm
+from .experts import group_experts
 from .layout import Layout
 from .lora import add_adapters
 from .model_config import machine_problems, model_problems, use_transformer_engine
@@ -126,6 +127,7 @@ def build_model(hf: HFModelConfig, config: Config, layout: Layout, transformer: 
         chunks.append(chunk.to(layout.device))
     if config.model.lora.r:
         add_adapters(chunks, hf, config)
+        group_experts(chunks, config)
     megatron_version.drop_replay_registry()
     for chunk in chunks:
         for parameter in chunk.parameters():

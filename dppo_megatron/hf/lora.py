@@ -173,15 +173,18 @@ class Adapter(nn.Module):
 
     def outputs(self) -> Tensor:
         """[rows, n r]: B where a row meets the A of its own layer, 0 elsewhere."""
-        if self.owner is None:
-            return self.B
-        return (self.owner[:, :, None] * self.B[:, None, :]).flatten(1)
+        return self.B if self.owner is None else spread(self.B, self.owner)
 
     def merged(self, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """This rank's part of W + (alpha / r) B A, added in fp32 and rounded once, to `dtype` or `weight`'s."""
         whole = weight.to(torch.float32, copy=True)
         whole.addmm_(self.outputs().float(), self.A.float(), alpha=self.scaling)
         return whole.to(dtype or weight.dtype)
+
+
+def spread(b: Tensor, owner: Tensor) -> Tensor:
+    """[..., rows, n r] of b [..., rows, r]: zero but for the A of the layer that a row has in owner [..., rows, n]."""
+    return (owner[..., None] * b[..., None, :]).flatten(-2)
 
 
 def adapters_of(model_chunks: Sequence[nn.Module]) -> Iterator[Adapter]:

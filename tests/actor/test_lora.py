@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dppo_megatron.hf import ModelError, open_weights, read_hf_config
+from dppo_megatron.hf import ModelError, make_random_hf_model, open_weights, read_hf_config
 from tests.actor.scenarios import lora
-from tests.support.actor_cases import sequences
+from tests.support.actor_cases import QWEN3_MOE, sequences
 from tests.support.actor_ranks import run_scenario
 
 SP = {"tensor": 2, "sequence": True}
@@ -21,6 +22,7 @@ CASES: dict[str, tuple[int, str, tuple[str, ...] | None, dict[str, Any], dict[st
     "recompute": (1, "qwen3", None, {"recompute": "full"}, {}),
     "some_targets": (1, "qwen3", lora.SOME, {}, {}),
     "experts": (1, "qwen3_moe", None, {}, {}),
+    "some_experts": (1, "qwen3_moe", lora.SOME_EXPERTS, {}, {}),
     "tensor": (2, "qwen3", None, {}, {"tensor": 2}),
     "tensor_some": (2, "qwen3", lora.SOME, {}, {"tensor": 2}),
     "sequence": (2, "qwen3", None, {}, SP),
@@ -32,6 +34,7 @@ CASES: dict[str, tuple[int, str, tuple[str, ...] | None, dict[str, Any], dict[st
     "data_overlap": (2, "qwen3", None, {}, {"overlap": True}),
     "expert": (2, "qwen3_moe", None, {}, {"expert": 2}),
     "expert_sequence": (2, "qwen3_moe", None, {}, SP),
+    "expert_overlap": (2, "qwen3_moe", None, {}, {"overlap": True}),
     "expert_whole": (2, "qwen3_moe", None, {}, {**SP, "expert": 2, "expert_tensor": 1}),
     "expert_cut_alone": (2, "qwen3_moe", None, {}, {"expert_tensor": 2}),
     "latent": (2, "deepseek", lora.LATENT, {}, SP),
@@ -127,6 +130,60 @@ def merged(
         one = torch.nn.functional.one_hot(torch.tensor(int(expert)), len(whole)).float()
         out[fused] = whole + one[:, None, None] * padded
     return out
+
+
+GROUPED = {
+    "fp32": (1, "fp32", {}),
+    "bf16": (1, "bf16", {}),
+    "tensor": (2, "fp32", SP),
+    "expert": (2, "bf16", {"expert": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_experts_compute_what_they_do_one_after_the_other(ranks, models, tmp_path, name):
+    world, dtype, layout = GROUPED[name]
+    found = run_scenario(ranks(world), lora.grouped, models, tmp_path, dtype, layout)
+    assert found["line"] == ["experts: grouped matrix products"]
+    tolerance = 1e-6 if dtype == "fp32" else 1e-2
+    assert all(found[counts] < tolerance for counts in ("uneven", "first_empty", "none"))
+    assert [found[f"{counts}_calls"] for counts in ("uneven", "first_empty", "none")] == [6, 6, 0]
+    assert found["storages"] == [[(1, 0)] * 2] * 2
+    assert found["same"]
+
+
+@pytest.mark.slow
+def test_experts_that_cannot_be_grouped_are_described(ranks, models, tmp_path):
+    make_random_hf_model(tmp_path / "narrow", QWEN3_MOE | {"moe_intermediate_size": 6}, seed=1)
+    for model, targets, why in (
+        (str(tmp_path / "narrow"), None, "rows of their weights are no multiple of 16 bytes"),
+        ("qwen3_moe", lora.SOME_EXPERTS, "model.lora.targets names layers of some experts only"),
+    ):
+        (line,) = run_scenario(ranks(1), lora.described, models, tmp_path, model, targets)
+        assert line == f"experts: one after the other, because {why}"
+    assert run_scenario(ranks(1), lora.described, models, tmp_path, "qwen3", None) == []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "exact", "why"),
+    [
+        (None, "fp32", False, None),
+        ((9, 0), "bf16", False, None),
+        ((10, 3), "bf16", False, None),
+        ((9, 0), "fp16", False, "needs bf16"),
+        ((8, 0), "bf16", False, "compute capability 9 or 10"),
+        ((12, 0), "bf16", False, "compute capability 9 or 10"),
+        (None, "fp32", True, "engine.exact"),
+    ],
+)
+def test_experts_are_grouped_where_torch_has_a_kernel(monkeypatch, gpu, dtype, exact, why):
+    from dppo_megatron.actor import experts
+
+    monkeypatch.setattr(experts, "this_gpu", lambda: gpu)
+    config = SimpleNamespace(engine=SimpleNamespace(exact=exact), model=SimpleNamespace(dtype=dtype))
+    reason = experts.why_sequential([], config)
+    assert reason is None if why is None else why in reason
 
 
 @pytest.mark.slow

@@ -59,6 +59,7 @@ class HostOperators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.attending: Counter[str] = Counter()  # of `ATTENDING`
+        self.grouped = 0  # calls of the grouped matrix product
         self._random = torch.Generator().get_state()
 
     @contextlib.contextmanager
@@ -94,6 +95,7 @@ class HostOperators(TorchDispatchMode):
             return out
         if func in WITHOUT_VALUES or _is_view(func) or _is_plain_copy(func, args, out):
             return out
+        self.grouped += func is aten._grouped_mm.default
         if any(name in func.name() for name in ATTENDING):
             self.attending[func.name()] += 1
         if any(name in func.name() for name in UNCOMPUTED):

@@ -6,7 +6,8 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +32,7 @@ class Case:
 
     waits_in: in how many micro-batches each objective's loss is watched for waits.
     prompts: sequences of a micro-batch begin alike, and the beginning is computed once (True) or in each (False).
+    sequential: adapters' experts are computed one after the other.
     kernels: launches Triton's kernels and those of attention, whose results then are zeros.
     """
 
@@ -42,6 +44,7 @@ class Case:
     waits_in: int = 4
     prompts: bool | None = None
     te: bool = False
+    sequential: bool = False
     kernels: bool = False
     steps: tuple[str, ...] = STEPS
 
@@ -49,7 +52,8 @@ class Case:
 def run(rank: int, case: Case, models: Path, directory: Path) -> dict[str, Any]:
     """On a rank: the numbers that the steps of `case` gave."""
     with device(kernels=case.kernels) as operators, _actor(case, models, directory) as actor:
-        return _steps(actor, case, directory) | {"attending": dict(operators.attending)}
+        found = _steps(actor, case, directory)
+        return found | {"attending": dict(operators.attending), "grouped": operators.grouped}
 
 
 @contextlib.contextmanager
@@ -91,8 +95,10 @@ def _actor(case: Case, models: Path, directory: Path) -> Iterator[Any]:
     rendezvous(directory)
     start_group(rank := int(os.environ["RANK"]), case.ranks)
     layout = init_layout(config)
+    reason = mock.patch("dppo_megatron.actor.experts.why_sequential", return_value="the case asks for it")
     try:
-        actor = Actor(config, layout)
+        with reason if case.sequential else contextlib.nullcontext():
+            actor = Actor(config, layout)
         assert layout.device == torch.device("cuda", rank), layout.device
         actor.load_hf(config.model.path)
         yield actor
@@ -117,6 +123,8 @@ def _steps(actor: Any, case: Case, directory: Path) -> dict[str, Any]:
         for objective in objectives:
             with no_waits(objective.name):
                 actor.train_update(_read_by(objective, batches[: case.waits_in]), objective)
+    if "all_waits" in case.steps:
+        found["all_waits"] = all_waits(lambda: actor.train_update(_read_by(objectives[0], batches), objectives[0]))
     if "offload" in case.steps:
         found["offload"] = offload(actor)
     if "export" in case.steps:
@@ -166,6 +174,21 @@ def no_waits(name: str) -> Iterator[None]:
 
     with mock.patch.object(forward.LossStep, "loss", loss):
         yield
+
+
+def all_waits(function: Callable[[], object]) -> tuple[int, int]:
+    """How often the host waits for the device inside `function`, and how many copies are from memory not pinned."""
+    pageable = ctypes.CDLL("libcudart.so.13").nullGpuPageableCopies
+    pageable.restype = ctypes.c_long
+    before = pageable()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            function()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(w.message) for w in told), pageable() - before
 
 
 def offload(actor: Any) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from dppo_megatron.objectives import build_objective
 from dppo_megatron.objectives.presets import PRESETS
-from tests.null_gpu.scenario import Case
+from tests.null_gpu.scenario import STEPS, Case
 from tests.null_gpu.vllm_config import ROOT
 from tests.support.flash import OPERATORS
 
@@ -19,6 +21,8 @@ MOE = Case("moe", "qwen3_moe")
 MLA = Case("mla", "deepseek")
 # One that computes each prompt again and again, and one in which attention must see a mask, without FlashAttention.
 LORA_WHOLE = Case("lora_whole", settings={"model": {"lora": {"r": 4}}}, prompts=False, steps=("logprobs", "update"))
+LORA_MOE = Case("lora_moe", "qwen3_moe", settings={"model": {"lora": {"r": 4}}}, steps=(*STEPS, "all_waits"))
+SEQUENTIAL = replace(LORA_MOE, name="lora_moe_sequential", sequential=True, steps=("logprobs", "update", "all_waits"))
 FP32 = Case("fp32", settings={"model": {"dtype": "fp32"}}, prompts=True, kernels=True)
 CASES = (
     DENSE,
@@ -42,6 +46,7 @@ CASES = (
     Case("data", ranks=2, settings={"parallel": {"overlap": True}}),
     Case("context", ranks=2, settings={"parallel": {"context": 2}}),
     Case("expert", "qwen3_moe", ranks=2, settings={"parallel": {"expert": 2}}),
+    LORA_MOE,
 )
 # Layouts and kinds of layers change values by rounding only.
 SAME = {
@@ -49,6 +54,7 @@ SAME = {
     **dict.fromkeys(("expert", "te_moe"), MOE),
     "te_mla": MLA,
     "lora": LORA_WHOLE,
+    "lora_moe": SEQUENTIAL,
 }
 FLASH = {f"aten::{name}" for name in OPERATORS}
 # What TransformerEngine's Python asks its compiled module for, with layers of its own.
@@ -106,6 +112,13 @@ def test_attention_goes_to_a_fused_kernel(run_case):
             if case.model != "qwen3":  # routers have a softmax
                 attending -= {"aten::_softmax", "aten::_softmax_backward_data"}
             assert attending == (efficient if case.name == "fp32" else FLASH), (case.name, found["attending"])
+
+
+def test_experts_beside_adapters_are_grouped_without_another_wait(run_case):
+    grouped, sequential = run_case(LORA_MOE)[0], run_case(SEQUENTIAL)[0]
+    print(grouped["all_waits"], sequential["all_waits"], grouped["grouped"])
+    assert (grouped["grouped"] > 0, sequential["grouped"]) == (True, 0)
+    assert all(map(operator.le, grouped["all_waits"], sequential["all_waits"]))
 
 
 def test_without_transformer_engine(models, tmp_path):

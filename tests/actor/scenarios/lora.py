@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -14,6 +16,7 @@ from tests.support.actor_ranks import Rank
 
 R, ALPHA = 4, 6.0
 SOME = ("q_proj", "v_proj", "up_proj", "down_proj")
+SOME_EXPERTS = ("q_proj", "v_proj", "experts.0.gate_proj", "experts.0.down_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -73,6 +76,62 @@ def gradients(rank: Rank, model: str, targets: tuple[str, ...] | None, changes: 
                     parameter.data.copy_(parameter.main_grad)
             found["gradients"] = exported(rank, actor)
     return found
+
+
+def grouped(rank: Rank, dtype: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Of one layer, how far values and gradients of its grouped experts are from those one after the other, relative.
+
+    And the storages of their weights, before and after an offload and a checkpoint; the line of the log; the calls.
+    """
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    with rank.actor("qwen3_moe", settings=settings(dtype=dtype), **layout) as actor:
+        fill(actor)
+        found: dict[str, Any] = {"line": [line for line in actor.describe() if line.startswith("experts")]}
+        experts = actor.model_chunks[0].decoder.layers[-1].mlp.experts
+        adapters = [p for name, p in experts.named_parameters() if ".lora." in name]
+        generator = torch.Generator().manual_seed(3)
+        uneven = torch.arange(len(experts.local_experts)).flip(0) ** 2  # the last one has no tokens
+        for name, counts in {"uneven": uneven, "first_empty": uneven.flip(0), "none": 0 * uneven}.items():
+            tokens = int(counts.sum())
+            x, upstream = (torch.randn(2, tokens, 32, generator=generator)).to(adapters[0].dtype)
+            probs = torch.rand(tokens, generator=generator).requires_grad_()
+            wanted, got = [], []
+            with mock.patch("torch.nn.functional.grouped_mm", wraps=torch.nn.functional.grouped_mm) as product:
+                for values, call in ((wanted, partial(SequentialMLP.forward, experts)), (got, experts)):
+                    out, bias = call(x.requires_grad_(), counts, probs)
+                    values += [out, *torch.autograd.grad(out, [x, probs, *adapters], upstream)]
+                    assert bias is None
+            found[name] = max(
+                float((g - w).norm() / w.norm().clamp_min(1e-9)) for g, w in zip(got, wanted, strict=True)
+            )
+            found[f"{name}_calls"] = product.call_count
+        found["storages"] = [_storages(experts)]
+        before = [p.detach().clone() for p in experts.parameters()]
+        with actor.offloaded():
+            pass
+        actor.save_checkpoint(rank.directory / "grouped", 1, {}, keep=1)
+        for weight in experts.parameters():
+            weight.data.zero_()
+        actor.load_checkpoint(rank.directory / "grouped")
+        found["storages"].append(_storages(experts))
+        found["same"] = all(map(torch.equal, before, experts.parameters()))
+    return found
+
+
+def _storages(experts: Any) -> list[tuple[int, int]]:
+    """Of each projection: how many storages its weights have, and the bytes of those beyond the weights."""
+    out = []
+    for name in ("linear_fc1", "linear_fc2"):
+        weights = [getattr(expert, name).weight for expert in experts.local_experts]
+        storages = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights}
+        out.append((len(storages), sum(storages.values()) - sum(w.nbytes for w in weights)))
+    return out
+
+
+def described(rank: Rank, model: str, targets: tuple[str, ...] | None) -> list[str]:
+    with rank.actor(model, settings=settings(targets)) as actor:
+        return [line for line in actor.describe() if line.startswith("experts")]
 
 
 def frozen(rank: Rank) -> list[dict[str, Any]]:

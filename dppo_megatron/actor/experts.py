@@ -1,0 +1,120 @@
+"""Local experts with frozen weights, whose matrix products are one call of `torch.nn.functional.grouped_mm`.
+
+Megatron's SequentialMLP computes one expert after the other. Here a projection is one grouped product for all of them,
+and their adapters are two more. The frozen weights of a projection share one tensor [experts, outputs, inputs], and the
+`weight` of each expert is a view of it: load, export, offload and merge use the parameters that they know. A and B are
+stacked in each forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor, nn
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.hf.lora import spread
+from dppo_megatron.hf.megatron_model import ADAPTER
+
+from .lora import ParallelAdapter
+from .precision import this_gpu
+
+_ALIGNMENT = 16  # bytes, of every row
+_PROJECTIONS = ("linear_fc1", "linear_fc2")
+
+
+def group_experts(chunks: Sequence[nn.Module], config: Config) -> None:
+    """Let the frozen local experts of `chunks` compute grouped products, unless `why_sequential` gives a reason.
+
+    Call it before the chunks are wrapped: each weight moves into the tensor of its projection. No collectives.
+    """
+    if why_sequential(chunks, config):
+        return
+    for experts in _experts(chunks):
+        together = copy(experts.local_experts[0])  # Megatron's activation and settings
+        together._modules = dict(together._modules) | {name: _Projection(experts, name) for name in _PROJECTIONS}
+        experts.forward = partial(_forward, experts, together)
+
+
+def why_sequential(chunks: Sequence[nn.Module], config: Config) -> str | None:
+    """Return the reason why local experts are computed one after the other; None where they are grouped."""
+    gpu = this_gpu()
+    if config.engine.exact:
+        return "engine.exact computes each row as the engine does"
+    if gpu and (config.model.dtype != "bf16" or gpu[0] not in (9, 10)):
+        # Elsewhere grouped_mm loops over the experts as well, and the host waits for their counts.
+        return "torch's kernel for grouped products needs bf16 and compute capability 9 or 10"
+    for layers in ([getattr(e, name) for e in x.local_experts] for x in _experts(chunks) for name in _PROJECTIONS):
+        if any(size * layers[0].weight.element_size() % _ALIGNMENT for size in layers[0].weight.shape):
+            return f"rows of their weights are no multiple of {_ALIGNMENT} bytes"
+        adapters = [getattr(layer, ADAPTER, None) for layer in layers]
+        if len({a and (a.A.shape, a.B.shape, a.owner is None) for a in adapters}) > 1:
+            return "model.lora.targets names layers of some experts only"
+    return None
+
+
+def describe_experts(chunks: Sequence[nn.Module], config: Config) -> list[str]:
+    """Return the log's line on how this rank computes several local experts of a LoRA run; none for other runs."""
+    if not config.model.lora.r or next(_experts(chunks), None) is None:
+        return []
+    reason = why_sequential(chunks, config)
+    return [f"experts: one after the other, because {reason}" if reason else "experts: grouped matrix products"]
+
+
+def _experts(chunks: Sequence[nn.Module]) -> Iterator[SequentialMLP]:
+    modules = (module for chunk in chunks for module in chunk.modules() if isinstance(module, SequentialMLP))
+    return (module for module in modules if len(module.local_experts) > 1)
+
+
+def _forward(experts: SequentialMLP, together: MLP, x: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+    """In place of SequentialMLP.forward: x [tokens, hidden] and probs [tokens] in the order of counts [experts]."""
+    if not len(x):  # the kernel takes no empty operand
+        return SequentialMLP.forward(experts, x, counts, probs)
+    if x.is_cuda and not counts.is_cuda:
+        counts = counts.pin_memory().to(x.device, non_blocking=True)
+    together.linear_fc1.ends = together.linear_fc2.ends = counts.cumsum(0, dtype=torch.int32)
+    return MLP.forward(together, x, probs)
+
+
+class _Projection(nn.Module):
+    """One linear layer of all `experts`, called as that of one expert. The model itself keeps a layer for each."""
+
+    ends: Tensor  # [experts] int32, on the device: where the rows of each expert end
+
+    def __init__(self, experts: SequentialMLP, name: str):
+        super().__init__()
+        layers = [getattr(expert, name) for expert in experts.local_experts]
+        self.weights: tuple[nn.Parameter, ...] = tuple(layer.weight for layer in layers)
+        self.adapters: tuple[ParallelAdapter, ...] = tuple(getattr(x, ADAPTER) for x in layers if hasattr(x, ADAPTER))
+        shared_tensor(self.weights)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        product = partial(F.grouped_mm, offs=self.ends)
+        out = product(x, shared_tensor(self.weights).mT)
+        if not self.adapters or not (first := self.adapters[0]).enabled:
+            return out, None
+        # Called, not read: a hook of each module waits for its gathered parameters.
+        a, b = map(torch.stack, zip(*(adapter() for adapter in self.adapters), strict=True))
+        if first.owner is not None:
+            b = spread(b, torch.stack([adapter.owner for adapter in self.adapters]))
+        a, b = first.reducing(a, b)
+        missing = -a.shape[1] % (_ALIGNMENT // 2)  # enough in 16 bits and more
+        a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
+        return out + product(product(x, a.mT) * first.scaling, b.mT), None
+
+
+def shared_tensor(weights: Sequence[nn.Parameter]) -> Tensor:
+    """Return the memory of `weights` as one tensor [experts, outputs, inputs]. Moves them there if they are apart."""
+    first, size = weights[0].data, weights[0].nbytes
+    places = [weight.data_ptr() - first.data_ptr() for weight in weights]
+    if first.untyped_storage().nbytes() != len(weights) * size or places != list(range(0, len(weights) * size, size)):
+        for weight, part in zip(weights, torch.stack([w.data for w in weights]), strict=True):
+            weight.data = part
+        first = weights[0].data
+    return first.as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
