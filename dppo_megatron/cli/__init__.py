@@ -8,6 +8,7 @@ import sys
 import typer
 
 from dppo_megatron.common import working_directory
+from dppo_megatron.common.process import follow_parent
 from dppo_megatron.config import ConfigError
 from dppo_megatron.convert.commands import app as convert_app
 from dppo_megatron.errors import ExpectedError
@@ -28,6 +29,7 @@ app.add_typer(data.app, name="data")
 
 def main() -> None:
     """Entry point. What a user can act on is printed as it is, without a traceback: exit 2 for a config, else 1."""
+    follow_parent()
     working_directory.put_on_path()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names of files and a user's objective may hold what UTF-8 has not

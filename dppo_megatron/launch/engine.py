@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from dppo_megatron.common.files import write_json
@@ -76,7 +77,11 @@ class Servers:
         for node in nodes:
             line = command(config, start, node)
             log.info("%s %d: %s", SERVER_START, node, " ".join(line))
-            given = {"stdin": subprocess.DEVNULL, "env": environment, "preexec_fn": end_with_parent}
+            given = {
+                "stdin": subprocess.DEVNULL,
+                "env": environment,
+                "preexec_fn": partial(end_with_parent, os.getpid()),
+            }
             processes.append(subprocess.Popen(line, **given))
         return cls(processes)
 

@@ -138,7 +138,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
 
     load: hello -> (why it cannot be loaded, what answers).
     """
-    end_with_parent()
+    end_with_parent(os.getppid(), signal.SIGKILL)  # foreign code may ignore others
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # else asyncio.run would leave a handler of its own behind
     end, own = socket.socket(fileno=descriptor), os.getpid()
     channel = Channel(end, end.recv(TOKEN_BYTES, socket.MSG_WAITALL))

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,7 +41,7 @@ class Step:
             stderr=output,
             env=step_environment(os.environ),
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=partial(end_with_parent, os.getpid()),
         )
 
     def poll(self) -> int | None:

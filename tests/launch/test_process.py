@@ -67,7 +67,74 @@ def test_a_child_does_not_outlive_its_killed_parent(tmp_path):
     child = psutil.Process(int(pid_file.read_text()))
     parent.kill()
     parent.wait()
-    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: gone(child))
+
+
+def gone(process):
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("delay", ["before", "after"])
+def test_a_parent_killed_between_fork_and_exec_leaves_nothing(tmp_path, delay):
+    """A delay at the spot, for the moment is short: before the kernel is told, and after, while a signal still runs the
+    handler that the child inherited."""
+    source = f"""
+        import os, signal, time
+        from pathlib import Path
+        from dppo_megatron.common import process
+
+        class Slow:
+            def prctl(self, *arguments):
+                if {delay!r} == "after":
+                    libc.prctl(*arguments)
+                Path({str(tmp_path / "pid.tmp")!r}).write_text(str(os.getpid()))
+                Path({str(tmp_path / "pid.tmp")!r}).rename({str(tmp_path / "pid")!r})
+                deadline = time.monotonic() + 1
+                while time.monotonic() < deadline:
+                    time.sleep(0.01)
+                if {delay!r} == "before":
+                    libc.prctl(*arguments)
+
+        libc, process._LIBC = process._LIBC, Slow()
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        process.Child("x", ["sleep", "600"], Path({str(tmp_path / "x.out")!r}))
+    """
+    parent = subprocess.Popen(python(source))
+    wait_until((tmp_path / "pid").exists, 60)
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: gone(child))
+
+
+def test_a_command_that_waits_after_sigterm_ends_with_its_parent_and_with_its_workers(tmp_path):
+    """As a trainer does that finishes its step, and a server with workers."""
+    body = """
+        import pathlib, signal, subprocess, sys, time
+        from dppo_megatron.common.process import follow_parent
+        follow_parent()
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+        worker = subprocess.Popen([sys.executable, "-c", code])
+        pathlib.Path("pids.tmp").write_text(str(worker.pid))
+        pathlib.Path("pids.tmp").rename("pids")
+        while True:
+            time.sleep(1)
+    """
+    source = f"""
+        import time
+        from pathlib import Path
+        from dppo_megatron.common.process import Child
+        child = Child("x", {python(body)!r}, Path("x.out"))
+        Path("child").write_text(str(child.pid))
+        time.sleep(600)
+    """
+    parent = subprocess.Popen(python(source), cwd=tmp_path)
+    wait_until((tmp_path / "pids").exists, 60)
+    processes = [psutil.Process(int((tmp_path / name).read_text())) for name in ("child", "pids")]
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: all(map(gone, processes)))
 
 
 @pytest.mark.parametrize(
