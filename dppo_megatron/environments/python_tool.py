@@ -6,7 +6,6 @@ program that breaks the kernel itself is out.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -28,6 +27,8 @@ from .sandbox import PLACE
 
 _SANDBOX = Path(__file__).with_name("sandbox.py")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_DESCRIPTORS = 64  # of a process
+_END_S = 30.0  # for the kernel to end the processes of a program
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 # Prints the limits that do not hold.
 _PROBE = """
@@ -47,6 +48,7 @@ def fork():
         if os.fork() == 0:
             time.sleep(60)
 holds("network", lambda: socket.create_connection(("127.0.0.1", {port}), 1))
+holds("system calls", lambda: os.memfd_create("held"))
 holds("reading files", lambda: os.stat({canary!r}))
 for place in {writable!r}:
     holds("writing files", lambda: write(place + "/planted", 0))
@@ -146,41 +148,64 @@ def _run(code: str, limits: Limits) -> _Run:
     largest = max(limits.files_mb << 20, 4 * limits.output)
     output = os.memfd_create("output")
     told, tell = os.pipe()
+    share = limits.processes * limits.memory_mb + 2 * limits.files_mb
+    memory, buffers = limits.memory_mb << 20, _DESCRIPTORS * _socket_buffer()
+    sockets = 4 * buffers <= memory
     with tempfile.TemporaryDirectory(prefix="sandbox-") as root, os.fdopen(output, "rb") as printed:
         given = {
             "code": code, "root": root, "python": sys.executable, "env": _variables(), "files": limits.files,
-            "megabytes": limits.files_mb, "readable": [*_directories(limits), *_DEVICES],
+            "megabytes": limits.files_mb, "memory": share << 20, "sockets": sockets,
+            "readable": [*_directories(limits), *_DEVICES],
             "limits": {
-                "RLIMIT_AS": limits.memory_mb << 20, "RLIMIT_CPU": limits.cpu_s, "RLIMIT_FSIZE": largest,
-                "RLIMIT_NPROC": limits.processes, "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0,
+                "RLIMIT_AS": memory - sockets * buffers, "RLIMIT_CPU": limits.cpu_s, "RLIMIT_FSIZE": largest,
+                "RLIMIT_NPROC": limits.processes, "RLIMIT_NOFILE": _DESCRIPTORS, "RLIMIT_CORE": 0,
+                "RLIMIT_SIGPENDING": 64, "RLIMIT_MSGQUEUE": 0,
             },
         }  # fmt: skip
-        with os.fdopen(told, "rb") as problem:
+        with os.fdopen(told, "rb") as answer:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_SANDBOX), str(tell)],
+                [sys.executable, "-I", "-S", str(_SANDBOX), str(os.getpid()), str(tell)],
                 stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=[tell], env=_variables(), cwd="/",
                 start_new_session=True,
             )  # fmt: skip
             os.close(tell)
+            late = False
             try:
                 process.communicate(json.dumps(given).encode(), limits.wall_s)
-                ended = _ended(process.returncode)
             except subprocess.TimeoutExpired:
-                ended = f"ended after {limits.wall_s:g} s"
+                late = True
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            if why := problem.read().decode(errors="replace"):
-                raise EnvironmentFailed("raised", why)
+                _end(process)
+            said = json.loads(answer.readline() or '{"failed": "the sandbox was killed"}')
+        if "failed" in said and not (late and process.returncode == 0):
+            raise EnvironmentFailed("raised", said["failed"])
         printed.seek(0)
+        ended = f"ended after {limits.wall_s:g} s" if late else _ended(said["code"], said["cpu_s"], limits)
         return _Run(printed.read(4 * limits.output + 4).decode(errors="replace"), ended)
 
 
-def _ended(code: int) -> str:
-    if code == 128 + signal.SIGKILL:
+@cache
+def _socket_buffer() -> int:
+    """Return the bytes that the kernel keeps for a socket at most; one write exceeds the limit by half of it."""
+    with socket.socket(socket.AF_UNIX) as local:
+        return local.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) * 3 // 2
+
+
+def _end(supervisor: subprocess.Popen) -> None:
+    """It ends after all processes of the program, which it ends."""
+    supervisor.terminate()
+    try:
+        supervisor.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        supervisor.kill()
+        supervisor.wait()
+        raise EnvironmentFailed("raised", f"a program's processes did not end within {_END_S} s") from None
+
+
+def _ended(code: int, cpu_s: float, limits: Limits) -> str:
+    if code == -signal.SIGKILL and cpu_s > 0.9 * limits.cpu_s:
         return "ended at the limit of its time on the CPU"
-    return exit_reason(128 - code if code > 128 else code) if code else ""
+    return exit_reason(code) if code else ""
 
 
 def _directories(limits: Limits) -> Sequence[str]:

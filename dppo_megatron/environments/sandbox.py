@@ -1,36 +1,77 @@
-"""The inside of `python_tool`: a script that walls itself in and becomes the program.
+"""The inside of `python_tool`: a script that sets up the sandbox of one program and runs the program in it.
 
-It imports the standard library alone. New namespaces hold nothing of the machine but the Python installation,
-read-only, and an empty directory in memory; the program is process 1 of its own, so that whatever it starts ends with
-it. It has no capability left, and a filter closes the system calls that would let it hold memory which nobody counts.
+It imports only the standard library. There are three processes. The supervisor, which `python_tool` starts, makes new
+namespaces. They show the Python installation, read-only, and an empty directory in memory. Its child is process 1 of
+the new PID namespace; the kernel kills every process of the namespace when process 1 ends. The program is its child.
+The program has no capabilities. A filter admits only listed system calls, so that the program holds no memory that its
+limits do not count: no socket buffers, System V objects, message queues, file locks or pinned pages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import platform
 import resource
+import select
 import signal
 import struct
 import sys
 
 NOBODY = 65534
 PLACE = "/sandbox"  # all that can be written
+PROGRAM = "/program.py"
+ENDINGS = (signal.SIGTERM, signal.SIGCHLD)  # the supervisor waits for these
 # <sched.h>, <sys/mount.h>, <linux/mount.h>, <sys/prctl.h>, <linux/seccomp.h>
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 NOSUID, NODEV, BIND, REC, PRIVATE = 2, 4, 4096, 16384, 1 << 18
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
-PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS = 1, 4, 22, 38
-REFUSE, KILL, ALLOW = 0x00050000 | 1, 0x80000000, 0x7FFF0000  # EPERM
+PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS, THP_DISABLE = 1, 4, 22, 38, 41
+EPERM, ENOSYS = 0x00050001, 0x00050000 | 38  # of a call that is refused; libraries fall back after ENOSYS
+KILL, ALLOW = 0x80000000, 0x7FFF0000
 
-# Audit number of the architecture; shmget, memfd_create, add_key, request_key, keyctl, io_uring_setup, userfaultfd,
-# bpf, perf_event_open.
-CLOSED = {
-    "x86_64": (0xC000003E, (29, 319, 248, 249, 250, 425, 323, 321, 298)),
-    "aarch64": (0xC00000B7, (194, 279, 217, 218, 219, 425, 282, 280, 241)),
-}
+MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number; which number of each call
+CALLS = """
+read 0 63  write 1 64  close 3 57  open 2 -  openat 257 56  stat 4 -  fstat 5 80  lstat 6 -  newfstatat 262 79
+statx 332 291  lseek 8 62  pread64 17 67  pwrite64 18 68  readv 19 65  writev 20 66  preadv 295 69  pwritev 296 70
+access 21 -  faccessat 269 48  faccessat2 439 439  readlink 89 -  readlinkat 267 78  getcwd 79 17  chdir 80 49
+fchdir 81 50  getdents 78 -  getdents64 217 61  mkdir 83 -  mkdirat 258 34  rmdir 84 -  unlink 87 -  unlinkat 263 35
+rename 82 -  renameat 264 38  renameat2 316 276  link 86 -  linkat 265 37  symlink 88 -  symlinkat 266 36  chmod 90 -
+fchmod 91 52  fchmodat 268 53  utime 132 -  utimes 235 -  utimensat 280 88  truncate 76 45  ftruncate 77 46
+fallocate 285 47  umask 95 166  fsync 74 82  fdatasync 75 83  flock 73 32  statfs 137 43  fstatfs 138 44
+fadvise64 221 223  creat 85 -  close_range 436 436  dup 32 23  dup2 33 -  dup3 292 24  pipe 22 -  pipe2 293 59
+poll 7 -  ppoll 271 73  select 23 -  pselect6 270 72  epoll_create 213 -  epoll_create1 291 20  epoll_ctl 233 21
+epoll_wait 232 -  epoll_pwait 281 22  eventfd2 290 19  timerfd_create 283 85  timerfd_settime 286 86
+timerfd_gettime 287 87  signalfd4 289 74  mprotect 10 226  munmap 11 215  mremap 25 216  brk 12 214  madvise 28 233
+msync 26 227  rt_sigaction 13 134  rt_sigprocmask 14 135  rt_sigreturn 15 139  rt_sigpending 127 136
+rt_sigtimedwait 128 137  rt_sigsuspend 130 133  sigaltstack 131 132  kill 62 129  tkill 200 130  tgkill 234 131
+pause 34 -  alarm 37 -  getitimer 36 102  setitimer 38 103  fork 57 -  vfork 58 -  execve 59 221  exit 60 93
+exit_group 231 94  wait4 61 260  waitid 247 95  getpid 39 172  getppid 110 173  gettid 186 178  getpgid 121 155
+getpgrp 111 -  setpgid 109 154  getsid 124 156  setsid 112 157  listxattr 194 11  llistxattr 195 12  flistxattr 196 13
+getxattr 191 8  lgetxattr 192 9  fgetxattr 193 10  setxattr 188 5  lsetxattr 189 6  fsetxattr 190 7  getuid 102 174
+geteuid 107 175  getgid 104 176  getegid 108 177  getgroups 115 158  getresuid 118 148  getresgid 120 150
+uname 63 160  sysinfo 99 179  times 100 153  getrusage 98 165  getrlimit 97 163  setrlimit 160 164
+getpriority 140 141  setpriority 141 140  getcpu 309 168  sched_yield 24 124  sched_getaffinity 204 123
+sched_setaffinity 203 122  sched_getparam 143 121  sched_getscheduler 145 120  sched_get_priority_max 146 125
+sched_get_priority_min 147 126  futex 202 98  set_robust_list 273 99  get_robust_list 274 100  set_tid_address 218 96
+rseq 334 293  membarrier 324 283  arch_prctl 158 -  restart_syscall 219 128  getrandom 318 278  gettimeofday 96 169
+time 201 -  clock_gettime 228 113  clock_getres 229 114  clock_nanosleep 230 115  nanosleep 35 101  sendto 44 206
+recvfrom 45 207  shutdown 48 210  getsockname 51 204  getpeername 52 205  getsockopt 55 209  socketpair 53 199
+fcntl 72 25  ioctl 16 29  prctl 157 167  prlimit64 302 261  clone 56 220  mmap 9 222  socket 41 198
+"""
+# The argument that decides about a call, and its values that are admitted.
+ONLY: dict[str, tuple[int, tuple[int, ...]]] = {
+    "socketpair": (0, (1,)),  # AF_UNIX, which asyncio and multiprocessing need
+    "fcntl": (1, (0, 1, 2, 3, 4, 1030, 1032)),  # no locks, which take memory without limit; no larger pipes, no leases
+    "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # TCGETS, TIOCGWINSZ, FION*, FIO*CLEX
+    "prctl": (0, (15, 16)),  # names
+    "prlimit64": (0, (0,)),  # of the caller
+    "socket": (0, ()), "setxattr": (0, ()), "lsetxattr": (0, ()), "fsetxattr": (0, ()),
+}  # fmt: skip
+# The argument that decides about a call, and its bits that are not admitted: new namespaces; MAP_HUGETLB.
+WITHOUT = {"clone": (0, 0x7E020000), "mmap": (3, 0x40000)}
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -54,10 +95,13 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
     call(f"mounting {source} at {target}", "mount", *given, ctypes.c_ulong(flags), options.encode())
 
 
-def furnish(root: str, readable: list[str], megabytes: int, files: int) -> None:
-    """`readable` of the machine, and an empty directory that can be written."""
+def furnish(root: str, readable: list[str], megabytes: int, files: int, code: str) -> None:
+    """`readable` of the machine, the program, and an empty directory that can be written."""
     mount("none", "/", None, REC | PRIVATE)
-    mount("tmpfs", root, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
+    text = code.encode("utf-8", "surrogatepass")
+    mount("tmpfs", root, "tmpfs", NOSUID | NODEV, f"size={(len(text) >> 20) + 2}m,mode=755")
+    with open(root + PROGRAM, "wb") as file:
+        file.write(text)
     for path in readable:
         target = root + path
         if os.path.isdir(path):
@@ -67,9 +111,11 @@ def furnish(root: str, readable: list[str], megabytes: int, files: int) -> None:
             open(target, "a").close()
         mount(path, target, None, BIND | REC)
     os.makedirs(root + PLACE, exist_ok=True)
+    if not os.path.exists(root + "/tmp"):  # Python may be installed below it
+        os.symlink(PLACE, root + "/tmp")
     read_only = struct.pack("QQQQ", READ_ONLY | NOSUID, 0, 0, 0)
     call("read-only", "syscall", MOUNT_SETATTR, AT_FDCWD, root.encode(), AT_RECURSIVE, read_only, len(read_only))
-    mount("tmpfs", root + PLACE, "tmpfs", NOSUID | NODEV, f"size={megabytes}m,nr_inodes={files + 2},mode=777")
+    mount("tmpfs", root + PLACE, "tmpfs", NOSUID | NODEV, f"size={megabytes}m,nr_inodes={files + 1},mode=777")
 
 
 def leave_root() -> None:
@@ -83,59 +129,131 @@ def leave_root() -> None:
     call("dumpable", "prctl", DUMPABLE, 1, 0, 0, 0)  # else /proc/self is root's
 
 
-def close_calls() -> None:
-    machine, numbers = CLOSED[platform.machine()]
-    program = [(0x20, 0, 0, 4), (0x15, 1, 0, machine), (0x06, 0, 0, KILL), (0x20, 0, 0, 0)]
-    program += [(0x35, 0, 1, 0x40000000), (0x06, 0, 0, KILL)]  # x32, where numbers mean other calls
-    for number in numbers:
-        program += [(0x15, 0, 1, number), (0x06, 0, 0, REFUSE)]
-    program.append((0x06, 0, 0, ALLOW))
+def close_calls(sockets: bool) -> None:
+    only = ONLY if sockets else {**ONLY, "socketpair": (0, ())}
+    audit, column = MACHINES[platform.machine()]
+    words = CALLS.split()
+    # Each line: operation, distance of the jump if it is true, and if not, value. 0x20 loads, 0x06 returns.
+    program = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (0x06, 0, 0, KILL), (0x20, 0, 0, 0)]
+    for name, number in zip(words[::3], words[1 + column :: 3], strict=True):
+        if number == "-":
+            continue
+        if name in only:
+            argument, values = only[name]
+            body = [(0x20, 0, 0, 16 + 8 * argument)]
+            for value in values:
+                body += [(0x15, 0, 1, value), (0x06, 0, 0, ALLOW)]
+            body.append((0x06, 0, 0, EPERM))
+        elif name in WITHOUT:
+            argument, bits = WITHOUT[name]
+            body = [(0x20, 0, 0, 16 + 8 * argument), (0x45, 0, 1, bits), (0x06, 0, 0, EPERM), (0x06, 0, 0, ALLOW)]
+        else:
+            body = [(0x06, 0, 0, ALLOW)]
+        program += [(0x15, 0, len(body), int(number)), *body]
+    program.append((0x06, 0, 0, ENOSYS))  # of x32, too, whose numbers are others
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(filters))
     call("no new privileges", "prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
     call("filter on system calls", "prctl", SECCOMP, 2, ctypes.c_char_p(header), 0, 0)
 
 
-def become(given: dict) -> None:
-    """The program, as process 1 of its own. Never returns."""
+def tell(descriptor: int, **said: object) -> None:
+    os.write(descriptor, json.dumps(said).encode() + b"\n")
+
+
+def memory_group(most: int) -> str | None:
+    """Make a cgroup of at most `most` bytes, kernel memory included; None where this user cannot make one."""
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
+        mine = {controllers: path for _, controllers, path in (line.rstrip("\n").split(":", 2) for line in file)}
+        places, limit = ["/sys/fs/cgroup/memory" + mine.get("memory", "")], "memory.limit_in_bytes"
+        if "memory" not in mine:  # version 2, in which only a group without processes has groups below it
+            path = mine[""].rstrip("/")
+            places = ["/sys/fs/cgroup" + path.rsplit("/", depth)[0] for depth in range(1 + path.count("/"))]
+            limit = "memory.max"
+        for place in places:
+            group = f"{place}/dppo-tool-{os.getpid()}"
+            with contextlib.suppress(OSError):
+                os.mkdir(group)
+                try:
+                    with open(f"{group}/{limit}", "r+") as file:
+                        file.write(str(most))
+                    return group
+                except OSError:
+                    os.rmdir(group)
+    return None
+
+
+def become(given: dict, group: str | None) -> None:
+    """Run the program in this process. Never returns."""
+    os.setsid()  # else its signals to its process group reach the supervisor
+    with contextlib.suppress(OSError):
+        if group:
+            with open(f"{group}/cgroup.procs", "w") as file:
+                file.write("0")
     if os.geteuid() == 0:
         leave_root()
     own_users(NOBODY)
-    call("end with parent", "prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    call("no huge pages", "prctl", THP_DISABLE, 1, 0, 0, 0)  # of which a mapped part keeps the whole
     os.chroot(given["root"])
     os.chdir(PLACE)
-    with open("program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
-        file.write(given["code"])
     for name, most in given["limits"].items():
         resource.setrlimit(getattr(resource, name), (most, most))
     null = os.open("/dev/null", os.O_RDONLY)
     os.dup2(null, 0)
-    close_calls()
-    os.execve(given["python"], [given["python"], "-I", "-B", f"{PLACE}/program.py"], given["env"])
+    close_calls(given["sockets"])
+    os.execve(given["python"], [given["python"], "-I", "-B", PROGRAM], given["env"])
+
+
+def guard(given: dict, told: int, supervisor: int, group: str | None) -> None:
+    """Be process 1: end with the program or with the supervisor, and report how the program ended. Never returns."""
+    call("end with parent", "prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if select.select([supervisor], [], [], 0)[0]:  # it ended before that
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the program cannot send process 1 a signal that has no handler
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
+    program = os.fork()
+    if program == 0:
+        become(given, group)
+    ended = 0
+    while ended != program:
+        ended, status, usage = os.wait4(-1, 0)
+    tell(told, code=os.waitstatus_to_exitcode(status), cpu_s=usage.ru_utime + usage.ru_stime)
+    os._exit(0)
 
 
 def main() -> None:
-    """Input: what `python_tool` gives. What cannot be done is said to the descriptor in the arguments, and the rest is
-    not done."""
-    call("end with parent", "prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    told = int(sys.argv[1])
+    """Arguments: the process that waits for the answer, and the descriptor for it. Input: what `python_tool` gives.
+
+    The answer is one line of JSON: how the program ended, or what failed. When this process ends, so have all others.
+    """
+    caller, told = int(sys.argv[1]), int(sys.argv[2])
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    call("end with parent", "prctl", PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     os.set_inheritable(told, False)
+    os.umask(0o022)
     try:
         given = json.load(sys.stdin)
-        if platform.machine() not in CLOSED:
+        if platform.machine() not in MACHINES:
             raise OSError(f"no filter on system calls is known for {platform.machine()}")
         if os.geteuid():
             own_users(0)
         call("namespaces of mounts, processes and network", "unshare", NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS)
-        furnish(given["root"], given["readable"], given["megabytes"], given["files"])
+        furnish(given["root"], given["readable"], given["megabytes"], given["files"], given["code"])
+        itself = os.pidfd_open(os.getpid())
+        group = memory_group(given["memory"]) if os.getppid() == caller else os._exit(1)
         child = os.fork()
         if child == 0:
-            become(given)
+            guard(given, told, itself, group)
     except BaseException as error:
-        os.write(told, str(error).encode()[:1000])
+        tell(told, failed=str(error)[:500])
         os._exit(1)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os._exit(code if code >= 0 else 128 - code)
+    signal.sigwait(ENDINGS)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with contextlib.suppress(OSError):
+        if group:
+            os.rmdir(group)
 
 
 if __name__ == "__main__":
