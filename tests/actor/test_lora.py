@@ -34,7 +34,6 @@ CASES: dict[str, tuple[int, str, tuple[str, ...] | None, dict[str, Any], dict[st
     "data_overlap": (2, "qwen3", None, {}, {"overlap": True}),
     "expert": (2, "qwen3_moe", None, {}, {"expert": 2}),
     "expert_sequence": (2, "qwen3_moe", None, {}, SP),
-    "expert_overlap": (2, "qwen3_moe", None, {}, {"overlap": True}),
     "expert_whole": (2, "qwen3_moe", None, {}, {**SP, "expert": 2, "expert_tensor": 1}),
     "expert_cut_alone": (2, "qwen3_moe", None, {}, {"expert_tensor": 2}),
     "latent": (2, "deepseek", lora.LATENT, {}, SP),
@@ -150,6 +149,7 @@ def test_grouped_experts_compute_what_they_do_one_after_the_other(ranks, models,
     assert all(found[counts] < tolerance for counts in ("uneven", "first_empty", "none"))
     assert [found[f"{counts}_calls"] for counts in ("uneven", "first_empty", "none")] == [6, 6, 0]
     assert found["storages"] == [[(1, 0)] * 2] * 2
+    assert found["hooked"]
     assert found["same"]
 
 

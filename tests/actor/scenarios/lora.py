@@ -90,6 +90,9 @@ def grouped(rank: Rank, dtype: str, layout: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {"line": [line for line in actor.describe() if line.startswith("experts")]}
         experts = actor.model_chunks[0].decoder.layers[-1].mlp.experts
         adapters = [p for name, p in experts.named_parameters() if ".lora." in name]
+        hooked: set[Any] = set()  # Megatron gathers parameters in hooks like these
+        for adapter in (module for name, module in experts.named_modules() if name.endswith(".lora")):
+            adapter.register_forward_pre_hook(lambda adapter, _: hooked.add(adapter))
         generator = torch.Generator().manual_seed(3)
         uneven = torch.arange(len(experts.local_experts)).flip(0) ** 2  # the last one has no tokens
         for name, counts in {"uneven": uneven, "first_empty": uneven.flip(0), "none": 0 * uneven}.items():
@@ -99,6 +102,7 @@ def grouped(rank: Rank, dtype: str, layout: dict[str, Any]) -> dict[str, Any]:
             wanted, got = [], []
             with mock.patch("torch.nn.functional.grouped_mm", wraps=torch.nn.functional.grouped_mm) as product:
                 for values, call in ((wanted, partial(SequentialMLP.forward, experts)), (got, experts)):
+                    hooked.clear()
                     out, bias = call(x.requires_grad_(), counts, probs)
                     values += [out, *torch.autograd.grad(out, [x, probs, *adapters], upstream)]
                     assert bias is None
@@ -106,6 +110,7 @@ def grouped(rank: Rank, dtype: str, layout: dict[str, Any]) -> dict[str, Any]:
                 float((g - w).norm() / w.norm().clamp_min(1e-9)) for g, w in zip(got, wanted, strict=True)
             )
             found[f"{name}_calls"] = product.call_count
+            found["hooked"] = found.get("hooked", True) and len(hooked) * 2 == len(adapters)
         found["storages"] = [_storages(experts)]
         before = [p.detach().clone() for p in experts.parameters()]
         with actor.offloaded():
