@@ -78,14 +78,12 @@ def _forward(experts: SequentialMLP, together: MLP, x: Tensor, counts: Tensor, p
         return SequentialMLP.forward(experts, x, counts, probs)
     if x.is_cuda and not counts.is_cuda:
         counts = counts.pin_memory().to(x.device, non_blocking=True)
-    together.linear_fc1.ends = together.linear_fc2.ends = counts.cumsum(0, dtype=torch.int32)
+    together.linear_fc1.ends = together.linear_fc2.ends = counts.cumsum(0, dtype=torch.int32)  # of the experts' rows
     return MLP.forward(together, x, probs)
 
 
 class _Projection(nn.Module):
     """One linear layer of all `experts`, called as that of one expert. The model itself keeps a layer for each."""
-
-    ends: Tensor  # [experts] int32, on the device: where the rows of each expert end
 
     def __init__(self, experts: SequentialMLP, name: str):
         super().__init__()
