@@ -83,7 +83,7 @@ def _rest(devices: int) -> int:
 PARTS = (
     Part(
         "correctness",
-        "token statistics on the GPU against float64 (tests/gpu)",
+        "token statistics and grouped experts on the GPU against float64 (tests/gpu)",
         120,
         ("pytest", "hypothesis"),
         ("-m", "pytest", "tests/gpu", "-q", "-x", "-rs", "-p", "no:cacheprovider"),

@@ -40,6 +40,7 @@ def group_experts(chunks: Sequence[nn.Module], config: Config) -> None:
         together = copy(experts.local_experts[0])  # Megatron's activation and settings
         together._modules = dict(together._modules) | {name: _Projection(experts, name) for name in _PROJECTIONS}
         experts.forward = partial(_forward, experts, together)
+    torch.cuda.empty_cache()  # the memory that the weights left is in pieces too small for what follows
 
 
 def why_sequential(chunks: Sequence[nn.Module], config: Config) -> str | None:
@@ -68,8 +69,7 @@ def describe_experts(chunks: Sequence[nn.Module], config: Config) -> list[str]:
 
 
 def _experts(chunks: Sequence[nn.Module]) -> Iterator[SequentialMLP]:
-    modules = (module for chunk in chunks for module in chunk.modules() if isinstance(module, SequentialMLP))
-    return (module for module in modules if len(module.local_experts) > 1)
+    return (m for c in chunks for m in c.modules() if isinstance(m, SequentialMLP) and len(m.local_experts) > 1)
 
 
 def _forward(experts: SequentialMLP, together: MLP, x: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[int, str, tuple[str, ...] | None, dict[str, Any], dict[st
     "pipeline_virtual": (2, "qwen3", None, {}, {"pipeline": 2, "virtual_pipeline": 2}),
     "context": (2, "qwen3", None, {}, {"context": 2}),
     "data_overlap": (2, "qwen3", None, {}, {"overlap": True}),
-    "expert": (2, "qwen3_moe", None, {}, {"expert": 2}),
+    "expert": (2, "qwen3_moe", None, {"recompute": "full"}, {"expert": 2}),
     "expert_sequence": (2, "qwen3_moe", None, {}, SP),
     "expert_whole": (2, "qwen3_moe", None, {}, {**SP, "expert": 2, "expert_tensor": 1}),
     "expert_cut_alone": (2, "qwen3_moe", None, {}, {"expert_tensor": 2}),
