@@ -71,7 +71,7 @@ def write_report(
 
 def _side_by_side(histories: Sequence[History], rows_of: Callable[[History], dict[str, str]]) -> Rows:
     """Rows of all runs together; what no run has is left out."""
-    columns = [{key: bounded(v, _LONGEST_CELL) for key, v in rows_of(history).items()} for history in histories]
+    columns = [dict([bounded(text, _LONGEST_CELL) for text in row] for row in rows_of(h).items()) for h in histories]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     rows = {key: [column.get(key, NONE) for column in columns] for key in keys}
     return {key: values for key, values in rows.items() if any(value.strip(f"{NONE}, ") for value in values)}
@@ -83,7 +83,7 @@ def _table(title: str, names: Sequence[str], rows: Rows) -> Table:
     for name in names:
         table.add_column(escape(name), overflow="fold")
     for key, values in rows.items():
-        table.add_row(key, *map(escape, values))  # a token may look like markup
+        table.add_row(*map(escape, (key, *values)))  # a token may look like markup
     return table
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from dppo_megatron.common.files import output, write_atomic
 from dppo_megatron.common.tensors import packed
 from dppo_megatron.doctor.vocabulary import Vocabulary
+from dppo_megatron.errors import bounded
 from dppo_megatron.observability.history import History, labels
 from dppo_megatron.observability.names import METRICS
 from dppo_megatron.observability.summary import summary_rows
@@ -109,7 +110,7 @@ def _curves(history: History) -> dict[str, np.ndarray]:
     steps = sorted(history.rows)
     names = sorted({name for row in history.rows.values() for name in row})
     found = {name: np.array([_number(history.rows[s].get(name)) for s in steps], np.float32) for name in names}
-    return {"steps": np.array(steps, np.int32), **{f"m:{name}": values for name, values in found.items()}}
+    return {"steps": np.array(steps, np.int32), **{f"m:{bounded(name)}": values for name, values in found.items()}}
 
 
 def _number(value: float | None) -> float:

@@ -135,6 +135,8 @@ COMMANDS = {
     "status as JSON": ["status", "case", "--json"],
     "report": ["report", "case"],
     "report of two": ["report", "case", "RUN", "--out", "out"],
+    "view": ["view", "case", "--out", "view.html"],
+    "view of two": ["view", "case", "RUN", "--out", "view.html"],
     "resume": ["slurm", "case/config.yaml", "--dry-run", "--resume"],
     "convert": ["convert", "megatron-to-hf", "case", "model", "--dry-run"],
 }
