@@ -51,8 +51,9 @@ def _gives_memory_back(config: Config, elsewhere: bool) -> bool:
 def _finds(python: str, package: str) -> bool:
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     null = subprocess.DEVNULL  # what it prints may have no end
-    command = [python, "-c", look]
-    with subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True) as process:
+    with subprocess.Popen(
+        [python, "-c", look], stdin=null, stdout=null, stderr=null, start_new_session=True
+    ) as process:
         try:
             return process.wait(ANSWER_S) == 0
         except subprocess.TimeoutExpired:

@@ -11,12 +11,10 @@ def problems(config: Config, nodes: tuple[int, ...] | None = None, gpus: int | N
     `nodes`: of each component of the job that runs; None before it is submitted. `gpus`: of its first node, if known.
     """
     out = _requested(config) + ([] if nodes is None else _granted(config, nodes))
-    if gpus is not None and gpus < config.slurm.gpus_per_node:
-        out.append(
-            f"slurm.gpus_per_node = {config.slurm.gpus_per_node}: Slurm granted {gpus} GPUs on the first node; make "
-            "sbatch's --gpus-per-node or --gres and the config agree"
-        )
-    return out
+    if gpus is None or gpus >= (wanted := config.slurm.gpus_per_node):
+        return out
+    why = f"Slurm granted {gpus} GPUs on the first node; make sbatch's --gpus-per-node or --gres and the config agree"
+    return [*out, f"slurm.gpus_per_node = {wanted}: {why}"]
 
 
 def _granted(config: Config, nodes: tuple[int, ...]) -> list[str]:

@@ -59,10 +59,9 @@ class OutputError(ExpectedError, OSError):
 
 
 def output(path: Path, option: str = "--out", *, directory: bool = False) -> Path:
-    """The path of a file, or of a directory, that a command writes, with symbolic links followed.
+    """The path of a file, or of a directory, that a command writes, with symbolic links followed. Makes directories.
 
-    Makes the directory, of a file the one above it. Raises `OutputError` that names `option` if that fails, if files
-    cannot be made there, and for a directory, a device or a pipe in place of the file.
+    Raises `OutputError` that names `option` if none can be written there, and for what is no file in place of one.
     """
     resolved = Path(os.path.realpath(path))
     place = resolved if directory else resolved.parent

@@ -74,6 +74,8 @@ def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
     Raises `ConfigError` where there is no tree to look at.
     """
     try:
+        if path.is_fifo():
+            raise ValueError("a pipe, which may have no end; pass the path of a file")
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:

@@ -27,9 +27,7 @@ class StudyFile(Section):
     )
     conditions: dict[Name, Settings] = Field(default={"base": {}}, min_length=1)
     seeds: tuple[CountFromZero, ...] = Field(min_length=1, description="run.seed of the runs of each cell")
-    metric: str = Field(
-        "eval/accuracy", pattern=r"^[\w@./+-]+$", description="what runs are compared by: its last value"
-    )
+    metric: str = Field("eval/accuracy", pattern=r"^[\w@./+-]+$", description="its last value is compared")
     collapse: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.5, description="a run collapsed when the metric ends below this share of its best value, or below its first"
     )

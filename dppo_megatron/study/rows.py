@@ -39,10 +39,7 @@ class Row:
 
 
 def make_row(cell: Cell, file: StudyFile, *, failed: str | None, seconds: float) -> Row:
-    """Of a run that ended; `failed` says how when it did not complete, which is a result like any other.
-
-    Raises `ReportError` where a complete run has not recorded the study's metric.
-    """
+    """Of a run that ended; `failed` says how if it did not complete. Raises `ReportError` if it lacks the metric."""
     try:
         history = load_history(cell.config.run.dir, cell.name)
     except ReportError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 import types
 import typing
@@ -167,7 +168,10 @@ def test_hostile_yaml_is_one_short_error(tmp_path, text, expected):
     assert expected in refused(tmp_path, text)
 
 
-def test_a_path_that_is_empty_or_a_directory_is_no_config(tmp_path):
+def test_a_path_that_is_empty_or_a_directory_or_a_pipe_is_no_config(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="a pipe, which may have no end"):
+        load_config(tmp_path / "pipe")
     for path in ("", tmp_path):
         with pytest.raises(ConfigError, match="a directory, as an empty path is; pass the path of a YAML config"):
             load_config(path)
