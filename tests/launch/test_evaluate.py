@@ -10,6 +10,7 @@ from dppo_megatron.checks import settings_problems
 from dppo_megatron.checks.devices import fit_engines, gpu_problems
 from dppo_megatron.config import Config, ConfigError, read_config
 from dppo_megatron.fleet.registry import register
+from dppo_megatron.hf import ModelError
 from dppo_megatron.launch import evaluate, local_processes
 from dppo_megatron.launch.local_processes import engine_plans
 from dppo_megatron.launch.sample import sampling_only
@@ -103,3 +104,9 @@ def test_every_recipe_is_sampled_on_one_node_of_eight_gpus(tmp_path, monkeypatch
         assert {len(one) for one in each} == {config.engine.devices}
         counts[str(recipe.relative_to(EXAMPLES))] = len(each)
     assert counts["qwen3_30b_a3b/config.yaml"] == counts["papers/dppo_30b_a3b.yaml"] == 4  # of 8 and 16
+
+
+def test_a_model_that_is_not_there_leaves_no_directory(config, tmp_path):
+    with pytest.raises(ModelError, match="nowhere"):
+        evaluate.evaluate_model(config, tmp_path / "nowhere", "config.yaml")
+    assert not config.run.dir.exists()
