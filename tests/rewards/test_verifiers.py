@@ -152,6 +152,21 @@ def test_thousands_separators(prompt, text):
     assert gsm8k(prompt("1234567"), text) == 1
 
 
+@pytest.mark.parametrize(
+    ("answer", "box"),
+    [
+        ("1234", r"1,\!234"),
+        ("42", r"42\,\text{cm}"),
+        ("18", r"\$\,18"),
+        ("1234567", r"1\,234\,567"),
+        ("1234", "1\u2009234"),
+    ],
+)
+def test_spaces_of_latex_in_a_box(prompt, answer, box):
+    assert gsm8k(prompt(f"#### {answer}"), rf"so \boxed{{{box}}}.") == 1
+    assert gsm8k(prompt(f"#### {answer}1"), rf"so \boxed{{{box}}}.") == 0
+
+
 @pytest.mark.parametrize("text", ["#### \u22125", "\\boxed{\u22125}", r"\boxed{-5\,\text{cm}}", r"\boxed{-\$\,5}"])
 def test_minus_signs_and_spaces(prompt, text):
     assert gsm8k(prompt("#### \u22125"), text) == 1
