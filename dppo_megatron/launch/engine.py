@@ -18,10 +18,11 @@ from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import end_with_parent, exit_reason
 from dppo_megatron.common.retry import RetryBudget, retry_async
 from dppo_megatron.config import Config
+from dppo_megatron.engines.guard.asgi import RefusedPath, inside_roots
 from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
 from dppo_megatron.engines.protocol import EngineError
 from dppo_megatron.engines.secret import make_secret
-from dppo_megatron.engines.serving import Node
+from dppo_megatron.engines.serving import Node, start_model
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.fleet.registry import engine_log, forget, free_port, port_in_use, read_when_written, register
@@ -77,12 +78,8 @@ class Servers:
         for node in nodes:
             line = command(config, start, node)
             log.info("%s %d: %s", SERVER_START, node, " ".join(line))
-            given = {
-                "stdin": subprocess.DEVNULL,
-                "env": environment,
-                "preexec_fn": partial(end_with_parent, os.getpid()),
-            }
-            processes.append(subprocess.Popen(line, **given))
+            given = {"env": environment, "preexec_fn": partial(end_with_parent, os.getpid())}
+            processes.append(subprocess.Popen(line, stdin=subprocess.DEVNULL, **given))
         return cls(processes)
 
     def poll(self) -> int | None:
@@ -191,6 +188,10 @@ def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int
     path = None if published is None or published.path is None else Path(published.path)
     if path is None or config.weight_sync.lora == "adapter" or (path / ADAPTER_CONFIG).is_file():
         return ensure_start_model(config, index), 0
+    try:
+        inside_roots(str(path), [str(start_model(config)), str(run.weights)])
+    except RefusedPath as error:
+        raise EngineStartError(f"policy {published.version}: {error}") from None
     if is_delta(path):  # the run has it load what changed since
         path, _ = chain(path)
         return path, run.version_of(path)

@@ -14,19 +14,18 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 from dppo_megatron.config import Config, read_config, save_resolved
-from dppo_megatron.engines.guard.asgi import MAX_BODY_BYTES, ROOTS_VARIABLE, SECRET_VARIABLE, Guard
+from dppo_megatron.engines.guard.asgi import MAX_BODY_BYTES, SECRET_VARIABLE, Guard
 from dppo_megatron.engines.http import EngineCalls, Reply
 from dppo_megatron.engines.kinds import server_command, server_environment
 from dppo_megatron.engines.protocol import EngineIncompatible
 from dppo_megatron.engines.secret import NoSecret, make_secret, read_secret
 from dppo_megatron.launch.engine import EngineStartError, _wait_healthy
 from tests.attack import cases, generator
+from tests.attack.conftest import SECRET
 from tests.support.configs import make_config
 
-SECRET = "only this"
 KNOWN = {"authorization": f"Bearer {SECRET}"}
 BEFORE = Path(__file__).parents[1] / "data" / "run_before" / "run"  # written by an earlier version
 OURS = ("generate", "score", "abort", "load_weights", "join_weight_group", "receive_weights", "sleep", "wake")
@@ -41,46 +40,6 @@ def answers(app, requests):
             return [await client.request(method, path, **more) for method, path, more in requests]
 
     return asyncio.run(main())
-
-
-class Engine:
-    """Of vLLM, without one: whatever is called of it is noted."""
-
-    def __init__(self, model: Path):
-        self.model_config = SimpleNamespace(
-            model=str(model), get_vocab_size=lambda: 64, max_logprobs=8, is_encoder_decoder=False
-        )
-        self.called: list[str] = []
-
-    def __getattr__(self, name: str):
-        def note(*_arguments, **_settings):
-            self.called.append(name)
-            raise AssertionError(f"the request reached the engine: {name}")
-
-        return note
-
-
-@pytest.fixture
-def served(tmp_path, monkeypatch):
-    """Our routes in the application that vLLM would serve, and its engine."""
-    from dppo_megatron.engines.vllm.extension.routes import DppoRoutes
-    from dppo_megatron.engines.vllm.extension.weights import WeightUpdater
-
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    monkeypatch.setenv(ROOTS_VARIABLE, str(tmp_path / "run"))
-    (tmp_path / "run" / "weights").mkdir(parents=True)
-    app, routes = FastAPI(), DppoRoutes()
-
-    @app.post("/v1/completions")
-    @app.get("/health")
-    async def theirs() -> dict:
-        return {}
-
-    routes.attach_router(app)
-    routes._engine = Engine(tmp_path / "start")
-    routes._updater = WeightUpdater(routes._engine, tmp_path / "start", 0)
-    routes._experts = SimpleNamespace(available=False)
-    return SimpleNamespace(app=app, engine=routes._engine, updater=routes._updater, run=tmp_path / "run")
 
 
 @pytest.mark.parametrize(

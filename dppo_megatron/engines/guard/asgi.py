@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
@@ -91,15 +92,32 @@ class Guard:
 
 
 def inside_roots(path: str, roots: Collection[str]) -> str:
-    """`path` with symbolic links resolved. Raises `RefusedPath` unless it lies in one of `roots`, or is one."""
+    """`path` with symbolic links resolved. Raises `RefusedPath` unless it is one of `roots`, such as a start model that
+    is a snapshot of links into a cache, or lies in one and holds regular files (`check_files`)."""
     real = os.path.realpath(path)
     for root in map(os.path.realpath, roots):
         if os.path.commonpath((root, real)) == root:
+            if real != root:
+                check_files(real)
             return real
     raise RefusedPath(
         f"{path[:500]}: weights are loaded only from {', '.join(roots) or 'nowhere'} ({ROOTS_VARIABLE} and the model "
         "that this server started with)"
     )
+
+
+def check_files(directory: str) -> None:
+    """Raises `RefusedPath` where `directory`, or a version that it changes, is or holds a link or a special file: a
+    reader would leave the run, or wait for ever for a FIFO."""
+    seen: set[str] = set()
+    while directory not in seen and os.path.isdir(directory):
+        seen.add(directory)
+        _, folders, files = next(os.walk(directory), ("", [], []))
+        for entry in (directory, *(os.path.join(directory, name) for name in folders + files)):
+            if os.path.islink(entry) or not (os.path.isfile(entry) or os.path.isdir(entry)):
+                raise RefusedPath(f"{entry}: is a link or a special file; put what it should be in its place")
+        with contextlib.suppress(Exception), open(os.path.join(directory, "delta.json")) as file:  # for its reader
+            directory = os.path.join(os.path.dirname(directory), os.path.basename(json.load(file)["base"]))
 
 
 def roots_of_environment() -> tuple[str, ...]:

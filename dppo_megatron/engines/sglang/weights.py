@@ -12,6 +12,7 @@ from typing import get_args
 from uuid import uuid4
 
 from dppo_megatron.config.lora import LoraConfig
+from dppo_megatron.engines.guard.asgi import RefusedPath, inside_roots
 from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, EngineCalls
 from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, UpdateMode
 from dppo_megatron.hf import read_hf_config
@@ -261,6 +262,10 @@ class SglangWeights:
     def _check_weights(self, what: str, path: Path) -> None:
         """Raises `EngineRefused` unless `path` holds exactly the tensors of the run's model, or of an adapter for it;
         SGLang would load the ones it knows, keep the old ones of those it misses, and report success."""
+        try:  # as the server does: it would refuse them after it has paused
+            inside_roots(str(path), [str(self._model_path), str(path.parent)])
+        except RefusedPath as error:
+            raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
         if self._adapters is None:
             return self._check_manifest(what, lambda: Manifest.read(path))
         folded = self._adapters.model_copy(update={"alpha": float(self._adapters.r)})
