@@ -17,16 +17,14 @@ import psutil
 from .file_lock import FileLock
 
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2
-LOOK_S = 0.2  # between looks at the parent
 _LIBC = ctypes.CDLL(None)  # loaded before any fork
 
 
 class Child:
     """Starts `command` in its own session with output appended to `log`.
 
-    The kernel sends the child SIGTERM if this process dies without ending it, and a command of ours kills its session
-    then (`follow_parent`). All processes of the session are ended together, so that a server's workers do not outlive
-    it. lock: the child inherits it.
+    The kernel sends the child SIGTERM if this process dies without ending it (`follow_parent`). All processes of the
+    session are ended together, so that a server's workers do not outlive it. lock: the child inherits it.
     """
 
     def __init__(
@@ -99,30 +97,27 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 
 def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
-    """For `preexec_fn`: the kernel sends the new process signal `number` when `parent`, which starts it, dies."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until exec a handler of the parent's would take it, and do nothing
+    """For `preexec_fn`: the kernel sends this process signal `number` when `parent`, which starts it, dies."""
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)  # until exec a handler of the parent's would take it, and do nothing
     _LIBC.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before
         os._exit(1)
 
 
 def follow_parent() -> None:
-    """Kills this process and its group as soon as its parent dies, if it was started as a `Child`.
-
-    SIGTERM does not suffice: a trainer finishes its step first, and may wait for engines that are gone, and a server's
-    workers do not receive it.
-    """
+    """If this process was started as a `Child`: kills it and its group as soon as its parent dies. On SIGTERM a trainer
+    waits for its step, and maybe for engines that are gone; a server's workers do not receive it."""
     number, parent = ctypes.c_int(), os.getppid()
     _LIBC.prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
-    if not number.value or os.getpgrp() != os.getpid():
-        return
+    if number.value and os.getpgrp() == os.getpid():
+        threading.Thread(target=_follow, args=(parent,), name="follow-parent", daemon=True).start()
 
-    def follow() -> None:
-        while os.getppid() == parent:
-            time.sleep(LOOK_S)
-        os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=follow, name="follow-parent", daemon=True).start()
+def _follow(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os.killpg(0, signal.SIGKILL)
 
 
 def exit_reason(code: int) -> str:

@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from dppo_megatron.common.local_store import LocalStore
 from dppo_megatron.common.open_files import raise_limit
 from dppo_megatron.errors import ExpectedError
 
@@ -31,15 +32,14 @@ _keeper: subprocess.Popen | None = None  # it ends when its standard input does:
 
 
 def world_store(timeout: timedelta) -> dist.Store | None:
-    """The store of the ranks that the environment describes; None where torch's own way serves.
-
-    That is a small world, and ranks of torchrun, whose agent keeps the store. Raises `WorldStoreError` on rank 0 when
-    the process that is to keep it does not start.
+    """The store of the ranks that the environment describes, on rank 0 in a small world; None for ranks of torchrun,
+    whose agent keeps the store. Raises `WorldStoreError` on rank 0 when the process that is to keep it does not start.
     """
-    size, address = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
-    if size <= MOST_ON_RANK_ZERO or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
-    port = int(os.environ["MASTER_PORT"])
+    size, address, port = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if size <= MOST_ON_RANK_ZERO:
+        return LocalStore(address, port, size, os.environ["RANK"] == "0", timeout=timeout, multi_tenant=True)
     if int(os.environ["RANK"]) == 0:
         global _keeper
         _keeper = _start_keeper(port, timeout.total_seconds())

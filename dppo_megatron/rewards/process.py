@@ -138,14 +138,12 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
 
     load: hello -> (why it cannot be loaded, what answers).
     """
-    end_with_parent(os.getppid(), signal.SIGKILL)  # foreign code may ignore others
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # else asyncio.run would leave a handler of its own behind
     end, own = socket.socket(fileno=descriptor), os.getpid()
     channel = Channel(end, end.recv(TOKEN_BYTES, socket.MSG_WAITALL))
     try:
         hello = pickle.loads(_request(channel, 0))
-        if os.getppid() != hello["parent"]:  # it died before end_with_parent
-            return
+        end_with_parent(hello["parent"], signal.SIGKILL)  # foreign code may ignore others
         problem, answer = load(hello)
         reply: dict[str, Any] = {"error": problem}
         for number in itertools.count():

@@ -54,9 +54,7 @@ class Rendezvous:
 
         The first to open it keeps it; other parties, of this process too, `connect`.
         """
-        listener = socket.socket()
-        listener.bind(("127.0.0.1" if loopback else "", 0))
-        listener.listen(4096)
+        listener = socket.create_server(("127.0.0.1" if loopback else "", 0), backlog=4096)
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             "127.0.0.1",

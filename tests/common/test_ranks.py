@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -242,9 +243,7 @@ def _large_world(rank: int, directory: Path, most: int) -> list[int]:
     support.rendezvous(directory)
     before = _descriptors()
     store = world_store.world_store(timedelta(seconds=60))
-    assert (store is None) == (most >= 4)
-    if store is None:
-        store, _, _ = next(dist.rendezvous("env://", rank, 4, timeout=timedelta(seconds=60)))
+    assert rank or (world_store._keeper is None) == (most >= 4)
     ranks = Ranks.over(store, rank, 4, timeout_s=60)
     ranks.barrier("the others")
     counted = [before, _descriptors()]
@@ -266,6 +265,21 @@ def test_in_a_large_world_no_rank_has_a_descriptor_for_each_of_the_others(tmp_pa
         added[most] = [after - before for before, after in counts]
     assert added[4][0] > 4  # kept by torch: one for each rank on rank 0
     assert max(added[3]) <= 2  # a connection, and rank 0's pipe to the keeper
+
+
+def test_the_store_of_one_node_listens_on_the_loopback_interface_only(monkeypatch):
+    """torch's own listens on every interface."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    with ThreadPoolExecutor() as starting:
+        first = starting.submit(world_store.world_store, timedelta(seconds=60))
+        other = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=60))
+        first.result().set("a", "b")
+    assert other.get("a") == b"b"
+    listening = {c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.port == port}
+    assert {address.ip for address in listening} == {"127.0.0.1"}
 
 
 @pytest.mark.slow

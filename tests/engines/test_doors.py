@@ -162,6 +162,17 @@ def test_the_secret_is_in_its_file_alone(served):
         assert secret not in " ".join(process.info["cmdline"] or ()), process
 
 
+def test_no_process_of_the_server_listens_beyond_the_loopback_interface(served):
+    """The store by which its workers find each other, too."""
+    port = int(served.url.rpartition(":")[2])
+    (pid,) = {c.pid for c in psutil.net_connections() if c.status == "LISTEN" and c.laddr.port == port}
+    server = psutil.Process(pid)
+    processes = [server, *server.children(recursive=True)]
+    listening = [c.laddr.ip for p in processes for c in p.net_connections() if c.status == "LISTEN"]
+    assert len(processes) > 1
+    assert set(listening) == {"127.0.0.1"}
+
+
 def test_the_server_reaches_its_own_routes(served):
     """SGLang warms itself up through them, and limits its garbage collections."""
     log = served.log.read_text()

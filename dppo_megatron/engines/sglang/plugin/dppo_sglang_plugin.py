@@ -53,6 +53,8 @@ def register():
     loader = "sglang.srt.model_loader.loader.DefaultModelLoader"
     manager = "sglang.srt.lora.lora_manager.LoRAManager"
     memory = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    store = _loaded(WEIGHTS.parent / "common" / "local_store.py").LocalStore
+    importlib.import_module("torch.distributed.rendezvous").TCPStore = store  # of the schedulers, on one node
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", handle, HookType.AROUND)
     HookRegistry.register(f"{updater}.update_weights_from_disk", update_from_disk, HookType.AROUND)
     HookRegistry.register(f"{loader}._get_weights_iterator", weights_iterator, HookType.AROUND)

@@ -6,11 +6,9 @@ Importing this module registers it and ends the process with its parent. Name `W
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from dppo_megatron.common.process import end_with_parent
 from dppo_megatron.engines import exact
 from dppo_megatron.engines.trace import Recorder
 from dppo_megatron.weights.ahead import Ahead
@@ -45,7 +44,6 @@ from .wire import bits_of, dtype_name
 
 log = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BACKEND = "dppo"
 
 
@@ -155,12 +153,6 @@ def _problem(action: Callable[[], None]) -> str | None:
     return None
 
 
-def _end_with_parent() -> None:
-    """A killed server would leave its engine and worker processes behind, and their memory taken."""
-    if sys.platform == "linux" and multiprocessing.parent_process() is not None:
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 class WorkerExtension:
     """Mixed into every worker. Naming it also makes every worker import this module."""
 
@@ -262,4 +254,5 @@ def _compute_as_the_trainer() -> None:
 WeightTransferEngineFactory.register_engine(BACKEND, TrainerWeights)
 _follow_first_load()
 _compute_as_the_trainer()
-_end_with_parent()
+if (_server := multiprocessing.parent_process()) is not None:
+    end_with_parent(_server.pid, signal.SIGKILL)  # else a killed server leaves its engine and its workers behind
