@@ -1,4 +1,5 @@
-"""The SGLang engine of a run is killed and frozen while it samples; the run trains every step on samples of its policy.
+"""The SGLang engine of a run is killed while it samples and as it gets new weights, and frozen while it samples; the
+run trains every step on samples of its policy.
 
 One engine and no undisturbed run beside it: a server takes half a minute to start.
 """
@@ -10,6 +11,7 @@ import urllib.request
 
 import pytest
 
+from dppo_megatron.run_dir import RunDir
 from tests.support.faults import Run, frozen, kill
 from tests.support.runs import steps_done
 
@@ -28,7 +30,7 @@ def samples(run: Run) -> bool:
         return sum(load["num_running_reqs"] for load in json.load(reply)["loads"]) > 0
 
 
-def test_killed_then_frozen_while_it_samples(start_run):
+def test_killed_in_each_phase_then_frozen_while_it_samples(start_run):
     run = start_run(
         kind="sglang",
         health_timeout_s=4.0,
@@ -44,12 +46,16 @@ def test_killed_then_frozen_while_it_samples(start_run):
     run.wait_until(lambda: samples(run), "a running request", REST_S)
     kill(run.engine_pid("engine-0"))
     run.wait_for_log("train", "engine-0 serves again", START_S)
-    run.wait_until(lambda: 3 in steps_done(run.dir), "step 3", REST_S)
+    run.wait_until(RunDir(run.dir).weights_of(max(steps_done(run.dir)) + 1).exists, "the next version", REST_S)
+    kill(run.engine_pid("engine-0"))
+    log = run.dir / "logs" / "train.log"
+    run.wait_until(lambda: log.read_text().count("engine-0 serves again") > 1, "the engine again", START_S)
+    run.wait_until(lambda: 4 in steps_done(run.dir), "step 4", REST_S)
     run.wait_until(lambda: samples(run), "a running request", REST_S)
     known = deaths()
     with frozen(run.engine_pid("engine-0")):
         run.wait_until(lambda: deaths() > known, "a dead engine", NOTICED_S)
     run.wait_to_end(REST_S + START_S)
-    assert run.total("engine/restarts") >= 1
+    assert run.total("engine/restarts") >= 2
     assert run.total("engine/retried_requests") >= 1
     run.check_whole()

@@ -52,11 +52,11 @@ def fault_config(task: Path, run_dir: Path, *, urls: list[str], **engine: Any) -
 class Run:
     """`dppo-megatron train` in the background."""
 
-    def __init__(self, tree: dict, directory: Path):
+    def __init__(self, tree: dict, directory: Path, *options: str):
         self.dir = Path(tree["run"]["dir"])
         self.secret = Path(tree["engine"].get("secret_file", self.dir / "secret"))
         self.output = directory / "out"
-        self._process = start("train", write_config(tree, directory / "c.yaml"), output=self.output)
+        self.process = start("train", write_config(tree, directory / "c.yaml"), *options, output=self.output)
 
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: step in steps_done(self.dir), f"step {step}", 120)
@@ -68,18 +68,18 @@ class Run:
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert self._process.poll() is None, f"the run ended while waiting for {what}:\n{self.story()}"
+            assert self.process.poll() is None, f"the run ended while waiting for {what}:\n{self.story()}"
             assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s in vain for {what}:\n{self.story()}"
             time.sleep(0.005)
 
     def wait_to_end(self, timeout_s: float) -> None:
-        code = self._process.wait(timeout_s)
+        code = self.process.wait(timeout_s)
         assert code == 0, self.story()
 
     @contextlib.contextmanager
     def held(self):
         """Inside, the trainer stands still: the run cannot end, and everything else goes on."""
-        (trainer,) = [p for p in descendants(self._process) if "dppo_megatron trainer" in command_line(p)]
+        (trainer,) = [p for p in descendants(self.process) if "dppo_megatron trainer" in command_line(p)]
         trainer.suspend()
         try:
             yield
@@ -115,8 +115,8 @@ class Run:
             assert versions == {index // GROUPS}, "stale samples"
 
     def end(self) -> None:
-        if self._process.poll() is None:
-            end_session(self._process)
+        if self.process.poll() is None:
+            end_session(self.process)
 
 
 def command_line(process: psutil.Process) -> str:
