@@ -189,7 +189,7 @@ def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int
     if path is None or config.weight_sync.lora == "adapter" or (path / ADAPTER_CONFIG).is_file():
         return ensure_start_model(config, index), 0
     try:
-        inside_roots(str(path), [str(start_model(config)), str(run.weights)])
+        inside_roots(str(path), [str(start_model(config)), str(path.parent)])
     except RefusedPath as error:
         raise EngineStartError(f"policy {published.version}: {error}") from None
     if is_delta(path):  # the run has it load what changed since
