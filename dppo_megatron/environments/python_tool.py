@@ -69,7 +69,7 @@ class Limits:
 
     wall_s: float = 10.0
     cpu_s: int = 10  # of a process
-    memory_mb: int = 512  # address space of a process
+    memory_mb: int = 512  # of a process, what the kernel keeps for it included
     processes: int = 1  # and threads, the program itself included
     files_mb: int = 16  # of all files in its working directory, which is in memory
     files: int = 256  # in number
@@ -149,6 +149,7 @@ def _run(code: str, limits: Limits) -> _Run:
     output = os.memfd_create("output")
     told, tell = os.pipe()
     share = limits.processes * limits.memory_mb + 2 * limits.files_mb
+    # The kernel's records of a process's mappings take an eighth of their size at most, socket buffers more than pipes.
     memory, buffers = limits.memory_mb << 20, _DESCRIPTORS * _socket_buffer()
     sockets = 4 * buffers <= memory
     with tempfile.TemporaryDirectory(prefix="sandbox-") as root, os.fdopen(output, "rb") as printed:
@@ -157,9 +158,8 @@ def _run(code: str, limits: Limits) -> _Run:
             "megabytes": limits.files_mb, "memory": share << 20, "sockets": sockets,
             "readable": [*_directories(limits), *_DEVICES],
             "limits": {
-                "RLIMIT_AS": memory - sockets * buffers, "RLIMIT_CPU": limits.cpu_s, "RLIMIT_FSIZE": largest,
-                "RLIMIT_NPROC": limits.processes, "RLIMIT_NOFILE": _DESCRIPTORS, "RLIMIT_CORE": 0,
-                "RLIMIT_SIGPENDING": 64, "RLIMIT_MSGQUEUE": 0,
+                "RLIMIT_AS": memory - memory // 8 - sockets * buffers, "RLIMIT_CPU": limits.cpu_s,
+                "RLIMIT_FSIZE": largest, "RLIMIT_NPROC": limits.processes, "RLIMIT_NOFILE": _DESCRIPTORS, "RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": 64,
             },
         }  # fmt: skip
         with os.fdopen(told, "rb") as answer:

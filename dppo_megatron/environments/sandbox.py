@@ -167,7 +167,7 @@ def memory_group(most: int) -> str | None:
         mine = {controllers: path for _, controllers, path in (line.rstrip("\n").split(":", 2) for line in file)}
         places, limit = ["/sys/fs/cgroup/memory" + mine.get("memory", "")], "memory.limit_in_bytes"
         if "memory" not in mine:  # version 2, in which only a group without processes has groups below it
-            path = mine[""].rstrip("/")
+            path = mine.get("", "").rstrip("/")
             places = ["/sys/fs/cgroup" + path.rsplit("/", depth)[0] for depth in range(1 + path.count("/"))]
             limit = "memory.max"
         for place in places:

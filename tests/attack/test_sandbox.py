@@ -156,6 +156,15 @@ TAKERS = {
             libc.munmap(whole + 4096, start + (4 << 20) - whole - 4096)
         each(fill, 0, 400)
     """,
+    "mappings": """
+        pages = mmap.mmap(-1, 40 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        libc.mprotect.argtypes = [ctypes.c_size_t] * 2 + [ctypes.c_int]
+        def fill(number):
+            ctypes.memset(start + 8192 * number, 1, 8192)
+            return libc.mprotect(start + 8192 * number, 4096, 1)
+        each(fill, 0, 40 << 7)
+    """,
     "files without a name": """
         def fill(number):
             file = os.open("f", os.O_CREAT | os.O_RDWR)
@@ -249,6 +258,12 @@ class User:
         self.send(code, **limits)
         return self.answer()
 
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for group in Path("/sys/fs/cgroup/memory").glob(f"**/attack-{self.process.pid}"):
+            group.rmdir()
+
     def attack(self, taker: str, place: str, end: str) -> str:
         """What is wrong with how this attack ended; empty if nothing is."""
         limits = {"wall_s": 3.0} if "ended after 3 s" in ENDS[end][1] else {}
@@ -279,10 +294,7 @@ def who(request) -> Iterator[User]:
         started.run("pass")  # reads Python's files
         yield started
     finally:
-        started.process.stdin.close()
-        started.process.wait(ANSWER_S)
-        for group in Path("/sys/fs/cgroup/memory").glob(f"**/attack-{started.process.pid}"):
-            group.rmdir()
+        started.end()
 
 
 @pytest.mark.parametrize("taker", TAKERS)
@@ -369,5 +381,4 @@ def test_nothing_is_left_of_a_call_that_is_killed(victim):
             assert time.monotonic() < deadline, alive
             time.sleep(0.05)
     finally:
-        started.process.kill()
-        started.process.wait()
+        started.end()
