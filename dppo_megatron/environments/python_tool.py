@@ -159,7 +159,8 @@ def _run(code: str, limits: Limits) -> _Run:
             "readable": [*_directories(limits), *_DEVICES],
             "limits": {
                 "RLIMIT_AS": memory - memory // 8 - sockets * buffers, "RLIMIT_CPU": limits.cpu_s,
-                "RLIMIT_FSIZE": largest, "RLIMIT_NPROC": limits.processes, "RLIMIT_NOFILE": _DESCRIPTORS, "RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": 64,
+                "RLIMIT_FSIZE": largest, "RLIMIT_NPROC": limits.processes, "RLIMIT_NOFILE": _DESCRIPTORS,
+                "RLIMIT_SIGPENDING": 64, "RLIMIT_CORE": 0,
             },
         }  # fmt: skip
         with os.fdopen(told, "rb") as answer:

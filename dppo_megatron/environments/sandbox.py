@@ -26,7 +26,7 @@ PROGRAM = "/program.py"
 ENDINGS = (signal.SIGTERM, signal.SIGCHLD)  # the supervisor waits for these
 # <sched.h>, <sys/mount.h>, <linux/mount.h>, <sys/prctl.h>, <linux/seccomp.h>
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-NOSUID, NODEV, BIND, REC, PRIVATE = 2, 4, 4096, 16384, 1 << 18
+NOSUID, NODEV, BIND, REC, PRIVATE, MNT_DETACH = 2, 4, 4096, 16384, 1 << 18, 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS, THP_DISABLE = 1, 4, 22, 38, 41
 EPERM, ENOSYS = 0x00050001, 0x00050000 | 38  # of a call that is refused; libraries fall back after ENOSYS
@@ -251,9 +251,10 @@ def main() -> None:
     signal.sigwait(ENDINGS)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with contextlib.suppress(OSError):
-        if group:
-            os.rmdir(group)
+    LIBC.umount2(given["root"].encode(), MNT_DETACH)
+    for directory in filter(None, (group, given["root"])):  # the caller may have been killed
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)
 
 
 if __name__ == "__main__":

@@ -380,5 +380,7 @@ def test_nothing_is_left_of_a_call_that_is_killed(victim):
         while alive := [process for process in found if process.is_running() and process.status() != "zombie"]:
             assert time.monotonic() < deadline, alive
             time.sleep(0.05)
+        directories = [path for path in Path(tempfile.gettempdir()).glob("sandbox-*") if path.stat().st_uid == OTHER]
+        assert not directories
     finally:
         started.end()
