@@ -362,7 +362,12 @@ def test_a_long_program_runs(who):
 @pytest.mark.parametrize("victim", ["caller", "supervisor"])
 def test_nothing_is_left_of_a_call_that_is_killed(victim):
     """Without its caller the sandbox ends; without its supervisor, the call fails."""
-    started = user(os.geteuid() or OTHER)
+
+    def directories() -> set[str]:
+        with os.scandir(tempfile.gettempdir()) as found:
+            return {entry.name for entry in found if entry.name.startswith("sandbox-") and entry.stat().st_uid == OTHER}
+
+    started, before = user(os.geteuid() or OTHER), directories()
     try:
         started.run("pass", wall_s=60.0)
         started.send(program("memory", "without a signal at its parent's end", "never"), wall_s=60.0)
@@ -380,7 +385,6 @@ def test_nothing_is_left_of_a_call_that_is_killed(victim):
         while alive := [process for process in found if process.is_running() and process.status() != "zombie"]:
             assert time.monotonic() < deadline, alive
             time.sleep(0.05)
-        directories = [path for path in Path(tempfile.gettempdir()).glob("sandbox-*") if path.stat().st_uid == OTHER]
-        assert not directories
+        assert not directories() - before
     finally:
         started.end()
