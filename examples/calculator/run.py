@@ -51,14 +51,17 @@ def make_task(directory: Path, seed: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="of the task, the start policy and the run")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="passed to the DPPO run")
+    parser.add_argument("--warmup-set", action="append", default=[], metavar="A.B=VALUE", help="passed to the warm-up")
     arguments = parser.parse_args()
     started = time.monotonic()
     shutil.rmtree(ROOT, ignore_errors=True)
     make_task(ROOT / "task", arguments.seed)
-    for config in ("warmup.yaml", "config.yaml"):
+    for config, changes in (("warmup.yaml", arguments.warmup_set), ("config.yaml", arguments.set)):
         print(f"== {config}", flush=True)
         command = [sys.executable, "-m", "dppo_megatron", "train", str(HERE / config)]
-        if code := subprocess.run([*command, "--set", f"run.seed={arguments.seed}"]).returncode:
+        changes = [word for change in (f"run.seed={arguments.seed}", *changes) for word in ("--set", change)]
+        if code := subprocess.run([*command, *changes]).returncode:
             return code
     records = read_records(ROOT / "dppo/metrics.jsonl")
     shares = [r["rollout/reward_mean"] for r in records if "rollout/reward_mean" in r]
