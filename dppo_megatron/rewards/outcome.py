@@ -23,7 +23,7 @@ from .interface import NotApplicable, Reward, Ungradable
 LONGEST_DETAIL = 500  # characters of an error in the log
 LONGEST_ANSWER = 200  # characters of a final answer that is told apart from others
 UNFIT = "; a reward takes (prompt, response_text) and returns a number"
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 _NOT_THE_USERS = ("<", _PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
 _unawaited: list[str] = []  # what Python said of coroutines that were dropped, during the last attempt
 _LARGEST = float(np.finfo(np.float32).max)
