@@ -74,9 +74,11 @@ class ProgressView:
             self._evals.clear()
             for record in records[:-1]:
                 self._absorb(record)
-            self._pace.clear()  # the pace of an earlier attempt, and the pause between, predict nothing
+            self._pace.clear()  # the pace of an earlier attempt predicts nothing
         for record in records[-1:] if first or restarted else records:
             self.update(record)
+        if first or restarted:
+            self._pace.clear()  # nor does the pause until the next step
         if records or time.monotonic() - self._drawn_at > _REDRAW_S:
             self._refresh()
         return bool(records)

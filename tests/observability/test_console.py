@@ -88,6 +88,14 @@ def test_poll_follows_a_file_and_passes_over_what_a_resumed_run_repeats(tmp_path
     write([3, 4])
     resumed.poll(path)
     assert shown() == ["2/9", "3/9", "4/9"]
+    path.rename(tmp_path / "first attempt")
+    write([4])
+    after_a_pause = ProgressView(9, out, plain_interval_s=0)
+    after_a_pause.poll(path)
+    with path.open("a") as file:  # an hour later
+        file.write(json.dumps(step_record(5, 4605.0)) + "\n")
+    after_a_pause.poll(path)
+    assert "0:00:08 left" in out.getvalue().splitlines()[-1]  # 4 steps of 2 s
 
 
 def test_a_record_without_step_or_time_is_passed_over(tmp_path):
