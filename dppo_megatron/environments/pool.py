@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from dppo_megatron.common.worker import WorkerError, WorkerTimeout
 from dppo_megatron.config.environment import EnvironmentConfig
 from dppo_megatron.rewards.outcome import describe
-from dppo_megatron.rewards.process import WorkerError, WorkerTimeout
 from dppo_megatron.rewards.workers import WorkerPool
 from dppo_megatron.types import Prompt
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from dppo_megatron.common.worker import Answer, Worker, WorkerError, serve
 from dppo_megatron.types import Prompt
 
 from .outcome import LONGEST_DETAIL, Failure, Outcome, attempt, describe, final_answer, problem_of, refuse_unawaited
-from .process import Answer, Worker, WorkerError, serve
 from .registry import RewardError, load_reward
 
 Terms = Sequence[tuple[str, Mapping[str, Any]]]  # name and settings of each reward

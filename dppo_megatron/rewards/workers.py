@@ -7,8 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from dppo_megatron.common.worker import Worker, WorkerError, WorkerTimeout
+
 from .outcome import Failure, describe
-from .process import Worker, WorkerError, WorkerTimeout
 from .registry import BUILTIN
 from .worker import RewardWorker
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from dppo_megatron.bank.audit import audit
+from dppo_megatron.common.worker import WorkerError
 from dppo_megatron.config.environment import EnvironmentConfig
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.environments.episodes import Episodes
@@ -22,7 +23,6 @@ from dppo_megatron.environments.interface import EnvironmentFailed, Step
 from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.fleet.sampling import Sampler
-from dppo_megatron.rewards.process import WorkerError
 from dppo_megatron.types import Prompt, Rollout
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.fakes.orchestrator import STOP, Tokenizer, World, sampling_config

@@ -1,4 +1,4 @@
-"""A process that runs foreign code, and the handle of it: one request at a time, nothing of it believed."""
+"""A process for foreign code and files, and the handle of it: one request at a time, nothing of it believed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pickle
+import resource
 import secrets
 import signal
 import socket
@@ -16,9 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dppo_megatron.common.process import end_with_parent, exit_reason
+import psutil
 
 from .channel import LARGEST_REPLY, TOKEN_BYTES, Channel, Rubbish
+from .process import end_with_parent, exit_reason
 
 _START_S = 300.0  # for the imports of foreign code, on a slow file system
 _EXIT_S = 10.0
@@ -28,8 +30,8 @@ sys.path[:] = json.loads(sys.argv[2])
 from importlib import import_module
 import_module(sys.argv[3]).main(int(sys.argv[1]))"""
 
-Answer = Callable[[bytes], list[Any]]
-"""The parts of the reply to a pickled request. It raises nothing."""
+Answer = Callable[[bytes], list[Any] | bytes]
+"""The parts of the reply to a pickled request, or bytes that are sent as they are. It raises nothing."""
 
 
 class WorkerError(Exception):
@@ -79,13 +81,13 @@ class Worker:
                 return error
         raise WorkerError("its process sent a reply that is none")
 
-    def ask(self, request: tuple[Any, ...], timeout_s: float, what: str) -> list[Any]:
-        """The parts of the reply, within `timeout_s`. `what` is waited for, in messages.
+    def ask(self, request: tuple[Any, ...], timeout_s: float, what: str) -> Any:
+        """The parts of the reply, or its bytes, within `timeout_s`. `what` is waited for, in messages.
 
         Raises, besides `WorkerError`, what pickling the request raises; the worker stays of use then.
         """
         match self._exchange(pickle.dumps(request), timeout_s, what):
-            case {"parts": list(parts)}:
+            case {"parts": list() | bytes() as parts}:
                 return parts
         raise WorkerError("its process sent a reply that is none")
 
@@ -116,7 +118,10 @@ class Worker:
             self._channel.send(request, time.monotonic() + timeout_s)
             # Code of an earlier sample may still run in the worker and keep the request from it.
             begun = bool(self._channel.receive_reply(time.monotonic() + timeout_s, number, self._largest).get("begun"))
-            return self._channel.receive_reply(time.monotonic() + timeout_s, number, self._largest)
+            reply = self._channel.receive_reply(time.monotonic() + timeout_s, number, self._largest)
+            if reply.get("bytes"):
+                reply["parts"] = self._channel.receive(time.monotonic() + timeout_s, self._largest)
+            return reply
         except TimeoutError:
             if begun:
                 raise WorkerTimeout(f"waited {timeout_s:g} s {what}") from None
@@ -128,15 +133,29 @@ class Worker:
 
     def _how_it_ended(self) -> str:
         try:
-            return f"ended ({exit_reason(self._process.wait(1))})"
+            code = self._process.wait(1)
+            return "needed too long" if code == -signal.SIGPROF else f"ended ({exit_reason(code)})"
         except subprocess.TimeoutExpired:
             return "closed the channel of the results"
+
+
+def confine(memory: int) -> None:
+    """Limits this process to `memory` more bytes than it has now. Where it crashes, it leaves no core file and no text.
+
+    `signal.setitimer(signal.ITIMER_PROF, seconds)` limits how long it computes: the signal ends it.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Not RLIMIT_AS, which counts mapped files.
+    most = psutil.Process().memory_info().data + memory
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
 
 
 def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, Answer]]) -> None:
     """The worker: loads what the hello names and answers requests until the other end closes the channel.
 
-    load: hello -> (why it cannot be loaded, what answers).
+    load: hello -> (why it cannot be loaded, the function that answers).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # else asyncio.run would leave a handler of its own behind
     end, own = socket.socket(fileno=descriptor), os.getpid()
@@ -145,6 +164,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
         hello = pickle.loads(_request(channel, 0))
         end_with_parent(hello["parent"], signal.SIGKILL)  # foreign code may ignore others
         problem, answer = load(hello)
+        parts: list[Any] | bytes = b""
         reply: dict[str, Any] = {"error": problem}
         for number in itertools.count():
             if os.getpid() != own:  # foreign code forked, and this is the child
@@ -152,8 +172,10 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it left behind would end the next sample
             _open_streams()
             _reply(channel, number, reply)
-            request = _request(channel, number + 1)
-            reply = {"parts": answer(request)}
+            if "bytes" in reply:
+                channel.send(parts)
+            parts = answer(_request(channel, number + 1))
+            reply = {"bytes": True} if isinstance(parts, bytes) else {"parts": parts}
     except (EOFError, OSError):  # the pool is gone, or foreign code closed the channel
         os._exit(0)
 
