@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -152,6 +153,15 @@ def read_foreign_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"the top level must be an object, found {type(value).__name__}")
     return value
+
+
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` of JSON that may give no key twice. Raises `ValueError`."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {shown(repeated)} is given twice")
+    return found
 
 
 def read_regular(path: Path, most: int) -> bytes:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dppo_megatron.common.files import read_foreign_json
+from dppo_megatron.common.files import each_once, read_foreign_json
 from dppo_megatron.errors import shown
 
 from .errors import ModelError
@@ -98,12 +99,17 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-            return {name: TensorInfo(DTYPES[at.get_dtype()], tuple(at.get_shape())) for name, at in slices.items()}
+            found = {name: TensorInfo(DTYPES[at.get_dtype()], tuple(at.get_shape())) for name, at in slices.items()}
+        with file.open("rb") as opened:  # safetensors takes the last of several tensors of one name
+            json.loads(opened.read(int.from_bytes(opened.read(8), "little")), object_pairs_hook=each_once)
+        return found
     except (SafetensorError, OSError) as error:
         what = f"not a safetensors file, or truncated ({file.stat().st_size} bytes): {error}"
         with file.open("rb") as opened:
             if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 what = "a Git LFS pointer, not the file; `git lfs pull` in the model's repository fetches it"
+    except ValueError as error:
+        what = f"its header: {error}; write the file again"
     except KeyError as error:
         what = f"holds tensors of type {error}, which no model here has"
     raise ModelError(str(file), [f"{file.name}: {what}"])

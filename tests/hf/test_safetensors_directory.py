@@ -33,6 +33,19 @@ def test_sharded_directory_is_read_back_and_loaded_by_transformers(tmp_path):
     assert model.config.rope_parameters["rope_theta"] == 10000.0
 
 
+def test_a_header_that_names_a_tensor_twice_is_refused(tmp_path):
+    tensor = '"%s":{"dtype":"F32","shape":[1],"data_offsets":[%d,%d]}'
+    for second, start in (("b", 4), ("a", 0), ("\\u0061", 0)):
+        text = f"{{{tensor % ('a', 0, 4)},{tensor % (second, start, start + 4)}}}"
+        content = len(text).to_bytes(8, "little") + text.encode() + bytes(start + 4)
+        (tmp_path / "model.safetensors").write_bytes(content)
+        if second == "b":
+            assert len(hf.SafetensorsDirectory(tmp_path).tensors) == 2
+            continue
+        with pytest.raises(hf.ModelError, match=r"its header: the key 'a' is given twice; write the file again"):
+            hf.SafetensorsDirectory(tmp_path)
+
+
 def test_random_model_is_a_function_of_its_seed(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         hf.make_random_hf_model(tmp_path / name, CONFIGS["llama"], seed)
