@@ -72,6 +72,22 @@ def test_every_method_under_every_condition_with_every_seed(study, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"seeds: !!python/object/apply:os.system [x]", "line 1, column 8: a tag; write the value alone"),
+        (b"seeds: [", "not valid YAML: line 1"),
+        (b"a: &a [*a]", "contains itself"),
+        (b"[1]", "must be a mapping of sections, found list"),
+        (b"\xff", "line 1: not UTF-8"),
+    ],
+)
+def test_a_study_file_that_is_no_settings_is_one_clear_error(text, said, tmp_path):
+    (tmp_path / "study.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=said):
+        read_study(tmp_path / "study.yaml", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"seeds": []}, "seeds"),
