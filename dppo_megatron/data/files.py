@@ -6,13 +6,19 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .rows import PromptFileError, numbered_lines, parse_line
+from dppo_megatron.common.files import read_foreign_json
+from dppo_megatron.common.worker import WorkerError
+from dppo_megatron.errors import bounded
+
+from .rows import PromptFileError, memory_for_rows, numbered_lines, parse_line
+from .worker import WAIT_S, Tables, borrowed
 
 _TABLES = (".parquet", ".arrow")
-_BATCH = 1024  # rows of a table that are held as Python objects at once
+_SECONDS, _BYTES_PER_S = 3.0, 20e6  # of computing for the next rows: so long, and longer for a large file
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 
 
@@ -37,17 +43,18 @@ def data_files(path: Path) -> list[Path]:
     return [path]
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
+def read_rows(path: Path, *, held: bool = False) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
     """(number from 1, columns) of every row; in place of columns what is wrong with a line.
 
-    Raises `PromptFileError` for files that cannot be read as what their names say.
+    held: whether the caller stores all of them, so that they must fit into memory. Raises `PromptFileError` for files
+    that cannot be read as what their names say.
     """
     first = 1
     for file in data_files(path):
         if file.exists() and not file.is_file():
-            raise PromptFileError(file, problem="cannot read the prompt file: a device or a pipe, that may not end")
+            raise PromptFileError(file, problem="cannot read the prompt file: a device or pipe, which may have no end")
         number = first - 1
-        for number, columns in _table(file, first) if file.suffix in _TABLES else _json_lines(file, first):
+        for number, columns in _table(file, first, held) if file.suffix in _TABLES else _json_lines(file, first):
             yield number, columns
         first = number + 1
 
@@ -64,40 +71,28 @@ def _json_lines(file: Path, first: int) -> Iterator[tuple[int, dict[str, Any] | 
             yield number + first - 1, error
 
 
-def _table(file: Path, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def _table(file: Path, number: int, held: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The next rows are read while the caller works on these."""
     try:
         import pyarrow
-        import pyarrow.parquet
+
+        memory = memory_for_rows()
+        seconds = _SECONDS + file.stat().st_size / _BYTES_PER_S
+        with ThreadPoolExecutor(1) as thread, borrowed(Tables, max(memory, 1 << 30)) as worker:
+            asked = thread.submit(worker.ask, (file, seconds, memory if held else None), WAIT_S, "for rows")
+            while parts := asked.result():
+                if isinstance(parts, list):
+                    raise ValueError(parts[0])
+                asked = thread.submit(worker.ask, (None, seconds, None), WAIT_S, "for rows")
+                rows = pyarrow.ipc.open_stream(parts).read_next_batch().to_pylist()
+                yield from enumerate(rows, number)
+                number += len(rows)
     except ImportError:
         raise PromptFileError(file, problem="needs pyarrow: pip install pyarrow") from None
-    number = first
-    try:
-        if file.suffix == ".parquet":
-            with pyarrow.parquet.ParquetFile(file) as table:
-                for batch in table.iter_batches(_BATCH):
-                    yield from enumerate(batch.to_pylist(), number)
-                    number += len(batch)
-            return
-        with pyarrow.memory_map(str(file)) as source:
-            for batch in _arrow_batches(pyarrow, source):
-                for start in range(0, len(batch), _BATCH):
-                    yield from enumerate(batch.slice(start, _BATCH).to_pylist(), number + start)
-                number += len(batch)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        problem = getattr(error, "strerror", None) or str(error)
-        raise PromptFileError(file, problem=f"cannot read the table: {problem}") from error
-
-
-def _arrow_batches(pyarrow: Any, source: Any) -> Iterator[Any]:
-    """`datasets` writes streams; others write Arrow files."""
-    try:
-        reader = pyarrow.ipc.open_stream(source)
-    except pyarrow.ArrowInvalid:
-        source.seek(0)
-        reader = pyarrow.ipc.open_file(source)
-        yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
-        return
-    yield from reader
+    except (OSError, ValueError, WorkerError) as error:
+        problem = bounded(getattr(error, "strerror", None) or str(error), 1000)
+        remedy = "" if ";" in problem else "; it may be damaged, write it again"
+        raise PromptFileError(file, problem=f"cannot read the table: {problem}{remedy}") from None
 
 
 def _dataset_files(directory: Path) -> list[Path]:
@@ -108,7 +103,7 @@ def _dataset_files(directory: Path) -> list[Path]:
         )
     if (state := directory / "state.json").exists():  # of datasets' save_to_disk
         try:
-            saved = json.loads(state.read_bytes())
+            saved = read_foreign_json(state)
             files = [directory / Path(entry["filename"]).name for entry in saved["_data_files"]]
         except (ValueError, KeyError, TypeError, OSError):
             raise PromptFileError(state, problem="is not what `datasets` writes") from None

@@ -11,8 +11,8 @@ import numpy as np
 
 from dppo_megatron.errors import bounded, shown
 
-from .files import read_rows, unit
-from .prompts import Row, parse_row, renderer
+from .files import unit
+from .prompts import Row, parse_rows, renderer
 from .rows import shorten_list
 
 if TYPE_CHECKING:
@@ -37,18 +37,15 @@ def inspect(
     rows: list[Row] = []
     unusable: list[tuple[int, str]] = []
     total = readable = 0
-    for number, columns in read_rows(path):
+    for number, columns, row in parse_rows(path, config, render):
         total += 1
-        if isinstance(columns, ValueError):
-            unusable.append((number, str(columns)))
-            continue
-        readable += 1
-        for name, value in columns.items():
+        readable += columns is not None
+        for name, value in (columns or {}).items():
             kinds[name][_kind(value)] += 1
-        try:
-            rows.append(parse_row(number, columns, config, render))
-        except ValueError as error:
-            unusable.append((number, str(error)))
+        if isinstance(row, ValueError):
+            unusable.append((number, str(row)))
+        else:
+            rows.append(row)
     of = unit(path)
     out = [f"{path}: {total} {of}s", "", "columns"]
     width = max(map(len, kinds), default=0)

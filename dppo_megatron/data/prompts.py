@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,14 +15,19 @@ from dppo_megatron.types import Prompt
 from .files import read_rows, unit
 from .order import EpochOrder, Mixture
 from .rows import PromptFileError, check_text, column
+from .worker import render_chats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from dppo_megatron.config.schema import Config, DataConfig
 
-__all__ = ["PromptFile", "PromptFileError", "PromptSource", "parse_row", "renderer", "training_prompts"]
+__all__ = ["PromptFile", "PromptFileError", "PromptSource", "parse_rows", "renderer", "training_prompts"]
 
+T = TypeVar("T")
+Render = Callable[[Sequence[Any]], list[str | ValueError]]
+
+_BATCH = 256  # rows whose prompts are rendered together
 _CHARACTERS_PER_TOKEN = 1000  # no token is longer; text that is need not be tokenized to be refused
 
 
@@ -69,23 +75,19 @@ class PromptFile:
             return f"{of}; {dropped} dropped, of more than data.max_prompt_tokens = {limit} tokens"
         return f"{of}; {self.truncated} truncated to {limit} tokens" if self.truncated else of
 
-    def _load(self, tokenizer: PreTrainedTokenizerBase | None, render: Callable[[Any], str]) -> list[Row]:
+    def _load(self, tokenizer: PreTrainedTokenizerBase | None, render: Render) -> list[Row]:
         violations: list[tuple[int, str]] = []
         rows: list[Row] = []
         longest = _CHARACTERS_PER_TOKEN * self._config.max_prompt_tokens
         limit = self._config.max_prompt_tokens
-        for number, columns in read_rows(self.path):
+        for number, _, row in parse_rows(self.path, self._config, render):
             self.total += 1
-            try:
-                if isinstance(columns, ValueError):
-                    raise columns
-                row = parse_row(number, columns, self._config, render)
-                if len(row.text) > longest and self._config.overlong != "drop":
-                    raise ValueError(f"{len(row.text)} characters, data.max_prompt_tokens is {limit}")
-                if len(row.text) <= longest:
-                    rows.append(row)
-            except ValueError as error:
-                violations.append((number, str(error)))
+            if isinstance(row, ValueError):
+                violations.append((number, str(row)))
+            elif len(row.text) <= longest:
+                rows.append(row)
+            elif self._config.overlong != "drop":
+                violations.append((number, f"{len(row.text)} characters, data.max_prompt_tokens is {limit}"))
         if not self.total:
             raise PromptFileError(self.path, problem="empty; it must hold one JSON object a line")
         texts = [row.text for row in rows]
@@ -167,9 +169,30 @@ def training_prompts(
     return PromptSource(path, tokenizer, config.data, config.run.seed, tuple(more), tools)
 
 
-def parse_row(number: int, columns: dict[str, Any], config: DataConfig, render: Callable[[Any], str]) -> Row:
-    """A row without its tokens. Raises `ValueError` when it cannot be used."""
-    text = render(column(columns, config.prompt_column, "data.prompt_column"))
+def parse_rows(
+    path: Path, config: DataConfig, render: Render
+) -> Iterator[tuple[int, dict[str, Any] | None, Row | ValueError]]:
+    """(number, columns, the row without its tokens) of every row of a file; in place of what cannot be read or used
+    None and the reason."""
+    rows = read_rows(path, held=True)
+    while batch := list(itertools.islice(rows, _BATCH)):
+        wanted = [attempt(column, columns, config.prompt_column, "data.prompt_column") for _, columns in batch]
+        for (number, columns), text in zip(batch, render(wanted), strict=True):
+            if isinstance(columns, ValueError):
+                yield number, None, columns
+            else:
+                yield number, columns, attempt(_row, text, number, columns, config)
+
+
+def attempt(call: Callable[..., T], value: Any, *arguments: Any) -> T | ValueError:
+    """What `call` makes of the value, or why it refuses it. A value that is such a reason stays one."""
+    try:
+        return value if isinstance(value, ValueError) else call(value, *arguments)
+    except ValueError as error:
+        return error
+
+
+def _row(text: str, number: int, columns: dict[str, Any], config: DataConfig) -> Row:
     answer = _answer(column(columns, config.answer_column, "data.answer_column"))
     check_text(text, "the prompt")
     check_text(answer, "the answer")
@@ -194,21 +217,22 @@ def _answer(value: Any) -> str:
 
 def renderer(
     tokenizer: PreTrainedTokenizerBase | None, config: DataConfig, tools: Sequence[dict[str, Any]] = ()
-) -> Callable[[Any], str]:
-    """The function from the prompt column's value to the text the model reads; it raises `ValueError`.
+) -> Render:
+    """The function from values of the prompt column to texts that the model reads, or reasons why there is none.
 
-    tools: as chat templates take them.
+    tools: as chat templates take them. The function raises `ChatTemplateError`.
     """
     template = config.prompt_template
     if "{prompt}" not in template:
         raise ValueError(f"data.prompt_template = {template!r}: must contain {{prompt}}")
-    if config.chat_template and (tokenizer is None or not tokenizer.chat_template):
+    chat = getattr(tokenizer, "chat_template", None)
+    if not config.chat_template:  # without a tokenizer it is not known whether it has one
+        return lambda values: [attempt(_fill, value, config, tokenizer is None or bool(chat)) for value in values]
+    if not chat:
         raise ValueError(
             "data.chat_template = true: the tokenizer has no chat template; set it to false or use an instruct model"
         )
-    if config.chat_template:
-        return lambda value: render_chat(tokenizer, prompt_messages(value, config), tools)
-    return lambda value: _fill(value, config)
+    return lambda values: render_chats(tokenizer, [attempt(prompt_messages, value, config) for value in values], tools)
 
 
 def prompt_messages(value: Any, config: DataConfig) -> list[dict[str, Any]]:
@@ -220,17 +244,20 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
 ) -> str:
     """A chat as the model reads it, up to where it answers. Raises `ValueError`."""
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-        )
-    # Templates raise their own errors, e.g. for roles they do not know.
-    except Exception as error:
-        raise ValueError(f"the chat template refuses it: {error}") from error
+    (text,) = render_chats(tokenizer, [messages], tools)
+    if isinstance(text, ValueError):
+        raise text
+    return text
 
 
-def _fill(value: Any, config: DataConfig) -> str:
+def _fill(value: Any, config: DataConfig, chat: bool = True) -> str:
+    """chat: whether the tokenizer has a chat template."""
     if _is_messages(value):
+        if not chat:
+            raise ValueError(
+                f"{len(value)} messages, and the tokenizer has no chat template; use a model that has one, or name the "
+                f"text of a lone message: data.prompt_column = {config.prompt_column}.0.content"
+            )
         if len(value) != 1 or value[0]["role"] != "user":
             raise ValueError(f"{len(value)} messages; set data.chat_template = true, or leave one of the user alone")
         value = value[0]["content"]

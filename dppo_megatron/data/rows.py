@@ -9,7 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.errors import ExpectedError, bounded, shown
+import psutil
+
+from dppo_megatron.common.files import each_once
+from dppo_megatron.errors import ExpectedError, bounded
 
 _LONGEST_LIST = 3000  # characters of the violations that are described; of the rest it gives the line numbers
 _LONGEST_PROBLEM = 200
@@ -49,9 +52,16 @@ class PromptFileError(ExpectedError, ValueError):
         super().__init__("\n".join([f"{name}: {count} malformed {unit}{'s' if count != 1 else ''}", *lines]))
 
 
+def memory_for_rows() -> int:
+    """Bytes: half of what is free."""
+    return psutil.virtual_memory().available // 2
+
+
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Raises `PromptFileError` when the file cannot be read."""
     try:
+        if (size := path.stat().st_size) > memory_for_rows():
+            raise PromptFileError(path, problem=f"{size} bytes, more than half of the free memory; leave out rows")
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise PromptFileError(path, problem=f"cannot read the prompt file: {error.strerror}") from error
@@ -69,7 +79,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from None
     try:
-        columns = json.loads(text, object_pairs_hook=_object)
+        columns = json.loads(text, object_pairs_hook=each_once)
     except json.JSONDecodeError as error:
         problem = error.msg.removesuffix(" enclosed in double quotes")
         raise ValueError(f"not JSON: {problem} at character {error.pos + 1}") from None
@@ -119,15 +129,6 @@ def column(columns: dict[str, Any], name: str, setting: str) -> Any:
 def shorten_list(names: Iterable[str], longest: int = 120) -> str:
     text = ", ".join(names)
     return text if len(text) <= longest else text[:longest] + " ..."
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    columns = dict(pairs)
-    if len(columns) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {shown(repeated)} is given twice")
-    return columns
 
 
 def _is_deep(value: Any) -> bool:

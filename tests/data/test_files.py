@@ -70,9 +70,8 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizers):
         out.write_table(table)
     names = ["one.parquet", "train-*.parquet", "rows.jsonl", "saved/train", "hub", "file.arrow"]
     for name in names:
-        assert [row for _, row in read_rows(tmp_path / name)] == DAPO, name
-        assert [number for number, _ in read_rows(tmp_path / name)] == list(range(1, 3001)), name
-    prompts = source(tmp_path / "one.parquet", tokenizers[0], **BY_PATH)
+        assert list(read_rows(tmp_path / name)) == list(enumerate(DAPO, 1)), name
+    prompts = source(tmp_path / "one.parquet", tokenizers[0], **BY_PATH, prompt_column="prompt.0.content")
     prompt = prompts.prompt(2999)
     assert (prompt.row, prompt.text, prompt.answer, prompt.source) == (2999, "2999+1=?", "3000", "math_dapo")
     assert prompt.columns == DAPO[2999]
@@ -94,10 +93,13 @@ def test_messages_without_a_chat_template(tmp_path, tokenizers):
     path = tmp_path / "turns.jsonl"
     turns = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1="}]
     path.write_text(json.dumps({"prompt": turns[1:], "answer": 2}))
-    assert source(path, tokenizers[0], prompt_template="Q {prompt}").prompt(0).text == "Q 1+1="
+    assert source(path, tokenizers[1], prompt_template="Q {prompt}").prompt(0).text == "Q 1+1="
+    with pytest.raises(PromptFileError, match=r"the tokenizer has no chat template; .*column = prompt\.0\.content"):
+        source(path, tokenizers[0])
+    assert source(path, tokenizers[0], prompt_column="prompt.0.content").prompt(0).text == "1+1="
     path.write_text(json.dumps({"prompt": turns, "answer": 2}))
     with pytest.raises(PromptFileError, match=r"line 1: 2 messages; set data\.chat_template = true"):
-        source(path, tokenizers[0])
+        source(path, tokenizers[1])
 
 
 def test_long_prompts_are_refused_dropped_or_truncated(tmp_path, tokenizers):
@@ -176,7 +178,7 @@ def test_directories_that_are_ambiguous_or_no_data_are_refused(tmp_path, tokeniz
     for split in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
         pyarrow.parquet.write_table(table, tmp_path / "hub" / f"{split}.parquet")
     refused(tmp_path / "hub", r"several sets; name one of .*hub/test-\*\.parquet, .*hub/train-\*\.parquet")
-    assert len(source(tmp_path / "hub" / "train-*.parquet", tokenizers[0], **BY_PATH)) == 10
+    assert len(source(tmp_path / "hub" / "train-*.parquet", tokenizers[1], **BY_PATH)) == 10
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "holds no parquet")
     refused(tmp_path / "none-*.parquet", "no file matches")

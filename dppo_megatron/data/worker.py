@@ -1,0 +1,168 @@
+"""A process that reads tables and renders chat templates: a file that crashes it or fills its memory harms only it."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dppo_megatron.common.worker import Worker, WorkerError, confine, serve
+from dppo_megatron.errors import ExpectedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WAIT_S = 300.0  # for a file system that stalls; the seconds that the process computes have a limit of their own
+_ROWS, _CHATS = 1024, 64  # of a reply
+_ROW_BYTES = 1000  # of a prompt in memory besides its text: objects and tokens
+_MOST_CHARACTERS = 1 << 23  # of a rendered prompt, and about that many of a reply
+_CHATS_S, _CHATS_MEMORY = 2.0, 1 << 30
+_idle: dict[str, list[Worker]] = {}
+
+
+class ChatTemplateError(ExpectedError, ValueError):
+    """The template does not end, or needs more memory than a text does."""
+
+
+@contextmanager
+def borrowed(answer: Any, memory: int) -> Iterator[Worker]:
+    """A process of a class of this module, started where none is idle. What raises ends it. memory: its bytes."""
+    idle = _idle.setdefault(answer.__name__, [])
+    worker = idle.pop() if idle else None
+    started = worker is None or not worker.usable
+    if started:
+        hello = {"answer": answer.__name__, "memory": memory}
+        worker = Worker(__name__, hello, "table" if answer is Tables else "template", memory)
+    try:
+        if started:
+            worker.load()
+        yield worker
+    except BaseException:
+        worker.end()
+        raise
+    idle.append(worker)
+
+
+def render_chats(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Any], tools: Sequence[dict[str, Any]] = ()
+) -> list[str | ValueError]:
+    """Each chat as the model reads it, up to where it answers; in place of a text why there is none. A chat that is
+    such a reason stays one. tools: as chat templates take them. Raises `ChatTemplateError`."""
+    out: list[str | ValueError] = []
+    try:
+        known = {"tools": list(tools) or None, "add_generation_prompt": True, **tokenizer.special_tokens_map}
+        known["chat_template"] = tokenizer.get_chat_template(None, tools=known["tools"])
+        with borrowed(Templates, _CHATS_MEMORY) as worker:
+            while len(out) < len(chats):
+                parts = worker.ask((known, chats[len(out) : len(out) + _CHATS]), WAIT_S, "for the chat template")
+                if isinstance(parts[0], str):
+                    raise ValueError(parts[0])
+                out += [text if problem is None else ValueError(problem) for text, problem in parts]
+    except (WorkerError, ValueError) as error:
+        limits = f"it may compute for {_CHATS_S:g} s and take {_CHATS_MEMORY >> 30} GiB"
+        raise ChatTemplateError(
+            f"data.chat_template = true: {error}; {limits}: correct chat_template in the model's "
+            "tokenizer_config.json, or set data.chat_template to false"
+        ) from None
+    return out
+
+
+def main(descriptor: int) -> None:
+    """The worker's process."""
+    serve(descriptor, lambda hello: (None, globals()[hello["answer"]](hello["memory"])))
+
+
+class Tables:
+    """Answers (file, seconds of computing, bytes that its rows may take or None) with the first rows, (None, seconds,
+    None) with the next: an Arrow stream of one batch, no parts at the end, or why there are no rows."""
+
+    def __init__(self, memory: int):
+        import pyarrow.parquet
+
+        self._pa, self._batches = pyarrow, iter(())
+        confine(memory)
+
+    def __call__(self, request: bytes) -> list[Any] | bytes:
+        file, seconds, held = pickle.loads(request)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            if file is not None:
+                self._batches, self._held = self._read(file), held
+            return next(self._batches, [])
+        except MemoryError:
+            return ["takes more memory than half of what is free; write it in smaller row groups"]
+        except Exception as error:  # by kind of damage pyarrow raises anything
+            return [getattr(error, "strerror", None) or str(error)]
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _read(self, file: Path) -> Iterator[bytes]:
+        if file.suffix == ".parquet":
+            with self._pa.parquet.ParquetFile(file) as table:
+                self._hold(table.metadata.num_rows * _ROW_BYTES)
+                yield from map(self._checked, table.iter_batches(_ROWS))
+            return
+        with self._pa.memory_map(str(file)) as source:
+            for batch in self._arrow_batches(source):
+                self._hold(len(batch) * _ROW_BYTES)
+                batch.validate(full=True)
+                yield from (self._checked(batch.slice(first, _ROWS)) for first in range(0, len(batch), _ROWS))
+
+    def _arrow_batches(self, source: Any) -> Iterator[Any]:
+        """`datasets` writes streams; others write Arrow files."""
+        try:
+            yield from self._pa.ipc.open_stream(source)
+        except self._pa.ArrowInvalid:
+            source.seek(0)
+            reader = self._pa.ipc.open_file(source)
+            yield from map(reader.get_batch, range(reader.num_record_batches))
+
+    def _checked(self, batch: Any) -> bytes:
+        """A few bytes may stand for rows of any size, so they are made here first, within the limits."""
+        batch.validate(full=True)
+        batch.to_pylist()
+        sink = self._pa.BufferOutputStream()
+        with self._pa.ipc.new_stream(sink, batch.schema) as out:
+            out.write_batch(batch)
+        self._hold(sink.tell())
+        return sink.getvalue().to_pybytes()
+
+    def _hold(self, size: int) -> None:
+        if self._held is not None:
+            self._held -= size
+            if self._held < 0:
+                raise ValueError("its rows take more memory than half of what is free; leave out rows or columns")
+
+
+class Templates:
+    """Answers (what a template is given, chats) with (text, why there is none) of the first ones; with text where the
+    next would be no better."""
+
+    def __init__(self, memory: int):
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self._render = render_jinja_template
+        confine(memory)
+
+    def __call__(self, request: bytes) -> list[Any]:
+        known, chats = pickle.loads(request)
+        out: list[Any] = []
+        signal.setitimer(signal.ITIMER_PROF, _CHATS_S)
+        while len(out) < len(chats) and sum(len(text) for text, _ in out) < _MOST_CHARACTERS:
+            chat, text, problem = chats[len(out)], "", None
+            try:
+                if isinstance(chat, ValueError):
+                    raise chat
+                text = self._render([list(chat)], **known)[0][0]
+            except MemoryError:
+                return ["the template fills its memory"]
+            except Exception as error:  # templates raise their own, e.g. for roles they do not know
+                problem = str(error) if error is chat else f"the chat template refuses it: {str(error)[:500]}"
+            if len(text) > _MOST_CHARACTERS:
+                return [f"the template writes {len(text)} characters for one prompt"]
+            out.append((text, problem))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return out
