@@ -44,6 +44,7 @@ class Phases:
     def __init__(self, kind: str):
         self._routes = ROUTES[kind]
         self.waits_for = ""
+        self.published = False  # in this life, which begins with a publish
         self.act: Callable[[], None] = lambda: None
 
     async def __call__(self, path, body, forward):
@@ -51,7 +52,9 @@ class Phases:
         if phase == "sampling" and b"group-" not in body:  # a probe
             phase = None
         self.reached(phase)
-        return await forward()
+        reply = await forward()
+        self.published |= phase == "publishing"
+        return reply
 
     def reached(self, phase: str | None) -> None:
         if phase and phase == self.waits_for:
@@ -75,11 +78,15 @@ def live(life: Run, part: str, phase: str, phases: Phases, rank: int) -> None:
 
     def act() -> None:
         children = descendants(life.process)
-        victims = [p for p in children if f"dppo_megatron {part}" in command_line(p)] or [life.process]
+        victims = (
+            [p for p in children if f"dppo_megatron {part}" in command_line(p)]
+            if part != "launcher"
+            else [life.process]
+        )
         killed.extend(children)
         kill(victims[rank % len(victims)].pid)
 
-    phases.act = act
+    phases.act, phases.published = act, False
     if phase == "sampling":
         phases.waits_for = phase
     # A life begins with a publish; the one after a step is meant.
@@ -90,7 +97,8 @@ def live(life: Run, part: str, phase: str, phases: Phases, rank: int) -> None:
         assert time.monotonic() < deadline, f"{part}, {phase}:\n{life.story()}"
         assert life.process.poll() is None, f"{part}, {phase}: the run ended before:\n{life.story()}"
         full = (life.dir / "bank").exists() and reader.refresh() >= trained
-        if full and phase in ("training", "publishing") and own.published.exists():
+        full = full and phases.published
+        if full and phase in ("training", "publishing"):
             phases.waits_for = phase
         if full and phase == "training":
             phases.reached(phase)
