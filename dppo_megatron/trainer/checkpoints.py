@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping
+from typing import Any
 
 from dppo_megatron.actor import Actor
 from dppo_megatron.actor.checkpoint.directory import kept_steps
@@ -25,19 +28,25 @@ class Checkpoints:
         self._actor = actor
         self._directory = RunDir(config.run.dir).checkpoints
         self._saved: int | None = None
+        self.metrics: dict[str, Any] = {}  # of the step that `load_latest` restored
 
     def due(self, step: int) -> bool:
         every = self._config.checkpoint.every
         return step == self._config.train.steps or (every > 0 and step % every == 0)
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """metrics: the step's record, for a run that is killed before it is logged."""
         if step == self._saved:
             return
         groups = step * self._config.rollout.prompts_per_step
         self._actor.save_checkpoint(
             self._directory,
             step,
-            {"step": step, "groups_consumed": groups},
+            {
+                "step": step,
+                "groups_consumed": groups,
+                "metrics": {name: x if math.isfinite(x) else None for name, x in (metrics or {}).items()},
+            },
             keep=self._config.checkpoint.keep,
         )
         self._saved = step
@@ -80,5 +89,5 @@ class Checkpoints:
                 f"rollout.prompts_per_step = {self._config.rollout.prompts_per_step}: the checkpoint consumed "
                 f"{state['groups_consumed']} groups in {state['step']} steps; use the setting it was made with"
             )
-        self._saved = state["step"]
+        self._saved, self.metrics = state["step"], state.get("metrics", {})
         return state["step"]

@@ -62,7 +62,7 @@ def train(
     def save_if_due(metrics: StepMetrics) -> None:
         if checkpoints.due(step):
             with metrics.timed("checkpoint"):
-                checkpoints.save(step)
+                checkpoints.save(step, metrics.finish())
 
     if publisher is not None:
         recorder.log(step, publisher.publish(step).metrics())

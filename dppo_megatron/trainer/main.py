@@ -99,6 +99,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
             engines = _connect(config, run, layout, control)
         publisher = build_publisher(config, actor, engines, tokens)
     with RankZeroRecorder(config, layout.rank, first_step, lambda token: tokenizer().decode([token])) as recorder:
+        recorder.log_missing(first_step, checkpoints.metrics)
         with control, checkpoints:
             done = train(
                 config,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from dppo_megatron.config import Config
 from dppo_megatron.observability.masked_tokens import MaskedTokenLog
-from dppo_megatron.observability.names import evaluated_sets
-from dppo_megatron.observability.tail import JsonlFollower, read_metrics
+from dppo_megatron.observability.names import evaluated_sets, is_step_record
+from dppo_megatron.observability.tail import JsonlFollower, metrics_of, read_metrics
 from dppo_megatron.observability.trackers import build_trackers
 from dppo_megatron.orchestrator.metrics import last_progress
 from dppo_megatron.run_dir import RunDir
@@ -33,17 +35,23 @@ class RankZeroRecorder:
         self._masked = MaskedTokenLog(config.run.dir, decode, resume_step) if rank == 0 else None
         self._follower = JsonlFollower(RunDir(config.run.dir).rollout_metrics)
         self._first_step = resume_step or 0
-        self._evaluated = {
-            (record["step"], name)
-            for record in read_metrics(RunDir(config.run.dir).metrics)
-            for name in evaluated_sets(record)
-        }
+        self._kept = read_metrics(RunDir(config.run.dir).metrics)
+        self._evaluated = {(record["step"], name) for record in self._kept for name in evaluated_sets(record)}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self._trackers is None:
             return
         self._forward()
         self._trackers.log(step, metrics)
+
+    def log_missing(self, step: int | None, metrics: Mapping[str, Any]) -> None:
+        """Logs `metrics`, of a checkpoint, where its step has no record: the run was killed between the two."""
+        if self._trackers is None or any(r["step"] == step and is_step_record(r) for r in self._kept):
+            return
+        for record in metrics_of([{**metrics, "step": step}]):
+            if is_step_record(record):
+                del record["step"]
+                self._trackers.log(step, {name: math.nan if x is None else x for name, x in record.items()})
 
     def log_masked(self, step: int, counts: Mapping[int, int]) -> None:
         """counts: token id -> how often the step masked it."""

@@ -1,0 +1,59 @@
+"""A run that is killed between a checkpoint and the record of its step has that record after it was resumed."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from dppo_megatron.observability.tail import read_metrics
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.trainer.checkpoints import Checkpoints
+from dppo_megatron.trainer.recorder import RankZeroRecorder
+from tests.support.configs import make_config
+
+STEP = {"train/loss": 0.5, "train/lr": float("nan"), "time/step_s": 2.0}
+
+
+class OneCheckpoint:
+    """An actor that keeps the state of its checkpoint, as JSON."""
+
+    layout = SimpleNamespace(rank=0)
+
+    def save_checkpoint(self, directory, step, state, keep):
+        self.state = json.dumps(state, allow_nan=False)
+
+    def load_checkpoint(self, directory):
+        return json.loads(self.state)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_record_of_a_checkpoints_step_is_there_once_after_a_kill(tmp_path, recorded):
+    config, actor = make_config(run={"dir": tmp_path}, checkpoint={"every": 2}), OneCheckpoint()
+
+    def decode(token):
+        return str(token)
+
+    with RankZeroRecorder(config, 0, None, decode) as recorder:
+        recorder.log(1, STEP)
+        Checkpoints(config, actor).save(2, STEP)
+        recorder.log(2, {"rollout/reward_mean": 1.0})  # no record of a step
+        if recorded:
+            recorder.log(2, STEP)
+    checkpoints = Checkpoints(config, actor)
+    with RankZeroRecorder(config, 0, checkpoints.load_latest(), decode) as recorder:
+        recorder.log_missing(2, checkpoints.metrics)
+    steps = [record for record in read_metrics(RunDir(tmp_path).metrics) if "train/loss" in record]
+    assert [record["step"] for record in steps] == [1, 2]
+    assert {name: steps[1][name] for name in STEP} == {**STEP, "train/lr": None}
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_record(tmp_path):
+    config, actor = make_config(run={"dir": tmp_path}), OneCheckpoint()
+    Checkpoints(config, actor).save(2)
+    actor.state = json.dumps({k: v for k, v in json.loads(actor.state).items() if k != "metrics"})
+    checkpoints = Checkpoints(config, actor)
+    with RankZeroRecorder(config, 0, checkpoints.load_latest(), str) as recorder:
+        recorder.log_missing(2, checkpoints.metrics)
+    assert read_metrics(RunDir(tmp_path).metrics) == []
