@@ -74,7 +74,7 @@ def test_every_method_under_every_condition_with_every_seed(study, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"seeds: !!python/object/apply:os.system [x]", "line 1, column 8: a tag; write the value alone"),
+        (b"seeds: !!python/object/apply:os.system [x]", "line 1, column 8: seeds: a tag; write the value alone"),
         (b"seeds: [", "not valid YAML: line 1"),
         (b"a: &a [*a]", "contains itself"),
         (b"[1]", "must be a mapping of sections, found list"),
