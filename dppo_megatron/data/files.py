@@ -52,7 +52,9 @@ def read_rows(path: Path, *, held: bool = False) -> Iterator[tuple[int, dict[str
     first = 1
     for file in data_files(path):
         if file.exists() and not file.is_file():
-            raise PromptFileError(file, problem="cannot read the prompt file: a device or a pipe, which may have no end")
+            raise PromptFileError(
+                file, problem="cannot read the prompt file: a device or a pipe, which may have no end"
+            )
         number = first - 1
         for number, columns in _table(file, first, held) if file.suffix in _TABLES else _json_lines(file, first):
             yield number, columns

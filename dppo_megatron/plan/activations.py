@@ -158,6 +158,10 @@ def _experts(work: Work) -> tuple[dict[str, int], int]:
         "dispatched tokens": dispatched,
         "experts": routed,
     }
+    here = moe.num_experts // work.config.parallel.expert
+    if work.config.model.lora.r and here > 1:  # A and B of gate, up (apart in a product for both) and down projections
+        sizes = 3 * hf.hidden_size + 5 * moe.ffn_hidden_size // work.expert_tensor
+        saved["stacked adapters"] = e * here * work.config.model.lora.r * sizes
     if moe.shared_ffn_hidden_size:
         saved["shared experts"] = _swiglu(work, moe.shared_ffn_hidden_size // work.tensor, work.tokens)[0]
     return saved, working + 2 * dispatched

@@ -110,6 +110,15 @@ def test_attention_of_local_layers_on_a_gpu_is_counted():
     assert made("qwen3_8b", tensor, local, "model.dtype=fp32").core == 1000 * 16 * (4 + 4 * 4 * 128)
 
 
+def test_the_stacked_adapters_of_experts_are_counted():
+    """A and B of gate and up as one product: [2 r, H] and [2 F, 2 r]; of down: [r, F] and [H, r]."""
+    sets = ("parallel.expert=8", "parallel.tensor=4", "parallel.expert_tensor=1", "model.lora.r=32")
+    settings = config("qwen3_30b_a3b", *sets)
+    made = layer(Work(read_hf_config(settings.model.path), settings, 1000, True), True)
+    of_one = 2 * 32 * 2048 + 2 * 768 * 2 * 32 + 32 * 768 + 2048 * 32
+    assert made.saved["stacked adapters"] == 2 * 128 // 8 * of_one
+
+
 def test_an_impossible_layout_is_rejected_with_every_reason(builder):
     impossible = config(
         "qwen3_30b_a3b",
