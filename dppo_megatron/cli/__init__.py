@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
+from typing import Any
 
 import typer
 
 from dppo_megatron.common import working_directory
 from dppo_megatron.common.process import follow_parent
 from dppo_megatron.config import ConfigError
+from dppo_megatron.config.load import setting_of
 from dppo_megatron.convert.commands import app as convert_app
 from dppo_megatron.errors import ExpectedError
 
 from . import after, before, cluster, data, init, runs
 
+
+class _Commands(typer.core.TyperGroup):
+    """Answers `--lr 1e-5` and `optimizer.lr=1e-5` on a command line with the `--set` that was meant."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter.__base__ as error:  # UsageError, which typer does not export
+            if error.ctx and any(parameter.name == "overrides" for parameter in error.ctx.command.params):
+                name = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+                given = [(name, "=VALUE")] if name else re.findall(r"([\w.]+)(=[^\s)]+)", error.message)
+                meant = " ".join(f"--set {setting_of(key)}{value}" for key, value in given)
+                error.message += f"; settings are given by {meant}" if meant else ""
+                if "section.key" not in meant:
+                    error.possibilities = None
+            raise
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="RL for language models on Megatron-core with divergence trust regions (DPPO, DRPO).",
     no_args_is_help=True,
     add_completion=False,
@@ -40,5 +62,6 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(2)
     except ExpectedError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        of_a_run = sys.argv[1] in ("engine", "orchestrator", "trainer")  # whose logs are searched for names of errors
+        print(f"{type(error).__name__ if of_a_run else 'error'}: {error}", file=sys.stderr)
         sys.exit(1)

@@ -126,40 +126,70 @@ def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str
 
 
 def _describe(error: Any) -> str:
-    location = [str(part) for part in error["loc"]]
+    location, value = [str(part) for part in error["loc"]], error["input"]
     dotted = ".".join(bounded(part, 60) for part in location)
     if error["type"] == "extra_forbidden":
-        return f"{dotted}: unknown setting{_nearest(location, error['input'])}"
+        return f"{dotted}: unknown setting{_nearest(location, value)}"
     if error["type"] == "missing":
-        return f"{dotted}: required, not set"
-    return f"{dotted} = {shown(error['input'])}: {error['msg']}"
+        needed = [name for name, field in _fields(location).items() if field.is_required()]
+        return f"{dotted}: required, not set" + "".join(f"; set {dotted}.{name}" for name in needed)
+    why, name = error["msg"], str(value).lower() if dotted == "objective.name" else location[-1]
+    if location[0] == "objective" and why.startswith("unknown ") and name in _ALIASES:
+        why = f"unknown here; did you mean {_ALIASES[name]}?"
+    elif error["type"] == "tuple_type":
+        why = f"must be a list; write [{', '.join(value.split()) if isinstance(value, str) else '...'}]"
+    elif error["type"] == "string_type" and isinstance(value, (int, float)):
+        why = f'must be text; put it in quotes, "{value}"'
+    return f"{dotted} = {shown(value)}: {why}"
+
+
+def _fields(location: Sequence[str]) -> dict[str, Any]:
+    """Those of the section at `location`, none for anything else."""
+    section: Any = Config
+    for key in location:
+        field = getattr(section, "model_fields", {}).get(key)
+        section = field and field.annotation
+    return getattr(section, "model_fields", {})
 
 
 def _nearest(location: list[str], value: Any) -> str:
     """The valid name closest to the unknown one: of its section, of another trainer, of the whole tree."""
-    if known := _known(value):
+    section = ".".join(location[:-1])
+    here = {name: f"{section}.{name}".lstrip(".") for name in _fields(location[:-1])}
+    near = difflib.get_close_matches(location[-1], here, n=1, cutoff=0.8)
+    if not near and (known := _known(value)):
         return "; here " + ", ".join(f"{name} is {ours}" for name, ours in known.items())
-    section: type[BaseModel] | None = Config
-    for key in location[:-1]:
-        field = section.model_fields.get(key) if section else None
-        annotation = field.annotation if field else None
-        section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-    here = {name: ".".join([*location[:-1], name]) for name in (section.model_fields if section else ())}
-    parts = [(name, part.annotation) for name, part in Config.model_fields.items()]
-    elsewhere = {leaf: f"{name}.{leaf}" for name, part in parts for leaf in getattr(part, "model_fields", ())}
-    for names, cutoff in ((here, 0.8), (_ALIASES, 1.0), (here, 0.5), (elsewhere, 0.75)):
+    own = {name: ours for name, ours in _ALIASES.items() if ours.startswith(f"{section}.")}
+    for names, cutoff in ((own, 1.0), (here, 0.8), (_ALIASES, 1.0), (here, 0.7), (_NAMES, 0.85)):
         if match := difflib.get_close_matches(location[-1], names, n=1, cutoff=cutoff):
             return f"; did you mean {names[match[0]]}?"
     return f"; valid here: {', '.join(here)}" if here else ""
 
 
+def _leaves(location: list[str]) -> dict[str, str]:
+    """Names below the section at `location`, and the settings that have them: {"dtype": "model.dtype or ..."}."""
+    found: dict[str, str] = {}
+    for name in _fields(location):
+        own = {name: ".".join([*location, name])} if location else {}
+        for leaf, ours in (own | _leaves([*location, name])).items():
+            found[leaf] = f"{found[leaf]} or {ours}" if leaf in found else ours
+    return found
+
+
 def _known(tree: Any) -> dict[str, str]:
-    """Names of other trainers' settings in a tree, and ours."""
+    """Names in a tree that are settings of other trainers or, in another place, ours; and where they are here."""
     found: dict[str, str] = {}
     for name, part in tree.items() if isinstance(tree, dict) else ():
-        found |= {name: _ALIASES[name]} if name in _ALIASES else _known(part)
+        named = name in _ALIASES or (name in _NAMES and not isinstance(part, dict))
+        found |= {name: _NAMES[name]} if named else _known(part)
     return found
+
+
+def setting_of(name: str) -> str:
+    """The setting that is meant by a name on a command line: of another trainer, without its section, or whole."""
+    return name if "." in name else _NAMES.get(name, "section.key").split()[0]
 
 
 _ROWS = Path(__file__).with_name("other_names.txt").read_text().splitlines()  # of TRL, verl, OpenRLHF, slime, NeMo-RL
 _ALIASES = {name: ours for ours, _, names in (row.rpartition(": ") for row in _ROWS) for name in names.split()}
+_NAMES = _leaves([]) | _ALIASES

@@ -309,9 +309,10 @@ def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSet
 
 
 def nearest(name: str, known: Any) -> str:
-    """The closest of the known names as a question, or all of them when nothing is close."""
+    """The known names that begin with this one, or are close to it, as a question; all of them when none is."""
+    close = [other for other in known if other.startswith(f"{name}_")]
     known = sorted(known)
-    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+    close = close or difflib.get_close_matches(str(name), known, n=3, cutoff=0.65)
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
     return "known: " + ", ".join(known)
@@ -343,8 +344,8 @@ def _unknown_axis(name: str) -> str:
             f"{name!r} is not an axis: the threshold of a TV or KL divergence is 'delta', the region of a "
             "ratio is 'epsilon_low' and 'epsilon_high', its truncation is 'ratio_cap' and 'ratio_floor'"
         )
-    also = ", ".join(f"{alias!r} (sets {' and '.join(axes)})" for alias, axes in AXIS_ALIASES.items())
-    return f"unknown axis {name!r}: {nearest(name, [*AXES, *AXIS_ALIASES])} Accepted beside the axes: {also}"
+    close = nearest(name, [*AXES, *AXIS_ALIASES])
+    return f"unknown axis {name!r}: {close if close.endswith('?') else '`dppo-megatron objectives NAME` lists them'}"
 
 
 def _choice_problem(value: Any, meta: Any) -> str:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from dppo_megatron.checks import load_config
+from dppo_megatron.cli import app
 from dppo_megatron.config import Config, ConfigError, load, save_resolved, with_absolute_paths
 from dppo_megatron.objectives.settings import AXES
 from tests.support.configs import make_config
@@ -88,6 +90,27 @@ def test_a_setting_in_the_wrong_section_names_the_right_one(tmp_path):
         ("model.model_name_or_path=x", "did you mean model.path?"),
         ("train.gradient_accumulation_steps=2", "did you mean train.micro_batch_tokens?"),
         ("optimizer.beta=0.9", "did you mean optimizer.beta"),
+        ("optimizer.betas=[0.9,0.95]", "did you mean optimizer.beta1 and optimizer.beta2?"),
+        ("optimizer.momentum=0.9", "unknown setting; valid here: lr, "),
+        ("model.lora.rank=8", "did you mean model.lora.r?"),
+        ("lora.r=8", "lora: unknown setting; here r is model.lora.r"),
+        ("dtype=bf16", "did you mean model.dtype or engine.dtype?"),
+        ("modle.path=x", "did you mean model?"),
+        ("lerning_rate=1", "did you mean optimizer.lr?"),
+        ("rollout.stop=x", "did you mean rollout.stop_token_ids (token ids, no texts)?"),
+        ("rollout.n_rollouts=8", "did you mean rollout.group_size?"),
+        ("train.epochs=8", "did you mean train.steps (of rollout.prompts_per_step prompts)?"),
+        ("engine.gpu_memory_utilization=0.9", "did you mean engine.kv_cache_bytes?"),
+        ("actor_rollout_ref.rollout.temperature=1", "here temperature is rollout.temperature"),
+        ("actor_rollout_ref.x=1", "actor_rollout_ref: unknown setting; valid here: run, model"),
+        ("algorithm.gamma=1", "algorithm: unknown setting; valid here: run, model"),
+        (
+            "objective.settings.kl_coef=1",
+            "unknown here; did you mean objective.settings.reference_kl_coefficient (with",
+        ),
+        ("objective.settings.beta=1", "unknown here; did you mean objective.settings.reference_kl_coefficient (with"),
+        ("engine.extra_args=--a --b", "= '--a --b': must be a list; write [--a, --b]"),
+        ("engine.extra_args=[--x, 64]", 'engine.extra_args.1 = 64: must be text; put it in quotes, "64"'),
     ],
 )
 def test_a_name_of_another_trainer_leads_to_ours(tmp_path, override, meant):
@@ -116,8 +139,27 @@ def test_missing_section_is_named(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("run: {dir: x}\n")
     found = violations(path)
-    assert "model: required, not set" in found
-    assert "train: required, not set" in found
+    assert "model: required, not set; set model.path" in found
+    assert "train: required, not set; set train.steps" in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("train c.yaml --lr 1", "No such option: --lr; settings are given by --set optimizer.lr=VALUE"),
+        ("train c.yaml --max-steps=3", "--set train.steps=VALUE"),
+        ("train c.yaml --model.path x", "--set model.path=VALUE"),
+        ("validate c.yaml --colour 1", "No such option: --colour; settings are given by --set section.key=VALUE"),
+        ("train c.yaml optimizer.lr=1e-5 steps=4", "by --set optimizer.lr=1e-5 --set train.steps=4"),
+        ("train c.yaml --resum", "--set section.key=VALUE (Possible options: --resume)"),
+        ("status run --lr 1", "No such option: --lr (Possible options: --help)"),
+        ("train c.yaml junk", "unexpected extra argument(s) (junk)"),
+    ],
+)
+def test_a_setting_without_its_option_is_answered_with_it(arguments, meant):
+    said = CliRunner().invoke(app, arguments.split(), env={"TERMINAL_WIDTH": "300"})
+    assert said.exit_code == 2
+    assert f"{meant} " in said.output
 
 
 def test_overrides_are_typed_like_the_file(tmp_path):

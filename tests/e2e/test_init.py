@@ -34,7 +34,7 @@ def test_a_directory_that_cannot_be_one_is_refused_and_left_as_it_is(project, di
     before = {path: path.stat().st_mtime_ns for path in Path("sub").rglob("*")}
     refused = run("init", directory, check=False)
     assert refused.returncode == 1
-    assert f"DIR = {directory}: " in refused.stderr
+    assert refused.stderr.startswith(f"error: DIR = {directory}: ")
     assert problem in refused.stderr
     assert before == {path: path.stat().st_mtime_ns for path in Path("sub").rglob("*")}
     assert not Path("my-run").exists()
