@@ -92,7 +92,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
     else:
         found = absent + found
     if problems := settings_problems(config) + found:
-        raise ConfigError(source, list(dict.fromkeys(problems)))
+        raise ConfigError(source, [*dict.fromkeys(problems), *_started_elsewhere(config, source)])
     return notes
 
 
@@ -106,6 +106,19 @@ def check_job(
     problems = settings_problems(config) + slurm.problems(config, nodes, gpus) + run_dir_problems(config, resume=resume)
     if problems:
         raise ConfigError(source, problems)
+
+
+def _started_elsewhere(config: Config, source: str) -> list[str]:
+    """That relative paths and modules are not in the working directory, but in a directory above the config."""
+    names = (config.reward.name, config.objective.name, config.environment.source)
+    modules = [Path(f"{name.partition(':')[0].replace('.', '/')}.py") for name in names if name and ":" in name]
+    paths = [config.model.path, config.model.weights, config.data.train, config.data.eval, *modules]
+    absent = [path for path in paths if path and not path.exists()]
+    for directory in Path(source).absolute().parents:
+        if found := [str(path) for path in absent if not path.is_absolute() and (directory / path).exists()]:
+            why = f"relative paths begin there; {', '.join(found)}: in {directory}"
+            return [f"working directory = {Path.cwd()}: {why}; start the command there"]
+    return []
 
 
 def _check(rule: Callable[[], list[str]]) -> list[str]:

@@ -38,7 +38,8 @@ def problems(config: Config, hf: HFModelConfig | None, notes: list[str], absent:
     files: list[tuple[PromptFile, RewardConfig]] = []
     for setting, path, data, reward in graded:
         if not path.exists() and "*" not in str(path):
-            absent.append(f"{setting} = {path}: no such file; it must hold one JSON object a line, or be a table")
+            hub = "" if path.suffix else "; one of the Hub: `hf download NAME --repo-type dataset --local-dir DIR`"
+            absent.append(f"{setting} = {path}: no file {path.absolute()}; name JSON lines, parquet or a dataset{hub}")
         elif tokenizer is not None or not data.chat_template:
             try:
                 file = PromptFile(path, tokenizer, data)

@@ -10,34 +10,12 @@ from dppo_megatron.weights.place import problem
 
 # Changing these between attempts of a run is safe; changing anything else would make the second attempt another run.
 RESUMABLE_CHANGES = (
-    "run.dir",
-    "train.steps",
-    "tracking",
-    "profile",
-    "checkpoint",
-    "eval.every",
-    "engine",
-    "parallel",
-    "slurm",
-    "weight_sync",
-    "run.stall_timeout_s",
-    "train.micro_batch_tokens",
-    "train.share_prefixes",
-    "optimizer.lr",
-    "optimizer.min_lr",
-    "optimizer.offload",
-    "model.recompute",
-    "model.logits",
-    "model.batch_invariant_head",
-    "rollout.max_concurrent_groups",
-    "rollout.max_prompts_per_group",
-    "reward.timeout_s",
-    "reward.workers",
-    "environment.timeout_s",
-    "environment.trajectory_timeout_s",
-    "environment.workers",
-    "environment.host",
-)
+    "run.dir", "train.steps", "tracking", "profile", "checkpoint", "eval.every", "engine", "parallel", "slurm",
+    "weight_sync", "run.stall_timeout_s", "train.micro_batch_tokens", "train.share_prefixes", "optimizer.lr",
+    "optimizer.min_lr", "optimizer.offload", "model.recompute", "model.logits", "model.batch_invariant_head",
+    "rollout.max_concurrent_groups", "rollout.max_prompts_per_group", "reward.timeout_s", "reward.workers",
+    "environment.timeout_s", "environment.trajectory_timeout_s", "environment.workers", "environment.host",
+)  # fmt: skip
 
 
 def check_run_dir(config: Config, source: str, *, resume: bool) -> None:

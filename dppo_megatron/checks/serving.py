@@ -71,7 +71,7 @@ def problems(config: Config, hf: HFModelConfig | None) -> list[str]:
     if engine.serves_fp8:
         out += [
             f"engine.tensor_parallel = {tensor}: shards {name} = {width} into parts that are no multiple of the "
-            f"{fp8.BLOCK} values of an FP8 block; lower it, or set engine.quantization to none"
+            f"{fp8.BLOCK} values of an FP8 block; {'lower it, or ' * (tensor > 1)}set engine.quantization to none"
             for name, width in _feed_forwards(hf).items()
             if width % (tensor * fp8.BLOCK) and not (engine.expert_parallel and name.startswith("moe"))
         ]

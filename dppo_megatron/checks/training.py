@@ -15,7 +15,7 @@ def problems(config: Config) -> list[str]:
             f"{r.prompts_per_step}; an update trains on whole groups"
         )
     per_update = r.prompts_per_step * r.group_size // t.updates_per_step
-    if config.data_parallel and per_update < config.data_parallel:
+    if 0 < per_update < config.data_parallel:  # 0: updates_per_step is too large
         out.append(
             f"parallel.world_size = {config.parallel.world_size}: data-parallel size {config.data_parallel} exceeds "
             f"the {per_update} sequences of an update; lower it or raise rollout.prompts_per_step"

@@ -27,12 +27,10 @@ class _Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
         except typer.BadParameter.__base__ as error:  # UsageError, which typer does not export
             if error.ctx and any(parameter.name == "overrides" for parameter in error.ctx.command.params):
-                name = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
-                given = [(name, "=VALUE")] if name else re.findall(r"([\w.]+)(=[^\s)]+)", error.message)
-                meant = " ".join(f"--set {setting_of(key)}{value}" for key, value in given)
-                error.message += f"; settings are given by {meant}" if meant else ""
-                if "section.key" not in meant:
-                    error.possibilities = None
+                if name := getattr(error, "option_name", "").lstrip("-").replace("-", "_"):
+                    error.possibilities = [*(error.possibilities or ()), f"--set {setting_of(name)}=VALUE"]
+                for name, value in re.findall(r"([\w.]+)(=[^\s)]+)", error.message):
+                    error.message += f"; write --set {setting_of(name)}{value}"
             raise
 
 

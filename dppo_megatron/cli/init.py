@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated
@@ -48,8 +49,11 @@ def init(directory: Annotated[Path, typer.Argument(metavar="DIR", help="new, or 
     from dppo_megatron.checks import preflight
     from dppo_megatron.hf.small_model import chat_tokenizer, write_small_model
 
-    if not all(part.isidentifier() for part in directory.parts):  # reward.py is imported from there
-        raise ExpectedError(f"DIR = {directory}: name one below the working directory, of letters, digits and _ only")
+    if not directory.parts or not all(map(str.isidentifier, directory.parts)):  # reward.py is imported from there
+        raise ExpectedError(f"DIR = {directory}: name one below this one, of letters, digits and _, no digit first")
+    spec = importlib.util.find_spec(directory.parts[0])
+    if spec and spec.origin and Path(spec.origin).parent != Path.cwd() / directory.parts[0]:
+        raise ExpectedError(f"DIR = {directory}: Python has another module of this name; choose another")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ExpectedError(f"DIR = {directory}: already exists and is not an empty directory; choose another")
     output(directory, "DIR", directory=True)

@@ -20,7 +20,7 @@ class EnvironmentConfig(Section):
     settings: dict[str, JsonValue] = Field(
         default_factory=dict, description="arguments of the class, or further ones of the agent"
     )
-    max_turns: Count = Field(8, description="turns of the policy; a trajectory that is not over by then is truncated")
+    max_turns: Count = Field(8, description="turns of the policy; a longer trajectory ends there (max_turns)")
     max_turn_tokens: Count | None = Field(
         None, description="of one turn of the policy; default: what rollout.max_response_tokens leaves"
     )

@@ -53,19 +53,15 @@ def save_resolved(config: Config, path: Path) -> None:
     write_atomic(path, text)
 
 
-def with_absolute_paths(config: Config) -> Config:
-    """The same for processes that start elsewhere. An engine's interpreter may be a name on PATH, so it stays."""
-    return _absolute(config)
-
-
-def _absolute(value: Any) -> Any:
+def with_absolute_paths(value: Any) -> Any:
+    """A config, for processes that start elsewhere. An engine's interpreter may be a name on PATH, so it stays."""
     if isinstance(value, Path):
         return value.absolute()
     if isinstance(value, BaseModel):
-        return value.model_copy(update={name: _absolute(part) for name, part in value if name != "python"})
+        return value.model_copy(update={name: with_absolute_paths(part) for name, part in value if name != "python"})
     if isinstance(value, dict):
-        return {name: _absolute(part) for name, part in value.items()}
-    return tuple(map(_absolute, value)) if isinstance(value, tuple) else value
+        return {name: with_absolute_paths(part) for name, part in value.items()}
+    return tuple(map(with_absolute_paths, value)) if isinstance(value, tuple) else value
 
 
 def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -154,13 +150,10 @@ def _fields(location: Sequence[str]) -> dict[str, Any]:
 
 def _nearest(location: list[str], value: Any) -> str:
     """The valid name closest to the unknown one: of its section, of another trainer, of the whole tree."""
-    section = ".".join(location[:-1])
-    here = {name: f"{section}.{name}".lstrip(".") for name in _fields(location[:-1])}
-    near = difflib.get_close_matches(location[-1], here, n=1, cutoff=0.8)
-    if not near and (known := _known(value)):
+    here = {name: ".".join([*location[:-1], name]) for name in _fields(location[:-1])}
+    if not difflib.get_close_matches(location[-1], here, cutoff=0.8) and (known := _known(value)):
         return "; here " + ", ".join(f"{name} is {ours}" for name, ours in known.items())
-    own = {name: ours for name, ours in _ALIASES.items() if ours.startswith(f"{section}.")}
-    for names, cutoff in ((own, 1.0), (here, 0.8), (_ALIASES, 1.0), (here, 0.7), (_NAMES, 0.85)):
+    for names, cutoff in ((here, 0.85), (_ALIASES, 1.0), (here, 0.7), (_NAMES, 0.85)):
         if match := difflib.get_close_matches(location[-1], names, n=1, cutoff=cutoff):
             return f"; did you mean {names[match[0]]}?"
     return f"; valid here: {', '.join(here)}" if here else ""

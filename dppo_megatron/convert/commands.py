@@ -132,13 +132,13 @@ def _convert(build, nproc: int, dry_run: bool, resume: bool, to_verify: tuple[Pa
         conversion = build()
         for line in conversion.table():
             typer.echo(line)
-        typer.echo(f"{len(conversion.shards)} files, {conversion.nbytes / 1e9:.2f} GB; nothing was written")
+        typer.echo(f"{len(conversion.shards)} files, {conversion.nbytes / 1e6:,.1f} MB; nothing was written")
         _report_left_out(conversion)
         return
     conversion = convert(build, resume=resume, processes=nproc)
     if conversion is None:
         return
-    typer.echo(f"{conversion.destination}: {len(conversion.shards)} files, {conversion.nbytes / 1e9:.2f} GB")
+    typer.echo(f"{conversion.destination}: {len(conversion.shards)} files, {conversion.nbytes / 1e6:,.1f} MB")
     _report_left_out(conversion)
     if to_verify is not None:
         _verify(*to_verify)

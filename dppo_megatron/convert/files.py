@@ -27,7 +27,8 @@ def checkpoint_at(path: Path) -> Path:
         found = directory / latest.read_text(errors="replace").strip() if latest.is_file() else directory
         if is_torch_dist(found):
             return found
-    raise ModelError(str(path), ["not a Megatron torch_dist checkpoint, nor a run that has one"])
+    neither = "not a Megatron torch_dist checkpoint, nor a run that has one"
+    raise ModelError(str(path), [neither if path.exists() else "no such directory"])
 
 
 def template_for(checkpoint: Path) -> Path:

@@ -55,6 +55,8 @@ def read_rows(path: Path, *, held: bool = False) -> Iterator[tuple[int, dict[str
             raise PromptFileError(
                 file, problem="cannot read the prompt file: a device or a pipe, which may have no end"
             )
+        if file.suffix in (".csv", ".tsv"):
+            raise PromptFileError(file, problem="only JSONL and parquet are read: pandas.read_csv(IN).to_parquet(OUT)")
         number = first - 1
         for number, columns in _table(file, first, held) if file.suffix in _TABLES else _json_lines(file, first):
             yield number, columns

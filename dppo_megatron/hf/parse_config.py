@@ -44,7 +44,8 @@ def read_hf_config(directory: str | Path) -> HFModelConfig:
     try:
         raw = read_foreign_json(path)
     except FileNotFoundError:
-        raise ModelError(str(directory), ["no config.json: not a Hugging Face model directory"]) from None
+        remedy = f"fetch it (`hf download NAME config.json --local-dir {directory}`)"
+        raise ModelError(str(directory), [f"no config.json: not a Hugging Face model directory; {remedy}"]) from None
     except ValueError as error:
         raise ModelError(str(path), [str(error)]) from None
     return parse_hf_config(raw, str(path))

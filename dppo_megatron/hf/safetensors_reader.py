@@ -73,7 +73,8 @@ class SafetensorsDirectory:
         if single.is_file():
             return {single: None}
         if not index.is_file():
-            problems.append(f"neither {SINGLE_FILE} nor {INDEX_FILE}: no weights to read")
+            neither = f"neither {SINGLE_FILE} nor {INDEX_FILE}: no weights to read"
+            problems.append(neither if self.directory.is_dir() else "no such directory")
             return {}
         try:
             weight_map = read_foreign_json(index).get("weight_map")

@@ -7,6 +7,7 @@ import math
 import signal
 import time
 
+from dppo_megatron.checks.resume import earlier_run
 from dppo_megatron.common.file_lock import FileLock
 from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config
@@ -63,7 +64,7 @@ class LocalRun:
                 told = waits
             if self._stop_signal is not None:
                 name = signal.Signals(self._stop_signal).name
-                self._view.note(f"{name}: stopping; resume with {self._resume_command}")
+                self._view.note(f"{name}: stopping; {self._next()}")
                 return 128 + self._stop_signal
             match driver.check():
                 case None:
@@ -98,10 +99,12 @@ class LocalRun:
         self._report(f"{child.name} ended: {exit_reason(child.poll())}. Its last lines ({child.log}):")
         for line in last_lines(child.log, LAST_LINES):
             self._view.note(f"  {line}")
-        self._view.note(
-            f"the run stopped; nothing in {self._run.bank} and {self._run.checkpoints} is lost. "
-            f"Resume with {self._resume_command}"
-        )
+        self._view.note(f"the run stopped; {self._next()}")
+
+    def _next(self) -> str:
+        if earlier_run(self._config):
+            return f"bank and checkpoints in {self._run.root} are kept; resume with {self._resume_command}"
+        return "there is nothing to resume yet; correct the cause and start it again"
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self._stop_signal = number

@@ -339,11 +339,6 @@ def canonical(name: str, value: Any) -> Any:
 
 
 def _unknown_axis(name: str) -> str:
-    if name.startswith("clip"):
-        return (
-            f"{name!r} is not an axis: the threshold of a TV or KL divergence is 'delta', the region of a "
-            "ratio is 'epsilon_low' and 'epsilon_high', its truncation is 'ratio_cap' and 'ratio_floor'"
-        )
     close = nearest(name, [*AXES, *AXIS_ALIASES])
     return f"unknown axis {name!r}: {close if close.endswith('?') else '`dppo-megatron objectives NAME` lists them'}"
 

@@ -137,6 +137,8 @@ class ProgressView:
             overflowed = record.get("train/overflowed_updates")
             why = f", {overflowed:.0f} for a loss scale too large" if overflowed else ""
             parts.append(f"{skipped:.0f} updates skipped{why}")
+        if record.get("train/updates") == 0:
+            parts.append("no signal, no update")
         return " | ".join(parts)
 
     def _eval_line(self, step: int, values: Record) -> str:

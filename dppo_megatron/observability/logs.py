@@ -23,6 +23,7 @@ _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Timeout|Diverged)\b|^\S+: erro
 _CONSEQUENCE = re.compile(
     r"root cause|^(EngineStart|EngineDead|BrokenPipe|ConnectionReset|Cancelled)Error|^ServiceTimeout"
 )
+_CACHE = re.compile(r"cache blocks|kv.?cache|gpu_memory_utilization", re.IGNORECASE)  # servers name their own options
 _WARNING = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ (\S+) WARNING (?!py\.warnings)\S+: (.*)$", re.MULTILINE)
 MOST_WARNINGS = 20  # that a launcher shows; all of them are in the logs
 _BLOCK = 64 * 1024
@@ -110,7 +111,8 @@ def root_cause(path: Path) -> str | None:
                 text, at = line, number
             elif text and number <= at + 2 and line.startswith("  ") and 'File "' not in line:  # of several lines
                 text += f" {line.strip()}"
-    return f"{bounded(text, 1000)} ({path}, line {at})" if text else None
+    here = " (here: engine.kv_cache_bytes, engine.max_model_len)" if _CACHE.search(text) else ""
+    return f"{bounded(text, 1000)}{here} ({path}, line {at})" if text else None
 
 
 class Warnings:

@@ -85,6 +85,8 @@ def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as
     working_directory.put_on_path()
     what = f"{named}: cannot import {module_name}"
     where = f"Add its directory to PYTHONPATH, start in the directory that holds it, or correct {setting}"
+    if module_name.endswith(".py"):
+        where = f"Drop .py, as in an import: {module_name[:-3].replace('/', '.')}:{attribute}"
     module = _foreign(what, lambda: importlib.import_module(module_name), where, error, _LINE)
     what = f"{named}: cannot look up {attribute!r}"
     found = _foreign(what, lambda: getattr(module, attribute, _ABSENT), where, error, _LINE)

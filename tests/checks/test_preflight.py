@@ -122,6 +122,9 @@ def test_fp8_engines_are_refused_on_a_cpu(tree, task, tmp_path, monkeypatch):
     tree["engine"] |= {"quantization": "fp8_block", "dtype": "bf16"}
     monkeypatch.setattr("dppo_megatron.checks.devices.visible_devices", list)
     assert "engine.quantization = fp8_block: needs a GPU" in found(tree)
+    tree["model"]["path"] = str(task / "random_model")
+    assert "no multiple of the 128 values of an FP8 block; set engine.quantization to none" in found(tree)
+    tree["model"]["path"] = str(model)
     monkeypatch.setattr("dppo_megatron.checks.devices.visible_devices", lambda: ["0", "1"])
     preflight(Config.model_validate(tree), "config.yaml")
     tree["engine"]["quantization"] = "fp8_block_emulated"
@@ -163,7 +166,7 @@ def test_answers_that_the_reward_cannot_compare_with_are_named_by_line(tree, tmp
     tree["data"]["more"] = [{"path": str(tmp_path / "sums.jsonl")}, {"path": "absent.jsonl"}]
     problems = found(tree)
     assert "sums.jsonl: 2 malformed lines\n  - line 2: the answer 'three' is not an integer\n  - line 3: " in problems
-    assert "data.more.1.path = absent.jsonl: no such file" in problems
+    assert f"data.more.1.path = absent.jsonl: no file {Path('absent.jsonl').absolute()}; " in problems
     tree["data"]["more"] = []
     tree["reward"] = {"terms": [{"name": "arithmetic", "sources": ["sums"]}]}
     assert "no term of reward.terms is for the data source ''" in found(tree)
@@ -180,7 +183,7 @@ def test_a_model_without_a_tokenizer_is_one_violation(tree, task, tmp_path):
 
 def test_start_weights_that_are_not_there_or_of_another_model_are_named(tree, task, tmp_path):
     tree["model"]["weights"] = str(tmp_path / "absent")
-    assert f"model.weights = {tmp_path / 'absent'}: neither model.safetensors nor" in found(tree)
+    assert f"model.weights = {tmp_path / 'absent'}: no such directory" in found(tree)
     checkpoint = tmp_path / "checkpoint"
     convert(lambda: ToMegatron(task / "random_model", checkpoint, TargetLayout(tensor=2)), worker=Worker())
     tree["model"]["weights"] = str(checkpoint)
@@ -219,11 +222,32 @@ def test_malformed_prompt_lines_are_numbered(tree, tmp_path):
     assert "line 3" in problems
 
 
-def test_an_empty_prompt_file_is_refused(tree, tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.touch()
-    tree["data"]["train"] = str(path)
-    assert "empty" in found(tree)
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("prompts.jsonl", "empty"),
+        ("prompts.csv", "only JSONL and parquet are read: pandas.read_csv(IN).to_parquet(OUT)"),
+        ("absent/dataset", "; one of the Hub: `hf download NAME --repo-type dataset --local-dir DIR`"),
+    ],
+)
+def test_what_is_no_prompt_file_is_refused(tree, tmp_path, name, problem):
+    tree["data"]["train"] = str(tmp_path / name)
+    if "absent" not in name:
+        (tmp_path / name).touch()
+    assert problem in found(tree)
+
+
+def test_a_command_in_another_directory_is_answered_with_where_to_start_it(tree, tmp_path, monkeypatch):
+    (tmp_path / "first/model").mkdir(parents=True)
+    (tmp_path / "first/reward.py").touch()
+    monkeypatch.chdir(tmp_path / "first")
+    tree |= {"model": {"path": "first/model"}, "reward": {"name": "first.reward:reward"}}
+    assert found(tree).splitlines()[-1] == (
+        f"working directory = {tmp_path}/first: relative paths begin there; "
+        f"first/model, first/reward.py: in {tmp_path}; start the command there"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert "working directory" not in found(tree)
 
 
 def test_a_port_in_use_is_refused(tree):

@@ -146,12 +146,15 @@ def test_missing_section_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [
-        ("train c.yaml --lr 1", "No such option: --lr; settings are given by --set optimizer.lr=VALUE"),
-        ("train c.yaml --max-steps=3", "--set train.steps=VALUE"),
-        ("train c.yaml --model.path x", "--set model.path=VALUE"),
-        ("validate c.yaml --colour 1", "No such option: --colour; settings are given by --set section.key=VALUE"),
-        ("train c.yaml optimizer.lr=1e-5 steps=4", "by --set optimizer.lr=1e-5 --set train.steps=4"),
-        ("train c.yaml --resum", "--set section.key=VALUE (Possible options: --resume)"),
+        ("train c.yaml --lr 1", "No such option: --lr (Possible options: --help, --set optimizer.lr=VALUE)"),
+        ("train c.yaml --max-steps=3", "--set train.steps=VALUE)"),
+        ("train c.yaml --model.path x", "--set model.path=VALUE)"),
+        ("validate c.yaml --colour 1", "--set section.key=VALUE)"),
+        (
+            "train c.yaml optimizer.lr=1e-5 steps=4",
+            "(optimizer.lr=1e-5 steps=4); write --set optimizer.lr=1e-5; write --set train.steps=4",
+        ),
+        ("train c.yaml --resum", "No such option: --resum (Possible options: --resume, --set section.key=VALUE)"),
         ("status run --lr 1", "No such option: --lr (Possible options: --help)"),
         ("train c.yaml junk", "unexpected extra argument(s) (junk)"),
     ],
@@ -311,6 +314,7 @@ def test_only_what_is_sampled_must_fit_the_engine(tmp_path):
 def test_cross_field_rules_are_reported_together(tmp_path):
     found = violations(write(tmp_path, rollout={"top_p": 0.9, "topk_logprobs": 100, "group_size": 1}))
     assert len(found.splitlines()) == 3
+    assert violations(write(tmp_path, train={"updates_per_step": 10**6})).endswith("an update trains on whole groups")
 
 
 def test_truncated_sampling_is_allowed_where_it_is_replayed(tmp_path):

@@ -152,6 +152,7 @@ def test_checkpoint_files_that_are_absent_or_truncated(checkpoint, convert, tmp_
 
 
 def test_source_that_is_no_checkpoint_and_checkpoint_without_model(source, checkpoint, convert, tmp_path):
+    assert problems(convert, "megatron-to-hf", tmp_path / "absent", tmp_path / "target") == ("no such directory",)
     assert "not a Megatron torch_dist checkpoint" in problems(convert, "megatron-to-hf", source, tmp_path / "target")[0]
     shutil.rmtree(checkpoint / "model")
     assert "--template" in problems(convert, "megatron-to-hf", checkpoint, tmp_path / "target")[0]

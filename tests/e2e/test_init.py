@@ -28,7 +28,14 @@ def project(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("directory", "problem"),
-    [("sub/first", "already exists"), ("sub/first/reward.py", "name one below"), ("my-run", "of letters, digits")],
+    [
+        ("sub/first", "already exists"),
+        ("sub/first/reward.py", "name one below"),
+        ("my-run", "of letters, digits"),
+        ("2024", "no digit first"),
+        (".", "name one below"),
+        ("json", "Python has another module of this name"),
+    ],
 )
 def test_a_directory_that_cannot_be_one_is_refused_and_left_as_it_is(project, directory, problem):
     before = {path: path.stat().st_mtime_ns for path in Path("sub").rglob("*")}
@@ -37,7 +44,7 @@ def test_a_directory_that_cannot_be_one_is_refused_and_left_as_it_is(project, di
     assert refused.stderr.startswith(f"error: DIR = {directory}: ")
     assert problem in refused.stderr
     assert before == {path: path.stat().st_mtime_ns for path in Path("sub").rglob("*")}
-    assert not Path("my-run").exists()
+    assert not {"my-run", "2024", "json"} & {path.name for path in Path().iterdir()}
 
 
 def test_the_chat_template_shows_roles_tools_and_calls(project):

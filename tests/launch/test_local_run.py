@@ -124,12 +124,13 @@ def test_a_run_that_is_done_exits_0_and_ends_its_engine(launch):
 def test_a_signal_ends_every_process_and_says_how_to_resume(launch, number):
     run = launch(ENDLESS)
     children = run.wait_for_children()
+    run.run.bank.mkdir()
     run.process.send_signal(number)
     assert run.process.wait(60) == 128 + number
     check_gone(children)
-    assert f"{number.name}: stopping; resume with `dppo-megatron train {run.run.config} --resume`" in (
-        run.output.read_text()
-    )
+    said = run.output.read_text()
+    assert f"{number.name}: stopping; bank and checkpoints in {run.run.root} are kept; resume with `dppo-" in said
+    assert f"train {run.run.config} --resume`" in said
 
 
 @pytest.mark.parametrize("name", ["trainer-1", "orchestrator-0", "engine-0"])
@@ -140,6 +141,7 @@ def test_a_killed_process_ends_the_run(launch, name):
     assert run.process.wait(60) == 1
     check_gone(children)
     assert "ended: killed by SIGKILL. Its last lines" in run.output.read_text()
+    assert "the run stopped; there is nothing to resume yet; correct the cause" in run.output.read_text()
     assert "SIGKILL" in run.run.log("train").read_text()
 
 

@@ -111,12 +111,6 @@ def test_unknown_names_suggest_the_nearest():
         build_objective(7)
 
 
-def test_clip_ratio_is_explained_not_guessed():
-    text = refusal(clip_ratio=0.2)
-    for word in ("delta", "epsilon_low", "ratio_cap"):
-        assert word in text
-
-
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

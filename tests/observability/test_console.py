@@ -52,6 +52,13 @@ def test_plain_lines_come_at_most_every_interval_and_for_the_last_step():
     ]
 
 
+def test_a_step_without_updates_says_why():
+    out = io.StringIO()
+    with ProgressView(2, out) as view:
+        view.update({"step": 1, "time": 1000.0, "train/updates": 0.0, "rollout/reward_mean": 0.5, "time/step_s": 1.0})
+    assert "| no signal, no update\n" in out.getvalue()
+
+
 def test_supervised_runs_show_the_loss():
     out = io.StringIO()
     with ProgressView(2, out) as view:
