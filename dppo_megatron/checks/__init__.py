@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dppo_megatron.config import Config, ConfigError, read_config
+from dppo_megatron.observability.trackers import missing_packages
 
 from . import (
     data,
@@ -70,6 +71,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
     """
     notes: list[str] = []
     absent: list[str] = []  # problems that end once a file is here
+    tools: list[dict[str, Any]] = []
     hf, elsewhere = model.read(config), place in ("elsewhere", "unstaged")
     rules = [
         partial(unusable_directory, config),
@@ -77,15 +79,17 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         partial(objective.problems, config, notes),
         partial(model.problems, config, hf, absent, elsewhere=elsewhere),
         partial(exact.model_problems, config, hf, elsewhere=elsewhere),
+        partial(missing_packages, config),
         partial(interpreter.problems, config, elsewhere=elsewhere),
         partial(secret.problems, config),
         partial(serving.problems, config, hf),
-        partial(data.problems, config, hf, notes, absent),
+        partial(environment.problems, config, tools),  # before the prompts, which show them
+        partial(data.problems, config, hf, notes, absent, tools),
         partial(reward.problems, config),
-        partial(environment.problems, config),
     ]
     if place == "run":
         rules.append(partial(devices.problems, config))
+        notes += devices.unreached(config)
     found = [problem for rule in rules for problem in _check(rule)]
     if place == "unstaged":
         notes += [f"not checked: {line}" for line in absent]
@@ -98,14 +102,15 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
 
 def check_job(
     config: Config, source: str, *, resume: bool, nodes: tuple[int, ...] | None = None, gpus: int | None = None
-) -> None:
-    """Checks settings, nodes and the run directory of a Slurm job. `nodes`, `gpus`: see `slurm.problems`.
-
-    Raises `ConfigError` with every violation. Needs no torch.
+) -> list[str]:
+    """Checks settings, nodes and the run directory of a Slurm job; returns notes. `nodes`, `gpus`: see
+    `slurm.problems`. Raises `ConfigError` with every violation. Needs no torch.
     """
-    problems = settings_problems(config) + slurm.problems(config, nodes, gpus) + run_dir_problems(config, resume=resume)
-    if problems:
+    notes: list[str] = []
+    problems = settings_problems(config) + slurm.problems(config, nodes, gpus, notes)
+    if problems := problems + run_dir_problems(config, resume=resume):
         raise ConfigError(source, problems)
+    return notes
 
 
 def _started_elsewhere(config: Config, source: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.config import Config
 
@@ -15,8 +15,13 @@ if TYPE_CHECKING:
     from dppo_megatron.hf import HFModelConfig
 
 
-def problems(config: Config, hf: HFModelConfig | None, notes: list[str], absent: list[str]) -> list[str]:
-    """Reads and tokenizes every file. Adds to `notes` how many prompts each has, to `absent` which are not here."""
+def problems(
+    config: Config, hf: HFModelConfig | None, notes: list[str], absent: list[str], tools: Sequence[dict[str, Any]] = ()
+) -> list[str]:
+    """Read and tokenize every file. Adds to `notes` how many prompts each has, to `absent` which are not here.
+
+    tools: of the environment; the chat template writes them into every prompt.
+    """
     from dppo_megatron.data.prompts import PromptFile, PromptFileError
     from dppo_megatron.data.tokenizer import TOKENIZER_FILES, TokenizerError, load_tokenizer
 
@@ -42,7 +47,7 @@ def problems(config: Config, hf: HFModelConfig | None, notes: list[str], absent:
             absent.append(f"{setting} = {path}: no file {path.absolute()}; name JSON lines, parquet or a dataset{hub}")
         elif tokenizer is not None or not data.chat_template:
             try:
-                file = PromptFile(path, tokenizer, data)
+                file = PromptFile(path, tokenizer, data, tools)
             except PromptFileError as error:
                 out.append(f"{setting} = {error}")
             except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from urllib.parse import urlsplit
 
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
@@ -51,6 +52,18 @@ def problems(config: Config) -> list[str]:
         for port in ports
         if port_in_use(engine.host, port)
     ]
+
+
+def unreached(config: Config) -> list[str]:
+    """Return a note for each server of `engine.urls` that cannot be reached now; it may start later."""
+    out, wait_s = [], config.engine.unavailable_timeout_s
+    for url in config.engine.urls if config.samples else ():
+        at = urlsplit(url)
+        try:
+            socket.create_connection((at.hostname, at.port or (443 if at.scheme == "https" else 80)), 2.0).close()
+        except OSError as error:
+            out.append(f"engine.urls: {url}: {error}; a run waits {wait_s:g} s for it (engine.unavailable_timeout_s)")
+    return out
 
 
 def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dppo_megatron.config import Config
 from dppo_megatron.config.environment import EnvironmentConfig
 
 
-def problems(config: Config) -> list[str]:
-    """Makes one in a process of its own."""
+def problems(config: Config, tools: list[dict[str, Any]]) -> list[str]:
+    """Make one in a process of its own. Adds its tools, as chat templates take them, to `tools`."""
     from dppo_megatron.environments.worker import environment_problem
 
     environment, data = config.environment, config.data
@@ -36,5 +38,6 @@ def problems(config: Config) -> list[str]:
             "data.overlong = truncate: an environment goes on from the whole prompt, which a chat template writes anew "
             "for every turn; use refuse or drop"
         )
-    problem = environment_problem(environment, chat=data.chat_template, by_turn=config.objective.credit == "turn")
+    by_turn = config.objective.credit == "turn"
+    problem = environment_problem(environment, tools, chat=data.chat_template, by_turn=by_turn)
     return [*out, problem] if problem else out

@@ -8,6 +8,8 @@ from dppo_megatron.config.evaluation import HELDOUT
 
 def problems(config: Config) -> list[str]:
     out = []
+    if config.eval.every and config.samples and not config.eval_sets:
+        out.append(f"eval.every = {config.eval.every}: there is nothing to evaluate; set data.eval or eval.sets, or 0")
     if HELDOUT in config.eval.sets:
         out.append(f"eval.sets.{HELDOUT}: the name of the set in data.eval; choose another")
     for name, chosen in config.eval.sets.items():

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dppo_megatron.config import Config
 
 
-def problems(config: Config, nodes: tuple[int, ...] | None = None, gpus: int | None = None) -> list[str]:
+def problems(
+    config: Config, nodes: tuple[int, ...] | None = None, gpus: int | None = None, notes: list[str] | None = None
+) -> list[str]:
     """Why the run does not fit the nodes that the `slurm` section requests, and why these are not the job's.
 
     `nodes`: of each component of the job that runs; None before it is submitted. `gpus`: of its first node, if known.
+    Adds to `notes` how many GPUs are not used.
     """
-    out = _requested(config) + ([] if nodes is None else _granted(config, nodes))
+    out = _requested(config, [] if notes is None else notes) + ([] if nodes is None else _granted(config, nodes))
     if gpus is None or gpus >= (wanted := config.slurm.gpus_per_node):
         return out
     why = f"Slurm granted {gpus} GPUs on the first node; make sbatch's --gpus-per-node or --gres and the config agree"
@@ -28,7 +31,7 @@ def _granted(config: Config, nodes: tuple[int, ...]) -> list[str]:
     ]
 
 
-def _requested(config: Config) -> list[str]:
+def _requested(config: Config, notes: list[str]) -> list[str]:
     s, p = config.slurm, config.parallel
     engines = config.started_engines
     out = []
@@ -73,6 +76,9 @@ def _requested(config: Config) -> list[str]:
             f"slurm.gpus_per_node = {s.gpus_per_node}: a trainer node runs {ranks} ranks{beside}; use more nodes or "
             "fewer ranks and engines"
         )
+    elif s.gpus_per_node > trainer_need:
+        idle = s.gpus_per_node - trainer_need
+        notes.append(f"slurm.gpus_per_node = {s.gpus_per_node}: {idle} GPUs of each trainer node are not used")
     if s.engine_nodes and 0 < s.serving_gpus_per_node < serving:
         out.append(
             f"slurm.engine_nodes = {s.engine_nodes}: an engine node would serve on {serving} GPUs and has "

@@ -24,7 +24,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     """
     from dppo_megatron.checks import check_run_dir, preflight
     from dppo_megatron.launch.local_processes import local_plan
-    from dppo_megatron.launch.local_run import LocalRun
+    from dppo_megatron.launch.local_run import LocalRun, finished
     from dppo_megatron.observability.report import write_report
 
     config = read_config(config_file, overrides or ())
@@ -32,6 +32,11 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     check_run_dir(config, str(config_file), resume=resume)
     if run.config.exists():  # of a run in use preflight would name the ports
         run.take().release()
+    if resume and finished(config):
+        done = config.train.steps
+        typer.echo(f"all {done} of {done} steps are done; raise train.steps to go on")
+        typer.echo(f"report: {write_report(run.root)}")
+        return
     notes = preflight(config, str(config_file))  # run.dir is not made for a config that is rejected
     with run.take() as lock:
         check_run_dir(config, str(config_file), resume=resume)  # another start may have been faster

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from .sign import Evidence, sign
 from .steps import Past, Step
 
@@ -33,14 +35,19 @@ def stale_beyond_bound(step: Step, past: Past) -> Evidence:
     return f"a token is {found:.0f} versions old, rollout.max_staleness is {bound}"
 
 
-@sign("rewards fail", "see the orchestrator's log; raise reward.timeout_s or mend the reward")
+@sign(
+    "rewards fail",
+    "see the orchestrator's log; correct the environment or agent where that failed (or the limit it met), else the "
+    "reward or reward.timeout_s",
+)
 def rewards_failed(step: Step, past: Past) -> Evidence:
     failed, samples = step.value("rollout/reward_failed"), step.value("train/sequences")
     samples = sum(entry.num_samples for entry in step.entries) or samples
     if not failed or (samples and failed < 0.01 * samples):
         return None
-    reasons = {n.removeprefix("reward/failed_"): v for n, v in step.metrics.items() if n.startswith("reward/failed_")}
-    named = ", ".join(f"{reason} {count:.0f}" for reason, count in reasons.items() if count)
+    counts = {name: v for name, v in step.metrics.items() if re.match("(reward|environment)/failed_", name) and v}
+    reasons = sorted(counts.items(), key=lambda count: -count[1])
+    named = ", ".join(f"{name.replace('/failed_', ' ')} {count:.0f}" for name, count in reasons)
     of = f" of {samples:.0f}" if samples else ""
     return f"{failed:.0f}{of} samples have no reward" + (f": {named}" if named else "")
 

@@ -57,7 +57,7 @@ class Episodes:
         where the turns of training prompts are kept until the bank has their group. gateway: of an agent."""
         self._config = config
         self._sample = sample
-        self._environments = environments
+        self.environments = environments
         self._tokenizer = tokenizer
         self._render: Render | None = None
         if config.data.chat_template:
@@ -128,7 +128,7 @@ class Episodes:
         metrics["environment/rewritten_histories"] = float(self._counts["rewritten"])
         metrics["environment/replayed_turns"] = float(self._counts["replayed"])
         self._counts.clear()
-        return metrics | self._environments.take_metrics()
+        return metrics | self.environments.take_metrics()
 
     async def _trajectory(self, seat: Seat) -> Trajectory:
         """What a failed environment leaves: the turns before it, without a reward.
@@ -141,13 +141,13 @@ class Episodes:
             seat.turns.rewind()
             trajectory, failure = await self._attempt(seat)
         if failure is not None:
-            self._environments.count(seat.prompt, failure)
+            self.environments.count(seat.prompt, failure)
         return trajectory
 
     async def _attempt(self, seat: Seat) -> tuple[Trajectory, EnvironmentFailed | None]:
         attempt, failed = Attempt(), None
         longest = self._config.environment.trajectory_timeout_s
-        async with self._environments.session(seat.order) as session:
+        async with self.environments.session(seat.order) as session:
             try:
                 async with asyncio.timeout(longest) as clock:
                     await (self._alternate if self._gateway is None else self._converse)(seat, session, attempt)

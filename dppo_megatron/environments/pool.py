@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -37,6 +37,7 @@ class EnvironmentPool:
         self._pool = WorkerPool(partial(EnvironmentWorker, config), config.workers, "environment")
         self._free = _Free(config.workers)
         self._failures: Counter[str] = Counter()
+        self._recent: deque[str] = deque(maxlen=64)  # why trajectories failed
 
     @asynccontextmanager
     async def session(self, order: int = 0) -> AsyncIterator[Session]:
@@ -62,7 +63,13 @@ class EnvironmentPool:
     def count(self, prompt: Prompt, failure: EnvironmentFailed) -> None:
         """One trajectory failed."""
         self._failures[failure.reason] += 1
+        self._recent.append(f"{failure.reason}: {failure}")
         log.warning("environment of prompt row %d failed (%s): %s", prompt.row, failure.reason, failure)
+
+    @property
+    def frequent_failure(self) -> str:
+        """Reason and text of most of the latest failures; empty where none failed."""
+        return max(self._recent, key=self._recent.count, default="")
 
     def take_metrics(self) -> dict[str, float]:
         """`environment/failed_REASON`, trajectories since the last call."""

@@ -75,16 +75,20 @@ class EnvironmentWorker(Worker):
         raise WorkerError("its process sent a reply that is none")
 
 
-def environment_problem(config: EnvironmentConfig, *, chat: bool, by_turn: bool = False) -> str | None:
+def environment_problem(
+    config: EnvironmentConfig, tools: list[Any], *, chat: bool, by_turn: bool = False
+) -> str | None:
     """Why no environment can be made in a process of its own, or its tools (without a chat template) not be shown, or
-    its turns (`by_turn`) have no rewards, or an agent not be imported; None when all is well, or there is none."""
+    its turns (`by_turn`) have no rewards, or an agent not be imported; None when all is well, or there is none. Adds
+    its tools to `tools`."""
     if config.source is None:
         return None
     worker = EnvironmentWorker(config)
     try:
         if problem := worker.load():
             return problem
-        if config.agent is None and worker.tools() and not chat:
+        tools += worker.tools() if config.agent is None else []
+        if tools and not chat:
             return (
                 f"environment.name = {config.name}: has tools, which only a chat template shows to the policy; set "
                 "data.chat_template = true, or give it `step` instead"

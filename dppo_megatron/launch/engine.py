@@ -27,7 +27,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.fleet.registry import engine_log, forget, free_port, port_in_use, read_when_written, register
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
-from dppo_megatron.observability.logs import SERVER_START, root_cause, setup_logging
+from dppo_megatron.observability.logs import SERVER_START, SERVER_STOP, root_cause, setup_logging
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.delta import chain, is_delta
 from dppo_megatron.weights.published import PublishedPolicy
@@ -170,7 +170,8 @@ def _wait_for_end(server: Servers) -> int:
 def _pass_on_signals(server: Servers) -> None:
     """SIGTERM and SIGINT end the server, by SIGKILL where it takes longer than `STOP_S`."""
 
-    def stop(*_: object) -> None:
+    def stop(number: int, _: object) -> None:
+        log.info("%s %s", signal.Signals(number).name, SERVER_STOP)
         server.terminate()
         kill = threading.Timer(STOP_S, server.kill)
         kill.daemon = True

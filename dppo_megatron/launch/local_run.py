@@ -14,6 +14,8 @@ from dppo_megatron.config import Config
 from dppo_megatron.fleet.registry import engine_names
 from dppo_megatron.observability.console import ProgressView
 from dppo_megatron.observability.logs import append_line, last_lines
+from dppo_megatron.observability.names import evaluated_sets
+from dppo_megatron.observability.tail import read_metrics
 from dppo_megatron.run_dir import RunDir
 
 from .driver import Completed, Failed, RunDriver, TrainerStopped
@@ -22,6 +24,16 @@ from .local_processes import LocalLauncher, ProcessPlan
 
 POLL_S = 0.05
 LAST_LINES = 25
+
+
+def finished(config: Config) -> bool:
+    """Whether the run has nothing left to do: its last checkpoint, the final model and its evaluations are there."""
+    run, steps = RunDir(config.run.dir), config.train.steps
+    last, latest = run.final_adapter if config.model.lora.r else run.final_model, run.checkpoints / "latest"
+    if not run.done(steps) or not last.exists() or last.stat().st_mtime < latest.stat().st_mtime:  # of fewer steps
+        return False
+    evaluated = {n for record in read_metrics(run.metrics) if record["step"] == steps for n in evaluated_sets(record)}
+    return not config.samples or config.eval_sets.keys() <= evaluated
 
 
 class LocalRun:
@@ -42,7 +54,8 @@ class LocalRun:
     def run(self) -> int:
         """Exit code: 0 when the run completed, 1 when a process failed, 128 + signal when stopped by one."""
         handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-        self._view = ProgressView(self._config.train.steps)
+        rollout = self._config.rollout
+        self._view = ProgressView(self._config.train.steps, samples=rollout.prompts_per_step * rollout.group_size)
         driver = RunDriver(self._config, LocalLauncher(self._run, self._lock), self._report)
         try:
             driver.start(self._plan)

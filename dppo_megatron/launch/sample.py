@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
-from dppo_megatron.checks import check_run_dir, data, reward, settings_problems
+from dppo_megatron.checks import check_run_dir, data, environment, reward, settings_problems
 from dppo_megatron.checks.devices import fit_engines, gpu_problems, visible_devices
 from dppo_megatron.checks.resume import unusable_directory
 from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
@@ -30,9 +31,11 @@ def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: 
     """
     config = fit_engines(sampling_only(config, n, out or config.run.dir / "samples"), visible_devices())
     notes: list[str] = []
+    tools: list[dict[str, Any]] = []
     problems = settings_problems(config) + unusable_directory(config)
     problems += gpu_problems(config, visible_devices(), trains=False)
-    problems += reward.problems(config) + data.problems(config, None, notes, problems)
+    problems += reward.problems(config) + environment.problems(config, tools)
+    problems += data.problems(config, None, notes, problems, tools)
     if config.model.weights is not None:
         problems.append(
             f"model.weights = {config.model.weights}: engines start from model.path; set that to a Hugging Face "
@@ -42,7 +45,7 @@ def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: 
         problems.append("data.more: files that are mixed without end have no last row; give --prompts")
     if problems:
         raise ConfigError(source, problems)
-    available = len(training_prompts(config, load_tokenizer(config.model.path)))
+    available = len(training_prompts(config, load_tokenizer(config.model.path), tools))
     prompts = prompts or available
     steps = math.ceil(prompts / config.rollout.prompts_per_step)
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})

@@ -44,14 +44,16 @@ class ProgressView:
 
     In a terminal: a line with bar and time left, one with the latest values. Elsewhere (a SLURM log, CI): a
     plain line per step, at most one every `plain_interval_s`, without control codes. Evaluations get lines of
-    their own. Output that fails (a closed pipe) silences the view and never stops the run.
+    their own. `samples`: of a step. Output that fails (a closed pipe) silences the view and never stops the run.
     """
 
-    def __init__(self, total_steps: int, stream: TextIO | None = None, plain_interval_s: float = 10.0):
+    def __init__(
+        self, total_steps: int, stream: TextIO | None = None, plain_interval_s: float = 10.0, samples: int = 0
+    ):
         out = sys.stdout if stream is None else stream
         interactive = out.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
         self._view: LiveView | PlainView | None = LiveView(out) if interactive else PlainView(out, plain_interval_s)
-        self._total = total_steps
+        self._total, self._samples = total_steps, samples
         self._follower: JsonlFollower | None = None
         self._latest: Record = {}
         self._evals: dict[int, dict[str, Any]] = {}
@@ -133,6 +135,9 @@ class ProgressView:
         left = self._seconds_left()
         if left is not None:
             parts.append(f"{duration(left):>8} left")
+        if failed := record.get("rollout/reward_failed"):
+            of = f" of {self._samples}" if self._samples else ""
+            parts.append(f"{failed:.0f}{of} samples failed")
         if skipped := record.get("train/skipped_updates"):
             overflowed = record.get("train/overflowed_updates")
             why = f", {overflowed:.0f} for a loss scale too large" if overflowed else ""

@@ -18,6 +18,7 @@ from dppo_megatron.errors import bounded
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
 SERVER_START = "starting the server of node"  # an engine's log continues the log of the server before
+SERVER_STOP = "asks the server to end"  # what it logs from here on is no error
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|CRITICAL) [^\]]*\] )?")  # of vLLM's processes
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Timeout|Diverged)\b|^\S+: error: ")
 _CONSEQUENCE = re.compile(

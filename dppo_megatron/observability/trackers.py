@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import logging
 import math
@@ -36,10 +37,12 @@ def build_trackers(config: Config, resume_step: int | None) -> Trackers:
 
     `resume_step` is the step of the checkpoint the run continues from: later records are removed, for they
     will be written again. None starts afresh; an older metrics.jsonl is kept under another name.
-    Raises MissingPackageError, naming the extra to install, when a package is missing.
+    Raises MissingPackageError when a package is missing.
     """
     from .wandb_tracker import open_wandb
 
+    if missing := missing_packages(config):
+        raise MissingPackageError("; ".join(missing))
     run_dir = config.run.dir
     run_dir.mkdir(parents=True, exist_ok=True)
     optional: list[Tracker] = []
@@ -48,6 +51,17 @@ def build_trackers(config: Config, resume_step: int | None) -> Trackers:
     if config.tracking.wandb != "off" and (wandb_tracker := open_wandb(config, resume_step)):
         optional.append(wandb_tracker)
     return Trackers(JsonlTracker(run_dir / METRICS_FILE, resume_step), optional)
+
+
+def missing_packages(config: Config) -> list[str]:
+    """Return a line for each tracker of `config.tracking` whose package is not installed."""
+    asked = {"tensorboard": config.tracking.tensorboard, "wandb": config.tracking.wandb}
+    return [
+        f"tracking.{name} = {str(value).lower()}: its package is not installed; pip install {name}, or set it to "
+        f"{'false' if value is True else 'off'}"
+        for name, value in asked.items()
+        if value not in (False, "off") and importlib.util.find_spec(name) is None
+    ]
 
 
 class Trackers:
@@ -135,13 +149,8 @@ class TensorBoardTracker:
     """Event files in `directory`; on resume TensorBoard drops what earlier ones hold after `resume_step`."""
 
     def __init__(self, directory: Path, resume_step: int | None = None):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingPackageError(
-                "tracking.tensorboard = true needs the tensorboard package: pip install 'dppo_megatron[cpu]' "
-                "(or [gpu]), or set tracking.tensorboard to false"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         first = 0 if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(directory), purge_step=first, flush_secs=10)
 

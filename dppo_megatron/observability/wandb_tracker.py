@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dppo_megatron.common.files import write_atomic
-from dppo_megatron.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from dppo_megatron.config import Config
@@ -45,15 +44,9 @@ def open_wandb(config: Config, resume_step: int | None) -> WandbTracker | None:
     """Starts the wandb run, or continues the one named in RUN/wandb_id when `resume_step` is given.
 
     Online without login or network falls back to offline with a warning; None when that fails too.
-    Raises MissingPackageError, naming the extra, when wandb is not installed.
     """
-    try:
-        import wandb
-    except ImportError as error:
-        raise MissingPackageError(
-            f"tracking.wandb = {config.tracking.wandb} needs the wandb package: "
-            "pip install 'dppo_megatron[wandb]', or set tracking.wandb to off"
-        ) from error
+    import wandb
+
     logging.getLogger("wandb").propagate = False  # it keeps a log of its own; ours gets one line
     run_id = _run_id(config.run.dir, fresh=resume_step is None)
     modes: tuple[Literal["online", "offline"], ...] = ("online", "offline")

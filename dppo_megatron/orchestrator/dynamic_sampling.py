@@ -30,11 +30,15 @@ class SignalFilter:
     Rewards are those of the verifier; failed ones do not count. At most `rollout.max_prompts_per_group` prompts
     are spent for each group of a step, on the average of the step, counted from the start of this process.
 
-    last_failure: returns the reason of the last reward that failed, for `NoReward`.
+    For `NoReward`, last_failure returns the reason of the last reward that failed, and trajectory_failure that of most
+    trajectories that failed lately in their environment or agent; empty where none did.
     """
 
-    def __init__(self, config: RolloutConfig, last_failure: Callable[[], str]):
+    def __init__(
+        self, config: RolloutConfig, last_failure: Callable[[], str], trajectory_failure: Callable[[], str] = str
+    ):
         self._config = config
+        self._trajectory_failure = trajectory_failure
         self._last_failure = last_failure
         self._failed = 0  # groups in a row of which every reward failed
         self._dropped: Counter[int] = Counter()
@@ -45,9 +49,13 @@ class SignalFilter:
         config = self._config
         self._failed = self._failed + 1 if group.reward_failed.all() else 0
         if self._failed >= max(config.prompts_per_step, FEWEST_FAILED):
+            which, cause, remedy = "the last one", self._last_failure(), "correct the reward"
+            if played := self._trajectory_failure():
+                which, cause = "most trajectories", played
+                remedy = "correct the environment or agent (a higher limit needs a new run)"
             raise NoReward(
-                f"step {step}: every reward of the last {self._failed} groups failed, the last one with "
-                f"{self._last_failure() or 'a failure of its environment'}; correct the reward, then --resume"
+                f"step {step}: every reward of the last {self._failed} groups failed, {which} with {cause}; {remedy}, "
+                "then --resume"
             )
         if not config.dynamic_sampling or _has_signal(group):
             return True

@@ -101,7 +101,8 @@ class Orchestrator:
         self._evaluator = evaluator
         self._recorder = recorder
         self._stop_token_ids = tuple(stop_token_ids)
-        self._filter = SignalFilter(config.rollout, lambda: rewards.last_failure)
+        played = str if episodes is None else lambda: episodes.environments.frequent_failure
+        self._filter = SignalFilter(config.rollout, lambda: rewards.last_failure, played)
         self._evaluations: set[asyncio.Task] = set()  # that run
         self._writes: deque[Future] = deque()  # records on their way to the disk, in order
         self._bound = StalenessBound(config.rollout.prompts_per_step, config.rollout.max_staleness)

@@ -191,8 +191,8 @@ def _why(work: Work, made: Layer, number: int, in_flight: int, kept: int) -> str
         parts = "inputs only"
     else:
         parts = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in made.saved.items())
-        if recompute == "selective":
-            parts += f", core attention recomputed -{made.core / 2**20:,.0f}"
+        if recompute == "selective" and abs(made.core) >= 2**19:
+            parts += f", core attention recomputed {-made.core / 2**20:+,.0f}"
         parts += " MiB"
     return f"{number} x {kept / 2**20:,.1f} MiB a layer ({parts}); {in_flight} in flight, {work.tokens:,} tokens"
 

@@ -6,31 +6,49 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from dppo_megatron.errors import ExpectedError
 from dppo_megatron.types import Prompt
 
 from .interface import NOT_APPLICABLE, Reward
 
-_VERL = {"solution_str", "ground_truth"}
+_VERL = {"data_source", "solution_str", "ground_truth", "extra_info"}
 _TRL = {"completions"}
+# Names that mean something else than the prompt as the first parameter, and than the response as the second.
+_ANSWERS = {"answer", "expected", "gold", "ground_truth", "label", "reference", "solution", "target"}
+_RESPONSES = {"completion", "generation", "output", "pred", "prediction", "response", "response_text", "solution_str"}
+_MISPLACED = (_ANSWERS | _RESPONSES | {"text"}, _ANSWERS | {"prompt", "question", "row"})
 
 
-def adapt(function: Callable[..., Any]) -> Reward:
+class RewardError(ExpectedError, ValueError):
+    """`reward.name` does not lead to a reward; the message names the nearest valid one."""
+
+
+def adapt(function: Callable[..., Any], name: str) -> Reward:
     """`function` itself, or what calls it by the convention of verl or TRL.
 
     verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`, with those of them that it takes; it
     returns a number, a dict with `score`, or a sequence that begins with the number. TRL: `f(prompts, completions,
     **columns)` returns a list of numbers, None for a sample that it does not apply to; it is called with one sample.
-    Either may be async.
+    Either may be async. Others are called with prompt and response. Raises `RewardError` where the names of their
+    parameters mean something else.
     """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of code without a signature
         return function
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if parameters.keys() >= _VERL:
+    named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    known = parameters.keys() & _VERL
+    if (known and known == set(named)) or (len(known) > 1 and not {"prompt", "response_text"} & set(named)):
         return _Foreign(function, None if takes_all else set(parameters), _verl_arguments, _verl_value)
     if parameters.keys() >= _TRL:
         return _Foreign(function, None if takes_all else set(parameters), _trl_arguments, _trl_value)
+    for parameter, meaning, others in zip(named, ("prompt", "response"), _MISPLACED, strict=False):
+        if parameter in others:
+            raise RewardError(
+                f"reward.name = {name}: its parameter {parameter} would get the {meaning}; take (prompt, "
+                "response_text), where prompt.answer is the row's answer, or parameters of verl or TRL"
+            )
     return function
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.common import working_directory
 from dppo_megatron.errors import ExpectedError
 
-from .conventions import adapt
+from .conventions import RewardError, adapt
 from .interface import GroupReward, Reward
 from .outcome import describe, place
 
@@ -30,10 +31,6 @@ BUILTIN = {
 }
 _ABSENT = object()
 _LINE = "Correct that line; what it imports must be installed or on PYTHONPATH"
-
-
-class RewardError(ExpectedError, ValueError):
-    """`reward.name` does not lead to a reward; the message names the nearest valid one."""
 
 
 def build_rewards(config: RewardConfig) -> list[Reward | GroupReward]:
@@ -65,6 +62,12 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
         what = f"reward.name = {name}: {path.partition(':')[2]}() failed"
         reward = _foreign(what, made, "reward.settings are its arguments", RewardError)
     elif settings:
+        try:
+            inspect.signature(reward).bind_partial(**settings)
+        except TypeError as error:
+            raise RewardError(f"reward.settings of {name}: {error}; remove it") from None
+        except ValueError:
+            pass  # of code without a signature
         function, reward = reward, functools.partial(reward, **settings)
         if hasattr(function, "check_answer"):
             reward.check_answer = function.check_answer
@@ -72,7 +75,7 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
         return reward
     if not callable(reward):
         raise RewardError(f"reward.name = {name}: {type(reward).__name__} is not callable; name a function")
-    return adapt(reward)
+    return adapt(reward, name)
 
 
 def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as: str | None = None) -> Any:
@@ -108,4 +111,8 @@ def _foreign(what: str, call: Callable[[], Any], remedy: str, raised: type[Expec
         # As the cause only what a traceback may print; it is for whoever wrote the code.
         cause = error if isinstance(error, Exception) else None
         at = place(error)
+        if isinstance(error, ModuleNotFoundError) and not at:
+            package = (error.name or "").partition(".")[0]
+            if f"import {package}" not in what:  # a module of this package imports it
+                remedy = f"pip install {package.replace('_', '-')}"
         raise raised(f"{what}: {describe(error)}{at}. {(at and of_line) or remedy}") from cause

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from dppo_megatron.observability.logs import plain_text
+from dppo_megatron.observability.logs import SERVER_START, SERVER_STOP, plain_text
 
 SEARCHED_BYTES = 64 * 1024
 # The last line of a traceback, our own and the servers' log levels, and the system's words for a process that it ended.
@@ -16,7 +16,13 @@ _ERROR = re.compile(
 
 
 def last_error(lines: Sequence[str]) -> str | None:
-    return next((line for line in reversed(lines) if _ERROR.search(line)), None)
+    """The last line that looks like an error. Those of a server that was asked to end do not count."""
+    found, ends = None, False
+    for line in lines:
+        ends = SERVER_STOP in line or (ends and SERVER_START not in line)
+        if not ends and _ERROR.search(line):
+            found = line
+    return found
 
 
 class NewErrors:

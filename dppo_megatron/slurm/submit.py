@@ -34,11 +34,11 @@ def prepare(
     config = with_absolute_paths(read_config(config_file, overrides))
     if nodes is not None:
         config = scale_to_nodes(config, nodes)
-    check_job(config, str(config_file), resume=resume)
+    notes = check_job(config, str(config_file), resume=resume)
     if config.slurm.command:  # what the model, the data and the plan need is in there
-        notes = ["slurm.command is set: the job checks model, data, reward and plan when it starts, with that command"]
+        notes += ["slurm.command is set: the job checks model, data, reward and plan when it starts, with that command"]
     else:
-        notes = check_config(config, str(config_file), place=place)
+        notes += check_config(config, str(config_file), place=place)
     return Prepared(config, batch_script(config, resume=resume, directory=Path.cwd()), notes)
 
 

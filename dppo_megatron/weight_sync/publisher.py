@@ -328,6 +328,8 @@ class _Retries:
                 f"engine to publish it to:\n{reasons}"
             )
         if reasons != self._reported:
-            log.warning("policy %d: waiting for an engine to publish it to:\n%s", self._version, reasons)
+            left = max(0.0, self._deadline - time.monotonic())
+            named = "; ".join(line.strip() for line in reasons.splitlines())
+            log.warning("policy %d: waits %.0f s for an engine to publish it to: %s", self._version, left, named)
         self._reported = reasons
         time.sleep(RETRY_S)

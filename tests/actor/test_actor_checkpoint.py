@@ -13,10 +13,24 @@ from dppo_megatron import hf
 from dppo_megatron.actor import CheckpointError
 from dppo_megatron.actor.checkpoint import save_load
 from dppo_megatron.actor.checkpoint.optimizer_state import materialise_state
+from dppo_megatron.actor.checkpoint.sharded import _torch_failures_as_errors
 from tests.actor.scenarios import checkpoint as scenarios
 from tests.support.actor_cases import DEEPSEEK, YARN, actor_config
 
 pytestmark = pytest.mark.megatron_next
+
+
+@pytest.mark.parametrize(
+    ("failures", "text"),
+    [
+        ({0: "rank 0: DiskFull: full", 1: "rank 0: DiskFull: full"}, "rank 0: DiskFull: full"),
+        ({1: "a"}, "rank 1: OSError: a"),
+    ],
+)
+def test_every_reason_of_a_failed_save_is_given_once_with_its_rank(failures, text):
+    raised = {rank: (OSError(reason), None) for rank, reason in failures.items()}
+    with pytest.raises(OSError, match=f"^{text}$"), _torch_failures_as_errors():
+        raise torch.distributed.checkpoint.CheckpointException("write", raised)
 
 
 @pytest.mark.parametrize("world", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.slow)])

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,51 @@ def test_a_secret_that_cannot_be_read_is_named_before_a_start(tree, tmp_path):
     tree["engine"] |= {"urls": ["http://127.0.0.1:1"], "secret_file": str(tmp_path / "secret")}
     assert found(tree).startswith(f"engine.secret_file = {tmp_path / 'secret'}: no file that can be read")
     (tmp_path / "secret").write_text("x")
+    preflight(Config.model_validate(tree), "config.yaml")
+
+
+def test_a_server_that_refuses_the_connection_is_noted_before_the_start(tree):
+    tree["engine"]["urls"] = ["http://127.0.0.1:1"]
+    (note,) = [line for line in preflight(Config.model_validate(tree), "c") if line.startswith("engine.urls")]
+    assert "http://127.0.0.1:1: [Errno 111] Connection refused; a run waits 900 s for it" in note
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"tracking": {"wandb": "offline"}}, "tracking.wandb = offline: .* pip install wandb, or set it to off"),
+        (
+            {"tracking": {"tensorboard": True}},
+            "tracking.tensorboard = true: .* pip install tensorboard, or set it to f",
+        ),
+        (
+            {"reward": {"name": "math"}},
+            "reward.name = math: .*math_verify.* pip install math-verify$",
+        ),
+        ({"eval": {"every": 2}}, "eval.every = 2: there is nothing to evaluate; set data.eval"),
+        (
+            {"reward": {"name": "arithmetic", "settings": {"wrong": 1}}},
+            "reward.settings of arithmetic: .*'wrong'; remove it",
+        ),
+    ],
+)
+def test_what_a_run_would_lack_is_refused_before_the_start(tree, monkeypatch, sections, problem):
+    for package in ("wandb", "tensorboard", "math_verify"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "dppo_megatron.rewards.mathematics", raising=False)
+    monkeypatch.setattr("dppo_megatron.rewards.import_problem", lambda reward: None)  # of a process with packages
+    if "eval" in sections:
+        del tree["data"]["eval"]
+    assert re.search(problem, found(tree | sections), re.MULTILINE)
+
+
+def test_the_tools_of_an_environment_count_in_the_longest_prompt(tree, task, tmp_path):
+    model = shutil.copytree(task / "random_model", tmp_path / "chat")
+    (model / "chat_template.jinja").write_text("{{ '1' * 20 if tools else '' }}{{ messages[0].content }}")
+    tree |= {"model": {"path": str(model), "dtype": "fp32"}, "environment": {"name": "tests.environments.worlds:Table"}}
+    tree["data"] |= {"chat_template": True}
+    assert "data.max_prompt_tokens" in found(tree)
+    tree["data"]["max_prompt_tokens"] = 40
     preflight(Config.model_validate(tree), "config.yaml")
 
 
@@ -271,7 +317,8 @@ UNFIT = "a reward takes (prompt, response_text) and returns a number"
         ("def reward(prompt, text): return 'good'", f"TypeError: it returned str, expected a number; {UNFIT}", None),
         ("def reward(prompt, text): pass", f"TypeError: it returned NoneType, .*; {UNFIT}", None),
         ("def reward(prompt, text): return [1]", f"TypeError: .*'list'; {UNFIT}", None),
-        ("def reward(text): return 1", f"reward() takes 1 positional argument but 2 were given; {UNFIT}", None),
+        ("def reward(one): return 1", f"reward() takes 1 positional argument but 2 were given; {UNFIT}", None),
+        ("def reward(completion, gold): return 1", "its parameter completion would get the prompt; take .*", None),
         ("def reward(prompts, completions, gold): return [1]", f"missing 1 required .*'gold'; {UNFIT}", None),
         ("def reward(prompt, text): return prompt.columns['gold']", None, "KeyError: 'gold' ({file}, line 1)"),
         ("def reward(prompt, text):\n len(3)", None, "TypeError: object of type .* ({file}, line 2)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -225,6 +226,13 @@ def test_a_reward_that_stands_still(tmp_path):
     findings = diagnose(of_metrics(tmp_path, noisy(0.0))).findings
     assert list(findings) == ["reward stands still"]
     assert findings["reward stands still"].since > 50
+
+
+def test_the_causes_of_failed_rewards_are_named_with_the_most_frequent_first(tmp_path, model):
+    counts = metric(rollout__reward_failed=4.0, reward__failed_timeout=1.0, environment__failed_raised=3.0)
+    finding = diagnose(write_run(tmp_path, model, counts)).findings["rewards fail"]
+    assert re.search(r"4 of \d+ samples have no reward: environment raised 3, reward timeout 1", str(finding))
+    assert "correct the environment or agent where that failed" in str(finding)
 
 
 @pytest.mark.parametrize("rewards", [noisy(0.3), [0.2 + 0.1 * min(i, 8) for i in range(80)]], ids=["rises", "solved"])

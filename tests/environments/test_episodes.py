@@ -291,17 +291,17 @@ def test_a_cancelled_trajectory_gives_its_place_back():
     ],
 )
 def test_an_environment_that_cannot_be_made_is_refused_before_a_run(name, says):
-    problem = environment_problem(EnvironmentConfig(name=name), chat=True)
+    problem = environment_problem(EnvironmentConfig(name=name), [], chat=True)
     assert re.search(says, problem)
 
 
 @pytest.mark.slow
 def test_one_that_can_be_made_has_no_problem():
-    assert environment_problem(EnvironmentConfig(), chat=False) is None
-    assert environment_problem(EnvironmentConfig(name=f"{WORLDS}:Table"), chat=True) is None
-    assert "data.chat_template = true" in environment_problem(EnvironmentConfig(name=f"{WORLDS}:Table"), chat=False)
-    assert environment_problem(EnvironmentConfig(name=f"{WORLDS}:Echo"), chat=True, by_turn=True) is None
-    no_turns = environment_problem(EnvironmentConfig(name=f"{WORLDS}:Table"), chat=True, by_turn=True)
+    assert environment_problem(EnvironmentConfig(), [], chat=False) is None
+    assert environment_problem(EnvironmentConfig(name=f"{WORLDS}:Table"), [], chat=True) is None
+    assert "data.chat_template = true" in environment_problem(EnvironmentConfig(name=f"{WORLDS}:Table"), [], chat=False)
+    assert environment_problem(EnvironmentConfig(name=f"{WORLDS}:Echo"), [], chat=True, by_turn=True) is None
+    no_turns = environment_problem(EnvironmentConfig(name=f"{WORLDS}:Table"), [], chat=True, by_turn=True)
     assert "Table has no method `step`" in no_turns
 
 
@@ -312,4 +312,4 @@ def test_the_one_in_the_documentation_can_be_made(tmp_path, monkeypatch):
     (tmp_path / "prices.json").write_text('{"tea": 3.5}')
     monkeypatch.syspath_prepend(tmp_path)
     settings = {"file": str(tmp_path / "prices.json")}
-    assert environment_problem(EnvironmentConfig(name="my_table:Table", settings=settings), chat=True) is None
+    assert environment_problem(EnvironmentConfig(name="my_table:Table", settings=settings), [], chat=True) is None

@@ -18,8 +18,9 @@ import pytest
 import typer
 
 from dppo_megatron.cli import runs
-from dppo_megatron.config import ConfigError, read_config, save_resolved
+from dppo_megatron.config import ConfigError, read_config, save_resolved, with_absolute_paths
 from dppo_megatron.errors import ExpectedError
+from dppo_megatron.launch.local_run import finished
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import job
 from dppo_megatron.slurm.allocation import Allocation
@@ -192,6 +193,29 @@ def test_a_second_launcher_stops_before_it_touches_the_run(tmp_path, monkeypatch
     with run.take(), pytest.raises(ExpectedError, match=f"in use by process {os.getpid()} on {socket.gethostname()}"):
         job.run_job(file, (), resume=False) if command == "job" else runs.train(file, resume=True)
     assert state() == before
+
+
+def test_a_finished_run_is_not_started_again(tmp_path, monkeypatch, capsys):
+    """Finished: the last checkpoint, the model after it and the last evaluation."""
+    monkeypatch.chdir(tmp_path)
+    config = make_config(run={"dir": "run"}, train={"steps": 3}, data={"train": "d", "eval": "e"})
+    file, run = tmp_path / "config.yaml", RunDir(Path("run"))
+    save_resolved(config, file)
+    run.checkpoints.mkdir(parents=True)
+    save_resolved(with_absolute_paths(config), run.config)
+    (run.checkpoints / "latest").write_text("step-000003")
+    run.metrics.write_text('{"step": 3, "time": 1.0, "train/loss": 1.0}\n')
+    run.final_model.mkdir()
+    assert not finished(config)
+    with run.metrics.open("a") as metrics:
+        metrics.write('{"step": 3, "time": 2.0, "eval/accuracy": 0.5}\n')
+    os.utime(run.final_model, (1, 1))
+    assert not finished(config)
+    os.utime(run.final_model)
+    runs.train(file, resume=True)
+    out = capsys.readouterr().out
+    assert out.startswith("all 3 of 3 steps are done; raise train.steps to go on\n")
+    assert f"report: {tmp_path / 'run'}" in out
 
 
 class NoProcesses:

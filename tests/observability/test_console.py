@@ -59,6 +59,13 @@ def test_a_step_without_updates_says_why():
     assert "| no signal, no update\n" in out.getvalue()
 
 
+def test_a_step_line_has_the_samples_that_failed():
+    out = io.StringIO()
+    with ProgressView(2, out, samples=192) as view:
+        view.update(step_record(1, 1000.0, **{"rollout/reward_failed": 144.0}))
+    assert " | 144 of 192 samples failed\n" in out.getvalue()
+
+
 def test_supervised_runs_show_the_loss():
     out = io.StringIO()
     with ProgressView(2, out) as view:

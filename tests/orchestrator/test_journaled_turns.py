@@ -1,15 +1,20 @@
-"""Turns that an earlier orchestrator finished, in the orchestrator's accounts."""
+"""Turns that an earlier orchestrator finished, and trajectories that fail, in the orchestrator's accounts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dppo_megatron.bank import BankWriter
 from dppo_megatron.bank.journal import Journal
+from dppo_megatron.config.environment import EnvironmentConfig
+from dppo_megatron.environments.interface import EnvironmentFailed
 from dppo_megatron.environments.journals import Journals
+from dppo_megatron.environments.pool import EnvironmentPool
+from dppo_megatron.orchestrator.dynamic_sampling import NoReward, SignalFilter
 from tests.support.bank import make_group
 from tests.support.fakes.orchestrator import World, sampling_config
 
@@ -33,3 +38,17 @@ def test_turns_of_an_earlier_process_count_for_staleness(tmp_path, caplog, store
     w.journals.close()
     assert ("begins anew" in caplog.text) == anew
     assert list((tmp_path / "turns").iterdir()) == []  # the bank has the group
+
+
+def test_trajectories_that_all_fail_are_not_blamed_on_the_reward(tmp_path):
+    pool = EnvironmentPool(EnvironmentConfig(agent="a:b"))
+    group = SimpleNamespace(reward_failed=np.array([True]), prompt=SimpleNamespace(row=0))
+    for text in ("it hung", "context_length_exceeded", "context_length_exceeded"):
+        pool.count(group.prompt, EnvironmentFailed("raised", text))
+    chooses = SignalFilter(sampling_config(tmp_path).rollout, str, lambda: pool.frequent_failure)
+    why = (
+        r"most trajectories with raised: context_length_exceeded; correct the environment or agent \(.*, then --resume"
+    )
+    assert all(chooses.keeps(group, 0) for _ in range(7))
+    with pool, pytest.raises(NoReward, match=f"step 0: every reward of the last 8 groups failed, {why}"):
+        chooses.keeps(group, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,8 +23,10 @@ from dppo_megatron.hf.flops import ModelFlops
 from dppo_megatron.plan import Advice, Cluster, advise, hardware, make_plan, report
 from dppo_megatron.plan.activations import Layer, Work, layer
 from dppo_megatron.plan.engines import engine_memory, stage_layers
+from dppo_megatron.plan.memory import _why
 from dppo_megatron.trainer.batches import UpdateBatch
 from dppo_megatron.trainer.metrics import StepMetrics, Throughput
+from tests.support.configs import make_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -198,6 +201,12 @@ def test_an_fp8_deepseek_v3_is_served_on_two_nodes_of_h100s(builder):
     assert "engines of 16 over 2 nodes (tensor 8, pipeline 2)" in report(
         make_plan(config("deepseek_v3", *stages), Cluster(64, 8, h100), builder), []
     )
+
+
+@pytest.mark.parametrize(("core", "shown"), [(2**18, " MiB"), (-(2**18), " MiB"), (3 * 2**20, "recomputed -3 MiB")])
+def test_a_recompute_that_saves_nothing_is_not_shown(core, shown):
+    work = SimpleNamespace(config=make_config(model={"path": "m", "recompute": "selective"}), tokens=8)
+    assert re.search(rf"\(mlp 1(, core attention )?{shown}\)", _why(work, Layer({"mlp": 2**20}, 0, core), 1, 1, 2**20))
 
 
 def test_fp8_blocks_are_not_sharded():

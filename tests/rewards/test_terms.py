@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import time
+import types
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -88,6 +90,38 @@ def test_functions_of_verl_run_unmodified(prompt):
     partly = {"name": f"{FOREIGN}:per_dataset_score", "settings": {"format_score": 0.125}}
     assert score(partly, row, "42", "41")[0] == [1, 0.125]
     assert score({"name": f"{FOREIGN}:compute_score_async"}, row, "42", "41")[0] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "given"),
+    [
+        ("solution_str", "text"),
+        ("solution_str, ground_truth", "text 42"),
+        ("ground_truth, data_source", "42 sums"),
+        ("solution_str, extra_info", "text {'a': 1}"),
+        ("data_source, solution_str, extra_info=None, **more", "sums text {'a': 1}"),
+        ("p, text", None),
+        ("prompt, response_text, ground_truth=1, extra_info=2", None),
+        ("completion, gold", "parameter completion would get the prompt"),
+        ("response, answer", "parameter response would get the prompt"),
+        ("text, label", "parameter text would get the prompt"),
+        ("prompt, ground_truth", "parameter ground_truth would get the response"),
+        ("solution_str, answer", "parameter solution_str would get the prompt"),
+    ],
+)
+def test_the_names_of_parameters_say_what_a_function_is_given(prompt, monkeypatch, parameters, given):
+    names = [name.partition("=")[0] for name in parameters.split(", ") if "*" not in name]
+    module = types.ModuleType("named_by_parameters")
+    got = []
+    module.reward = eval(f"lambda {parameters}: got.append(({', '.join(names)},)) or 0.0", {"got": got})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    row = replace(prompt("42", extra_info={"a": 1}), source="sums")
+    if given and "would get" in given:
+        with pytest.raises(RewardError, match=f"reward.name = named_by_parameters:reward: its {given}; take"):
+            load_reward("named_by_parameters:reward")
+        return
+    load_reward("named_by_parameters:reward")(row, "text")
+    assert got[0][:2] == (row, "text") if given is None else " ".join(map(str, got[0])) == given
 
 
 def test_functions_of_trl_run_unmodified(prompt):

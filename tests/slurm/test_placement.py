@@ -175,6 +175,12 @@ def test_refusals(changes, message):
     assert message in violation
 
 
+def test_gpus_that_are_not_used_are_noted():
+    notes = []
+    assert slurm_problems(config(gpus_per_node=16), notes=notes) == slurm_problems(config(), notes=notes) == []
+    assert notes == ["slurm.gpus_per_node = 16: 8 GPUs of each trainer node are not used"]
+
+
 def test_an_allocation_of_another_size_is_refused():
     assert slurm_problems(config(), ONE.sizes) == slurm_problems(config(), HETEROGENEOUS.sizes) == []
     (violation,) = slurm_problems(config(), Allocation("7", 0, (("a",),)).sizes)

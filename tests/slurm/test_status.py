@@ -15,10 +15,11 @@ from rich.console import Console
 from dppo_megatron.common.files import DamagedFile, write_json
 from dppo_megatron.config import save_resolved
 from dppo_megatron.fleet.registry import Service, free_port, register
+from dppo_megatron.observability.logs import SERVER_START, SERVER_STOP
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import queue
 from dppo_megatron.slurm.attempts import TIME_LIMIT, AttemptLog
-from dppo_megatron.slurm.log_errors import NewErrors
+from dppo_megatron.slurm.log_errors import NewErrors, last_error
 from dppo_megatron.slurm.queue import SlurmError, SlurmRefused
 from dppo_megatron.slurm.status import NotARun, read_status
 from dppo_megatron.slurm.status_view import show
@@ -114,6 +115,13 @@ def test_a_run_that_slurm_never_saw_and_a_directory_without_a_run(run, tmp_path)
     assert read_status(run.root).queue_note == "no job of this run has started"
     with pytest.raises(NotARun, match=r"no config.yaml in it"):
         read_status(tmp_path)
+
+
+def test_a_server_that_was_asked_to_end_makes_no_errors():
+    lines = ["x ERROR y: one", f"SIGTERM {SERVER_STOP}", "ERROR vllm.EngineDeadError: EngineCore", "INFO bye"]
+    assert last_error(lines) == "x ERROR y: one"
+    assert last_error([*lines, f"{SERVER_START} 0: vllm serve", "ERROR y: two"]) == "ERROR y: two"
+    assert last_error(lines[1:]) is None
 
 
 def test_the_rank_that_failed_first_says_why_and_earlier_attempts_do_not_count(run):

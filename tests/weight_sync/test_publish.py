@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from dppo_megatron.hf import SafetensorsDirectory, fp8, open_weights, read_hf_config
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.weight_sync import shared_storage
+from dppo_megatron.weight_sync import publisher, shared_storage
 from dppo_megatron.weight_sync.shared_storage import SharedStorage
 from dppo_megatron.weights.manifest import Manifest
 from tests.weight_sync.scenarios import FREEZES, LONG_TIMEOUT_S
@@ -118,6 +119,14 @@ def test_the_time_of_an_attempt_is_not_time_without_an_engine(result_of):
 
 
 @pytest.mark.slow
+def test_the_reasons_of_a_wait_for_engines_are_on_the_line_that_warns(monkeypatch, caplog):
+    """A launcher shows the first line of a warning."""
+    monkeypatch.setattr(publisher.time, "sleep", lambda _: None)
+    publisher._Retries(3, 60.0).wait((), {"engine-0": "refused", "engine-1": "silent"})
+    (line,) = caplog.messages
+    assert re.fullmatch(r"policy 3: waits [56]\d s for an engine to .*: engine-0: refused; engine-1: silent", line)
+
+
 def test_ranks_wait_as_long_as_an_engine_may_take_to_score(result_of):
     """Behind long requests in its queue; how long follows from the longest response."""
     assert result_of("scores_late")["unconfirmed"] == 0

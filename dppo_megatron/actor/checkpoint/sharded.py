@@ -183,5 +183,6 @@ def _torch_failures_as_errors() -> Iterator[None]:
     try:
         yield
     except torch.distributed.checkpoint.CheckpointException as failed:
-        reasons = (f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in failed.failures.items())
-        raise OSError("; ".join(reasons)) from failed
+        texts = ((str(error), f"rank {rank}: {type(error).__name__}: ") for rank, (error, _) in failed.failures.items())
+        reasons = (text if text.startswith("rank ") else of + text for text, of in texts)  # gathered from all ranks
+        raise OSError("; ".join(dict.fromkeys(reasons))) from failed
