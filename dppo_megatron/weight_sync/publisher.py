@@ -330,6 +330,8 @@ class _Retries:
         if reasons != self._reported:
             left = max(0.0, self._deadline - time.monotonic())
             named = "; ".join(line.strip() for line in reasons.splitlines())
-            log.warning("policy %d: waits %.0f s for an engine to publish it to: %s", self._version, left, named)
+            log.warning(
+                "policy %d: waiting for an engine to publish it to, %.0f s left: %s", self._version, left, named
+            )
         self._reported = reasons
         time.sleep(RETRY_S)

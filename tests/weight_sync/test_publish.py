@@ -118,15 +118,17 @@ def test_the_time_of_an_attempt_is_not_time_without_an_engine(result_of):
     assert result["differences"] == [0.0]
 
 
-@pytest.mark.slow
 def test_the_reasons_of_a_wait_for_engines_are_on_the_line_that_warns(monkeypatch, caplog):
     """A launcher shows the first line of a warning."""
     monkeypatch.setattr(publisher.time, "sleep", lambda _: None)
     publisher._Retries(3, 60.0).wait((), {"engine-0": "refused", "engine-1": "silent"})
     (line,) = caplog.messages
-    assert re.fullmatch(r"policy 3: waits [56]\d s for an engine to .*: engine-0: refused; engine-1: silent", line)
+    assert re.fullmatch(
+        r"policy 3: waiting for an engine to .*, [56]\d s left: engine-0: refused; engine-1: silent", line
+    )
 
 
+@pytest.mark.slow
 def test_ranks_wait_as_long_as_an_engine_may_take_to_score(result_of):
     """Behind long requests in its queue; how long follows from the longest response."""
     assert result_of("scores_late")["unconfirmed"] == 0
