@@ -20,6 +20,7 @@ import json, sys
 from pathlib import Path
 from dppo_megatron.actor import check_model
 from dppo_megatron.actor.model_config import _engine_problems
+from dppo_megatron.actor.precision import installation_problems
 from tests.support.actor_cases import actor_config
 
 from megatron.core.extensions import transformer_engine
@@ -30,6 +31,7 @@ print(json.dumps({
     "auto": check_model(of("auto")),
     "auto on a GPU": _engine_problems(of("auto"), cuda=True),
     "fp8": check_model(of("auto", dtype="bf16", fp8="blockwise")),
+    "fp8 on a GPU": installation_problems(of("auto", dtype="bf16", fp8="blockwise")),
 }))
 """
 
@@ -51,4 +53,5 @@ def test_local_layers_need_no_engine_that_loads(tmp_path, package):
     assert problems["local"] == problems["auto"] == []
     assert f"model.layers = transformer_engine: {why}, or set it to local" in problems["transformer_engine"]
     assert problems["auto on a GPU"] == [f"model.layers = auto: {why}, or set it to local"]
-    assert f"model.fp8 = blockwise: needs TransformerEngine: {why}, or use none" in problems["fp8"]
+    assert problems["fp8"] == ["model.fp8 = blockwise: needs a CUDA device; set it to none"]
+    assert problems["fp8 on a GPU"] == [f"model.fp8 = blockwise: needs TransformerEngine: {why}, or use none"]
