@@ -64,7 +64,7 @@ def test_a_mistake_is_found(tmp_path, text, problem):
 def test_what_exists_passes(tmp_path):
     text = """# A page
 
-[above](#a-page), [README](../README.md#two-commands), [elsewhere](https://example.org/x), `trainer/loop.py: train`,
+[above](#a-page), [README](../README.md#quickstart), [elsewhere](https://example.org/x), `trainer/loop.py: train`,
 `make quickstart`, `dppo-megatron trainer / engine CONFIG`, `dppo-megatron convert ...`, `--resume`, `rollout.bank: D`,
 `your_package.module:attribute`, `objective.settings.delta`
 """
