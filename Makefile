@@ -16,6 +16,7 @@
 # make attack         tests/attack with another seed and more cases: ATTACK_SEED=N ATTACK_CASES=N make attack
 # make test-gpu       on a machine with a GPU, eight minutes: kernels, training, offload, a colocated engine; writes a file
 # make lint           ruff, mypy on the public surface, retired words, docs-check
+# make docs           the documentation site in site/, with the API reference from docstrings; warnings fail
 # make docs-check     links, files, commands, flags, settings and figures named in the docs exist
 # make format         ruff, which mends what it can
 # make install        the pinned CPU environment in .venv (the others do it when needed)
@@ -39,7 +40,7 @@ NULL_GPU_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bi
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: quickstart study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu attack lint docs-check format install sglang clean
+.PHONY: quickstart study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu attack lint docs docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -137,6 +138,9 @@ lint: install docs-check
 docs-check: install
 	$(BIN)/python tools/check_docs.py
 
+docs: install $(VENV)/docs/.installed
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR)/$(VENV)/docs $(BIN)/python -m mkdocs build --quiet --strict
+
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -144,7 +148,7 @@ format: install
 install: $(STAMP)
 
 # torch first and with its own needs: a CUDA build brings its libraries, the CPU build needs none.
-$(STAMP): requirements/cpu.lock setup.py
+$(STAMP): requirements/cpu.lock setup.py pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || \
 	  { echo "Python 3.11 is needed (the pinned CPU environment is for it); set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -163,7 +167,7 @@ $(VENV)/%/.installed: requirements/%.lock $(STAMP)
 
 sglang: $(SGLANG_STAMP)
 
-environments: sglang $(INTEGRATIONS_STAMP) $(VENV)/verifiers/.installed $(VENV)/browser/.installed $(NULL_GPU_STAMP)
+environments: sglang $(INTEGRATIONS_STAMP) $(VENV)/verifiers/.installed $(VENV)/browser/.installed $(VENV)/docs/.installed $(NULL_GPU_STAMP)
 
 $(SGLANG_STAMP): requirements/sglang-cpu.lock
 	$(PYTHON) -m venv $(SGLANG_VENV)
@@ -192,4 +196,4 @@ $(NULL_GPU_STAMP): requirements/null-gpu.lock setup.py
 	  $(NULL_GPU_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . && touch $@; fi
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(INTEGRATIONS_VENV) $(NULL_GPU_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(INTEGRATIONS_VENV) $(NULL_GPU_VENV) build dist site *.egg-info

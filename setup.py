@@ -1,10 +1,9 @@
-"""Package metadata. `pip install .` needs torch alone and gives `objectives` and `vocab_parallel`."""
+"""Requirements, each with its reason. The other metadata is in pyproject.toml.
 
-from pathlib import Path
+`pip install .` needs only torch and gives `objectives` and `vocab_parallel`.
+"""
 
-from setuptools import find_packages, setup
-
-HERE = Path(__file__).parent
+from setuptools import setup
 
 # What the trainer needs on every machine, each with the reason it is here.
 TRAIN = [
@@ -30,20 +29,6 @@ TRAIN = [
 ]
 
 setup(
-    name="dppo_megatron",
-    version="0.1.0",
-    description="RL for language models on Megatron-core with divergence trust regions (DPPO, DRPO)",
-    long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    python_requires=">=3.11",
-    packages=find_packages(include=["dppo_megatron", "dppo_megatron.*"]),
-    package_data={
-        "dppo_megatron.config": ["*.txt"],
-        "dppo_megatron.slurm": ["templates/*.j2"],
-        "dppo_megatron.view": ["page/*"],
-        "dppo_megatron.engines.sglang.plugin": ["*.dist-info/*"],  # by which SGLang finds it
-    },
     install_requires=["torch>=2.6"],
     extras_require={
         "cpu": TRAIN,
@@ -66,10 +51,5 @@ setup(
             "types-PyYAML",
             "jaxtyping>=0.3",
         ],
-    },
-    entry_points={
-        "console_scripts": ["dppo-megatron = dppo_megatron.__main__:main"],
-        # Loaded by a vLLM server only when VLLM_PLUGINS names it.
-        "vllm.endpoint_plugins": ["dppo_megatron = dppo_megatron.engines.vllm.extension.routes:DppoRoutes"],
     },
 )
