@@ -1,13 +1,19 @@
-"""Find words that this project no longer uses: `python tools/check_words.py` prints the places and exits with 1.
+"""Check the wording: `python tools/check_words.py` prints problems and exits with 1.
 
-Each had a private meaning here and has no other in this code; the field's word is named beside it. CHANGELOG.md may
-name them, for it tells what was renamed.
+- Retired words had a private meaning here. The term to use is next to each. CHANGELOG.md may name them.
+- Rates: some words make sentences hard to read when they are frequent ("what is stored is what was sent"). Their number
+  per 1,000 words of comments and docstrings, and of documentation pages, is limited to twice the highest rate in six
+  well-regarded codebases. `python tools/check_words.py --rates` prints all rates.
 """
 
 from __future__ import annotations
 
+import ast
+import io
 import re
 import sys
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 WORDS = {
@@ -24,11 +30,58 @@ FOLDERS = ("dppo_megatron", "tests", "docs", "examples", "benchmarks", "tools", 
 SUFFIXES = (".py", ".md", ".yaml", ".toml", ".lock", ".sbatch", ".sh", ".j2", ".svg", "Makefile")
 PATTERNS = [(re.compile(pattern, re.IGNORECASE), word) for pattern, word in WORDS.items()]
 
+# Word: pattern, most per 1,000 words of code comments and docstrings, and of documentation.
+RATES = {
+    "what": (r"what", 1.2, 2.6),
+    "alone": (r"alone", 0.4, 0.4),
+    "whose": (r"whose", 0.4, 0.4),
+    "nobody, somebody, whoever": (r"nobody|somebody|whoever", 0.14, 0.14),
+    "says": (r"says", 0.14, 0.14),
+    "of it": (r"of it", 0.2, 0.2),
+    "beside": (r"beside", 0.0, 0.0),
+    "those that": (r"those that", 0.0, 0.0),
+    "lie, lies": (r"lies?", 0.0, 0.0),
+    "anew": (r"anew", 0.0, 0.0),
+}
+COUNTED = {word: re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE) for word, (pattern, *_) in RATES.items()}
+PENDING = ("code", "docs")  # parts that are not rewritten yet
+
 
 def find_words(text: str) -> list[tuple[int, str, str]]:
     """Line number, the word found, what to write."""
     lines = enumerate(text.splitlines(), 1)
     return [(n, m[0], word) for n, line in lines for pattern, word in PATTERNS for m in pattern.finditer(line)]
+
+
+def comments(source: str) -> str:
+    """The comments and docstrings of Python source."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    found = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found += [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    return "\n".join(found)
+
+
+def prose(root: Path) -> dict[str, str]:
+    """Text by part: "code" of the package, and "docs" without their code blocks."""
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("*.md"))]
+    texts = (re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S) for page in pages if page.exists())
+    sources = sorted((root / "dppo_megatron").rglob("*.py"))
+    return {"code": "\n".join(comments(file.read_text()) for file in sources), "docs": "\n".join(texts)}
+
+
+def rates(text: str) -> dict[str, float]:
+    """Occurrences per 1,000 words."""
+    words = max(1, len(re.findall(r"[A-Za-z']+", text)))
+    return {word: 1000 * len(pattern.findall(text)) / words for word, pattern in COUNTED.items()}
+
+
+def above_limit(parts: dict[str, str]) -> Iterator[str]:
+    for part, text in parts.items():
+        for word, rate in rates(text).items():
+            limit = RATES[word][1 if part == "code" else 2]
+            if rate > limit:
+                yield f"{part}: {word!r} {rate:.2f} times in 1,000 words, at most {limit}; write plainer sentences"
 
 
 def main(root: Path) -> int:
@@ -39,9 +92,19 @@ def main(root: Path) -> int:
         if name not in EXEMPT:
             found += [f"{name}: {word!r} in its name, write: {better}" for _, word, better in find_words(name)]
             found += [f"{name}:{n}: {word!r}, write: {better}" for n, word, better in find_words(file.read_text())]
-    print("\n".join(found) or "words: none of the retired ones")
+    found += above_limit({part: text for part, text in prose(root).items() if part not in PENDING})
+    print("\n".join(found) or "words: no retired ones, none too frequent")
     return 1 if found else 0
 
 
+def print_rates(root: Path) -> None:
+    for part, text in prose(root).items():
+        print(part, ", ".join(f"{word} {rate:.2f}" for word, rate in rates(text).items()))
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(__file__).parents[1]))
+    ROOT = Path(__file__).parents[1]
+    if "--rates" in sys.argv:
+        print_rates(ROOT)
+    else:
+        sys.exit(main(ROOT))

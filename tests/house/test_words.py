@@ -51,3 +51,16 @@ def test_a_file_name_counts_and_the_changelog_may_name_what_it_renames(tmp_path)
     assert check_words.main(tmp_path) == 0
     (tmp_path / "dppo_megatron" / f"{RETIRED[1]}.py").touch()
     assert check_words.main(tmp_path) == 1
+
+
+def test_a_frequent_word_is_reported_with_its_rate(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check_words, "PENDING", ())
+    (tmp_path / "dppo_megatron").mkdir()
+    code = tmp_path / "dppo_megatron" / "x.py"
+    code.write_text('"""Return what fits."""\n\nwhat = "what is in a string does not count"  # what remains\n')
+    assert check_words.main(tmp_path) == 1
+    assert "code: 'what' 400.00 times in 1,000 words, at most 1.2" in capsys.readouterr().out
+    code.write_text('"""Return the rest."""\n')
+    (tmp_path / "README.md").write_text("The list lies in the file.\n\n```\nwhat\n```\n")
+    assert check_words.main(tmp_path) == 1
+    assert capsys.readouterr().out.count("times in 1,000 words") == 1
