@@ -53,6 +53,7 @@ class Gateway:
             app.router.add_get(f"{place}/v1/models", self._models)
             for interface in INTERFACES:
                 app.router.add_post(place + interface.PATH, partial(self._answer, interface))
+        app.router.add_route("*", "/{path:.*}", self._unknown)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         self.url = ""
 
@@ -89,6 +90,11 @@ class Gateway:
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request, chat)
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def _unknown(self, request: web.Request) -> web.Response:
+        self._session(request, chat)
+        remedy = "set the base URL of OpenAI's client to url/v1, of Anthropic's to url"
+        return web.json_response(chat.error(f"{request.path}: no such route; {remedy}", 404), status=404)
 
     async def _answer(self, interface: Interface, request: web.Request) -> web.StreamResponse:
         session = self._session(request, interface)

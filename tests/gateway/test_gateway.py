@@ -186,7 +186,13 @@ def test_what_cannot_be_had_is_refused_with_a_line(serve):
             for more, says in wrong:
                 status, reply = await client.post(**{"messages": [user("a")], **more})
                 assert (status, says in reply["error"]["message"]) == (400, True), reply
-            for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/sessions/x/v1/messages"):
+            status, reply = await client.post([user("a")], "/chat/completions")
+            assert status == 404
+            assert (
+                "/chat/completions: no such route; set the base URL of OpenAI's client to url/v1"
+                in reply["error"]["message"]
+            )
+            for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/sessions/x/v1/messages", "/x"):
                 status, reply = await stranger.post([user("a")], path)
                 assert (status, "no such session" in json.dumps(reply)) == (401, True)
             assert policy.turns == []
