@@ -93,7 +93,10 @@ def environment_problem(
                 f"environment.name = {config.name}: has tools, which only a chat template shows to the policy; set "
                 "data.chat_template = true, or give it `step` instead"
             )
-        if config.agent is None and by_turn and not worker.steps():
+        steps = config.agent is not None or worker.steps()
+        if not (tools or steps):
+            return f"environment.name = {config.name}: has neither `tools` nor `step`; give it one of them"
+        if by_turn and not steps:
             return (
                 f"objective.credit = turn: environment.name = {config.name} has no method `step`, which alone gives "
                 "turns their rewards; set credit to trajectory, or give it one"

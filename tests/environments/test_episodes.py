@@ -288,6 +288,7 @@ def test_a_cancelled_trajectory_gives_its_place_back():
         (f"{WORLDS}:Ecco", "environment.name = .*did you mean Echo"),
         (f"{WORLDS}:Broken", "ValueError: cannot be made"),
         ("tests.environments.nowhere:X", "cannot import tests.environments.nowhere"),
+        ("types:SimpleNamespace", "environment.name = types:SimpleNamespace: has neither `tools` nor `step`; give it"),
     ],
 )
 def test_an_environment_that_cannot_be_made_is_refused_before_a_run(name, says):
