@@ -41,8 +41,9 @@ class Source:
         run = RunDir(root)
         if any(root.glob("segment-*.jsonl")):
             return cls(root, False, History(root.name, {}, {}, ()), root)
-        if not (run.config.exists() or run.metrics.exists() or run.bank.is_dir()):
-            raise ViewError(f"{root}: neither a run (config.yaml, metrics.jsonl) nor a bank (segment-000000.jsonl)")
+        if not (run.logs.is_dir() or run.metrics.exists() or run.bank.is_dir()):
+            neither = "neither a run (logs, metrics.jsonl) nor a bank (segment-000000.jsonl)"
+            raise ViewError(f"{root}: {neither}; name the run.dir of a run that was started")
         notes = []
         try:
             history = load_history(root, root.resolve().name)

@@ -235,5 +235,6 @@ def test_more_than_the_page_may_hold_is_sampled_and_said(run, tmp_path, monkeypa
 def test_the_command_names_the_file_and_refuses_what_is_neither(run, tmp_path):
     result = CliRunner().invoke(app, ["view", str(run), "--out", str(tmp_path / "page.html")])
     assert (result.exit_code, result.output.strip()) == (0, str(tmp_path / "page.html"))
-    with pytest.raises(source.ViewError, match="neither a run"):
+    (tmp_path / "config.yaml").write_text("run: {dir: elsewhere}\n")  # as of a project of `init`
+    with pytest.raises(source.ViewError, match=r"neither a run .*; name the run.dir"):
         write_view(tmp_path)
