@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from pydantic import Field, ValidationError
 from dppo_megatron.checks import load_config
 from dppo_megatron.config import Config, ConfigError, read_tree
 from dppo_megatron.config.section import CountFromZero, FilePath, Section
+from dppo_megatron.objectives.settings import nearest
+from dppo_megatron.observability.names import METRICS
 
 Settings = dict[str, Any]  # dotted name of a setting -> its value
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")]  # of a directory, too
@@ -67,10 +70,19 @@ def read_study(path: Path, directory: Path) -> Study:
     try:
         file = StudyFile.model_validate(tree)
     except ValidationError as error:
-        problems += [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
+        for e in error.errors():
+            name, unknown = ".".join(map(str, e["loc"])) or "the file", e["type"] == "extra_forbidden"
+            problems.append(f"{name}: {f'unknown; {nearest(name, StudyFile.model_fields)}' if unknown else e['msg']}")
     if problems:
         raise ConfigError(str(path), problems)
-    return Study(file, tuple(_cells(file, directory)))
+    cells = tuple(_cells(file, directory))
+    evaluation = cells[0].config.eval.sets or cells[0].config.data.eval
+    known = [metric.name for metric in METRICS if metric.name.startswith("eval/")]
+    if file.metric.startswith("eval/") and not evaluation:
+        raise ConfigError(str(path), [f"metric = {file.metric}: {file.base} has no held-out prompts; set data.eval"])
+    if re.fullmatch("eval/[^/]+", file.metric) and file.metric not in known:
+        raise ConfigError(str(path), [f"metric = {file.metric}: unknown; {nearest(file.metric, known)}"])
+    return Study(file, cells)
 
 
 def _cells(file: StudyFile, directory: Path) -> Iterator[Cell]:

@@ -91,10 +91,15 @@ def test_a_study_file_that_is_no_settings_is_one_clear_error(text, said, tmp_pat
     ("changes", "said"),
     [
         ({"seeds": []}, "seeds"),
-        ({"metods": {}}, "metods"),
+        ({"metods": {}}, "metods: unknown; did you mean 'methods'?"),
         ({"methods": {"a b": {}}}, "methods"),
         ({"methods": {"dppo": {"objective.nme": "dppo_binary_tv"}}}, "objective.name"),
         ({"conditions": {"x": {"optimizer.lr": -1}}}, "optimizer.lr"),
+        ({"metric": "eval/acuracy"}, "metric = eval/acuracy: unknown; did you mean 'eval/accuracy'?"),
+        (
+            {"settings": {"data.eval": None, "eval.every": 0}},
+            "metric = eval/accuracy: .* has no held-out prompts; set data.eval",
+        ),
     ],
 )
 def test_a_mistake_is_told_before_anything_runs(changes, said, tmp_path):
