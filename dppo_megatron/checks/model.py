@@ -78,4 +78,4 @@ def _capability(config: Config) -> list[str]:
 
     kind = config.slurm.gpu
     newest = max(recipe.capability for recipe in RECIPES.values())
-    return capability_problems(config, hardware(kind).capability if kind else newest)
+    return capability_problems(config, hardware(kind, "slurm.gpu").capability if kind else newest)

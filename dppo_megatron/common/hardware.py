@@ -67,7 +67,7 @@ def peak_flops(device: str, dtype: str) -> float | None:
     return None if peak is None or "MIG" in device else peak * 1e12
 
 
-def hardware(name: str) -> Hardware:
+def hardware(name: str, setting: str = "--gpu") -> Hardware:
     """The device of a name: one of the table, or `cpu-GIB` for ranks that share nothing but a CPU.
 
     Raises UnknownHardware with the names there are.
@@ -77,4 +77,4 @@ def hardware(name: str) -> Hardware:
         return Hardware(name, int(gib * GIB), capability)
     if match := re.fullmatch(r"cpu-(\d+)", name):
         return Hardware(name, int(match[1]) * GIB, None)
-    raise UnknownHardware(f"--gpu {name}: known are {', '.join(_GPUS)}, and cpu-GIB, e.g. cpu-16")
+    raise UnknownHardware(f"{setting} = {name}: known are {', '.join(_GPUS)}, and cpu-GIB, e.g. cpu-16")

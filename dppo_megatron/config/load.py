@@ -134,6 +134,8 @@ def _describe(error: Any) -> str:
         why = f"unknown here; did you mean {_ALIASES[name]}?"
     elif error["type"] == "tuple_type":
         why = f"must be a list; write [{', '.join(value.split()) if isinstance(value, str) else '...'}]"
+    elif error["type"] == "model_type":
+        why = f"a section of settings, not a value; write e.g. {dotted}.{next(iter(_fields(location)))}"
     elif error["type"] == "string_type" and isinstance(value, (int, float)):
         why = f'must be text; put it in quotes, "{value}"'
     return f"{dotted} = {shown(value)}: {why}"

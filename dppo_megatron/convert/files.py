@@ -27,8 +27,10 @@ def checkpoint_at(path: Path) -> Path:
         found = directory / latest.read_text(errors="replace").strip() if latest.is_file() else directory
         if is_torch_dist(found):
             return found
-    neither = "not a Megatron torch_dist checkpoint, nor a run that has one"
-    raise ModelError(str(path), [neither if path.exists() else "no such directory"])
+    why = "not a Megatron torch_dist checkpoint, nor a run that has one" if path.exists() else "no such directory"
+    near = sorted(p.name for p in path.parent.glob("step-*") if is_torch_dist(p))
+    remedy = f"{path.parent} has {', '.join(near[-5:])}" if near else "name a run, or RUN/checkpoints/step-N"
+    raise ModelError(str(path), [f"{why}; {remedy}"])
 
 
 def template_for(checkpoint: Path) -> Path:

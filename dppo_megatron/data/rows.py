@@ -67,6 +67,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise PromptFileError(path, problem=f"cannot read the prompt file: {error.strerror}") from error
     while lines and not lines[-1].strip():
         lines.pop()
+    if lines and lines[0].lstrip()[:1] == b"[" and lines[-1].rstrip()[-1:] == b"]":
+        raise PromptFileError(path, problem="a JSON list; write one JSON object a line (`jq -c '.[]' FILE`)")
     return enumerate(lines, start=1)
 
 

@@ -81,6 +81,8 @@ class EngineCalls:
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
+            if isinstance(error, aiohttp.ClientConnectorError):
+                reason += "; start that engine, or correct its URL"
             raise EngineUnavailable(f"engine {self.url}: connection failed during {what}: {reason}") from None
         if reply.status == 200:
             return reply.content

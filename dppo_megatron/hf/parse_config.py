@@ -44,7 +44,8 @@ def read_hf_config(directory: str | Path) -> HFModelConfig:
     try:
         raw = read_foreign_json(path)
     except FileNotFoundError:
-        remedy = f"fetch it (`hf download NAME config.json --local-dir {directory}`)"
+        file, place = ("config.json ", directory) if any(directory.glob("*.safetensors")) else ("", "DIR")
+        remedy = f"pass a model's directory (`hf download NAME {file}--local-dir {place}`)"
         raise ModelError(str(directory), [f"no config.json: not a Hugging Face model directory; {remedy}"]) from None
     except ValueError as error:
         raise ModelError(str(path), [str(error)]) from None

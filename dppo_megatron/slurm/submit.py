@@ -61,7 +61,7 @@ def check_memory(config: Config, source: str) -> str:
     from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
 
     s = config.slurm
-    cluster = Cluster(s.trainer_nodes + s.engine_nodes, s.gpus_per_node, hardware(s.gpu))
+    cluster = Cluster(s.trainer_nodes + s.engine_nodes, s.gpus_per_node, hardware(s.gpu, "slurm.gpu"))
     with RankBuilder() as builder:
         plan = make_plan(config, cluster, builder, source=source)
         if not plan.fits:

@@ -73,6 +73,7 @@ def test_a_setting_in_the_wrong_section_names_the_right_one(tmp_path):
 @pytest.mark.parametrize(
     ("override", "meant"),
     [
+        ("objective=dppo", "objective = 'dppo': a section of settings, not a value; write e.g. objective.name"),
         ("learning_rate=1", "did you mean optimizer.lr?"),
         ("train.learning_rate=1", "did you mean optimizer.lr?"),
         ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),

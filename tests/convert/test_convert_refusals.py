@@ -152,7 +152,13 @@ def test_checkpoint_files_that_are_absent_or_truncated(checkpoint, convert, tmp_
 
 
 def test_source_that_is_no_checkpoint_and_checkpoint_without_model(source, checkpoint, convert, tmp_path):
-    assert problems(convert, "megatron-to-hf", tmp_path / "absent", tmp_path / "target") == ("no such directory",)
+    absent = problems(convert, "megatron-to-hf", tmp_path / "absent", tmp_path / "target")
+    assert absent == ("no such directory; name a run, or RUN/checkpoints/step-N",)
+    (tmp_path / "step-000012").symlink_to(checkpoint)
+    (absent,) = problems(convert, "megatron-to-hf", tmp_path / "step-12", tmp_path / "target")
+    assert absent == f"no such directory; {tmp_path} has step-000012"
+    (no_model,) = problems(convert, "hf-to-megatron", tmp_path, tmp_path / "target")
+    assert no_model.endswith("pass a model's directory (`hf download NAME --local-dir DIR`)")
     assert "not a Megatron torch_dist checkpoint" in problems(convert, "megatron-to-hf", source, tmp_path / "target")[0]
     shutil.rmtree(checkpoint / "model")
     assert "--template" in problems(convert, "megatron-to-hf", checkpoint, tmp_path / "target")[0]

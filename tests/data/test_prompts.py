@@ -121,6 +121,14 @@ def test_a_file_that_is_all_wrong_stays_readable(tmp_path, tokenizer):
     assert len(str(raised.value)) < 5000
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_list_is_one_problem_with_the_command_that_converts_it(indent, tmp_path, tokenizer):
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps([{"prompt": "1", "answer": "1"}] * 3, indent=indent))
+    with pytest.raises(PromptFileError, match=r"list.json: a JSON list; .*\(`jq -c '.\[\]' FILE`\)$"):
+        source(path, tokenizer)
+
+
 def test_equal_problems_are_one_line_with_a_count_and_the_first_rows(tmp_path, tokenizer):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"question": "1", "answer": "1"}\n' * 200 + "{\n" + "[]\n" * 2)

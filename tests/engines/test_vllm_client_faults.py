@@ -77,7 +77,7 @@ def test_dead_server(config):
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         for use in (VllmEngine.health, generate, lambda engine: engine.score(np.arange(3))):
-            with pytest.raises(EngineUnavailable, match=url):
+            with pytest.raises(EngineUnavailable, match=rf"{url}: .*; start that engine, or correct its URL"):
                 with_engine(config, url, use)
 
 

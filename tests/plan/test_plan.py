@@ -290,7 +290,7 @@ def test_the_command_needs_config_json_alone(tmp_path):
     assert "8,190,735,360 parameters" in shown.output
     assert "rank 5 (stage 0" in shown.output
     assert "fits:" in shown.output
-    with pytest.raises(ValueError, match="known are"):
+    with pytest.raises(ValueError, match="--gpu = h1000: known are"):
         CliRunner().invoke(app, [*arguments, "--gpu", "h1000"], catch_exceptions=False)
 
 

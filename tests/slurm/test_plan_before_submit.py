@@ -11,6 +11,7 @@ from dppo_megatron.checks import load_config
 from dppo_megatron.checks.slurm import problems as slurm_problems
 from dppo_megatron.cli.cluster import app
 from dppo_megatron.config import ConfigError
+from dppo_megatron.errors import ExpectedError
 from dppo_megatron.slurm.steps_view import steps_of_job
 from dppo_megatron.slurm.submit import check_config, check_memory
 from tests.support.configs import make_config
@@ -38,6 +39,9 @@ def test_that_memory_was_not_checked_is_said(monkeypatch, gpus, said):
 @pytest.mark.slow
 def test_a_run_that_does_not_fit_is_refused_with_its_plan(monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
+    config = load_config(EXAMPLES / "qwen3_8b" / "config.yaml", ["slurm.gpu=a100"])
+    with pytest.raises(ExpectedError, match=r"slurm.gpu = a100: known are a100-40"):
+        check_memory(config, "config.yaml")
     config = load_config(EXAMPLES / "qwen3_8b" / "config.yaml", ["slurm.gpu=a100-40"])
     with pytest.raises(ConfigError, match=r"slurm.gpu = a100-40: does not fit\n(.|\n)*needed"):
         check_memory(config, "qwen3_8b")
