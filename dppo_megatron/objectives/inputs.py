@@ -131,6 +131,9 @@ def check_and_clean(
     for key, value in {"logprob": logprob, **fields}.items():
         if value is not None and key.endswith("logprob"):
             _refuse_coarse(name, key, value)
+    # On a GPU this check would wait for the device.
+    if rollout_logprob is not None and rollout_logprob.is_cpu and ((rollout_logprob > 1e-3) & (mask != 0)).any():
+        raise ObjectiveError(f"{name}: rollout_logprob has values above 0; pass natural log-probs, not probabilities")
 
     keep = mask != 0
     dtype = logprob.dtype

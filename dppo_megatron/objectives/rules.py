@@ -119,6 +119,11 @@ def combination_problems(s: Any, defaults: Mapping[str, Any]) -> list[str]:
         region and not s.measures_ratio and s.delta is None,
         f"divergence={s.divergence!r} with control={s.control!r} needs a threshold: set delta",
     )
+    constant = (s.position_weight, s.prefix_budget) == (None, None)
+    refuse(
+        _masks(s) and s.divergence.endswith("_tv") and constant and (s.delta or 0) >= 1,
+        f"delta={s.delta} masks no token, because a total variation is at most 1: use a value below 1",
+    )
     refuse(
         region and s.measures_ratio and (s.epsilon_low is None or s.epsilon_high is None),
         f"divergence='ratio' with control={s.control!r} needs bounds: set epsilon_low and epsilon_high",

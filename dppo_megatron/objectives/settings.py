@@ -309,8 +309,8 @@ def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSet
 
 
 def nearest(name: str, known: Any) -> str:
-    """The known names that begin with this one, or are close to it, as a question; all of them when none is."""
-    close = [other for other in known if other.startswith(f"{name}_")]
+    """The known names that have all words of this one, or are close to it, as a question; all of them when none is."""
+    close = [other for other in known if set(str(name).split("_")) <= set(other.split("_"))]
     known = sorted(known)
     close = close or difflib.get_close_matches(str(name), known, n=3, cutoff=0.65)
     if close:

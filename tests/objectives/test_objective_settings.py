@@ -93,6 +93,17 @@ def test_overrides_replace_axes_and_leave_the_preset_alone():
     assert build_objective("ppo", epsilon=0.1, epsilon_high=0.3).settings.epsilon_high == 0.3
 
 
+def test_probabilities_in_place_of_log_probs_are_refused():
+    logprob, mask = torch.tensor([-1.0, 0.4, -2.0]), torch.tensor([True, False, True])
+    call = {"logprob": logprob, "advantage": torch.ones(3), "rollout_logprob": logprob.clone()}
+    objective = build_objective("dppo_binary_tv")
+    assert objective(**call, mask=mask).loss.isfinite().all()
+    with pytest.raises(
+        ObjectiveError, match="dppo_binary_tv: rollout_logprob has values above 0; pass natural log-probs"
+    ):
+        objective(**call, mask=~mask)
+
+
 def test_thresholds_of_a_replaced_axis_fall_away():
     settings = build_objective("ppo", divergence="binary_tv", delta=0.2).settings
     assert (settings.epsilon_low, settings.epsilon_high, settings.delta) == (None, None, 0.2)
@@ -104,6 +115,7 @@ def test_thresholds_of_a_replaced_axis_fall_away():
 
 def test_unknown_names_suggest_the_nearest():
     assert "did you mean 'dppo_binary_tv'" in refusal("dppo_binry_tv")
+    assert "did you mean 'dppo_binary_tv' or 'dppo_topk_tv'?" in refusal("dppo_tv")
     assert "known: aspo, bandpo_tv, cispo" in refusal("xyzzy")
     assert "did you mean 'ratio_cap'" in refusal(ratio_caps=5.0)
     assert "did you mean 'topk_tv'" in refusal(divergence="top_tv")
@@ -119,6 +131,7 @@ def test_unknown_names_suggest_the_nearest():
         ({"delta": float("nan")}, "must be a finite number"),
         ({"delta": 0.0}, "delta=0.0 must be above 0"),
         ({"delta": None}, "needs a threshold: set delta"),
+        ({"delta": 15}, "delta=15 masks no token, because a total variation is at most 1: use a value below 1"),
         ({"ratio_floor": -1.0}, "must be at least 0"),
         ({"entropy_coefficient": None}, "must be a number, not None"),
         ({"supervised": "yes"}, "must be true or false"),
