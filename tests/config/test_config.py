@@ -167,7 +167,9 @@ def test_a_setting_without_its_option_is_answered_with_it(arguments, meant):
 
 
 def test_overrides_are_typed_like_the_file(tmp_path):
-    config = load_config(write(tmp_path), ["optimizer.lr=1e-4", "engine.urls=[http://a:1]", "eval.every=5", "data.eval=held-out.jsonl"])
+    config = load_config(
+        write(tmp_path), ["optimizer.lr=1e-4", "engine.urls=[http://a:1]", "eval.every=5", "data.eval=held-out.jsonl"]
+    )
     assert config.optimizer.lr == 1e-4
     assert config.engine.urls == ("http://a:1",)
     assert config.eval.every == 5
