@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.objectives.describe import axes, beside
+from dppo_megatron.objectives.describe import additions, axes
 from dppo_megatron.objectives.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
@@ -88,7 +88,13 @@ def objectives_table() -> str:
         cells = axes(p.settings)
         control = cells["control"] + ("" if cells["direction"] in ("-", "sampled") else f", {cells['direction']}")
         control += "" if cells["anchor"] in ("-", "mu") else f", anchor {cells['anchor']}"
-        own = (cells["divergence"], control, cells["threshold"], cells["ratio"], ", ".join(beside(p.settings)) or "-")
+        own = (
+            cells["divergence"],
+            control,
+            cells["threshold"],
+            cells["ratio"],
+            ", ".join(additions(p.settings)) or "-",
+        )
         lines.append((f"`{name}`", *own, p.advantage, p.aggregation, p.source))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -14,7 +14,7 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from dppo_megatron.objectives import Metric, Objective, ObjectiveOutput, TopKLogprobs, mean_metric
+from dppo_megatron.objectives import Metric, ObjectiveOutput, ObjectiveProtocol, TopKLogprobs, mean_metric
 from dppo_megatron.types import TokenBatch
 from dppo_megatron.vocab_parallel import DeferredChecks, TokenStatistics, linear_token_statistics, token_statistics
 
@@ -48,7 +48,7 @@ class LossStep:
     observe: called with each micro-batch and TOKEN_VALUES [4, n] fp32 of its loss rows, without gradient.
     """
 
-    objective: Objective
+    objective: ObjectiveProtocol
     vocab_size: int
     layout: Layout
     masked: Int[Tensor, " V"]
@@ -93,7 +93,7 @@ class LossStep:
             seen = (stats.logprob, stats.entropy, out.divergence, out.masked_tokens)
             self.observe(batch, torch.stack([values.detach()[own].float() for values in seen]))
         loss = (rows.loss_weight * out.loss)[own].sum()
-        metrics = {"entropy": mean_metric(stats.entropy, rows.mask), **out.metrics}
+        metrics = {"train/entropy": mean_metric(stats.entropy, rows.mask), **out.metrics}
         if own != slice(None) and self.layout.context_rank > 0:  # every rank has measured the whole sequences
             metrics = {name: replace(metric, sums=metric.sums * 0) for name, metric in metrics.items()}
         report = MicroBatchResult(loss.detach().double(), nonfinite, metrics)
@@ -101,7 +101,7 @@ class LossStep:
 
 
 def apply_objective(
-    objective: Objective,
+    objective: ObjectiveProtocol,
     rows: TokenBatch,
     *,
     logprob: Tensor,
@@ -138,7 +138,7 @@ def apply_objective(
         reference_logprob=rows.reference_logprob,
         sequence_ids=sequence_ids,
         entropy=entropy,
-        **({"positions": rows.position_ids} if getattr(objective, "needs_positions", False) else {}),
+        **({"positions": rows.position_ids} if objective.needs_positions else {}),
     )
 
 

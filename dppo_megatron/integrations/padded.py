@@ -9,15 +9,15 @@ from torch import Tensor
 
 from dppo_megatron.objectives import (
     PRESETS,
-    Objective,
     ObjectiveError,
     ObjectiveOutput,
+    ObjectiveProtocol,
     build_objective,
     reduce_metrics,
 )
 
 
-def resolve(objective: str | Objective, settings: dict[str, Any]) -> Objective:
+def resolve(objective: str | ObjectiveProtocol, settings: dict[str, Any]) -> ObjectiveProtocol:
     """A preset by name or a user's own by "package.module:attribute", with its settings, or a ready objective."""
     if isinstance(objective, str):
         return build_objective(objective, **settings)
@@ -26,28 +26,25 @@ def resolve(objective: str | Objective, settings: dict[str, Any]) -> Objective:
     return objective
 
 
-def unfit(objective: Objective, *, topk: bool = False, old: bool = False, terms: bool = False) -> list[str]:
+def unfit(objective: ObjectiveProtocol, *, topk: bool = False, old: bool = False, terms: bool = False) -> list[str]:
     """Why a trainer's loss cannot be this objective. What the trainer hands over or has room for:
 
     topk: the engine's lists. old: a recomputed old policy beside the rollout policy. terms: a reference policy and
     entropies.
     """
 
-    def needs(what: str) -> bool:
-        return getattr(objective, f"needs_{what}", False)
-
     reasons = {
         "learns from given answers, not from samples": objective.settings.supervised,
-        "reads the engine's list of likely tokens, which is not handed over": needs("topk") and not topk,
-        "tells the old from the rollout policy, and one of them is handed over": needs("old") and not old,
-        "takes a number of the whole batch, which comes in micro-batches": needs("statistic"),
-        "has a KL to a reference policy of its own": needs("reference") and not terms,
-        "has an entropy bonus of its own": needs("entropy") and not terms,
+        "reads the engine's list of likely tokens, which is not handed over": objective.needs_topk and not topk,
+        "tells the old from the rollout policy, and one of them is handed over": objective.needs_old and not old,
+        "takes a number of the whole batch, which comes in micro-batches": objective.needs_statistic,
+        "has a KL to a reference policy of its own": objective.needs_reference and not terms,
+        "has an entropy bonus of its own": objective.needs_entropy and not terms,
     }
     return [why for why, holds in reasons.items() if holds]
 
 
-def refuse_unfit(objective: Objective, trainer: str, reasons: list[str]) -> None:
+def refuse_unfit(objective: ObjectiveProtocol, trainer: str, reasons: list[str]) -> None:
     if reasons:
         raise ObjectiveError(f"objective {objective.name} cannot be a loss of {trainer}: it {'; it '.join(reasons)}")
 
@@ -57,7 +54,7 @@ def presets_for(reasons: Any) -> list[str]:
     return [name for name in PRESETS if not reasons(build_objective(name))]
 
 
-def on_rows(objective: Objective, *, mask: Tensor, **tensors: Any) -> ObjectiveOutput:
+def on_rows(objective: ObjectiveProtocol, *, mask: Tensor, **tensors: Any) -> ObjectiveOutput:
     """The objective on rows [B, T], each one response; its outputs are [B T], in the order of the rows.
 
     tensors: as the objective's call takes them, [B, T] or [B, 1]; None = not given. `topk` is [B T, K] already.

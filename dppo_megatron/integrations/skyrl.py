@@ -12,32 +12,33 @@ from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import off_pol
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 from torch import Tensor
 
-from dppo_megatron.objectives import Objective, ObjectiveError
+from dppo_megatron.objectives import ObjectiveError, ObjectiveProtocol
 
 from .padded import averaged, on_rows, presets_for, refuse_unfit, resolve, unfit
 
 
-def reasons_against(objective: Objective) -> list[str]:
+def reasons_against(objective: ObjectiveProtocol) -> list[str]:
     """SkyRL sums the tokens and hands over advantages that are already divided by its denominators."""
     s = objective.settings
     scaled = {
-        "has a gradient where A = 0, which SkyRL would not divide by the batch's tokens": getattr(
-            objective, "moves_without_advantage", False
+        "has a gradient where A = 0, which SkyRL would not divide by the batch's tokens": (
+            objective.moves_without_advantage
         ),
-        "depends on the size of A, which SkyRL has divided by the batch's tokens": s.control == "gate"
-        and s.gate == "gaussian",
+        "depends on the size of A, which SkyRL has divided by the batch's tokens": (
+            s.control == "gate" and s.gate == "gaussian"
+        ),
     }
     return unfit(objective, old=True) + [why for why, holds in scaled.items() if holds]
 
 
-class PolicyLoss:
+class SkyRLLoss:
     """A policy loss as SkyRL calls it. mu is `rollout_logprobs`, the old policy `old_log_probs`.
 
     Thresholds are the objective's own: `eps_clip_low` and its kin have no effect. Raises ObjectiveError for an
     objective that needs what SkyRL does not hand over.
     """
 
-    def __init__(self, objective: Objective):
+    def __init__(self, objective: ObjectiveProtocol):
         refuse_unfit(objective, "SkyRL", reasons_against(objective))
         self.objective = objective
 
@@ -76,12 +77,12 @@ class PolicyLoss:
         return out.loss.sum(), averaged(out)
 
 
-def register(name: str, objective: str | Objective, **settings: Any) -> None:
+def register(name: str, objective: str | ObjectiveProtocol, **settings: Any) -> None:
     """Make `objective`, a preset with any axis overridden or one of your own, SkyRL's `policy_loss_type: name`.
 
-    Raises ObjectiveError as `PolicyLoss` does, and SkyRL's ValueError for a name that is taken.
+    Raises ObjectiveError as `SkyRLLoss` does, and SkyRL's ValueError for a name that is taken.
     """
-    PolicyLossRegistry.register(name, PolicyLoss(resolve(objective, settings)))
+    PolicyLossRegistry.register(name, SkyRLLoss(resolve(objective, settings)))
 
 
 for _name in presets_for(reasons_against):

@@ -10,9 +10,9 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from dppo_megatron.objectives import (
-    Objective,
     ObjectiveError,
     ObjectiveOutput,
+    ObjectiveProtocol,
     TopKLogprobs,
     flatten_metrics,
     reduce_metrics,
@@ -62,7 +62,7 @@ class ObjectiveTrainer(GRPOTrainer):
     def __init__(
         self,
         *args: Any,
-        objective: str | Objective,
+        objective: str | ObjectiveProtocol,
         settings: dict[str, Any] | None = None,
         topk: int = 20,
         **kwargs: Any,
@@ -210,7 +210,7 @@ _FORWARD = (
 )
 
 
-def _refuse_settings(objective: Objective, args: GRPOConfig, *, aux_loss: bool) -> None:
+def _refuse_settings(objective: ObjectiveProtocol, args: GRPOConfig, *, aux_loss: bool) -> None:
     default = {field.name: field.default for field in fields(GRPOConfig)}
     problems = [
         f"{name} = {getattr(args, name)}: the loss is objective {objective.name}, on which it has no effect; remove it "

@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
 
-from dppo_megatron.objectives import Objective
+from dppo_megatron.objectives import ObjectiveProtocol
 from dppo_megatron.vocab_parallel import token_statistics
 
 from .padded import averaged, on_rows, presets_for, refuse_unfit, resolve, unfit
 
 
-class PolicyLoss:
+class VerlLoss:
     """A policy loss as verl calls it.
 
     mu, and the anchor, is `old_log_prob`: with `algorithm.rollout_correction.bypass_mode` and verl's V1 trainer that
@@ -27,7 +27,7 @@ class PolicyLoss:
     and its kin have no effect. Raises ObjectiveError for an objective that needs what verl does not hand over.
     """
 
-    def __init__(self, objective: Objective):
+    def __init__(self, objective: ObjectiveProtocol):
         refuse_unfit(objective, "verl", unfit(objective))
         self.objective = objective
 
@@ -61,15 +61,15 @@ class PolicyLoss:
         return loss, {f"actor/{name}": value for name, value in averaged(out).items()}
 
 
-def register(name: str, objective: str | Objective, **settings: Any) -> None:
+def register(name: str, objective: str | ObjectiveProtocol, **settings: Any) -> None:
     """Make `objective`, a preset with any axis overridden or one of your own, verl's loss mode `name`.
 
-    Call it in a module of yours that VERL_USE_EXTERNAL_MODULES names. Raises ObjectiveError as `PolicyLoss` does, and
+    Call it in a module of yours that VERL_USE_EXTERNAL_MODULES names. Raises ObjectiveError as `VerlLoss` does, and
     ValueError for a name that is taken.
     """
     if name in POLICY_LOSS_REGISTRY:
         raise ValueError(f"verl has a policy loss {name!r} already: choose another name")
-    register_policy_loss(name)(PolicyLoss(resolve(objective, settings)))
+    register_policy_loss(name)(VerlLoss(resolve(objective, settings)))
 
 
 def use_token_statistics() -> None:

@@ -93,11 +93,7 @@ def _coefficients(
         logprob=ln_pi.reshape(-1),
         detached_logprob=ln_pi.reshape(-1),
         rollout_logprob=ln_mu.reshape(-1),
-        old_logprob=None,
-        reference_logprob=None,
         advantage=repeated(tokens.advantage.double()),
-        entropy=None,
-        sequence_ids=None,
     )
     term = policy_term(s, each, None, effective_size)
     weight = term.weight

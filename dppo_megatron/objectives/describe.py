@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from .rules import negative_bounds
 from .settings import ObjectiveSettings
 
@@ -16,36 +18,71 @@ _POLICIES = {
     "rollout": "mu, the policy of the rollout engine",
     "old": "the old policy, the weights the step starts from, recomputed by the trainer",
 }
+_LEVELS = {
+    "token": "",
+    "sequence": ", geometric mean over the response",
+    "product": ", product over the response",
+    "prefix_minimum": ", times the least r of the tokens before it in the response",
+}
+_DIRECTIONS = {
+    "sampled": "and it is moving away (A > 0 and r > 1, or A < 0 and r < 1)",
+    "predictive": "and the update would raise D (A times the predicted change > 0, tail {s.tail})",
+    "symmetric": "whatever the sign of A",
+    "negative": "and A < 0 and r < 1",
+}
+_PENALISED = {
+    "ratio": "the ratio",
+    "binary_tv": "the sampled token's probability",
+    "topk_tv": "the probability of every top-K token (ours, experimental)",
+}
+_GATES = {
+    "sigmoid": "4 sigma (1 - sigma), sigma of tau (r - 1), tau = {s.gate_positive:g} where A > 0, {s.gate_negative:g} "
+    "where A < 0 (SAPO)",
+    "gaussian": "a Gaussian of r - 1 where the token diverges, width {s.gate_width:g} / mu^{s.gate_mass_power:g} up to "
+    "{s.gate_width_max:g}, by 1 + {s.gate_positive:g} A, 1 / (1 - {s.gate_negative:g} A) where A < 0 (MASPO)",
+    "inverse": "1 / r where A > 0, r where A < 0, at most {s.dual_clip:g}; no gradient where A > 0 and r > {above:g}, "
+    "or A < 0 and r < {below:g} (ASPO)",
+    "gamma": "r^k exp(lambda (1 - r)) in place of r, k = {s.gate_power_positive:g}, lambda = {s.gate_positive:g}; "
+    "where A < 0 {s.gate_power_negative:g}, {s.gate_negative:g} (VESPO)",
+}
+_RESPONSES = {
+    "any": "all tokens of a response are dropped",
+    "harmful": "the tokens of a response that diverge further are dropped",
+    "negative": "all tokens of a response with A < 0 are dropped",
+}
+_BATCH = (
+    "  batch: of the tokens that move away (A > 0 and old > mu, or A < 0 and old < mu) those with the largest "
+    "|ln old / mu| are dropped until the mean of {square} over the batch is below {budget:g}{kept}"
+)
 
 
 def describe(name: str, s: ObjectiveSettings) -> str:
-    """A few lines, one thing each. The first names the method and its policy term."""
+    """Return a few lines, one thing each. The first names the method and its policy term."""
+    return "\n".join(_lines(name, s))
+
+
+def _lines(name: str, s: ObjectiveSettings) -> Iterator[str]:
     if s.supervised:
-        lines = [f"objective {name}: negative log-likelihood of given tokens; no rollout policy, no trust region"]
+        yield f"objective {name}: negative log-likelihood of given tokens; no rollout policy, no trust region"
     else:
-        lines = [
-            f"objective {name}: policy gradient A r grad ln pi(a); {_ratio(s)}",
-            *_region(s),
-            *_responses(s),
-            *_batch(s),
-            *_corrections(s),
-        ]
+        yield f"objective {name}: policy gradient A r grad ln pi(a); {_ratio(s)}"
+        yield from _region(s)
+        yield from _corrections(s)
     if s.reference_kl != "none":
-        lines.append(
+        yield (
             f"  reference: + {s.reference_kl_coefficient:g} KL(pi || reference), estimator {s.reference_kl}, "
             f"{s.reference_kl_gradient} gradient"
         )
     if s.rollout_kl != "none":
         term = {"squared": "(ln r)^2", "k3": "(ln r + 1 / r - 1)"}[s.rollout_kl]
         share = " (1 - effective share)" if s.batch_statistic == "effective_size" else ""
-        lines.append(f"  rollout policy: + {s.rollout_kl_coefficient:g}{share} {term} on every token, r = pi / mu")
+        yield f"  rollout policy: + {s.rollout_kl_coefficient:g}{share} {term} on every token, r = pi / mu"
     if s.entropy_coefficient:
-        lines.append(f"  entropy: - {s.entropy_coefficient:g} entropy(pi)")
-    return "\n".join(lines)
+        yield f"  entropy: - {s.entropy_coefficient:g} entropy(pi)"
 
 
 def axes(s: ObjectiveSettings) -> dict[str, str]:
-    """The main axes as the cells of a table, "-" where one has no meaning. The same keys for every method."""
+    """Return the main axes as the cells of a table, "-" where one has no meaning; the same keys for every method."""
     region = s.has_region
     policies = {"rollout": "mu", "old": "old"}
     if not region:
@@ -69,13 +106,13 @@ def axes(s: ObjectiveSettings) -> dict[str, str]:
     }
 
 
-def beside(s: ObjectiveSettings) -> list[str]:
-    """What a method has beside the axes of the table, a few words each."""
+def additions(s: ObjectiveSettings) -> list[str]:
+    """Return the parts of a method that the table of axes does not show, a few words each."""
     low, high = negative_bounds(s)
     by_sign = s.ratio_floor_negative is not None or s.ratio_cap_negative is not None
-    whose = {"any": "", "harmful": ", harmful tokens", "negative": ", A < 0"}[s.response_sign]
-    region = f"{s.response_region} {s.response_divergence} > {_bound(s.response_delta, '-')}{whose}"
-    said = {
+    which = {"any": "", "harmful": ", harmful tokens", "negative": ", A < 0"}[s.response_sign]
+    region = f"{s.response_region} {s.response_divergence} > {_bound(s.response_delta, '-')}{which}"
+    shown = {
         "score centering": s.centering != "none",
         f"r in [{_bound(low, '0')}, {_bound(high, 'inf')}] where A < 0": by_sign,
         f"delta low {_bound(s.delta_low, '-')}": s.delta_low is not None,
@@ -88,162 +125,104 @@ def beside(s: ObjectiveSettings) -> list[str]:
         f"rejection by {s.rejection}": s.rejection != "none",
         f"KL to mu, {s.rollout_kl_coefficient:g}": s.rollout_kl != "none",
     }
-    return [words for words, holds in said.items() if holds]
+    return [words for words, holds in shown.items() if holds]
 
 
 def _ratio(s: ObjectiveSettings) -> str:
     if s.importance == "none":
         return "r = 1, no importance ratio"
-    text = f"r = pi(a) / base(a), base = {_POLICIES[s.importance]}"
-    text += {
-        "token": "",
-        "sequence": ", geometric mean over the response",
-        "product": ", product over the response",
-        "prefix_minimum": ", times the least r of the tokens before it in the response",
-    }[s.ratio_level]
-    bounds = [
-        f"at least {s.ratio_floor:g}" if s.ratio_floor is not None else "",
-        f"at most {s.ratio_cap:g}" if s.ratio_cap is not None else "",
-    ]
+    text = f"r = pi(a) / base(a), base = {_POLICIES[s.importance]}{_LEVELS[s.ratio_level]}"
+    bounds = []
+    if s.ratio_floor is not None:
+        bounds.append(f"at least {s.ratio_floor:g}")
+    if s.ratio_cap is not None:
+        bounds.append(f"at most {s.ratio_cap:g}")
     if s.ratio_floor_negative is not None or s.ratio_cap_negative is not None:
         low, high = negative_bounds(s)
         bounds.append(f"where A < 0 [{_bound(low, '0')}, {_bound(high, 'inf')}]")
     if s.batch_statistic == "effective_size":
         bounds.append("at most the batch's effective share of samples")
-    if any(bounds):
-        kept = "loses its gradient" if s.path == "ratio" else "keeps its gradient"
-        return text + f", truncated to {' and '.join(b for b in bounds if b)} (a truncated token {kept})"
-    return text + ", not capped"
+    if not bounds:
+        return text + ", not capped"
+    kept = "loses its gradient" if s.path == "ratio" else "keeps its gradient"
+    return text + f", truncated to {' and '.join(bounds)} (a truncated token {kept})"
 
 
-def _region(s: ObjectiveSettings) -> list[str]:
+def _region(s: ObjectiveSettings) -> Iterator[str]:
     if s.control == "none":
-        return ["  trust region: none"]
+        yield "  trust region: none"
+        return
     if s.control == "gate":
-        return ["  trust region: none, a smooth weight instead", f"  control: {_gate(s)}"]
-    lines = [f"  trust region: {_DIVERGENCES[s.divergence]}; anchor: {_POLICIES[s.anchor]}"]
+        yield "  trust region: none, a smooth weight instead"
+        bounds = {} if s.epsilon_low is None else {"below": 1 - s.epsilon_low, "above": 1 + s.epsilon_high}
+        yield f"  control: {_GATES[s.gate].format(s=s, **bounds)}"
+        return
+    yield f"  trust region: {_DIVERGENCES[s.divergence]}; anchor: {_POLICIES[s.anchor]}"
+    yield from _positions(s)
+    delta = s.penalty_delta or s.delta
     if s.measures_ratio:
         threshold = f"r outside [{1 - s.epsilon_low:g}, {1 + s.epsilon_high:g}]"
-    else:
-        threshold = f"D > delta = {s.delta:g}"
-        if s.delta_low is not None:
-            threshold += f" ({s.delta_low:g} where r < 1)"
-    tail = f", tail {s.tail}"
-    side = {
-        "sampled": "and it is moving away (A > 0 and r > 1, or A < 0 and r < 1)",
-        "predictive": f"and the update would raise D (A times the predicted change > 0{tail})",
-        "symmetric": "whatever the sign of A",
-        "negative": "and A < 0 and r < 1",
-    }[s.direction]
-    lines += _positions(s)
-    if s.control == "mask":
-        lines.append(f"  control: a token loses its gradient when {threshold} {side}")
-        if s.dual_clip is not None:
-            lines.append(f"  dual clip: and when A < 0 and r > {s.dual_clip:g}")
-        return lines
-    if s.measures_ratio:
         scale = f"/ (2 epsilon), epsilon = {s.epsilon_low:g} below and {s.epsilon_high:g} above"
     else:
-        scale = f"/ (2 delta), delta = {s.penalty_delta or s.delta:g}"
-    what = {
-        "ratio": "the ratio",
-        "binary_tv": "the sampled token's probability",
-        "topk_tv": "the probability of every top-K token (ours, experimental)",
-    }[s.divergence]
-    where = "on every token" if s.control == "quadratic" else f"where {threshold} {side}"
+        threshold = f"D > delta = {s.delta:g}" + ("" if s.delta_low is None else f" ({s.delta_low:g} where r < 1)")
+        scale = f"/ (2 delta), delta = {delta:g}"
+    outside = f"{threshold} {_DIRECTIONS[s.direction].format(s=s)}"
+    if s.control == "mask":
+        yield f"  control: a token loses its gradient when {outside}"
+        if s.dual_clip is not None:
+            yield f"  dual clip: and when A < 0 and r > {s.dual_clip:g}"
+        return
+    penalised = _PENALISED[s.divergence]
+    where = "on every token" if s.control == "quadratic" else f"where {outside}"
     if s.penalty == "l2" and s.penalty_weight == "advantage":
-        lines.append(f"  control: quadratic penalty on the shift of {what}, times |A| {scale}, {where}")
+        yield f"  control: quadratic penalty on the shift of {penalised}, times |A| {scale}, {where}"
     else:
         by = "|A| / delta" if s.penalty_weight == "advantage" else "1 / delta"
-        lines.append(
-            f"  control: penalty on {what} by {s.penalty}, times {by}, delta = {s.penalty_delta or s.delta:g}, {where}"
-        )
-    if s.divergence == "binary_tv" and (s.penalty_delta or s.delta) >= 1:
-        lines.append("  note: with delta >= 1 the gradient weight never reaches zero: damping, not a trust region")
-    return lines
+        yield f"  control: penalty on {penalised} by {s.penalty}, times {by}, delta = {delta:g}, {where}"
+    if s.divergence == "binary_tv" and delta >= 1:
+        yield "  note: with delta >= 1 the gradient weight never reaches zero: damping, not a trust region"
 
 
-def _positions(s: ObjectiveSettings) -> list[str]:
-    lines = []
+def _positions(s: ObjectiveSettings) -> Iterator[str]:
     if s.position_weight is not None:
-        lines.append(f"  position: D counts in full at the start of a response, times {s.position_weight:g} at its end")
+        yield f"  position: D counts in full at the start of a response, times {s.position_weight:g} at its end"
     if s.prefix_budget is not None:
         most = (s.prefix_budget_ceiling or 2) * s.prefix_budget
         budget = f"{s.prefix_budget:g}, or up to {most:g} by the response's own D"
-        lines.append(f"  prefix: the threshold shrinks where D before the token averages above {budget}")
+        yield f"  prefix: the threshold shrinks where D before the token averages above {budget}"
     if s.free_low is not None or s.free_high is not None:
-        lines.append(f"  free: tokens with r in [{1 - (s.free_low or 0):g}, {1 + (s.free_high or 0):g}]")
+        yield f"  free: tokens with r in [{1 - (s.free_low or 0):g}, {1 + (s.free_high or 0):g}]"
     if s.exempt_below is not None:
         side = {"both": "", "low": " and r < 1", "high": " and r > 1"}[s.exempt_side]
-        lines.append(f"  exempt: tokens with mu < {s.exempt_below:g}{side}")
-    return lines
+        yield f"  exempt: tokens with mu < {s.exempt_below:g}{side}"
 
 
-def _gate(s: ObjectiveSettings) -> str:
-    if s.gate == "sigmoid":
-        tau = f"{s.gate_positive:g} where A > 0, {s.gate_negative:g} where A < 0"
-        return f"4 sigma (1 - sigma), sigma of tau (r - 1), tau = {tau} (SAPO)"
-    if s.gate == "gaussian":
-        return (
-            f"a Gaussian of r - 1 where the token diverges, width {s.gate_width:g} / mu^{s.gate_mass_power:g} up to "
-            f"{s.gate_width_max:g}, by 1 + {s.gate_positive:g} A, 1 / (1 - {s.gate_negative:g} A) where A < 0 (MASPO)"
-        )
-    if s.gate == "inverse":
-        return (
-            f"1 / r where A > 0, r where A < 0, at most {s.dual_clip:g}; no gradient where A > 0 and r > "
-            f"{1 + s.epsilon_high:g}, or A < 0 and r < {1 - s.epsilon_low:g} (ASPO)"
-        )
-    return (
-        f"r^k exp(lambda (1 - r)) in place of r, k = {s.gate_power_positive:g}, lambda = {s.gate_positive:g}; where "
-        f"A < 0 {s.gate_power_negative:g}, {s.gate_negative:g} (VESPO)"
-    )
-
-
-def _responses(s: ObjectiveSettings) -> list[str]:
-    lines = []
+def _corrections(s: ObjectiveSettings) -> Iterator[str]:
     if s.response_region != "none":
         of = {"mean": "mean", "max": "largest"}[s.response_region]
-        whose = {
-            "any": "all tokens of a response are dropped",
-            "harmful": "the tokens of a response that diverge further are dropped",
-            "negative": "all tokens of a response with A < 0 are dropped",
-        }[s.response_sign]
-        lines.append(f"  responses: {whose} when its {of} {s.response_divergence} is above {s.response_delta:g}")
+        when = f"its {of} {s.response_divergence} is above {s.response_delta:g}"
+        yield f"  responses: {_RESPONSES[s.response_sign]} when {when}"
     if s.centering != "none":
-        lines.append("  centering: minus A times the score that mu expects, over the engine's list and a modelled tail")
-    return lines
-
-
-def _batch(s: ObjectiveSettings) -> list[str]:
-    if not s.batch_statistic.startswith("second_moment"):
-        return []
-    square, kept = "its square", ""
-    if s.batch_statistic == "second_moment_clip":
-        square, kept = "the square, those clipped at the bound included,", ", but none with old / mu within [0.7, 1.5]"
-    return [
-        "  batch: of the tokens that move away (A > 0 and old > mu, or A < 0 and old < mu) those with the largest "
-        f"|ln old / mu| are dropped until the mean of {square} over the batch is below {s.second_moment_budget:g}{kept}"
-    ]
-
-
-def _corrections(s: ObjectiveSettings) -> list[str]:
-    lines = []
+        yield "  centering: minus A times the score that mu expects, over the engine's list and a modelled tail"
+    if s.batch_statistic == "second_moment":
+        yield _BATCH.format(square="its square", budget=s.second_moment_budget, kept="")
+    elif s.batch_statistic == "second_moment_clip":
+        square = "the square, those clipped at the bound included,"
+        kept = ", but none with old / mu within [0.7, 1.5]"
+        yield _BATCH.format(square=square, budget=s.second_moment_budget, kept=kept)
     low, high = _bound(s.mismatch_low, "0"), _bound(s.mismatch_high, "inf")
     if s.mismatch == "truncate":
-        lines.append(f"  mismatch: weighted by min(trainer / engine, {high}), {s.mismatch_level} level (TIS)")
+        yield f"  mismatch: weighted by min(trainer / engine, {high}), {s.mismatch_level} level (TIS)"
     elif s.mismatch == "mask":
-        lines.append(
-            f"  mismatch: a token is dropped where trainer / engine leaves [{low}, {high}], "
-            f"{s.mismatch_level} level (IcePop)"
-        )
+        level = f"{s.mismatch_level} level (IcePop)"
+        yield f"  mismatch: a token is dropped where trainer / engine leaves [{low}, {high}], {level}"
     if s.rejection != "none":
         low, high = _bound(s.rejection_low, "0"), _bound(s.rejection_high, "inf")
         of = {"geometric": "geometric mean", "sequence": "product", "any_token": "of any of its tokens"}[s.rejection]
-        lines.append(f"  rejection: a response is dropped when trainer / engine ({of}) leaves [{low}, {high}]")
+        yield f"  rejection: a response is dropped when trainer / engine ({of}) leaves [{low}, {high}]"
     if s.drops_outliers:
         low, high = _bound(s.outlier_low, "0"), _bound(s.outlier_high, "inf")
-        lines.append(f"  outliers: a response is dropped when trainer / engine of any token leaves [{low}, {high}]")
-    return lines
+        yield f"  outliers: a response is dropped when trainer / engine of any token leaves [{low}, {high}]"
 
 
 def _bound(value: float | None, absent: str) -> str:

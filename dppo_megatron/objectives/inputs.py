@@ -1,4 +1,4 @@
-"""What an objective is called with, checked once and cleaned of what must never enter the arithmetic."""
+"""The inputs of an objective, checked once, with neutral values where they must not enter the arithmetic."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .settings import ObjectiveError, ObjectiveSettings
+from .settings import ObjectiveError
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
+
+    from .contract import ObjectiveProtocol
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,12 @@ class Tokens:
     mask: Bool[Tensor, " T"]
     logprob: Float[Tensor, " T"]  # ln pi(a), with gradient
     detached_logprob: Float[Tensor, " T"]  # the same without
-    rollout_logprob: Float[Tensor, " T"] | None
-    old_logprob: Float[Tensor, " T"] | None
-    reference_logprob: Float[Tensor, " T"] | None
     advantage: Float[Tensor, " T"]
-    entropy: Float[Tensor, " T"] | None  # with gradient when it has one
-    sequence_ids: Int[Tensor, " T"] | None
+    rollout_logprob: Float[Tensor, " T"] | None = None
+    old_logprob: Float[Tensor, " T"] | None = None
+    reference_logprob: Float[Tensor, " T"] | None = None
+    entropy: Float[Tensor, " T"] | None = None  # with gradient when it has one
+    sequence_ids: Int[Tensor, " T"] | None = None
     positions: Int[Tensor, " T"] | None = None  # order within a sequence; None = as given
 
     @property
@@ -87,84 +89,56 @@ class Tokens:
         return torch.zeros_like(self.detached_logprob)
 
 
-def check_and_clean(
-    settings: ObjectiveSettings,
-    name: str,
-    *,
-    logprob: Tensor,
-    mask: Tensor,
-    rollout_logprob: Tensor | None,
-    old_logprob: Tensor | None,
-    reference_logprob: Tensor | None,
-    advantage: Tensor | None,
-    entropy: Tensor | None,
-    sequence_ids: Tensor | None,
-    positions: Tensor | None = None,
-) -> Tokens:
-    """Refuse inputs that are missing, misshapen or too coarse; neutralise positions outside the mask."""
+def check_and_clean(objective: ObjectiveProtocol, *, logprob: Tensor, mask: Tensor, **given: Tensor | None) -> Tokens:
+    """Reject inputs that are missing, misshapen or too coarse; set neutral values outside the mask.
+
+    given: the other inputs of an objective's call by name, without `topk`.
+    """
+    name, supervised = objective.name, objective.settings.supervised
     if logprob.ndim != 1:
         raise ObjectiveError(f"{name}: logprob must be [T], got shape {tuple(logprob.shape)}")
     required = {
-        "advantage": (advantage, not settings.supervised),
-        "rollout_logprob": (rollout_logprob, needs_rollout(settings)),
-        "old_logprob": (old_logprob, needs_old(settings)),
-        "sequence_ids": (sequence_ids, needs_sequences(settings)),
-        "reference_logprob": (reference_logprob, settings.reference_kl != "none"),
-        "entropy": (entropy, settings.entropy_coefficient > 0),
+        "advantage": not supervised,
+        "rollout_logprob": objective.needs_rollout,
+        "old_logprob": objective.needs_old,
+        "sequence_ids": objective.needs_sequences,
+        "reference_logprob": objective.needs_reference,
+        "entropy": objective.needs_entropy,
     }
-    missing = [key for key, (value, needed) in required.items() if needed and value is None]
-    if missing:
+    if missing := [key for key, needed in required.items() if needed and given.get(key) is None]:
         raise ObjectiveError(f"{name} needs {', '.join(missing)}")
-    fields = {
-        "mask": mask,
-        "rollout_logprob": rollout_logprob,
-        "old_logprob": old_logprob,
-        "reference_logprob": reference_logprob,
-        "advantage": advantage,
-        "entropy": entropy,
-        "sequence_ids": sequence_ids,
-        "positions": positions,
-    }
-    for key, value in fields.items():
-        if value is not None and value.shape != logprob.shape:
+    present = {key: value for key, value in given.items() if value is not None}
+    for key, value in {"mask": mask, **present}.items():
+        if value.shape != logprob.shape:
             raise ObjectiveError(f"{name}: {key} has shape {tuple(value.shape)}, logprob has {tuple(logprob.shape)}")
-    for key, value in {"logprob": logprob, **fields}.items():
-        if value is not None and key.endswith("logprob"):
-            _refuse_coarse(name, key, value)
+    for key, value in {"logprob": logprob, **present}.items():
+        if key.endswith("logprob"):
+            _reject_coarse(name, key, value)
+    rollout = present.get("rollout_logprob")
     # On a GPU this check would wait for the device.
-    if rollout_logprob is not None and rollout_logprob.is_cpu and ((rollout_logprob > 1e-3) & (mask != 0)).any():
+    if rollout is not None and rollout.is_cpu and ((rollout > 1e-3) & (mask != 0)).any():
         raise ObjectiveError(f"{name}: rollout_logprob has values above 0; pass natural log-probs, not probabilities")
 
     keep = mask != 0
-    dtype = logprob.dtype
-
-    def clean(value: Tensor | None, neutral: float = 0.0) -> Tensor | None:
-        if value is None:
-            return None
-        return torch.where(keep, value, torch.full_like(value, neutral)).to(dtype)
-
-    current = clean(logprob)
-    return Tokens(
-        mask=keep,
-        logprob=current,
-        detached_logprob=current.detach(),
-        rollout_logprob=_no_gradient(clean(rollout_logprob)),
-        old_logprob=_no_gradient(clean(old_logprob)),
-        reference_logprob=_no_gradient(clean(reference_logprob)),
-        advantage=keep.to(dtype) if settings.supervised else clean(advantage).detach(),
-        entropy=clean(entropy),
-        sequence_ids=None if sequence_ids is None else torch.where(keep, sequence_ids, 0).long(),
-        positions=positions,
-    )
+    order = {key: present.pop(key) for key in ("sequence_ids", "positions") if key in present}
+    if "sequence_ids" in order:
+        order["sequence_ids"] = torch.where(keep, order["sequence_ids"], 0).long()
+    values = {"logprob": logprob, **present}
+    clean = {key: torch.where(keep, x, torch.zeros_like(x)).to(logprob.dtype) for key, x in values.items()}
+    if supervised:
+        clean["advantage"] = keep.to(logprob.dtype)
+    fixed = {key: x if key in ("logprob", "entropy") else x.detach() for key, x in clean.items()}
+    return Tokens(mask=keep, detached_logprob=clean["logprob"].detach(), **fixed, **order)
 
 
-def make_buckets(settings: ObjectiveSettings, name: str, tokens: Tokens, topk: TopKLogprobs) -> Buckets:
-    """The top K and the sampled token as disjoint columns, under pi and under the anchor that the settings name."""
+def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprobs) -> Buckets:
+    """Return the top K and the sampled token as disjoint columns, under pi and the anchor that the settings name."""
+    name = objective.name
     if topk.ids.ndim != 2 or topk.ids.shape[0] != tokens.mask.shape[0]:
         raise ObjectiveError(
             f"{name}: topk.ids has shape {tuple(topk.ids.shape)}, expected [{tokens.mask.shape[0]}, K]"
         )
-    old = settings.anchor == "old"
+    old = objective.settings.anchor == "old"
     if old and topk.old_logprob is None:
         raise ObjectiveError(f"{name} with anchor='old' needs topk.old_logprob")
     anchor_list = topk.old_logprob if old else topk.rollout_logprob
@@ -174,7 +148,7 @@ def make_buckets(settings: ObjectiveSettings, name: str, tokens: Tokens, topk: T
             raise ObjectiveError(
                 f"{name}: topk.{key} has shape {tuple(value.shape)}, topk.ids has {tuple(topk.ids.shape)}"
             )
-        _refuse_coarse(name, f"topk.{key}", value)
+        _reject_coarse(name, f"topk.{key}", value)
     for key, value in (("other_logprob", topk.other_logprob), ("target_ids", topk.target_ids)):
         if value.shape != tokens.mask.shape:
             raise ObjectiveError(f"{name}: topk.{key} has shape {tuple(value.shape)}, expected [T]")
@@ -211,39 +185,9 @@ def make_buckets(settings: ObjectiveSettings, name: str, tokens: Tokens, topk: T
     )
 
 
-def needs_rollout(settings: ObjectiveSettings) -> bool:
-    if settings.supervised:
-        return False
-    corrects = settings.mismatch != "none" or settings.rejection != "none" or settings.drops_outliers
-    compares = settings.response_region != "none" or settings.rollout_kl != "none" or settings.batch_statistic != "none"
-    used = settings.importance == "rollout" or corrects or compares or settings.reads_topk
-    return used or (settings.has_region and settings.anchor == "rollout")
-
-
-def needs_old(settings: ObjectiveSettings) -> bool:
-    anchored = settings.has_region and settings.anchor == "old"
-    return settings.importance == "old" or anchored or settings.batch_statistic != "none"
-
-
-def needs_sequences(settings: ObjectiveSettings) -> bool:
-    weighs = settings.mismatch != "none" and settings.mismatch_level != "token"
-    drops = settings.rejection != "none" or settings.drops_outliers or settings.response_region != "none"
-    return settings.ratio_level != "token" or weighs or drops or needs_positions(settings)
-
-
-def needs_positions(settings: ObjectiveSettings) -> bool:
-    """True when the order of the tokens within a sequence matters."""
-    placed = settings.position_weight is not None or settings.prefix_budget is not None
-    return placed or settings.ratio_level == "prefix_minimum"
-
-
-def _refuse_coarse(name: str, key: str, value: Tensor) -> None:
+def _reject_coarse(name: str, key: str, value: Tensor) -> None:
     if value.dtype not in (torch.float32, torch.float64):
         raise ObjectiveError(
             f"{name}: {key} is {value.dtype}; log-probs must be float32 or float64. Rounded to 16 bits they "
             "give a token up to 3e-2 of spurious divergence and the tail a negative mass"
         )
-
-
-def _no_gradient(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.detach()

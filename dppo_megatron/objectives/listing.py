@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .describe import axes, beside
+from .describe import additions, axes
 from .objective import build_objective
 from .presets import PRESETS
 from .settings import AXES, AXIS_ALIASES
@@ -14,7 +14,7 @@ says in words what one does and lists its settings."""
 
 
 def table() -> str:
-    """Every preset with its axes, one a line, and what the columns mean."""
+    """Return every preset with its axes, one a line, and the meaning of the columns."""
     rows = {name: axes(preset.settings) for name, preset in PRESETS.items()}
     columns = {"name": list(rows)}
     for axis in next(iter(rows.values())):
@@ -22,12 +22,12 @@ def table() -> str:
     widths = {head: max(map(len, [head, *cells])) for head, cells in columns.items()}
     lines = [columns.keys(), *zip(*columns.values(), strict=True)]
     shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths.values(), strict=True)) for line in lines]
-    more = [f"  {name}: {', '.join(words)}" for name, p in PRESETS.items() if (words := beside(p.settings))]
-    return "\n".join([*(line.rstrip() for line in shown), "", "beside that", *more, "", _LEGEND])
+    more = [f"  {name}: {', '.join(words)}" for name, p in PRESETS.items() if (words := additions(p.settings))]
+    return "\n".join([*(line.rstrip() for line in shown), "", "in addition", *more, "", _LEGEND])
 
 
 def in_words(name: str) -> str:
-    """A preset, or a user's own by dotted path: what it does, its source, its settings.
+    """Return a preset, or a user's own by dotted path, in words, with its source and its settings.
 
     Raises ObjectiveError for an unknown name, with the nearest.
     """

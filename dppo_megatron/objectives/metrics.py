@@ -123,15 +123,12 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
     """
     if not metrics:
         return {}
-    sums, maxima = (part.tolist() for part in flatten_metrics(metrics))
-    result: dict[str, float] = {}
-    at = at_max = 0
-    for name in sorted(metrics):
-        metric = metrics[name]
-        own, own_max = sums[at : at + metric.sums.numel()], maxima[at_max : at_max + metric.maxima.numel()]
-        at, at_max = at + len(own), at_max + len(own_max)
-        result.update({name + suffix: value for suffix, value in _finish(metric.kind, own, own_max).items()})
-    return result
+    on_host = unflatten_metrics(metrics, *(part.cpu() for part in flatten_metrics(metrics)))
+    return {
+        name + suffix: value
+        for name, metric in on_host.items()
+        for suffix, value in _finish(metric.kind, metric.sums.tolist(), metric.maxima.tolist()).items()
+    }
 
 
 def _finish(kind: str, sums: list[float], maxima: list[float]) -> dict[str, float]:

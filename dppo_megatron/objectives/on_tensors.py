@@ -1,7 +1,10 @@
 """The public names of `objectives` that compute on tensors; the package imports them when they are first used."""
 
+# ruff: noqa: F401
+
 from .advantages import RewardMoments, group_advantages, group_has_signal, reward_moments, turn_advantages
 from .aggregation import BatchCounts, sequence_weights
+from .contract import ObjectiveOutput, ObjectiveProtocol
 from .corrections import keep_finished, sequence_ids_from_cu_seqlens, soft_overlong_penalty
 from .inputs import TopKLogprobs
 from .metrics import (
@@ -17,32 +20,4 @@ from .metrics import (
     sum_metric,
     unflatten_metrics,
 )
-from .objective import Objective, ObjectiveOutput, build_objective
-
-__all__ = [
-    "BatchCounts",
-    "Metric",
-    "Objective",
-    "ObjectiveOutput",
-    "RewardMoments",
-    "TopKLogprobs",
-    "build_objective",
-    "effective_size_metric",
-    "flatten_metrics",
-    "group_advantages",
-    "group_has_signal",
-    "keep_finished",
-    "max_metric",
-    "mean_metric",
-    "merge_metrics",
-    "min_metric",
-    "quantiles_metric",
-    "reduce_metrics",
-    "reward_moments",
-    "sequence_ids_from_cu_seqlens",
-    "sequence_weights",
-    "soft_overlong_penalty",
-    "sum_metric",
-    "turn_advantages",
-    "unflatten_metrics",
-]
+from .objective import Objective, build_objective

@@ -1,4 +1,4 @@
-"""The policy term of a token: its importance ratio, what the control makes of it, and so r w, what multiplies A."""
+"""The policy term of a token: its importance ratio, its control, and the value and slope of its loss."""
 
 from __future__ import annotations
 
@@ -63,8 +63,55 @@ def truncated(
     return used
 
 
+def term_slope(coefficient: Tensor, advantage: Tensor) -> Float[Tensor, " T"]:
+    """Return the slope A r w:  d loss / d ln pi(a) = - A r w,  with coefficient = r w.
+
+    0 where r w or A is 0, whatever the other factor. Example: r w [1.5, 0, inf] and A [2, 2, 0] give [3, 0, 0].
+    """
+    return product(coefficient, advantage)
+
+
+def term_value(
+    s: ObjectiveSettings, term: PolicyTerm, correction: Tensor, slope: Tensor, tokens: Tokens
+) -> Float[Tensor, " T"]:
+    """Return the value of the policy term, without gradient.
+
+        path 'ratio', 'through':  - L c,  L of the control and c the correction;  0 where c or A is 0
+        path 'logprob':           - A r w ln pi(a),  0 where A r w is 0
+
+    Example: A = 2, r = 1.5, w = c = 1 have L = 3 and slope 3. At pi(a) = 0.5 the value is -3 by the ratio and
+    -3 ln 0.5 = 2.08 by the log-prob. PPO clips r to 1.2: w = 0, L = 2.4, and the values are -2.4 and 0.
+    """
+    if s.path == "logprob":
+        return -slope * tokens.detached_logprob
+    return product(term.controlled.loss, correction * (tokens.advantage != 0))
+
+
+def join(value: Tensor, slope: Tensor, tokens: Tokens) -> Float[Tensor, " T"]:
+    """Return  value - slope (ln pi(a) - sg ln pi(a)):  the number of `value` with the gradient -slope grad ln pi(a).
+
+    The bracket is 0 and its gradient is grad ln pi(a), so the published value does not decide the gradient. Example:
+    value [-3, -2.4] and slope [3, 0] of the tokens above give the loss [-3, -2.4] and d loss / d ln pi(a) = [-3, 0].
+    """
+    return value - slope * (tokens.logprob - tokens.detached_logprob)
+
+
+def weight_over_plain_ratio(
+    s: ObjectiveSettings, tokens: Tokens, term: PolicyTerm, coefficient: Tensor, w: Tensor
+) -> Float[Tensor, " T"]:
+    """Return coefficient / r, r = pi(a)/mu(a) of the token; exactly w where no other ratio is used."""
+    if s.importance == "none":
+        weight = w
+    elif s.importance == "rollout" and s.ratio_level == "token":
+        weight = torch.where(term.used == term.ratio, w, coefficient / term.ratio)
+    else:
+        base = tokens.old_logprob if tokens.rollout_logprob is None else tokens.rollout_logprob
+        weight = coefficient / (tokens.detached_logprob - base).exp()
+    return torch.where(tokens.mask, weight, torch.zeros_like(weight))
+
+
 def product(value: Tensor, factor: Tensor) -> Tensor:
-    """value * factor, and 0 where factor is 0: a token that was taken out stays out, though its ratio overflows."""
+    """Return value * factor, 0 where factor is 0: a token that was taken out stays out even if its ratio overflows."""
     return torch.where(factor == 0, torch.zeros_like(value), value * factor)
 
 

@@ -37,9 +37,7 @@ def _ratio(low: float = 0.2, high: float = 0.2, **axes: Any) -> S:
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "dppo_binary_tv": Preset(
-            S(divergence="binary_tv", delta=0.15),
-            "mask by the shift of the sampled token's probability",
-            _DPPO,
+            S(divergence="binary_tv", delta=0.15), "mask by the shift of the sampled token's probability", _DPPO
         ),
         "dppo_binary_kl": Preset(
             S(divergence="binary_kl", delta=0.05), "mask by the KL of sampled token versus the rest", _DPPO
@@ -108,9 +106,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "MiniRL, arXiv 2512.01374",
         ),
         "minirl_tis": Preset(
-            _ratio(0.2, 0.27, anchor="old", ratio_cap=3.0),
-            "MiniRL with a truncated importance ratio",
-            _DPPO,
+            _ratio(0.2, 0.27, anchor="old", ratio_cap=3.0), "MiniRL with a truncated importance ratio", _DPPO
         ),
         "cispo": Preset(
             S(control="none", ratio_floor=0.0, ratio_cap=5.0),
@@ -121,9 +117,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "pg_is": Preset(S(control="none"), "importance-weighted policy gradient, no trust region", _DPPO),
         "pg_tis": Preset(
-            S(control="none", ratio_cap=3.0),
-            "the same with the ratio truncated at 3 (the DPPO paper's 'CISPO')",
-            _DPPO,
+            S(control="none", ratio_cap=3.0), "the same with the ratio truncated at 3 (the DPPO paper's 'CISPO')", _DPPO
         ),
         "gspo": Preset(
             _ratio(3e-4, 4e-4, ratio_level="sequence"),
@@ -319,12 +313,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             **_GROUP_STD,
         ),
         "ess_adaptive": Preset(
-            S(
-                control="none",
-                batch_statistic="effective_size",
-                rollout_kl="k3",
-                rollout_kl_coefficient=1.0,
-            ),
+            S(control="none", batch_statistic="effective_size", rollout_kl="k3", rollout_kl_coefficient=1.0),
             "the effective share of the batch caps the ratio, and what it lacks of 1 weighs a KL to the engine",
             "P3O, arXiv 2605.12380",
             aggregation="token_mean",

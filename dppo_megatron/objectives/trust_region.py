@@ -1,4 +1,4 @@
-"""Where each token stands in the trust region: its ratio, its divergence from the anchor, and the way it moves."""
+"""The trust regions: of tokens (ratio, divergence, direction, thresholds), and a second one of whole responses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from torch import Tensor
 
 from . import divergence as measure
 from .inputs import Buckets, Tokens
-from .sequences import least_before, over_sequence
+from .sequences import (
+    largest_of_sequence,
+    least_before,
+    over_sequence,
+    place_in_sequence,
+    quantile_of_sequence,
+    sum_before,
+)
 from .settings import ObjectiveSettings
-from .thresholds import beyond_threshold, exempt
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -111,3 +117,75 @@ def ratio_to(base: Tensor, s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor
         least = least_before(log_ratio, tokens)
         log_ratio = log_ratio + torch.where(least.isinf(), torch.zeros_like(least), least)
     return log_ratio.exp()
+
+
+def beyond_threshold(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, ratio: Tensor) -> Bool[Tensor, " T"]:
+    """D > delta, with delta_low in place of delta where r < 1; both sides as the position in the response has them.
+
+    Where there is no region, nothing is beyond it.
+    """
+    if s.measures_ratio and s.has_region:
+        low, high = 1 - s.epsilon_low, 1 + s.epsilon_high
+        return (ratio < low) | (ratio > high)
+    if s.delta is None:
+        return torch.zeros_like(divergence, dtype=torch.bool)
+    threshold = torch.full_like(divergence, s.delta)
+    if s.delta_low is not None:
+        threshold = torch.where(ratio < 1, torch.full_like(threshold, s.delta_low), threshold)
+    weighted = divergence
+    if s.position_weight is not None or s.prefix_budget is not None:
+        weight = position_weights(s, tokens)
+        weighted = weight * divergence
+        if s.prefix_budget is not None:
+            threshold = torch.minimum(threshold, threshold + prefix_allowance(s, tokens, divergence, weight))
+    beyond = weighted > threshold
+    if s.free_low is not None or s.free_high is not None:  # BandPO's code: outside the ball and PPO's interval, too
+        beyond = beyond & ((ratio < 1 - (s.free_low or 0)) | (ratio > 1 + (s.free_high or 0)))
+    return beyond
+
+
+def position_weights(s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
+    """CPPO (arXiv 2606.10968):  w_t = 1 - (1 - w_min) (t - 1) / (T - 1)  for token t of a response of T."""
+    least = 1.0 if s.position_weight is None else s.position_weight
+    before, length = place_in_sequence(tokens)
+    return 1 - (1 - least) * before.to(tokens.detached_logprob.dtype) / (length - 1).clamp(min=1)
+
+
+def prefix_allowance(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, weight: Tensor) -> Float[Tensor, " T"]:
+    """What the tokens before leave of the budget, CPPO:  b W_{t-1} - S_{t-1}.
+
+    W and S are the sums of w and of w D over the tokens before t. b is the 0.9-quantile of D over the response, at
+    least prefix_budget and at most prefix_budget_ceiling times that: 2 in the paper, 5 in its authors' code for verl.
+    """
+    most = (s.prefix_budget_ceiling or 2) * s.prefix_budget
+    budget = quantile_of_sequence(divergence, 0.9, tokens).clamp(s.prefix_budget, most)
+    return budget * sum_before(weight, tokens) - sum_before(weight * divergence, tokens)
+
+
+def exempt(s: ObjectiveSettings, anchor: Tensor, ratio: Tensor) -> Bool[Tensor, " T"]:
+    """Rare tokens without a region, mu < alpha, on the side asked for (DPPO, arXiv 2602.04879, relaxed clipping)."""
+    rare = anchor.exp() < s.exempt_below
+    if s.exempt_side == "both":
+        return rare
+    return rare & ((ratio < 1) if s.exempt_side == "low" else (ratio > 1))
+
+
+@torch.no_grad()
+def outside_response_region(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Bool[Tensor, " T"]:
+    """True where  mean_t D_t > delta  (or max_t)  over the response, and the token is one that the sign names.
+
+    any: all of its tokens (TRM, arXiv 2512.23075; FlashREINFORCE). negative: A < 0 (off-policy sequence masking of
+    DeepSeek-V3.2, arXiv 2512.02556: mean k1). harmful: A ln r > 0, those that diverge further (VACO, arXiv 2603.01365:
+    mean |r - 1|). D is measured from mu.
+    """
+    divergence = measure.of_token(s.response_divergence, tokens.rollout_logprob, tokens.detached_logprob, buckets)
+    if s.response_region == "mean":
+        of_response = over_sequence(divergence, tokens, mean=True)
+    else:
+        of_response = largest_of_sequence(divergence, tokens)
+    outside = (of_response > s.response_delta) & tokens.mask
+    if s.response_sign == "negative":
+        return outside & (tokens.advantage < 0)
+    if s.response_sign == "harmful":
+        return outside & (tokens.advantage * (tokens.detached_logprob - tokens.rollout_logprob) > 0)
+    return outside

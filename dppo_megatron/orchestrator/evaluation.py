@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dppo_megatron.common.progress import show_progress
 from dppo_megatron.config import Config
 from dppo_megatron.config.evaluation import HELDOUT, EvalSet
 from dppo_megatron.engines.protocol import GenerateRequest
@@ -24,7 +25,7 @@ from dppo_megatron.types import Prompt
 
 from .answers import Answers
 from .eval_scores import average, ks, majority, pass_at
-from .metrics import append_record, show_progress
+from .metrics import append_record
 
 log = logging.getLogger(__name__)
 

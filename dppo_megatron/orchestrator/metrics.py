@@ -18,19 +18,6 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def show_progress(path: Path) -> None:
-    """Shows in `last_progress` that work which takes long goes on."""
-    path.touch()
-
-
-def last_progress(path: Path) -> str:
-    """When the file was last written or shown progress, in words."""
-    try:
-        return time.strftime("last record or evaluated prompt at %H:%M:%S", time.localtime(path.stat().st_mtime))
-    except FileNotFoundError:
-        return "nothing recorded or evaluated yet"
-
-
 class StepRecorder:
     """Collects what generation cost per training step and writes one record when the step's last group is in."""
 

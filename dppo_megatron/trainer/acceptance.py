@@ -20,7 +20,7 @@ from torch import Tensor
 from dppo_megatron.actor import Actor, Scores, StepLine, apply_objective
 from dppo_megatron.config import Config
 from dppo_megatron.config.acceptance import AcceptanceConfig
-from dppo_megatron.objectives import Objective, sequence_ids_from_cu_seqlens
+from dppo_megatron.objectives import ObjectiveProtocol, sequence_ids_from_cu_seqlens
 from dppo_megatron.objectives.divergence import binary_kl, binary_tv
 from dppo_megatron.types import TokenBatch
 
@@ -90,7 +90,7 @@ class Acceptance:
     a resumed run decides as an undisturbed one.
     """
 
-    def __init__(self, config: Config, actor: Actor, objective: Objective):
+    def __init__(self, config: Config, actor: Actor, objective: ObjectiveProtocol):
         self._settings = config.acceptance
         self._seed = config.run.seed
         self._actor = actor

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from dppo_megatron.bank import PARTS, BankEntry, BankReader, ReadBuffer
+from dppo_megatron.common.progress import last_progress
 from dppo_megatron.config import Config
 from dppo_megatron.data.micro_batches import Prefixes, computed_pairs, computed_rows, plan_micro_batches
 from dppo_megatron.data.packing import TokenSequence, pack
 from dppo_megatron.data.prompts import PromptSource
+from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import read_hf_config
-from dppo_megatron.objectives import Objective, sequence_weights
-from dppo_megatron.orchestrator.metrics import last_progress
+from dppo_megatron.objectives import ObjectiveProtocol, sequence_weights
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import POLICY, Rollout, TokenBatch
 
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 AHEAD_BYTES = 32 << 20  # of this micro-batch and the next ones, that the system is asked to fetch
 VISIBLE_S = 120.0  # within which a network file system shows every node what rank 0 has seen
+
+
+class BankMismatch(ExpectedError, ValueError):
+    """The bank was filled under other settings than those of the run that trains on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ class BankBatches:
         self,
         config: Config,
         reader: BankReader,
-        objective: Objective,
+        objective: ObjectiveProtocol,
         rank: int,
         size: int,
         parts: Sequence[str] = PARTS,
@@ -142,45 +147,40 @@ class BankBatches:
         return {"rollout/kept_tokens_mean": kept / max(sum(sum(entry.shapes.sampled) for entry in entries), 1)}
 
     def _check(self, entries: Sequence[BankEntry]) -> None:
-        rollout = self._config.rollout
+        """Raise `BankMismatch` where the bank was filled under other settings, or lacks the rewards of turns."""
         trained = [e for e in entries if not e.reward_failed.all()]
         if self._config.objective.credit == "turn" and trained and all(e.turn_rewards is None for e in trained):
-            raise ValueError(
+            raise BankMismatch(
                 f"objective.credit = turn: no group of this step in the bank (that of prompt {trained[0].position} is "
                 "the first) has rewards of turns; set it to trajectory"
             )
         for entry in entries:
-            if entry.temperature != rollout.temperature:
-                raise ValueError(
-                    f"rollout.temperature = {rollout.temperature}: prompt {entry.position} in the bank was sampled at "
-                    f"{entry.temperature}; training log-probs must be those of the sampled distribution"
-                )
-            if (found := int(entry.trajectories[-1]) + 1) != rollout.group_size:
-                raise ValueError(
-                    f"rollout.group_size = {rollout.group_size}: prompt {entry.position} in the bank has "
-                    f"{found} samples; use the setting the bank was filled with"
-                )
-            if entry.topk != rollout.topk_logprobs:
-                raise ValueError(
-                    f"rollout.topk_logprobs = {rollout.topk_logprobs}: prompt {entry.position} in the bank has "
-                    f"{entry.topk} top-K log-probs per token; use the setting the bank was filled with"
-                )
-            if entry.masked != rollout.truncated:
-                found, remedy = ("with", "as it was") if entry.masked else ("without", "to 1, -1 and 0")
-                raise ValueError(
-                    f"rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k}, min_p = {rollout.min_p}: prompt "
-                    f"{entry.position} in the bank was sampled {found} truncation; set them {remedy}"
-                )
-            if self._experts is not None:
-                wanted = (sum(self._experts.layers), self._experts.top_k)
-                if entry.routing != wanted:
-                    found = "no routing" if entry.routing is None else "routing of {} layers, {} each".format(
-                        *entry.routing)  # fmt: skip
-                    raise ValueError(
-                        f"rollout.routing_replay = true: prompt {entry.position} in the bank has {found}, the model "
-                        f"has {wanted[0]} layers with {wanted[1]} experts per token; set it to false, or fill the bank "
-                        "with the model's own routing"
-                    )
+            for setting, found, remedy in self._differences(entry):
+                raise BankMismatch(f"{setting}: prompt {entry.position} in the bank {found}; {remedy}")
+
+    def _differences(self, entry: BankEntry) -> Iterator[tuple[str, str, str]]:
+        """Yield (setting with value, what the bank has instead, remedy) for each difference of one group."""
+        rollout, refill = self._config.rollout, "use the setting the bank was filled with"
+        if entry.temperature != rollout.temperature:
+            found = f"was sampled at {entry.temperature}, and training log-probs must be those of that distribution"
+            yield f"rollout.temperature = {rollout.temperature}", found, refill
+        if (samples := int(entry.trajectories[-1]) + 1) != rollout.group_size:
+            yield f"rollout.group_size = {rollout.group_size}", f"has {samples} samples", refill
+        if entry.topk != rollout.topk_logprobs:
+            found = f"has {entry.topk} top-K log-probs per token"
+            yield f"rollout.topk_logprobs = {rollout.topk_logprobs}", found, refill
+        if entry.masked != rollout.truncated:
+            setting = f"rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k}, min_p = {rollout.min_p}"
+            found, remedy = ("with", "as it was") if entry.masked else ("without", "to 1, -1 and 0")
+            yield setting, f"was sampled {found} truncation", f"set them {remedy}"
+        if self._experts is not None:
+            layers, top_k = wanted = sum(self._experts.layers), self._experts.top_k
+            if entry.routing != wanted:
+                given = entry.routing
+                found = "no routing" if given is None else f"routing of {given[0]} layers, {given[1]} each"
+                found = f"has {found}, the model has {layers} layers with {top_k} experts per token"
+                remedy = "set it to false, or fill the bank with the model's own routing"
+                yield "rollout.routing_replay = true", found, remedy
 
     def _sequences(
         self, entry: BankEntry, samples: Sequence[int], advantages: np.ndarray, weights: np.ndarray
@@ -191,9 +191,9 @@ class BankBatches:
         if replays:
             largest = max(int(r.routed_experts.max(initial=0)) for r in group.rollouts)
             if largest >= self._experts.num_experts:
-                raise ValueError(
+                raise BankMismatch(
                     f"rollout.routing_replay = true: prompt {entry.position} in the bank names expert {largest}, the "
-                    f"model has {self._experts.num_experts}; the bank was filled by another model"
+                    f"model has {self._experts.num_experts}; set it to false, or use a bank that this model filled"
                 )
         return {
             i: TokenSequence.of_rollout(
@@ -210,11 +210,7 @@ class BankBatches:
     def _update(self, entries: Sequence[BankEntry], samples: StepSamples) -> UpdateBatch | None:
         """Denominators count every trajectory that carries loss; only samples that can move the policy are computed."""
         advantages, weights = samples.advantages, samples.loss_weights(self._config)
-        # A KL to another policy and an entropy bonus have a gradient where there is no advantage, too.
-        own = self._objective
-        moves = (advantages != 0).any(axis=2) | getattr(
-            own, "moves_without_advantage", own.needs_reference or own.needs_entropy
-        )
+        moves = (advantages != 0).any(axis=2) | self._objective.moves_without_advantage
         used = (samples.carrying > 0) & moves
         of_groups = [np.flatnonzero(used[g, e.trajectories] & (e.sampled > 0)) for g, e in enumerate(entries)]
         computed = np.array([(g, i) for g, of in enumerate(of_groups) for i in of])
@@ -227,38 +223,46 @@ class BankBatches:
         topk = self._config.rollout.topk_logprobs if "topk" in self._parts else 0
         micro_batches = []
         # One after the other: what is read is packed, and its memory used again.
-        for own in self._fetched_ahead(entries, [computed[indices].reshape(-1, 2) for indices in plan[self._rank]]):
+        planned = [computed[indices].reshape(-1, 2) for indices in plan[self._rank]]
+        for chosen in self._fetched_ahead(entries, planned):
             self._buffer.reuse()
-            read = {g: self._sequences(entries[g], of, advantages[g], weights[g]) for g, of in _by_group(own).items()}
-            micro_batches.append(pack([read[g][i] for g, i in own], topk=topk, share_prefixes=self._share_prefixes))
+            by_group = _by_group(chosen)
+            read = {g: self._sequences(entries[g], of, advantages[g], weights[g]) for g, of in by_group.items()}
+            micro_batches.append(pack([read[g][i] for g, i in chosen], topk=topk, share_prefixes=self._share_prefixes))
         stored = self._stored(entries, computed, plan[self._rank])
         rows = sum(computed_rows(batch, lengths, prefixes) for of_rank in plan for batch in of_rank)
         pairs = computed_pairs(plan, lengths, prefixes)
         trajectories = len({(g, entries[g].trajectories[i]) for g, i in computed})
         return UpdateBatch(micro_batches, len(computed), int(lengths.sum()), rows, pairs, stored, trajectories)
 
-    def _fetched_ahead(self, entries: Sequence[BankEntry], own: list[np.ndarray]) -> Iterator[np.ndarray]:
-        """The micro-batches ([C, 2] group and sample), one after the other. Meanwhile the system fetches those that
-        come next, of this rank's share of the update alone, so that the disk works while one is checked and packed."""
+    def _fetched_ahead(self, entries: Sequence[BankEntry], planned: list[np.ndarray]) -> Iterator[np.ndarray]:
+        """Yield the micro-batches ([C, 2] group and sample) of this rank's update one after the other.
+
+        Meanwhile the system fetches the next ones, so that the disk works while one is checked and packed.
+        """
         sizes: list[int] = []
-        for number, samples in enumerate(own):
-            while len(sizes) < len(own) and sum(sizes[number:]) < AHEAD_BYTES:
-                wanted = [(entries[g], of) for g, of in _by_group(own[len(sizes)]).items()]
+        for number, samples in enumerate(planned):
+            while len(sizes) < len(planned) and sum(sizes[number:]) < AHEAD_BYTES:
+                wanted = [(entries[g], of) for g, of in _by_group(planned[len(sizes)]).items()]
                 sizes.append(self._reader.announce(wanted, self._parts))
             yield samples
 
     def _stored(
         self, entries: Sequence[BankEntry], computed: np.ndarray, plan: list[list[int]]
     ) -> tuple[StoredSequence, ...]:
-        """This rank's of the sequences to store: those of groups drawn one after the other, until they suffice.
+        """Return this rank's share of the sequences to store: groups are drawn until their sequences suffice.
 
-        computed: [C, 2] group and sample of all that are computed, which `plan` has by micro-batch.
+        computed: [C, 2] group and sample of all that are computed, which `plan` has by micro-batch. Example: groups
+        drawn in the order [2, 0, 1], so group 0 is second, 1 third and 2 first: turn [1, 2, 0], the argsort of the
+        order. With computed groups [0, 0, 1, 2, 2] the sequences have turns [1, 1, 2, 0, 0]; for three wanted ones the
+        stable argsort [3, 4, 0, 1, 2] takes both sequences of group 2 and the first one of group 0.
         """
         wanted = -(-self._config.tracking.token_sequences // self._config.train.updates_per_step)
         if not wanted:
             return ()
         drawn = np.random.default_rng([self._config.run.seed, entries[0].position]).permutation(len(entries))
-        chosen = set(np.argsort(np.argsort(drawn)[computed[:, 0]], kind="stable")[:wanted].tolist())
+        turn = np.argsort(drawn)
+        chosen = set(np.argsort(turn[computed[:, 0]], kind="stable")[:wanted].tolist())
         return tuple(
             StoredSequence(batch, number, entries[computed[c, 0]].position, int(computed[c, 1]))
             for batch, indices in enumerate(plan)
@@ -279,7 +283,7 @@ def _of_tokens(advantages: np.ndarray, entry: BankEntry, trajectory: int, rollou
     _, tokens, turns = rollout.spans[rollout.spans[:, 0] == POLICY].T
     given = 0 if entry.turn_rewards is None else len(entry.turn_rewards[trajectory])
     if given and turns.max() >= given:
-        raise ValueError(
+        raise BankMismatch(
             f"objective.credit = turn: prompt {entry.position} in the bank has rewards of {given} turns of trajectory "
             f"{trajectory}, of which turn {turns.max()} was sampled, too; set it to trajectory"
         )

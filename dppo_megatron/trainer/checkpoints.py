@@ -11,9 +11,14 @@ from dppo_megatron.actor import Actor
 from dppo_megatron.actor.checkpoint.directory import kept_steps
 from dppo_megatron.bank import give_leave
 from dppo_megatron.config import Config
+from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 
 log = logging.getLogger(__name__)
+
+
+class CheckpointMismatch(ExpectedError, ValueError):
+    """A checkpoint was made with another setting than the run that resumes from it."""
 
 
 class Checkpoints:
@@ -85,7 +90,7 @@ class Checkpoints:
             return None
         expected = state["step"] * self._config.rollout.prompts_per_step
         if state["groups_consumed"] != expected:
-            raise ValueError(
+            raise CheckpointMismatch(
                 f"rollout.prompts_per_step = {self._config.rollout.prompts_per_step}: the checkpoint consumed "
                 f"{state['groups_consumed']} groups in {state['step']} steps; use the setting it was made with"
             )

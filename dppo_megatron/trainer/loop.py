@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Protocol
 
 from dppo_megatron.actor import Actor
 from dppo_megatron.config import Config
-from dppo_megatron.objectives import Objective
+from dppo_megatron.objectives import ObjectiveProtocol
 from dppo_megatron.observability.profiling import StepProfiler
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import Publisher, WeightSyncError
 
 from .acceptance import Acceptance
-from .batch_statistic import with_batch_statistic
 from .batches import BatchSource
 from .checkpoints import Checkpoints
 from .control import Control, StopRequested
 from .metrics import MismatchHistory, StepMetrics, Throughput
-from .policy_logprobs import PolicyLogprobs
+from .policy_logprobs import PolicyLogprobs, with_batch_statistic
+from .recorder import RankZeroRecorder
 from .token_log import TokenLog
 
 log = logging.getLogger(__name__)
-
-
-class Recorder(Protocol):
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def log_masked(self, step: int, counts: Mapping[int, int]) -> None: ...
 
 
 def train(
     config: Config,
     *,
     actor: Actor,
-    objective: Objective,
+    objective: ObjectiveProtocol,
     source: BatchSource,
     policy_logprobs: PolicyLogprobs,
     acceptance: Acceptance,
     publisher: Publisher | None,
     checkpoints: Checkpoints,
     control: Control,
-    recorder: Recorder,
+    recorder: RankZeroRecorder,
     token_log: TokenLog,
     first_step: int,
 ) -> int:

@@ -18,7 +18,7 @@ from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.fleet.registry import engine_services, engine_urls
 from dppo_megatron.hf import save_hf
 from dppo_megatron.hf.peft import save_peft
-from dppo_megatron.objectives import Objective, build_objective
+from dppo_megatron.objectives import ObjectiveProtocol, build_objective
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import build_publisher, weight_check_tokens
@@ -140,7 +140,7 @@ def _connect(config: Config, run: RunDir, layout: Layout, control: Control) -> E
     return engines
 
 
-def head(config: Config, actor: Actor, objective: Objective) -> list[str]:
+def head(config: Config, actor: Actor, objective: ObjectiveProtocol) -> list[str]:
     """The first lines of the log: what decides the result of the run, the method in words before all."""
     chosen = config.objective
     credit = f" of turns (discount {chosen.discount:g})" if chosen.credit == "turn" else ""

@@ -24,27 +24,6 @@ from .batches import UpdateBatch
 
 log = logging.getLogger(__name__)
 
-# An objective names what it measures; a run's record has one fixed name for it.
-RECORD_NAMES = {
-    "masked/share": "policy/masked_share",
-    "masked/positive": "policy/masked_share_positive",
-    "masked/negative": "policy/masked_share_negative",
-    "divergence/mean": "policy/divergence_mean",
-    "divergence/max": "policy/divergence_max",
-    "ratio/min": "policy/ratio_min",
-    "ratio/max": "policy/ratio_max",
-    "divergence/positive": "policy/divergence_positive",
-    "divergence/negative": "policy/divergence_negative",
-    "outside/share": "policy/outside_share",
-    "outside/positive": "policy/outside_share_positive",
-    "outside/negative": "policy/outside_share_negative",
-    "entropy": "train/entropy",
-    "entropy/positive": "train/entropy_positive",
-    "entropy/negative": "train/entropy_negative",
-    "mismatch/k3": "mismatch/kl",
-    "mismatch/k3_positive": "mismatch/kl_positive",
-    "mismatch/k3_negative": "mismatch/kl_negative",
-}
 REMEMBERED, FEW = 100, 5  # steps whose median is the run's usual mismatch; with fewer nothing is reported
 JUMP, JUMP_FLOOR = 5.0, 1e-3  # times the median, and nats: rounding in fp32 jumps below it
 # Engine against trainer means the same weights: only the step's first update sees those (at staleness 0).
@@ -124,7 +103,7 @@ class StepMetrics:
     @property
     def mismatch(self) -> float | None:
         """KL between engine and trainer of the step's first update; None where it is not measured."""
-        return self._updates[0][0].metrics.get("mismatch/k3") if self._updates else None
+        return self._updates[0][0].metrics.get("mismatch/kl") if self._updates else None
 
     def check_mismatch(self, limit: float | None, step: int) -> None:
         """Raises `MismatchLimit` where the step's mismatch/kl is above `rollout.max_mismatch_kl`, not finite, or not
@@ -134,7 +113,7 @@ class StepMetrics:
         kl = self.mismatch
         if kl is None:
             raise MismatchLimit(
-                f"rollout.max_mismatch_kl = {limit:g}: the objective reports no metric mismatch/k3, the KL between "
+                f"rollout.max_mismatch_kl = {limit:g}: the objective reports no metric mismatch/kl, the KL between "
                 "engine and trainer, so there is nothing to limit; report it, or remove the setting"
             )
         if not kl <= limit:
@@ -169,7 +148,7 @@ class StepMetrics:
             "train/lr": stats[-1].lr,
             "train/skipped_updates": float(sum(s.skipped for s in stats)),
             "train/sequences": float(sum(b.sequences for _, b in self._updates)),
-            "train/tokens": float(sum(b.tokens for _, b in self._updates)),
+            "train/tokens": float(sum(s.loss_tokens for s in stats)),
             "train/computed_rows": float(sum(b.rows for _, b in self._updates)),
             "time/forward_backward_s": sum(s.forward_backward_s for s in stats),
             "time/optimizer_s": sum(s.optimizer_s for s in stats),
@@ -182,16 +161,18 @@ class StepMetrics:
         first = stats[0].metrics
         whole = reduce_metrics(merge_metrics([s.parts for s in stats]))
         for name, value in whole.items():
-            recorded = RECORD_NAMES.get(name, name if "/" in name else f"train/{name}")
             if not name.startswith(FIRST_UPDATE):
-                values[recorded] = value
-            elif name in first:  # it may have no token with A < 0, say
-                values[recorded] = first[name]
-        if {"mismatch/total_variation", "tokens"} <= whole.keys() and "rollout/response_tokens_max" in self._values:
+                values[name] = value
+            elif name in first:  # a metric without any token, e.g. with A < 0, is absent
+                values[name] = first[name]
+        if {
+            "mismatch/total_variation",
+            "train/tokens",
+        } <= whole.keys() and "rollout/response_tokens_max" in self._values:
             values |= improvement_bounds(
                 total_variation=whole["mismatch/total_variation"],
                 largest=whole["mismatch/shift_max"],
-                mean_length=whole["tokens"] / sum(b.trajectories or b.sequences for _, b in self._updates),
+                mean_length=whole["train/tokens"] / sum(b.trajectories or b.sequences for _, b in self._updates),
                 horizon=self._values["rollout/response_tokens_max"],
             )
         return values

@@ -1,12 +1,15 @@
-"""Old and reference log-probs of a step's tokens: by the weights the step starts from, and by the run's start model."""
+"""The inputs that an objective needs for a whole step, before its first update: log-probs, and a batch statistic."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from dppo_megatron.actor import Actor, Reference, Scores
-from dppo_megatron.objectives import Objective
+import torch.distributed as dist
+
+from dppo_megatron.actor import Actor, Layout, Reference, Scores
+from dppo_megatron.objectives import ObjectiveProtocol
 from dppo_megatron.types import TokenBatch
 
 from .batches import StepBatch
@@ -20,43 +23,53 @@ class PolicyLogprobs:
     here and only when needed. Each costs one forward pass over the step, timed as its own part.
     """
 
-    def __init__(self, actor: Actor, objective: Objective):
-        self._actor = actor
+    def __init__(self, actor: Actor, objective: ObjectiveProtocol):
         self._needs_old = objective.needs_old
-        self._topk = objective.needs_topk
+        self._old_scores = partial(actor.scores, topk=objective.needs_topk)
         self._reference = Reference(actor) if objective.needs_reference else None
 
     def add(self, batch: StepBatch, metrics: StepMetrics) -> StepBatch:
-        """`batch` with the log-probs added. Collective: every rank has equally many micro-batches."""
+        """Return `batch` with the log-probs added. Collective: every rank has equally many micro-batches."""
         if self._needs_old:
             with metrics.timed("recompute"):
-                batch = _score(batch, lambda part: self._actor.scores(part, topk=self._topk), _add_old)
+                columns = {f"old_{name}": name for name in ("logprob", "topk_logprob", "other_logprob")}
+                batch = _scored(batch, self._old_scores, columns)
         if self._reference is not None:
             with metrics.timed("reference"):
-                batch = _score(batch, self._reference.scores, _add_reference)
+                batch = _scored(batch, self._reference.scores, {"reference_logprob": "logprob"})
         return batch
 
 
-def _score(
-    batch: StepBatch,
-    score: Callable[[list[TokenBatch]], list[Scores]],
-    add: Callable[[TokenBatch, Scores], TokenBatch],
-) -> StepBatch:
-    updates = [
-        replace(update, micro_batches=list(map(add, update.micro_batches, score(update.micro_batches))))
+def with_batch_statistic(objective: ObjectiveProtocol, batch: StepBatch, layout: Layout) -> ObjectiveProtocol:
+    """Return the objective for this step; most need no statistic and are returned as they are.
+
+    The statistic covers the tokens of all updates and data-parallel ranks, from their old and rollout log-probs.
+    Collectives, where the objective needs one: an all-reduce over the data-parallel group, and a broadcast, because
+    ranks with the same tokens must drop the same ones in spite of rounding. Context-parallel ranks hold the same
+    tokens, which changes no mean.
+    """
+    if not objective.needs_statistic or not batch.updates:
+        return objective
+    sums = sum(
+        objective.statistic_sums(tokens.old_logprob, tokens.rollout_logprob, tokens.advantage, tokens.mask)
         for update in batch.updates
-    ]
+        for tokens in update.micro_batches
+    ).to(layout.device)
+    if layout.data_group.size() > 1:
+        dist.all_reduce(sums, group=layout.data_group)
+    if layout.world_size > 1:
+        dist.broadcast(sums, src=0)
+    return objective.with_statistic(sums.cpu())  # where a running sum has one order
+
+
+def _scored(batch: StepBatch, score: Callable[[list[TokenBatch]], list[Scores]], columns: dict[str, str]) -> StepBatch:
+    """Return `batch` with scores in its micro-batches. columns: field of TokenBatch -> field of Scores."""
+    updates = []
+    for update in batch.updates:
+        scores = score(update.micro_batches)
+        scored = [
+            replace(tokens, **{column: getattr(found, name) for column, name in columns.items()})
+            for tokens, found in zip(update.micro_batches, scores, strict=True)
+        ]
+        updates.append(replace(update, micro_batches=scored))
     return replace(batch, updates=updates)
-
-
-def _add_old(tokens: TokenBatch, scores: Scores) -> TokenBatch:
-    return replace(
-        tokens,
-        old_logprob=scores.logprob,
-        old_topk_logprob=scores.topk_logprob,
-        old_other_logprob=scores.other_logprob,
-    )
-
-
-def _add_reference(tokens: TokenBatch, scores: Scores) -> TokenBatch:
-    return replace(tokens, reference_logprob=scores.logprob)

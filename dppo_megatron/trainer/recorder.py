@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dppo_megatron.common.progress import last_progress
 from dppo_megatron.config import Config
 from dppo_megatron.observability.masked_tokens import MaskedTokenLog
 from dppo_megatron.observability.names import evaluated_sets, is_step_record
 from dppo_megatron.observability.tail import JsonlFollower, metrics_of, read_metrics
 from dppo_megatron.observability.trackers import build_trackers
-from dppo_megatron.orchestrator.metrics import last_progress
 from dppo_megatron.run_dir import RunDir
 
 log = logging.getLogger(__name__)

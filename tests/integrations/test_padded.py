@@ -79,8 +79,8 @@ def test_a_mean_without_tokens_is_there_all_the_same():
     some = averaged(on_rows(build_objective("dppo_binary_tv"), mask=torch.ones(2, 3), **inputs))
     none = averaged(on_rows(build_objective("dppo_binary_tv"), mask=torch.zeros(2, 3), **inputs))
     assert some.keys() == none.keys()
-    assert none["masked/negative"] == 0.0
-    assert "ratio/max" not in some  # a mean of maxima is no maximum
+    assert none["policy/masked_share_negative"] == 0.0
+    assert "policy/ratio_max" not in some  # a mean of maxima is no maximum
 
 
 def test_torch_is_enough():

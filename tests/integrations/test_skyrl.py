@@ -19,7 +19,7 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import (
 )
 from skyrl.train.config import AlgorithmConfig
 
-from dppo_megatron.integrations.skyrl import PolicyLoss, register
+from dppo_megatron.integrations.skyrl import SkyRLLoss, register
 from dppo_megatron.objectives import ObjectiveError, build_objective, sequence_weights
 
 pytestmark = pytest.mark.integrations
@@ -108,7 +108,7 @@ def test_what_skyrl_cannot_hand_over_is_refused(name, settings, why):
 
 def test_settings_without_effect_are_refused():
     mu, old, pi, _, divided = inputs("token_mean")
-    loss = PolicyLoss(build_objective("dppo_binary_tv"))
+    loss = SkyRLLoss(build_objective("dppo_binary_tv"))
     with pytest.raises(ObjectiveError, match=r"generator.sampling_params.logprobs to 1"):
         loss(pi, old, divided, config=CONFIG, loss_mask=MASK)
     config = AlgorithmConfig()

@@ -170,8 +170,8 @@ def test_it_trains_and_logs_what_the_objective_reports(tmp_path, objective):
     assert any((old != new).any() for old, new in zip(before, at.model.parameters(), strict=True))
     logged = [entry for entry in at.state.log_history if "objective/tokens" in entry]
     assert len(logged) == 4
-    assert logged[0]["objective/mismatch/k3"] == pytest.approx(0, abs=1e-6)  # the first update is on policy
-    assert logged[1]["objective/mismatch/k3"] > 1e-6  # later ones of a generated batch are not
+    assert logged[0]["objective/mismatch/kl"] == pytest.approx(0, abs=1e-6)  # the first update is on policy
+    assert logged[1]["objective/mismatch/kl"] > 1e-6  # later ones of a generated batch are not
     if objective != "dppo_binary_tv":
         assert logged[0]["objective/topk/topk_tv_mean" if "topk" in objective else "objective/centering/size"] < 1e-5
 

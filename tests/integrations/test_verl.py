@@ -18,7 +18,7 @@ from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from dppo_megatron.integrations.verl import PolicyLoss, register, use_token_statistics
+from dppo_megatron.integrations.verl import VerlLoss, register, use_token_statistics
 from dppo_megatron.objectives import ObjectiveError, build_objective, sequence_weights
 
 pytestmark = pytest.mark.integrations
@@ -117,7 +117,7 @@ def test_ours_with_verls_cap_is_verls_own_dppo(theirs, preset, delta):
 def test_verls_weights_of_the_mismatch_multiply_the_loss():
     rows = torch.full((1, 3), -1.0)
     inputs = {"old_log_prob": rows, "log_prob": rows, "advantages": torch.ones(1, 3), "response_mask": torch.ones(1, 3)}
-    loss = PolicyLoss(build_objective("dppo_binary_tv"))
+    loss = VerlLoss(build_objective("dppo_binary_tv"))
     plain, _ = loss(**inputs)
     weighed, _ = loss(**inputs, rollout_is_weights=torch.full((1, 3), 0.5))
     assert weighed == 0.5 * plain

@@ -128,4 +128,4 @@ def test_known_difference_zero_advantages_in_the_masked_share():
     shift = (pi.exp() - mu.exp()).detach()
     counted_as_negative = torch.where(advantage > 0, shift > 0.15, shift < -0.15)[MASK].double().mean()
     assert metrics["actor/pg_clipfrac"] == pytest.approx(counted_as_negative.item())
-    assert reduce_metrics(out.metrics)["masked/share"] != pytest.approx(metrics["actor/pg_clipfrac"])
+    assert reduce_metrics(out.metrics)["policy/masked_share"] != pytest.approx(metrics["actor/pg_clipfrac"])

@@ -24,12 +24,9 @@ from dppo_megatron.objectives import (
     controls,
     corrections,
     divergence,
-    gates,
     objective,
     policy_term,
-    response_region,
     sequences,
-    thresholds,
     trust_region,
 )
 from tests.objectives import test_objective_advantages as by_hand
@@ -74,7 +71,7 @@ def _in(module: ModuleType, *rows: tuple[str, str, str, str]) -> list[Mutation]:
 
 MUTATIONS = [
     *_in(
-        gates,
+        controls,
         ("sigmoid_gate", "* sigma * rest", "* sigma * sigma", "sapo"),
         ("sigmoid_gate", "s.gate_positive, s.gate_negative", "s.gate_negative, s.gate_positive", "sapo"),
         ("sigmoid_gate", "sigma * 4 / tau", "sigma * 4 * tau", "sapo"),
@@ -91,7 +88,7 @@ MUTATIONS = [
         ("_by_sign", "at.advantage > 0", "at.advantage < 0", "sapo"),
     ),
     *_in(
-        thresholds,
+        trust_region,
         ("beyond_threshold", "where(ratio < 1", "where(ratio > 1", "delta_low"),
         ("beyond_threshold", "weighted > threshold", "divergence > threshold", "cppo_tight"),
         ("position_weights", "(1 - least)", "least", "cppo_tight"),
@@ -130,6 +127,10 @@ MUTATIONS = [
         ("truncated", "advantage < 0", "advantage > 0", "topr"),
         ("truncated", "ratio.clamp(*negative_bounds(s))", "ratio", "dispo"),
         ("truncated", "torch.minimum", "torch.maximum", "ess_adaptive"),
+        ("term_value", "-slope", "slope", "vespo"),
+        ("term_value", "(tokens.advantage != 0)", "0", "binary_tv"),
+        ("join", "value - slope", "value + slope", "binary_tv"),
+        ("term_slope", "advantage)", "-advantage)", "binary_tv"),
         ("policy_term", 's.path == "ratio"', 's.path != "ratio"', "score_centering_tis"),
     ),
     *_in(
@@ -149,7 +150,7 @@ MUTATIONS = [
         ("_penalised", '== "advantage"', '!= "advantage"', "penalty_tv"),
     ),
     *_in(
-        response_region,
+        trust_region,
         ("outside_response_region", "mean=True", "mean=False", "trm_mean"),
         ("outside_response_region", "> s.response_delta", "< s.response_delta", "flash_reinforce"),
         ("outside_response_region", "tokens.advantage < 0", "tokens.advantage > 0", "opsm"),
@@ -219,7 +220,7 @@ MUTATIONS = [
         objective.Objective,
         ("__call__", "1 - effective_size", "1 + effective_size", "ess_adaptive"),
         ("__call__", "loss + tokens.advantage *", "loss - tokens.advantage *", "score_centering"),
-        ("_leaves", "gone | (beyond", "gone & (beyond", "m2po"),
+        ("_outside_region", "outside | (beyond", "outside & (beyond", "m2po"),
     ),
     *_in(
         centering,

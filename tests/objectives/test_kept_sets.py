@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dppo_megatron.objectives import ObjectiveSettings, TopKLogprobs, build_objective, inputs
+from dppo_megatron.objectives import Objective, ObjectiveSettings, TopKLogprobs, build_objective, inputs
 from dppo_megatron.objectives.divergence import predicted_change
 from dppo_megatron.vocab_parallel import token_statistics
 
@@ -101,14 +101,12 @@ def test_tail_of_a_shorter_list_is_spread_over_the_set_alone():
     exact = (
         pi_own - mu_own + pi_own * (mu_own - pi_own) + pi_rest * (mu_rest - pi_rest) / (g["counts"] - 1).clamp(min=1)
     )
-    plain = ObjectiveSettings(control="none", importance="none")
+    plain = Objective("test", ObjectiveSettings(control="none", importance="none"))
     tokens = inputs.check_and_clean(
-        plain, "test", logprob=pi_own.log(),
-        mask=torch.ones(T), rollout_logprob=mu_own.log(), old_logprob=None, reference_logprob=None,
-        advantage=g["advantage"], entropy=None, sequence_ids=None,
-    )  # fmt: skip
+        plain, logprob=pi_own.log(), mask=torch.ones(T), rollout_logprob=mu_own.log(), advantage=g["advantage"]
+    )
     topk = TopKLogprobs(
         g["ids"], mu_own.log()[:, None], pi_own.log()[:, None], pi_rest.log(), g["target"], vocab_size=g["counts"]
     )
-    buckets = inputs.make_buckets(plain, "test", tokens, topk)
+    buckets = inputs.make_buckets(plain, tokens, topk)
     torch.testing.assert_close(predicted_change(buckets, "uniform"), exact, atol=1e-12, rtol=0)

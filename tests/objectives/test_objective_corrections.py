@@ -186,7 +186,7 @@ def test_reference_kl_estimators_and_their_own_gradients(over_the_vocabulary):
         gradients[estimator] = torch.autograd.grad(mean, logits, retain_graph=True)[0]
         if estimator != "k2":
             torch.testing.assert_close(mean.detach(), kl)
-        assert "reference_kl" in out.metrics
+        assert "train/reference_kl" in out.metrics
     expected = torch.autograd.grad(exact_kl_1d(logits, ref), logits)[0]
     torch.testing.assert_close(gradients["k1"], torch.zeros(9, dtype=torch.float64))
     torch.testing.assert_close(gradients["k2"], expected)
@@ -207,7 +207,7 @@ def test_entropy_bonus_and_metric():
     torch.testing.assert_close(bonus.loss, plain.loss - 0.1 * entropy)
     difference = torch.autograd.grad((bonus.loss - plain.loss).sum(), case.logits, retain_graph=True)[0]
     torch.testing.assert_close(difference, torch.autograd.grad(-0.1 * entropy.sum(), case.logits, retain_graph=True)[0])
-    assert reduce_metrics(plain.metrics)["entropy"] == pytest.approx(entropy.mean().item())
+    assert reduce_metrics(plain.metrics)["train/entropy"] == pytest.approx(entropy.mean().item())
     assert torch.equal(plain.weight, bonus.weight)
 
 

@@ -111,12 +111,11 @@ def test_what_is_outside_does_not_ask_where_a_token_moves(name, outside):
     ratio = pi / mu
     divergence = (ratio - 1).abs() if name == "ppo" else (pi - mu).abs()
     k3 = ratio - 1 - ratio.log()
-    for sign, where in {"share": slice(0, 5), "positive": slice(0, 2), "negative": [2, 4]}.items():
-        assert found[f"outside/{sign}"] == pytest.approx(beyond[where].mean().item())
-        if sign != "share":
-            assert found[f"entropy/{sign}"] == pytest.approx(entropy[where].mean().item())
-            assert found[f"divergence/{sign}"] == pytest.approx(divergence[where].mean().item())
-            assert found[f"mismatch/k3_{sign}"] == pytest.approx(k3[where].mean().item())
+    values = {"policy/outside_share": beyond, "train/entropy": entropy, "mismatch/kl": k3}
+    for sign, where in {"": slice(0, 5), "_positive": slice(0, 2), "_negative": [2, 4]}.items():
+        for metric, value in values.items():
+            assert found[metric + sign] == pytest.approx(value[where].mean().item())
+        assert found[f"policy/divergence{sign or '_mean'}"] == pytest.approx(divergence[where].mean().item())
     assert found["mismatch/total_variation"] == pytest.approx((ratio[:5] - 1).abs().mean().item() / 2)
 
 
@@ -136,12 +135,8 @@ def test_masked_share_by_sign_leaves_out_zero_advantages():
     advantage, masked = case.call["advantage"], out.masked_tokens
     assert (advantage == 0).sum() == 12
     reduced = reduce_metrics(out.metrics)
-    for name, where in {
-        "share": advantage != 0,
-        "positive": advantage > 0,
-        "negative": advantage < 0,
-    }.items():
-        assert 0 < reduced[f"masked/{name}"] == pytest.approx(masked[where].double().mean().item())
+    for sign, where in {"": advantage != 0, "_positive": advantage > 0, "_negative": advantage < 0}.items():
+        assert 0 < reduced[f"policy/masked_share{sign}"] == pytest.approx(masked[where].double().mean().item())
     assert reduced["advantage/zero_share"] == pytest.approx(0.2)
     symmetric = build_objective("ipo")(**case.call)
     assert not symmetric.masked_tokens[advantage == 0].any()
@@ -167,7 +162,7 @@ def test_effective_sample_size_is_a_number_where_an_uncapped_ratio_is_infinite()
     case = random_case(7, tokens=50, drift=1.0)
     case.call["rollout_logprob"][3] -= 800
     reduced = reduce_metrics(build_objective("pg_is")(**case.call).metrics)
-    assert reduced["ratio/max"] == torch.inf
+    assert reduced["policy/ratio_max"] == torch.inf
     assert reduced["ratio/effective_sample_size"] == pytest.approx(1 / 50)
 
 
@@ -181,18 +176,18 @@ def test_mismatch_ratio_and_tail_by_their_formulas():
     binary = build_objective("dppo_binary_tv")(**case.call).divergence
     signed = case.call["advantage"] != 0
     wanted = {
-        "tokens": 50.0,
-        "nonfinite_tokens": 0.0,
+        "train/tokens": 50.0,
+        "train/nonfinite_tokens": 0.0,
         "mismatch/k1": (mu - pi).mean(),
-        "mismatch/k3": (ratio - 1 - (pi - mu)).mean(),
+        "mismatch/kl": (ratio - 1 - (pi - mu)).mean(),
         "mismatch/shift_max": (pi.exp() - mu.exp()).abs().max(),
-        "ratio/min": ratio.min(),
-        "ratio/max": ratio.max(),
+        "policy/ratio_min": ratio.min(),
+        "policy/ratio_max": ratio.max(),
         "ratio/mean": ratio.mean(),
         "ratio/effective_sample_size": used.sum() ** 2 / (50 * used.square().sum()),
         "ratio/capped_share": (ratio > 1.5)[signed].double().mean(),
-        "divergence/max": out.divergence.max(),
-        "divergence/mean": out.divergence.mean(),
+        "policy/divergence_max": out.divergence.max(),
+        "policy/divergence_mean": out.divergence.mean(),
         "topk/binary_disagreement": ((binary > 0.15) != (out.divergence > 0.15))[signed].double().mean(),
         "topk/tail_mass_policy": case.topk.other_logprob.exp().mean(),
         "topk/sampled_outside_share": (case.topk.ids != case.topk.target_ids[:, None]).all(1).double().mean(),
@@ -222,4 +217,4 @@ def test_non_finite_losses_are_counted():
     case = random_case(8, tokens=10)
     broken = torch.where(torch.arange(10) == 3, torch.nan, case.call["rollout_logprob"])
     out = build_objective("dppo_binary_tv")(**{**case.call, "rollout_logprob": broken})
-    assert reduce_metrics(out.metrics)["nonfinite_tokens"] == 1
+    assert reduce_metrics(out.metrics)["train/nonfinite_tokens"] == 1

@@ -76,8 +76,8 @@ def test_predictive_direction(case_name):
     for tail in ("aggregated", "uniform"):
         objective = build_objective("dppo_predictive", tail=tail)
         call = {name: value for name, value in built.call.items() if name != "topk"}
-        tokens = check_and_clean(objective.settings, "test", reference_logprob=None, entropy=None, **call)
-        change = predicted_change(make_buckets(objective.settings, "test", tokens, built.topk), tail)
+        tokens = check_and_clean(objective, **call)
+        change = predicted_change(make_buckets(objective, tokens, built.topk), tail)
         wanted = expected["predictive_dotD_union_K"][f"{tail}_tail"]
         close(change, [wanted], torch.float64)
         far = expected["topk"][str(k)]["paper_union"]["tv"] > 0.15

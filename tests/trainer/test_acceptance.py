@@ -191,8 +191,8 @@ def test_a_step_that_is_taken_back_leaves_the_weights_it_started_from(trained, l
     seen = trained(layout)["taken back"]
     assert [record["acceptance/fraction"] for record in seen[0]["records"]] == [0.0] * STEPS
     # Every step's first update saw the weights that sampled.
-    assert all(update["mismatch/k3"] < 1e-4 for update in seen[0]["updates"][::2])
-    assert all(update["mismatch/k3"] > 1e-4 for update in seen[0]["updates"][1::2])
+    assert all(update["mismatch/kl"] < 1e-4 for update in seen[0]["updates"][::2])
+    assert all(update["mismatch/kl"] > 1e-4 for update in seen[0]["updates"][1::2])
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ import torch
 from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.bank import reader as bank_reader
 from dppo_megatron.checks import settings_problems
+from dppo_megatron.common.progress import show_progress
 from dppo_megatron.objectives import Objective, ObjectiveSettings, build_objective
-from dppo_megatron.orchestrator.metrics import append_record, show_progress
+from dppo_megatron.orchestrator.metrics import append_record
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.trainer.batches import BankBatches, parts_of
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dppo_megatron.objectives import build_objective
-from dppo_megatron.trainer.batch_statistic import with_batch_statistic
+from dppo_megatron.trainer.policy_logprobs import with_batch_statistic
 from tests.objectives.cases import random_case
 from tests.support.ranks import rendezvous
 

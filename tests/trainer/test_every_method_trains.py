@@ -55,7 +55,7 @@ def test_trains_without_error(trained, label):
         assert math.isfinite(update["loss"])
         assert 0 < update["grad_norm"] < math.inf
         assert not update["skipped"]
-        assert update["nonfinite_tokens"] == 0
+        assert update["train/nonfinite_tokens"] == 0
 
 
 @pytest.mark.parametrize("label", labels())
@@ -72,29 +72,29 @@ def test_the_log_begins_with_the_method_in_words(trained, label):
 def test_the_first_update_is_on_policy(trained, label):
     """The policy that sampled the bank: nothing is outside the region, and every weight is 1."""
     first = trained(label)["updates"][0]
-    assert first["mismatch/k3"] < 1e-9
+    assert first["mismatch/kl"] < 1e-9
     assert first["weight/min"] == pytest.approx(1, abs=1e-3)
     assert first["weight/max"] == pytest.approx(1, abs=1e-3)
-    assert first.get("masked/share", 0.0) == 0
-    assert first["divergence/max"] < 1e-4
+    assert first.get("policy/masked_share", 0.0) == 0
+    assert first["policy/divergence_max"] < 1e-4
 
 
 @pytest.mark.parametrize("label", labels(lambda name, _: name != "nll"))
 def test_the_policy_moves_away_from_the_rollouts(trained, label):
     updates = trained(label)["updates"]
-    assert updates[-1]["mismatch/k3"] > 1e-4
+    assert updates[-1]["mismatch/kl"] > 1e-4
 
 
 @pytest.mark.parametrize("label", labels(lambda name, settings: build_objective(name, **settings).needs_old))
 def test_the_old_policy_is_that_of_the_steps_start(trained, label):
     found = trained(label)
     first, second = found["updates"][-2:]  # of the last step: far from the rollouts by then
-    assert first["mismatch_recomputed/k3"] == pytest.approx(first["mismatch/k3"], rel=1e-3)
-    assert second["mismatch_recomputed/k3"] != pytest.approx(second["mismatch/k3"], rel=1e-3)
+    assert first["mismatch_recomputed/k3"] == pytest.approx(first["mismatch/kl"], rel=1e-3)
+    assert second["mismatch_recomputed/k3"] != pytest.approx(second["mismatch/kl"], rel=1e-3)
     name, settings = METHODS[label]
     if build_objective(name, **settings).settings.anchor == "old":
-        assert first["masked/share"] == 0
-        assert first["divergence/max"] < 1e-4 < second["divergence/max"]
+        assert first["policy/masked_share"] == 0
+        assert first["policy/divergence_max"] < 1e-4 < second["policy/divergence_max"]
     assert all(record["time/recompute_s"] > 0 for record in found["records"])
 
 
@@ -106,7 +106,7 @@ def test_the_reference_is_the_start_model(trained):
     assert all(record["time/reference_s"] > 0 for record in found["records"])
     without = trained("dppo_binary_tv")
     assert found["updates"][0]["grad_norm"] == pytest.approx(without["updates"][0]["grad_norm"], rel=1e-4)
-    assert found["updates"][-1]["mismatch/k3"] < without["updates"][-1]["mismatch/k3"]
+    assert found["updates"][-1]["mismatch/kl"] < without["updates"][-1]["mismatch/kl"]
 
 
 def test_other_methods_pay_for_no_extra_pass(trained):
@@ -118,8 +118,8 @@ def test_other_methods_pay_for_no_extra_pass(trained):
 def test_masked_tokens_are_counted_by_id(trained):
     """What the two updates of a step masked, token by token, adds up to its masked share."""
     found = trained("dppo_binary_tv")
-    signed = [update["tokens"] * (1 - update["advantage/zero_share"]) for update in found["updates"]]
-    masked = [update["masked/share"] * count for update, count in zip(found["updates"], signed, strict=True)]
+    signed = [update["train/tokens"] * (1 - update["advantage/zero_share"]) for update in found["updates"]]
+    masked = [update["policy/masked_share"] * count for update, count in zip(found["updates"], signed, strict=True)]
     by_step = [sum(masked[2 * step : 2 * step + 2]) for step in range(STEPS)]
     assert max(by_step) > 0
     for record, expected in zip(found["records"], by_step, strict=True):

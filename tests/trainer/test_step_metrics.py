@@ -97,9 +97,9 @@ def test_jumps_within_rounding_are_not_reported(caplog):
 
 def test_a_limit_on_what_the_objective_does_not_measure_is_refused():
     step = of_step("gspo")
-    step._updates[0][0].metrics.pop("mismatch/k3")
+    step._updates[0][0].metrics.pop("mismatch/kl")
     step.check_mismatch(None, 1)
-    with pytest.raises(MismatchLimit, match="reports no metric mismatch/k3"):
+    with pytest.raises(MismatchLimit, match="reports no metric mismatch/kl"):
         step.check_mismatch(0.5, 1)
 
 

@@ -20,9 +20,9 @@ def train(actor, parts, *, updates: int = 3, split: int = 2) -> dict[str, list[f
     return {
         "loss": [s.loss for s in stats],
         "grad_norm": [s.grad_norm for s in stats],
-        "masked": [s.metrics["masked/share"] for s in stats],
+        "masked": [s.metrics["policy/masked_share"] for s in stats],
         "masked_tokens": [s.masked for s in stats],
-        "entropy": [s.metrics["entropy"] for s in stats],
+        "entropy": [s.metrics["train/entropy"] for s in stats],
         "tokens": [s.tokens for s in stats],
         "loss_tokens": [s.loss_tokens for s in stats],
         "logprobs": torch.cat(actor.logprobs([pack(parts)])),

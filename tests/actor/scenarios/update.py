@@ -56,7 +56,7 @@ def idle_rank(rank: Rank) -> Any:
         with rank.actor("qwen3_moe", **layout) as actor:
             batch = pack(sequences()) if actor.layout.data_parallel_rank == 0 else pack_sequences([], topk=K)
             stats = [actor.train_update([batch], topk()) for _ in range(2)]
-        results[name] = [(s.loss, s.grad_norm, s.metrics["masked/share"]) for s in stats]
+        results[name] = [(s.loss, s.grad_norm, s.metrics["policy/masked_share"]) for s in stats]
     return results
 
 

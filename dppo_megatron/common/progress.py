@@ -1,0 +1,19 @@
+"""Progress between processes, shown by the modification time of a file."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+
+def show_progress(path: Path) -> None:
+    """Show in `last_progress` that a long piece of work continues."""
+    path.touch()
+
+
+def last_progress(path: Path) -> str:
+    """Return in words when the file was last written or showed progress."""
+    try:
+        return time.strftime("last record or evaluated prompt at %H:%M:%S", time.localtime(path.stat().st_mtime))
+    except FileNotFoundError:
+        return "nothing recorded or evaluated yet"
