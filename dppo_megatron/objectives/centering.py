@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .contract import TopKLogprobs
 from .corrections import mismatch_weight
-from .inputs import Tokens, TopKLogprobs
+from .inputs import Tokens
 from .policy_term import policy_term, product
 from .settings import ObjectiveSettings
 

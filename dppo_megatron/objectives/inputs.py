@@ -8,39 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .contract import ObjectiveProtocol, TopKLogprobs
 from .settings import ObjectiveError
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
-
-    from .contract import ObjectiveProtocol
-
-
-@dataclass(frozen=True)
-class TopKLogprobs:
-    """Log-probs of the tokens the rollout policy found most likely, under both policies.
-
-    ids                  [T, K] int32/int64, global token ids of TopK(mu, K); -1 = absent. No id twice, except
-                         that the sampled token may or may not be among them.
-    rollout_logprob      [T, K] fp32/fp64, ln mu. Ignored where absent.
-    logprob              [T, K] fp32/fp64, ln pi. Ignored where absent. Carries a gradient when the method
-                         needs one.
-    other_logprob        [T] ln of pi's mass outside TopK united with the sampled token, from the kernel.
-    target_ids           [T] int, the sampled token.
-    vocab_size           tokens of the whole vocabulary, or [T] of the set that each was drawn from, for the uniform
-                         tail of the predictive direction and for score centering with a region in probabilities.
-    old_logprob          [T, K] as rollout_logprob, of the old policy (PPO's); for anchor 'old' only.
-    old_other_logprob    [T] as other_logprob, of the same policy; None = what its top K leave of 1.
-    """
-
-    ids: Int[Tensor, "T K"]
-    rollout_logprob: Float[Tensor, "T K"]
-    logprob: Float[Tensor, "T K"]
-    other_logprob: Float[Tensor, " T"]
-    target_ids: Int[Tensor, " T"]
-    vocab_size: int | Int[Tensor, " T"] | None = None
-    old_logprob: Float[Tensor, "T K"] | None = None
-    old_other_logprob: Float[Tensor, " T"] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from .batch_statistic import beyond_budget, statistic_sums, statistic_value
 from .centering import expected_score, without_old
-from .contract import ObjectiveOutput, ObjectiveProtocol, missing_attributes
+from .contract import ObjectiveOutput, ObjectiveProtocol, TopKLogprobs, missing_attributes
 from .corrections import mismatch_weight, reference_kl, rejected, rollout_kl
 from .describe import describe
-from .inputs import Buckets, Tokens, TopKLogprobs, check_and_clean, make_buckets
+from .inputs import Buckets, Tokens, check_and_clean, make_buckets
 from .policy_term import join, policy_term, product, term_slope, term_value, weight_over_plain_ratio
 from .presets import PRESETS
 from .settings import ObjectiveError, ObjectiveSettings, nearest, override

@@ -4,9 +4,8 @@
 
 from .advantages import RewardMoments, group_advantages, group_has_signal, reward_moments, turn_advantages
 from .aggregation import BatchCounts, sequence_weights
-from .contract import ObjectiveOutput, ObjectiveProtocol
+from .contract import ObjectiveOutput, ObjectiveProtocol, TopKLogprobs
 from .corrections import keep_finished, sequence_ids_from_cu_seqlens, soft_overlong_penalty
-from .inputs import TopKLogprobs
 from .metrics import (
     Metric,
     effective_size_metric,

@@ -129,7 +129,7 @@ MUTATIONS = [
         ("truncated", "torch.minimum", "torch.maximum", "ess_adaptive"),
         ("term_value", "-slope", "slope", "vespo"),
         ("term_value", "(tokens.advantage != 0)", "0", "binary_tv"),
-        ("join", "value - slope", "value + slope", "binary_tv"),
+        ("join", "return value - slope", "return value + slope", "binary_tv"),
         ("term_slope", "advantage)", "-advantage)", "binary_tv"),
         ("policy_term", 's.path == "ratio"', 's.path != "ratio"', "score_centering_tis"),
     ),
