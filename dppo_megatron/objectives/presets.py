@@ -27,7 +27,7 @@ class Preset:
 _DPPO, _DRPO, _SPO = "DPPO, arXiv 2602.04879", "DRPO, arXiv 2606.09821", "SPO, arXiv 2401.16025"
 _SC = "score centering, arXiv 2609.20807"
 _TRM = "trust region masking, arXiv 2512.23075"
-_GROUP_STD = {"advantage": "group_mean_std"}
+_STD_TOKENS, _STD_SEQUENCES = ("group_mean_std", "token_mean"), ("group_mean_std", "seq_mean_token_mean")
 
 
 def _ratio(low: float = 0.2, high: float = 0.2, **axes: Any) -> S:
@@ -80,25 +80,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             aggregation="token_mean",
         ),
         "grpo": Preset(
-            _ratio(),
-            "PPO's clip with group-relative advantages",
-            "GRPO, arXiv 2402.03300 eq. 3",
-            aggregation="seq_mean_token_mean",
-            **_GROUP_STD,
+            _ratio(), "PPO's clip with group-relative advantages", "GRPO, arXiv 2402.03300 eq. 3", *_STD_SEQUENCES
         ),
         "grpo_clip_higher": Preset(
-            _ratio(0.2, 0.28),
-            "GRPO with a wider upper bound",
-            "clip-higher of DAPO, arXiv 2503.14476",
-            aggregation="seq_mean_token_mean",
-            **_GROUP_STD,
+            _ratio(0.2, 0.28), "GRPO with a wider upper bound", "clip-higher of DAPO, arXiv 2503.14476", *_STD_SEQUENCES
         ),
         "dapo": Preset(
             _ratio(0.2, 0.28),
             "clip-higher with a token-level mean; soft overlong penalty and dynamic sampling beside it",
             "DAPO, arXiv 2503.14476 eq. 8",
-            aggregation="token_mean",
-            **_GROUP_STD,
+            *_STD_TOKENS,
         ),
         "minirl": Preset(
             _ratio(0.2, 0.27, anchor="old", gradient_path="logprob"),
@@ -112,8 +103,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             S(control="none", ratio_floor=0.0, ratio_cap=5.0),
             "no trust region; the ratio is clipped to [1 - 1, 1 + 4] and detached",
             "CISPO, arXiv 2506.13585 eq. 4",
-            aggregation="token_mean",
-            **_GROUP_STD,
+            *_STD_TOKENS,
         ),
         "pg_is": Preset(S(control="none"), "importance-weighted policy gradient, no trust region", _DPPO),
         "pg_tis": Preset(
@@ -123,8 +113,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             _ratio(3e-4, 4e-4, ratio_level="sequence"),
             "clip of the geometric mean of the ratio over the response",
             "GSPO, arXiv 2507.18071 eq. 5-7",
-            aggregation="seq_mean_token_mean",
-            **_GROUP_STD,
+            *_STD_SEQUENCES,
         ),
         "dppo_predictive_kl": Preset(
             S(divergence="topk_kl", direction="predictive", delta=0.05),
@@ -151,8 +140,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             S(divergence="binary_tv", delta=0.05),
             "clip to the band of a TV ball, 1 +- delta / mu: DPPO's mask by another road",
             "BandPO, arXiv 2603.04918",
-            aggregation="seq_mean_token_mean",
-            **_GROUP_STD,
+            *_STD_SEQUENCES,
         ),
         "cppo": Preset(
             S(divergence="binary_tv", delta=0.2, position_weight=0.8, prefix_budget=0.02),
@@ -182,8 +170,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             "GRPO's clip, and no token that diverges further in a response whose mean |r - 1| is above 0.2",
             "VACO, arXiv 2603.01365; region and clip of open-instruct, its threshold ours",
-            aggregation="token_mean",
-            **_GROUP_STD,
+            *_STD_TOKENS,
         ),
         "trm_max": Preset(
             S(control="none", response_region="max", response_divergence="k3", response_delta=0.05),
@@ -199,8 +186,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             _ratio(response_region="mean", response_divergence="k1", response_delta=0.5, response_sign="negative"),
             "GRPO's clip, and no response with A < 0 whose mean ln(mu / pi) is above 0.5",
             "off-policy sequence masking of DeepSeek-V3.2, arXiv 2512.02556; threshold of TRL",
-            aggregation="seq_mean_token_mean",
-            **_GROUP_STD,
+            *_STD_SEQUENCES,
         ),
         "flash_reinforce": Preset(
             S(
@@ -225,8 +211,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             S(control="gate", gate="sigmoid", gate_positive=1.0, gate_negative=1.05),
             "a sigmoid of the ratio in place of the clip, steeper where A < 0",
             "SAPO, arXiv 2511.20347",
-            aggregation="seq_mean_token_mean",
-            **_GROUP_STD,
+            *_STD_SEQUENCES,
         ),
         "vespo": Preset(
             S(
@@ -241,8 +226,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             "a smooth kernel of the whole response's ratio, without a length bias",
             "VESPO, arXiv 2602.10693 section 3.4, bounds of TRL",
-            aggregation="token_mean",
-            **_GROUP_STD,
+            *_STD_TOKENS,
         ),
         "maspo": Preset(
             S(
@@ -256,15 +240,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             "a Gaussian of the ratio where it diverges, wider for rare tokens and by the advantage",
             "MASPO, arXiv 2602.17550, values of its code",
-            aggregation="token_mean",
-            **_GROUP_STD,
+            *_STD_TOKENS,
         ),
         "aspo": Preset(
             S(control="gate", gate="inverse", epsilon_low=0.2, epsilon_high=0.2, dual_clip=3.0),
             "the ratio turned over where A > 0, with a soft dual clip on both signs",
             "ASPO, arXiv 2510.06062",
-            aggregation="token_mean",
-            **_GROUP_STD,
+            *_STD_TOKENS,
         ),
         "topr": Preset(
             S(
@@ -283,8 +265,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             S(control="none", ratio_floor=0.0, ratio_cap=5.0, ratio_floor_negative=0.5, ratio_cap_negative=2.0),
             "CISPO with bounds of its own where A < 0",
             "DISPO, arXiv 2602.00983; the four bounds ours",
-            aggregation="token_mean",
-            **_GROUP_STD,
+            *_STD_TOKENS,
         ),
         "seq_tis": Preset(
             S(control="none", ratio_level="product", ratio_cap=2.0),
@@ -302,22 +283,19 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             _ratio(0.2, 0.28, ratio_level="prefix_minimum"),
             "clip of the ratio times the least ratio before it in the response",
             "MinPRO, arXiv 2601.22718",
-            aggregation="token_mean",
-            **_GROUP_STD,
+            *_STD_TOKENS,
         ),
         "m2po": Preset(
             S(control="none", batch_statistic="second_moment", second_moment_budget=0.04),
             "of the tokens that move away drop the largest |ln r| until the batch's mean of its square is below 0.04",
             "M2PO, arXiv 2510.01161",
-            aggregation="token_mean",
-            **_GROUP_STD,
+            *_STD_TOKENS,
         ),
         "ess_adaptive": Preset(
             S(control="none", batch_statistic="effective_size", rollout_kl="k3", rollout_kl_coefficient=1.0),
             "the effective share of the batch caps the ratio, and what it lacks of 1 weighs a KL to the engine",
             "P3O, arXiv 2605.12380",
-            aggregation="token_mean",
-            **_GROUP_STD,
+            *_STD_TOKENS,
         ),
         "nll": Preset(
             S(control="none", importance="none", supervised=True),
