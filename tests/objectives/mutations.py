@@ -210,8 +210,8 @@ MUTATIONS = [
     ),
     *_in(
         aggregation,
-        ("sequence_weights", "max(total.tokens, 1)", "max(total.sequences, 1)", "aggregation"),
-        ("sequence_weights", "1 / max(total.sequences, 1)", "1 / len(lengths)", "aggregation"),
+        ("sequence_weights", "max(int(response_lengths.sum()), 1)", "len(lengths)", "aggregation"),
+        ("sequence_weights", "1 / max(int((response_lengths > 0).sum()), 1)", "1 / len(lengths)", "aggregation"),
         ("sequence_weights", "weights / lengths", "weights * lengths", "aggregation"),
         ("sequence_weights", "weights / horizon", "weights", "aggregation"),
         ("sequence_weights", "torch.where(response_lengths > 0, weights, 0.0)", "weights", "aggregation"),

@@ -16,38 +16,10 @@ from dppo_megatron.objectives import (
     Objective,
     ObjectiveError,
     ObjectiveSettings,
-    TopKLogprobs,
     build_objective,
 )
 from tests.objectives.cases import random_case
-from tests.objectives.published import PUBLISHED as NEWER
-
-PUBLISHED = {
-    "dppo_binary_tv",
-    "dppo_binary_kl",
-    "dppo_topk_tv",
-    "dppo_topk_kl",
-    "dppo_predictive",
-    "ipo",
-    "drpo",
-    "drpo_tr",
-    "mask_drpo",
-    "spo",
-    "ppo",
-    "ppo_dual_clip",
-    "grpo",
-    "grpo_clip_higher",
-    "dapo",
-    "minirl",
-    "minirl_tis",
-    "cispo",
-    "pg_is",
-    "pg_tis",
-    "gspo",
-    "nll",
-    *NEWER,
-}
-
+from tests.objectives.published import PUBLISHED
 
 OF_RESPONSES = ["cppo", "vaco", "trm_max", "trm_mean", "opsm", "flash_reinforce"]
 OF_RESPONSES += ["vespo", "topr", "seq_tis", "seq_mis", "minpro"]
@@ -60,28 +32,18 @@ def refusal(name: str = "dppo_binary_tv", **overrides) -> str:
 
 
 def test_every_published_method_is_a_preset_and_ours_is_named_experimental():
-    assert set(PRESETS) >= PUBLISHED
-    assert all(name.startswith("experimental_") for name in set(PRESETS) - PUBLISHED)
+    ours = {name for name, preset in PRESETS.items() if preset.source == "this project"}
+    assert ours == {name for name in PRESETS if name.startswith("experimental_")}
+    assert set(PRESETS) >= set(PUBLISHED)
     with pytest.raises(TypeError):
         PRESETS["mine"] = PRESETS["ppo"]
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("dppo_binary_tv", {"divergence": "binary_tv", "control": "mask", "delta": 0.15, "ratio_cap": None}),
-        ("dppo_topk_kl", {"divergence": "topk_kl", "delta": 0.05, "anchor": "rollout"}),
-        ("drpo", {"control": "quadratic", "delta": 12.5}),
-        ("drpo_tr", {"control": "quadratic", "delta": 0.2}),
-        ("grpo_clip_higher", {"divergence": "ratio", "epsilon_low": 0.2, "epsilon_high": 0.28}),
-        ("minirl", {"anchor": "old", "importance": "rollout", "epsilon_high": 0.27}),
-        ("cispo", {"ratio_floor": 0.0, "ratio_cap": 5.0, "control": "none"}),
-        ("gspo", {"ratio_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}),
-    ],
-)
-def test_presets_hold_the_papers_defaults(name, wanted):
-    settings = build_objective(name).settings
-    assert {axis: getattr(settings, axis) for axis in wanted} == wanted
+def test_minirl_has_its_papers_defaults():
+    """No written loss covers it; the other presets are compared in published.py and with the worked cases."""
+    s = build_objective("minirl").settings
+    assert (s.anchor, s.importance, s.epsilon_low, s.epsilon_high) == ("old", "rollout", 0.2, 0.27)
+    assert (s.path, build_objective("minirl_tis").settings.ratio_cap) == ("logprob", 3.0)
 
 
 def test_overrides_replace_axes_and_leave_the_preset_alone():
@@ -171,12 +133,9 @@ def test_refusals_name_the_axis_and_the_remedy(overrides, says):
     assert text.startswith("objective dppo_binary_tv: ")
 
 
-def test_delta_is_refused_where_the_ratio_is_measured():
+def test_all_problems_are_reported_at_once():
     assert "epsilon_low and epsilon_high" in refusal("ppo", delta=0.2)
     assert "dual_clip=1.1 must be above" in refusal("ppo", dual_clip=1.1)
-
-
-def test_all_problems_are_reported_at_once():
     text = refusal(delta=-1.0, divergence="tv", ratio_cap="big")
     assert all(axis in text for axis in ("delta=-1.0", "divergence='tv'", "ratio_cap='big'"))
     assert all(axis in refusal(aaa=1, bbb=2) for axis in ("'aaa'", "'bbb'"))
@@ -275,12 +234,6 @@ def test_misshapen_and_coarse_inputs_are_refused():
         ours(**{**call, "topk": dataclasses.replace(topk, logprob=topk.logprob.detach())})
 
 
-def test_positional_topk_is_the_public_order():
-    topk = random_case(0).topk
-    again = TopKLogprobs(topk.ids, topk.rollout_logprob, topk.logprob, topk.other_logprob, topk.target_ids)
-    assert again.target_ids is topk.target_ids
-
-
 def test_nll_needs_only_logprob_and_mask():
     logprob = torch.tensor([-1.0, -2.0, -torch.inf], requires_grad=True)
     out = build_objective("nll")(logprob=logprob, mask=torch.tensor([1, 1, 0]))
@@ -348,7 +301,7 @@ def test_a_users_own_by_dotted_path(user_module):
         build_objective("no_such_package.module:thing")
 
 
-@pytest.mark.parametrize("end", ["sys.exit(3)", "raise GeneratorExit", "raise ValueError('no')"])
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise GeneratorExit", "undefined()"])
 def test_a_users_module_or_factory_may_raise_anything(tmp_path, monkeypatch, end):
     monkeypatch.syspath_prepend(tmp_path)
     name = f"ends_{abs(hash(end))}"
@@ -358,13 +311,6 @@ def test_a_users_module_or_factory_may_raise_anything(tmp_path, monkeypatch, end
         build_objective(f"{name}_on_import:factory")
     with pytest.raises(ObjectiveError, match=f"'{name}_when_called:factory' refused its settings: "):
         build_objective(f"{name}_when_called:factory")
-
-
-def test_a_users_module_that_raises_is_named(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "broken_objective.py").write_text("settings = ObjectiveSettings()")
-    with pytest.raises(ObjectiveError, match="'broken_objective:settings' cannot be loaded: NameError"):
-        build_objective("broken_objective:settings")
 
 
 def test_settings_are_frozen_values_with_a_word_on_every_axis():
