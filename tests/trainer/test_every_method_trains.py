@@ -100,7 +100,7 @@ def test_the_old_policy_is_that_of_the_steps_start(trained, label):
 
 def test_the_reference_is_the_start_model(trained):
     found = trained(REFERENCE)
-    values = [update["reference_kl"] for update in found["updates"]]
+    values = [update["train/reference_kl"] for update in found["updates"]]
     assert values[0] == pytest.approx(0, abs=1e-9)
     assert min(values[1:]) > 1e-6
     assert all(record["time/reference_s"] > 0 for record in found["records"])
