@@ -1,4 +1,4 @@
-"""Rules of `objective`: a user's own can be built, and what a method needs of the other settings is there."""
+"""Rules of `objective`: a user's own can be built, and the other settings give what a method needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dppo_megatron.config import Config
 
 
 def problems(config: Config, notes: list[str]) -> list[str]:
-    """Adds to `notes` the method in words and where it departs from its paper."""
+    """Add to `notes` the method in words and its differences from its paper. Return the problems."""
     from dppo_megatron.objectives import PRESETS, ObjectiveError, build_objective
 
     chosen = config.objective
@@ -40,7 +40,7 @@ def problems(config: Config, notes: list[str]) -> list[str]:
 
 
 def _other_batches(name: str, supervised: bool) -> str:
-    """Whether answers are given or sampled follows from objective.name; the objective's settings contradict it."""
+    """Return the problem of settings that contradict objective.name on given or sampled answers."""
     if supervised:
         return (
             f"objective.settings.supervised = true: objective.name = {name} learns from sampled rollouts; "

@@ -18,7 +18,7 @@ from dppo_megatron.objectives import (
 
 
 def resolve(objective: str | ObjectiveProtocol, settings: dict[str, Any]) -> ObjectiveProtocol:
-    """A preset by name or a user's own by "package.module:attribute", with its settings, or a ready objective."""
+    """Return a preset by name, or a user's own by "package.module:attribute", with its settings, or an objective."""
     if isinstance(objective, str):
         return build_objective(objective, **settings)
     if settings:
@@ -27,9 +27,9 @@ def resolve(objective: str | ObjectiveProtocol, settings: dict[str, Any]) -> Obj
 
 
 def unfit(objective: ObjectiveProtocol, *, topk: bool = False, old: bool = False, terms: bool = False) -> list[str]:
-    """Why a trainer's loss cannot be this objective. What the trainer hands over or has room for:
+    """Return why a trainer's loss cannot be this objective. The trainer supplies:
 
-    topk: the engine's lists. old: a recomputed old policy beside the rollout policy. terms: a reference policy and
+    topk: the engine's lists. old: a recomputed old policy with the rollout policy. terms: a reference policy and
     entropies.
     """
 
@@ -50,12 +50,12 @@ def refuse_unfit(objective: ObjectiveProtocol, trainer: str, reasons: list[str])
 
 
 def presets_for(reasons: Any) -> list[str]:
-    """Names of the presets that `reasons(objective)` has nothing against."""
+    """Return the names of the presets without a reason by `reasons(objective)`."""
     return [name for name in PRESETS if not reasons(build_objective(name))]
 
 
 def on_rows(objective: ObjectiveProtocol, *, mask: Tensor, **tensors: Any) -> ObjectiveOutput:
-    """The objective on rows [B, T], each one response; its outputs are [B T], in the order of the rows.
+    """Apply the objective to rows [B, T], each one response; its outputs are [B T], in the order of the rows.
 
     tensors: as the objective's call takes them, [B, T] or [B, 1]; None = not given. `topk` is [B T, K] already.
     """
@@ -70,7 +70,7 @@ def on_rows(objective: ObjectiveProtocol, *, mask: Tensor, **tensors: Any) -> Ob
 
 
 def averaged(out: ObjectiveOutput) -> dict[str, float]:
-    """Metrics that may be averaged over micro-batches and ranks: means, the same names in every call.
+    """Return the metrics that may be averaged over micro-batches and ranks: means, the same names in every call.
 
     One without any token is 0, as in the trainers' own losses. Synchronises with the device.
     """

@@ -34,7 +34,7 @@ def reasons_against(objective: ObjectiveProtocol) -> list[str]:
 class SkyRLLoss:
     """A policy loss as SkyRL calls it. mu is `rollout_logprobs`, the old policy `old_log_probs`.
 
-    Thresholds are the objective's own: `eps_clip_low` and its kin have no effect. Raises ObjectiveError for an
+    Thresholds are the objective's own: `eps_clip_low` and the like have no effect. Raises ObjectiveError for an
     objective that needs what SkyRL does not hand over.
     """
 

@@ -22,7 +22,7 @@ from dppo_megatron.vocab_parallel import token_statistics
 
 from .padded import on_rows, refuse_unfit, resolve, unfit
 
-# Settings of GRPOConfig that say what the loss is: the objective says it instead.
+# Settings of GRPOConfig that define the loss, which the objective defines here.
 _OF_THE_LOSS = (
     "epsilon",
     "epsilon_high",
@@ -41,8 +41,8 @@ _OF_THE_LOSS = (
 )
 # Settings with which TRL would sample from another distribution than the one that it scores.
 _OF_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
-# What a model sees beside text: the lists are asked for of text alone.
-_BESIDE_TEXT = ("pixel_values", "token_type_ids", "mm_token_type_ids")
+# Inputs of a model in addition to text: lists are requested for text only.
+_NOT_TEXT = ("pixel_values", "token_type_ids", "mm_token_type_ids")
 
 
 class ObjectiveTrainer(GRPOTrainer):
@@ -52,7 +52,7 @@ class ObjectiveTrainer(GRPOTrainer):
     how token losses are added up, and nothing else: `dapo`, `bnpo`, `grpo`, `dr_grpo` or `luspo`, or another name that
     adds up as one of these. `topk`: ids per token in the lists of methods that read them, which come from the
     sampling weights' own logits, one more forward pass per generated batch; not with vLLM, of which TRL keeps the
-    sampled token alone. The reference policy of `reference_kl` is TRL's: set `beta` to `reference_kl_coefficient`.
+    sampled token only. The reference policy of `reference_kl` is TRL's: set `beta` to `reference_kl_coefficient`.
 
     Metrics are logged as `objective/NAME`, each the mean over the micro-batches that TRL logs together.
 
@@ -77,10 +77,10 @@ class ObjectiveTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
         if self.objective.needs_topk:
-            if any(name in output for name in _BESIDE_TEXT):
+            if any(name in output for name in _NOT_TEXT):
                 raise ObjectiveError(
                     f"objective {self.objective.name} reads lists of likely tokens, which this trainer makes for text "
-                    "alone, not for images: take a method without lists, such as dppo_binary_tv"
+                    "only, not for images: use a method without lists, such as dppo_binary_tv"
                 )
             output |= self._lists(output)
         return output
@@ -113,14 +113,14 @@ class ObjectiveTrainer(GRPOTrainer):
     def _policy(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, TopKLogprobs | None]:
         """(log-prob [B, C], entropy [B, C], lists [B C, K]) of the policy in training."""
         if not self.objective.needs_topk:
-            beside = {name: inputs.get(name) for name in _FORWARD}
+            extras = {name: inputs.get(name) for name in _FORWARD}
             logprob, entropy, _ = self._get_per_token_logps_and_entropies(
                 model,
                 torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
                 torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
                 inputs["completion_ids"].shape[1],
                 compute_entropy=True,
-                **beside,
+                **extras,
             )
             return logprob, entropy, None
         targets = inputs["completion_ids"]

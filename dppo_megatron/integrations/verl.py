@@ -24,7 +24,7 @@ class VerlLoss:
 
     mu, and the anchor, is `old_log_prob`: with `algorithm.rollout_correction.bypass_mode` and verl's V1 trainer that
     is the rollout policy, without it the one that verl recomputed. Thresholds are the objective's own: `clip_ratio`
-    and its kin have no effect. Raises ObjectiveError for an objective that needs what verl does not hand over.
+    and the like have no effect. Raises ObjectiveError for an objective that needs what verl does not hand over.
     """
 
     def __init__(self, objective: ObjectiveProtocol):
@@ -75,7 +75,7 @@ def register(name: str, objective: str | ObjectiveProtocol, **settings: Any) -> 
 def use_token_statistics() -> None:
     """Let verl's Megatron engine take log-probs and entropy from `vocab_parallel`: one collective, logits not cloned.
 
-    Replaces the method of its language-model engine that computes them; whatever else that engine computes from logits
+    Replaces the method of its language-model engine that computes them; all else that engine computes from logits
     (distillation, sums of squared probabilities) stays verl's. Raises ImportError where verl's Megatron engine cannot
     be imported. Call it once in every trainer process, e.g. in the module that VERL_USE_EXTERNAL_MODULES names.
     """

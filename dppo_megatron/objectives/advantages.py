@@ -41,7 +41,7 @@ def group_advantages(
     kind: str = "group_mean",
     moments: RewardMoments | None = None,
 ) -> Float[Tensor, "G n"]:
-    """Advantage of every sample.
+    """Return the advantage of every sample.
 
     group_mean        reward - mean of its group (DPPO; Dr. GRPO, arXiv 2503.20783).
     group_mean_std    the same over the group's sample standard deviation (GRPO, arXiv 2402.03300).
@@ -79,7 +79,7 @@ def turn_advantages(
     kind: str = "group_mean",
     discount: float = 1.0,
 ) -> Float[Tensor, "G n T"]:
-    """Advantage of every turn of every trajectory, 0 behind its last one.
+    """Return the advantage of every turn of every trajectory, 0 after its last one.
 
         A_k = R_k - baseline of the R_k of the group,   R_k = sum over l >= k of discount^(l - k) r_l
 
@@ -121,13 +121,13 @@ def turn_advantages(
 
 
 def reward_moments(rewards: Float[Tensor, "G n"], valid: Bool[Tensor, "G n"] | None = None) -> RewardMoments:
-    """Moments of the group-centred rewards of some groups, for kind 'batch_normalised' over several ranks."""
+    """Return moments of the group-centred rewards of some groups, for kind 'batch_normalised' over several ranks."""
     centred, valid, _ = _centred(rewards, valid)
     return RewardMoments(valid.sum().double(), centred.sum(), centred.square().sum())
 
 
 def group_has_signal(rewards: Float[Tensor, "G n"], valid: Bool[Tensor, "G n"] | None = None) -> Bool[Tensor, " G"]:
-    """True for groups with at least two different valid rewards: what dynamic sampling keeps (DAPO)."""
+    """Return True for groups with at least two different valid rewards, which dynamic sampling keeps (DAPO)."""
     return _centred(rewards, valid)[2].squeeze(1)
 
 
@@ -146,6 +146,6 @@ def _centred(rewards: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Ten
 
 
 def _spread(values: Tensor, valid: Tensor) -> Float[Tensor, "G 1"]:
-    """Largest less smallest valid value of each group."""
+    """Return the largest minus the smallest valid value of each group."""
     largest = torch.where(valid, values, -torch.inf).amax(dim=1, keepdim=True)
     return largest - torch.where(valid, values, torch.inf).amin(dim=1, keepdim=True)

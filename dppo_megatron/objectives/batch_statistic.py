@@ -1,11 +1,11 @@
-"""One number of a whole batch, which some methods want before its first micro-batch.
+"""One number of a whole batch, which some methods need before its first micro-batch.
 
 A trainer adds the `sums` of its tokens over all ranks and micro-batches, and gives the result to the objective:
 
     sums = objective.statistic_sums(old_logprob, rollout_logprob, advantage, mask)   # of each micro-batch; add them
     objective = objective.with_statistic(sums)
 
-Where nobody does, an objective takes the tokens of each call for the batch.
+Without this an objective takes the tokens of each call as the batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BITS = 16  # of a non-negative fp32 number, which sorts as the integer of its b
 def statistic_sums(
     kind: str, log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], mask: Bool[Tensor, " T"]
 ) -> Float[Tensor, " n"]:
-    """fp64 sums to be added over all tokens of the batch; log_ratio = ln old - ln mu of the sampled tokens."""
+    """Return fp64 sums to be added over all tokens of the batch; log_ratio = ln old - ln mu of the sampled tokens."""
     if kind != "effective_size":
         mask = mask & _moving_away(log_ratio, advantage)
     log_ratio = torch.where(mask, log_ratio, torch.zeros_like(log_ratio)).double()
@@ -42,7 +42,7 @@ def statistic_sums(
 
 
 def statistic_value(kind: str, sums: Float[Tensor, " n"], budget: float | None) -> Float[Tensor, ""]:
-    """The statistic, 0-d.
+    """Return the statistic, 0-d.
 
     effective_size: (sum r)^2 / (n sum r^2), r = old / mu within e^-300 and e^300, in (0, 1]; 1 for an empty batch (P3O,
     arXiv 2605.12380).
@@ -68,7 +68,7 @@ def statistic_value(kind: str, sums: Float[Tensor, " n"], budget: float | None) 
 
 
 def beyond_budget(kind: str, log_ratio: Tensor, advantage: Float[Tensor, " T"], cut: Tensor) -> Bool[Tensor, " T"]:
-    """Tokens that count for the budget and whose (ln r)^2 lies at or above the cut; of the clip, outside `_KEPT`."""
+    """Return the tokens that count for the budget with (ln r)^2 from the cut on; for the clip also outside `_KEPT`."""
     beyond = _moving_away(log_ratio, advantage) & (_bin(log_ratio.double().square()) >= cut)
     if kind == "second_moment_clip":
         beyond = beyond & ((log_ratio < _KEPT[0]) | (log_ratio > _KEPT[1]))

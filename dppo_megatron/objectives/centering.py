@@ -37,7 +37,9 @@ class Centering:
 def expected_score(
     s: ObjectiveSettings, tokens: Tokens, topk: TopKLogprobs, effective_size: Tensor | None
 ) -> Centering:
-    """The policy term's gradient is A c_a grad ln pi(a), c = r w; mu expects A sum_v mu_v c_v grad ln pi_v of it.
+    """Return the score that mu expects, to be subtracted.
+
+    The policy term's gradient is A c_a grad ln pi(a), c = r w; mu expects A sum_v mu_v c_v grad ln pi_v of it.
 
     The sum runs over the engine's list H as it came, never united with the sampled token: a list that depended on what
     was sampled would not be centred in expectation. Outside H, mu is taken as pi scaled to mu's mass there (eq. 7-12);
@@ -83,7 +85,7 @@ def expected_score(
 def _coefficients(
     s: ObjectiveSettings, tokens: Tokens, ln_pi: Tensor, ln_mu: Tensor, effective_size: Tensor | None
 ) -> Float[Tensor, "T n"]:
-    """c = r w of each column as if it were the sampled token, by the same code that the sampled token went through."""
+    """Return c = r w of each column as if it were the sampled token, by the code that computes the sampled one."""
     n = ln_pi.shape[1]
 
     def repeated(value: Tensor) -> Tensor:
@@ -106,12 +108,12 @@ def _coefficients(
 
 
 def _over_list(columns: Float[Tensor, "T K"]) -> Float[Tensor, " T"]:
-    """Sum over the columns, one after the other: absent ones, zeros, then change no bit of it."""
+    """Return the sum over the columns, added one after the other so that absent ones, zeros, change no bit."""
     if columns.shape[1] == 0:
         return columns.sum(dim=1)
     return columns.cumsum(dim=1)[:, -1]
 
 
 def without_old(tokens: Tokens) -> Tokens:
-    """A mismatch mask of listed tokens knows pi and mu alone; the sampled one has to be held against the same."""
+    """Return `tokens` for a mismatch mask that compares listed and sampled tokens alike, by pi and mu only."""
     return replace(tokens, old_logprob=None)

@@ -137,13 +137,9 @@ class ObjectiveProtocol(Protocol):
         return self.needs_reference or self.needs_entropy or s.rollout_kl != "none" or penalises
 
     def statistic_sums(
-        self,
-        old_logprob: Float[Tensor, " T"],
-        rollout_logprob: Float[Tensor, " T"],
-        advantage: Float[Tensor, " T"],
-        mask: Bool[Tensor, " T"],
+        self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor
     ) -> Float[Tensor, " n"]:
-        """Return fp64 sums to add over all tokens of the batch; called only where `needs_statistic`."""
+        """Return fp64 sums of tokens [T], to add over the batch; called only where `needs_statistic`."""
         raise NotImplementedError(f"objective {self.name} has needs_statistic, but no statistic_sums")
 
     def with_statistic(self, sums: Float[Tensor, " n"]) -> ObjectiveProtocol:

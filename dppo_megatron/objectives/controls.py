@@ -1,4 +1,4 @@
-"""What a trust region does to a token: one function per control, each the formula of its paper.
+"""The controls of a trust region: one function per control, each with the formula of its paper.
 
 mu = rollout policy, pi = policy in training, a = sampled token, A = advantage, r = pi(a) / mu(a), D = divergence.
 The papers maximise L; the loss here is -L. Every method's gradient is d L / d ln pi(a) = A r w, and a control gives
@@ -44,7 +44,7 @@ class Controlled:
     slope: Float[Tensor, " T"] | None = None
 
 
-# A control reads the settings, where the tokens stand, r as the loss uses it (truncated if it is), and the top K.
+# A control reads the settings, the tokens' positions, r as the loss uses it (with its bounds), and the top K.
 Control = Callable[[ObjectiveSettings, Position, Tensor, Buckets | None], Controlled]
 
 
@@ -87,7 +87,7 @@ def drpo(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Co
 
 
 def mask_spo(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets | None) -> Controlled:
-    """SPO's penalty, but only where PPO clips."""
+    """Apply SPO's penalty only where PPO clips."""
     return _quadratic(at, r, _ratio_shift(s, at), only=ppo_clip(s, at, r, buckets).outside)
 
 
@@ -116,7 +116,7 @@ def topk_quadratic(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Bucke
 
 
 def mask_topk_quadratic(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets) -> Controlled:
-    """The penalty of `topk_quadratic`, but only where DPPO masks."""
+    """Apply the penalty of `topk_quadratic` only where DPPO masks."""
     everywhere = topk_quadratic(s, at, r, buckets)
     outside = dppo_mask(s, at, r, buckets).outside
     return Controlled(everywhere.loss, everywhere.weight, outside, torch.where(outside, everywhere.penalty, 0.0))

@@ -18,14 +18,14 @@ _FARTHEST = 10.0  # nats between pi and mu up to which the KL to mu grows with 1
 
 
 def sequence_ids_from_cu_seqlens(cu_seqlens: Int[Tensor, " B+1"], total: int) -> Int[Tensor, " T"]:
-    """Sequence number of each of `total` packed tokens, from the packed boundaries [B + 1] (first is 0)."""
+    """Return the sequence number of each of `total` packed tokens, from the packed boundaries [B + 1] (first is 0)."""
     positions = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens, positions, right=True) - 1
 
 
 @torch.no_grad()
 def mismatch_weight(s: ObjectiveSettings, tokens: Tokens) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """(multiplier of A r [T], dropped [T]) for the axis `mismatch`.
+    """Return (multiplier of A r [T], dropped [T]) for the axis `mismatch`.
 
     The mismatch ratio is trainer / engine on the weights that sampled: old / mu when the old log-probs are
     given, else sg(pi) / mu, which also holds the drift of pi since.
@@ -46,7 +46,7 @@ def mismatch_weight(s: ObjectiveSettings, tokens: Tokens) -> tuple[Float[Tensor,
 
 @torch.no_grad()
 def rejected(s: ObjectiveSettings, tokens: Tokens) -> Bool[Tensor, " T"]:
-    """Tokens of responses that the axes `rejection` and `outlier_low`, `outlier_high` drop; either is enough."""
+    """Return the tokens of responses that `rejection`, or `outlier_low` and `outlier_high`, drop."""
     dropped = torch.zeros_like(tokens.mask)
     if s.rejection == "any_token":
         dropped = _any_outside(s.rejection_low, s.rejection_high, tokens)
@@ -58,7 +58,7 @@ def rejected(s: ObjectiveSettings, tokens: Tokens) -> Bool[Tensor, " T"]:
 
 
 def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """The estimator k1, k2 or k3 of KL(pi || reference) per token, in value.
+    """Return the estimator k1, k2 or k3 of KL(pi || reference) per token.
 
     Gradient 'unbiased': sg(r) (ln pi - ln ref) grad ln pi, the gradient of the KL for samples drawn from mu
     (Tang and Munos, arXiv 2506.09477: it is k2's gradient, whichever estimator is reported). Gradient
@@ -80,7 +80,7 @@ def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"
 
 
 def rollout_kl(s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
-    """KL to the rollout policy on every loss-carrying token, with its gradient; r = pi / mu of the sampled token.
+    """Return the KL to the rollout policy on every loss-carrying token, with its gradient; r = pi / mu of the token.
 
     squared: (ln r)^2 (Kimi K2.5, arXiv 2602.02276; DRO has half of it). k3: ln r + 1 / r - 1 (P3O, arXiv 2605.12380),
     1 / r within e^-10 and e^10 as in its authors' code, else one token that pi has left outweighs the batch.

@@ -33,7 +33,7 @@ def log1mexp(logprob: Float[Tensor, ...]) -> Float[Tensor, ...]:
 def of_token(
     kind: str, anchor: Float[Tensor, " T"], policy: Float[Tensor, " T"], buckets: Buckets | None
 ) -> Float[Tensor, " T"]:
-    """D of each position by its name, from ln mu(a) and ln pi(a), or from the top K.
+    """Return D of each position by its name, from ln mu(a) and ln pi(a), or from the top K.
 
     k1, k2, k3 are estimates of KL(mu || pi) from the sampled token: -ln r, (ln r)^2 / 2 and r - 1 - ln r.
     """
@@ -86,7 +86,7 @@ def topk_kl(buckets: Buckets) -> Float[Tensor, " T"]:
 
 
 def predicted_change(buckets: Buckets, tail: str) -> Float[Tensor, " T"]:
-    """How D moves when the sampled token's logit is raised: (pi_a - mu_a) + sum_i pi_i (mu_i - pi_i).
+    """Return the change of D when the sampled token's logit is raised: (pi_a - mu_a) + sum_i pi_i (mu_i - pi_i).
 
     The sum runs over S; the mass outside S enters as one token ('aggregated') or spread evenly over the
     tokens there ('uniform', needs TopKLogprobs.vocab_size). Predictive divergence masks, arXiv 2607.10848.
@@ -102,7 +102,7 @@ def predicted_change(buckets: Buckets, tail: str) -> Float[Tensor, " T"]:
 
 
 def _times_log_ratio(mu: Tensor, ln_mu: Tensor, ln_pi: Tensor) -> Tensor:
-    """mu (ln mu - ln pi), and 0 where mu is 0 whatever the logarithms are."""
+    """Return mu (ln mu - ln pi), and 0 where mu is 0 for any logarithms."""
     used = mu > 0
     gap = torch.where(used, ln_mu, 0.0) - torch.where(used, ln_pi, 0.0)
     return mu * gap

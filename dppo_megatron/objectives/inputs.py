@@ -43,7 +43,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The [T] inputs with neutral values where `mask` is False, so that garbage there can reach nothing."""
+    """The [T] inputs with neutral values where `mask` is False, so that values there have no effect."""
 
     mask: Bool[Tensor, " T"]
     logprob: Float[Tensor, " T"]  # ln pi(a), with gradient

@@ -44,13 +44,13 @@ Metrics = Mapping[str, Metric]
 
 
 def mean_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
-    """Mean of `value` over the positions `where`; of a bool value, the share that is True."""
+    """Return the mean of `value` over the positions `where`; of a bool value, the share that is True."""
     kept = torch.where(where, value.detach().double(), 0.0)
     return _summing("mean", torch.stack([kept.sum(), where.sum().double()]))
 
 
 def sum_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
-    """Sum of `value` over the positions `where`; of a bool value, the number that are True."""
+    """Return the sum of `value` over the positions `where`; of a bool value, the number that are True."""
     return _summing("sum", torch.where(where, value.detach().double(), 0.0).sum()[None])
 
 
@@ -103,7 +103,7 @@ def flatten_metrics(metrics: Metrics) -> tuple[Float[Tensor, " N"], Float[Tensor
 
 
 def unflatten_metrics(like: Metrics, sums: Float[Tensor, " N"], maxima: Float[Tensor, " M"]) -> dict[str, Metric]:
-    """The inverse of flatten_metrics; `like` gives names, kinds and sizes."""
+    """Invert flatten_metrics; `like` gives names, kinds and sizes."""
     result, at, at_max = {}, 0, 0
     for name in sorted(like):
         n, m = like[name].sums.numel(), like[name].maxima.numel()

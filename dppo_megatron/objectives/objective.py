@@ -36,11 +36,7 @@ class Objective(ObjectiveProtocol):
     statistic: Tensor | None = None  # of the whole batch, see `with_statistic`
 
     def statistic_sums(
-        self,
-        old_logprob: Float[Tensor, " T"],
-        rollout_logprob: Float[Tensor, " T"],
-        advantage: Float[Tensor, " T"],
-        mask: Bool[Tensor, " T"],
+        self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor
     ) -> Float[Tensor, " n"]:
         return statistic_sums(self.settings.batch_statistic, old_logprob - rollout_logprob, advantage, mask != 0)
 

@@ -12,7 +12,7 @@ from .settings import ObjectiveSettings as S
 
 @dataclass(frozen=True)
 class Preset:
-    """A method and what the paper ran it with.
+    """A method with the advantage and aggregation of its paper.
 
     `advantage` and `aggregation` are advice for the run's configuration, not applied by the objective.
     """

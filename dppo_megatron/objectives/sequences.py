@@ -1,7 +1,7 @@
 """Quantities of whole responses, and of the part before each token, on packed tokens.
 
-Sequences are numbered from 0 and below T, and each lies whole in a call. Every sum has the same bits whatever the order
-of its additions, which on a GPU varies: a threshold may not fall differently on ranks that hold the same tokens.
+Sequences are numbered from 0 and below T, and each is whole in a call. Every sum has the same bits in any order of
+additions, which varies on a GPU: a threshold must have one result on all ranks with the same tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNIT = 2.0**-32  # of running sums: 1e6 tokens of up to 1,000 each fit, to 2e-1
 
 @torch.no_grad()
 def over_sequence(value: Float[Tensor, " T"], tokens: Tokens, *, mean: bool) -> Float[Tensor, " T"]:
-    """Sum or mean of `value` over the loss-carrying tokens of each sequence, repeated for every token of it."""
+    """Return the sum or mean of `value` over the loss-carrying tokens of each sequence, for every token of it."""
     ids = tokens.sequence_ids
     kept = torch.where(tokens.mask, value, torch.zeros_like(value)).double()
     zeros = kept.new_zeros(max(value.shape[0], 1))
@@ -39,7 +39,7 @@ def over_sequence(value: Float[Tensor, " T"], tokens: Tokens, *, mean: bool) -> 
 
 @torch.no_grad()
 def largest_of_sequence(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
-    """The largest `value` among the loss-carrying tokens of each sequence, repeated for every token of it."""
+    """Return the largest `value` among the loss-carrying tokens of each sequence, repeated for every token of it."""
     lowest = torch.full_like(value, -torch.inf)
     kept = torch.where(tokens.mask, value, lowest)
     return lowest.scatter_reduce(0, tokens.sequence_ids, kept, "amax")[tokens.sequence_ids]
@@ -47,7 +47,7 @@ def largest_of_sequence(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Ten
 
 @torch.no_grad()
 def sum_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
-    """Sum of `value`, within [0, 1000], over the loss-carrying tokens before each one in its sequence, to 2e-10."""
+    """Return the sum of `value`, in [0, 1000], over the loss-carrying tokens before each in its sequence, to 2e-10."""
     order, first = _in_order(tokens)
     kept = torch.where(tokens.mask, value, torch.zeros_like(value))[order]
     units = (kept.double().nan_to_num(nan=0.0).clamp(max=1e3) / _UNIT).round().long()
@@ -57,7 +57,7 @@ def sum_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"
 
 @torch.no_grad()
 def least_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
-    """The least `value` among the loss-carrying tokens of the same sequence before each token; +inf at the first."""
+    """Return the least `value` among the loss-carrying tokens before each token in its sequence; +inf at the first."""
     order, first = _in_order(tokens)
     least = torch.where(tokens.mask, value, torch.full_like(value, torch.inf))[order]
     least = torch.cat([torch.full_like(least[:1], torch.inf), least[:-1]])
@@ -73,14 +73,14 @@ def least_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " 
 
 @torch.no_grad()
 def place_in_sequence(tokens: Tokens) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:
-    """(loss-carrying tokens before this one, loss-carrying tokens) of each token's sequence."""
+    """Return (loss-carrying tokens before this one, loss-carrying tokens) of each token's sequence."""
     ones = torch.ones_like(tokens.detached_logprob, dtype=torch.float64)
     return sum_before(ones, tokens).round().long(), over_sequence(ones, tokens, mean=False).round().long()
 
 
 @torch.no_grad()
 def quantile_of_sequence(value: Float[Tensor, " T"], q: float, tokens: Tokens) -> Float[Tensor, " T"]:
-    """The q-quantile of `value` over the loss-carrying tokens of each one's sequence, interpolated linearly."""
+    """Return the q-quantile of `value` over the loss-carrying tokens of each one's sequence, interpolated linearly."""
     top = torch.where(tokens.mask, value, torch.full_like(value, torch.inf))
     by_value = top.argsort(stable=True)
     order = by_value[tokens.sequence_ids[by_value].argsort(stable=True)]
@@ -97,7 +97,7 @@ def quantile_of_sequence(value: Float[Tensor, " T"], q: float, tokens: Tokens) -
 def _in_order(tokens: Tokens) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:
     """(tokens by sequence and position, place in that order of the first of each one's sequence).
 
-    Without positions the tokens of a sequence stand in the order in which they were given.
+    Without positions the tokens of a sequence are in the order given.
     """
     ids = tokens.sequence_ids
     if tokens.positions is None:

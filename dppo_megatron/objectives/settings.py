@@ -1,4 +1,4 @@
-"""The axes of a method: one frozen dataclass, its types, and which combinations make sense."""
+"""The axes of a method: one frozen dataclass, its types, and the choice that each axis belongs to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SMALLEST, _LARGEST = 1e-30, 1e30  # what fp32 holds with room for a quotient or
 
 
 class ObjectiveError(ExpectedError, ValueError):
-    """A method that does not exist or does not make sense, or inputs it cannot work with."""
+    """Raised for an unknown method, a combination without meaning, or inputs that a method cannot use."""
 
 
 AdvantageKind = Literal["group_mean", "group_mean_std", "leave_one_out", "batch_normalised", "batch_mean"]
@@ -226,7 +226,7 @@ class ObjectiveSettings:
 
     @property
     def path(self) -> str:
-        """The gradient path with 'auto' resolved: 'ratio' or 'logprob'."""
+        """Return the gradient path with 'auto' resolved to 'ratio' or 'logprob'."""
         if self.gradient_path != "auto":
             return self.gradient_path
         return "logprob" if self.truncates or self.importance == "none" else "ratio"
@@ -264,12 +264,12 @@ class ObjectiveSettings:
 AXES = {field.name: field for field in dataclasses.fields(ObjectiveSettings)}
 _HINTS = get_type_hints(ObjectiveSettings, include_extras=True)
 
-# Names accepted beside the axes, and the axes that each sets.
+# Names accepted in addition to the axes, and the axes that each sets.
 AXIS_ALIASES = {"epsilon": ("epsilon_low", "epsilon_high")}
 
 
 def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSettings:
-    """`base` with some axes replaced; a name of AXIS_ALIASES sets all of its axes.
+    """Return `base` with some axes replaced; a name of AXIS_ALIASES sets all of its axes.
 
     Raises ObjectiveError for an unknown axis (with the nearest name), an ill-typed value, or a combination
     that makes no sense.
@@ -292,7 +292,7 @@ def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSet
 
 
 def nearest(name: str, known: Any) -> str:
-    """The known names that have all words of this one, or are close to it, as a question; all of them when none is."""
+    """Return the known names with all words of this one, or close to it, as a question; without any, all names."""
     close = [other for other in known if set(str(name).split("_")) <= set(other.split("_"))]
     known = sorted(known)
     close = close or difflib.get_close_matches(str(name), known, n=3, cutoff=0.65)
@@ -317,7 +317,7 @@ def axis_problem(name: str, value: Any) -> str:
 
 
 def canonical(name: str, value: Any) -> Any:
-    """The axis's own name of a value that it also accepts under another, e.g. old for recomputed."""
+    """Return the name of a value that the axis accepts under two, e.g. old for recomputed."""
     aliases = AXES[name].metadata.get("aliases", {}) if name in AXES else {}
     return aliases.get(value, value) if isinstance(value, str) else value
 

@@ -79,17 +79,17 @@ def locate(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Pos
 def _divergence(
     s: ObjectiveSettings, tokens: Tokens, anchor: Tensor, ratio: Tensor, buckets: Buckets | None
 ) -> Float[Tensor, " T"]:
-    """D of pi from the anchor. Top-K kinds need buckets."""
+    """Return D of pi from the anchor. Top-K kinds need buckets."""
     if s.divergence == "ratio":
         return (ratio - 1).abs()
     return measure.of_token(s.divergence, anchor, tokens.detached_logprob, buckets)
 
 
 def _diverging(s: ObjectiveSettings, advantage: Tensor, ratio: Tensor, buckets: Buckets | None) -> Bool[Tensor, " T"]:
-    """Whether the update moves pi further away from the anchor.
+    """Return whether the update moves pi further away from the anchor.
 
     sampled: by the sampled token, A > 0 and r > 1 or A < 0 and r < 1 (DPPO, PPO). negative: the second of the two
-    alone. predictive: by the predicted change of D (arXiv 2607.10848). symmetric: always, whatever the sign of A.
+    only. predictive: by the predicted change of D (arXiv 2607.10848). symmetric: always, for either sign of A.
     """
     if s.direction == "symmetric":
         return torch.ones_like(advantage, dtype=torch.bool)
@@ -99,12 +99,12 @@ def _diverging(s: ObjectiveSettings, advantage: Tensor, ratio: Tensor, buckets: 
 
 
 def logprob_of(policy: str, tokens: Tokens) -> Float[Tensor, " T"] | None:
-    """ln p of the sampled token by the policy that an axis names, "rollout" or "old"; None if it was not given."""
+    """Return ln p of the sampled token by the policy that an axis names, "rollout" or "old"; None if not given."""
     return tokens.old_logprob if policy == "old" else tokens.rollout_logprob
 
 
 def ratio_to(base: Tensor, s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
-    """pi(a) / base(a) at the level of the axis ratio_level; `base` [T] ln p.
+    """Return pi(a) / base(a) at the level of the axis ratio_level; `base` [T] ln p.
 
     token: of the token. sequence: geometric mean over its response (GSPO, arXiv 2507.18071). product: the ratio of
     the whole response. prefix_minimum: of the token, times the least ratio of the tokens before it in its response,
@@ -120,7 +120,7 @@ def ratio_to(base: Tensor, s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor
 
 
 def beyond_threshold(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, ratio: Tensor) -> Bool[Tensor, " T"]:
-    """D > delta, with delta_low in place of delta where r < 1; both sides as the position in the response has them.
+    """Return D > delta, with delta_low for delta where r < 1, both weighted by the position in the response.
 
     Where there is no region, nothing is beyond it.
     """
@@ -152,7 +152,7 @@ def position_weights(s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"
 
 
 def prefix_allowance(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, weight: Tensor) -> Float[Tensor, " T"]:
-    """What the tokens before leave of the budget, CPPO:  b W_{t-1} - S_{t-1}.
+    """Return the budget that the tokens before leave, CPPO:  b W_{t-1} - S_{t-1}.
 
     W and S are the sums of w and of w D over the tokens before t. b is the 0.9-quantile of D over the response, at
     least prefix_budget and at most prefix_budget_ceiling times that: 2 in the paper, 5 in its authors' code for verl.
@@ -163,7 +163,7 @@ def prefix_allowance(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, w
 
 
 def exempt(s: ObjectiveSettings, anchor: Tensor, ratio: Tensor) -> Bool[Tensor, " T"]:
-    """Rare tokens without a region, mu < alpha, on the side asked for (DPPO, arXiv 2602.04879, relaxed clipping)."""
+    """Return the rare tokens without a region, mu < alpha, on the given side (DPPO, arXiv 2602.04879, relaxed clip)."""
     rare = anchor.exp() < s.exempt_below
     if s.exempt_side == "both":
         return rare
@@ -172,7 +172,7 @@ def exempt(s: ObjectiveSettings, anchor: Tensor, ratio: Tensor) -> Bool[Tensor, 
 
 @torch.no_grad()
 def outside_response_region(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Bool[Tensor, " T"]:
-    """True where  mean_t D_t > delta  (or max_t)  over the response, and the token is one that the sign names.
+    """Return True where  mean_t D_t > delta  (or max_t)  over the response, and the token is one that the sign names.
 
     any: all of its tokens (TRM, arXiv 2512.23075; FlashREINFORCE). negative: A < 0 (off-policy sequence masking of
     DeepSeek-V3.2, arXiv 2512.02556: mean k1). harmful: A ln r > 0, those that diverge further (VACO, arXiv 2603.01365:

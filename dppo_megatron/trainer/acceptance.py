@@ -1,7 +1,7 @@
-"""A trust region that holds after the step: what its updates did is measured, and taken back where it is too much.
+"""A trust region after the step: the change by its updates is measured, and reverted where it is too large.
 
-A mask decides which tokens push. It does not bound how far the pushes of a step, together and through Adam, move the
-policy. Here the step's own tokens are scored again by the new weights, before anybody else sees these.
+A mask decides which tokens have a gradient. It does not bound how far all gradients of a step move the policy through
+Adam. Here the tokens of the step are scored again by the new weights, before these are published.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,17 +30,9 @@ log = logging.getLogger(__name__)
 _GROWTH = 2**0.5  # of the learning rate's scale, after a step that stayed well within the bound
 
 
-class Line(Protocol):
-    """Places between the weights that a step started from and those that it led to; see `actor.StepLine`."""
-
-    def go_to(self, fraction: float) -> None: ...
-
-    def reset_moments(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Accepted:
-    """Where on its line a step ended. divergence: there. whole: of the whole step. rejected: places tried in vain."""
+    """The end of a step on its line. divergence: there. whole: of the whole step. rejected: places beyond the bound."""
 
     fraction: float
     divergence: float
@@ -49,11 +40,11 @@ class Accepted:
     rejected: int
 
 
-def accept(settings: AcceptanceConfig, line: Line, measure: Callable[[], float]) -> Accepted:
-    """The whole step if `measure()` is within the bound there; else its half, quarter, ..., in the end nothing of it.
+def accept(settings: AcceptanceConfig, line: StepLine, measure: Callable[[], float]) -> Accepted:
+    """Keep the whole step if `measure()` is within the bound there, else its half, quarter, ..., and at last nothing.
 
-    A step within the bound is left untouched. The start is where a step is taken back to whatever it measures there:
-    it was accepted before, by fresher rollouts or by an engine that computes as the trainer does.
+    A step within the bound is not changed. The start is kept for any value measured there: it was accepted before, by
+    fresher rollouts or by an engine that computes as the trainer does.
     """
     whole = divergence = measure()
     fraction, rejected = 1.0, 0
@@ -68,7 +59,7 @@ def accept(settings: AcceptanceConfig, line: Line, measure: Callable[[], float])
 
 
 def lr_scale_after(settings: AcceptanceConfig, scale: float, accepted: Accepted) -> float:
-    """Of the learning rate in the next step's updates, given that of this step's; the radius of the trust region.
+    """Return the scale of the learning rate for the next step, the radius of the trust region, from that of this step.
 
     A step of which a part was kept should have been that much smaller. One that was taken back, from a start within
     the bound, should have been smaller than the smallest part that was tried; where the start itself is beyond the
@@ -86,8 +77,8 @@ def lr_scale_after(settings: AcceptanceConfig, scale: float, accepted: Accepted)
 class Acceptance:
     """`acceptance` of the config for one actor. `begin` before a step's first update, `settle` after its last.
 
-    Both are collective. Of earlier steps a decision hangs on the actor's `lr_scale` alone, which checkpoints keep, so
-    a resumed run decides as an undisturbed one.
+    Both are collective. A decision depends on earlier steps only by the actor's `lr_scale`, which checkpoints contain,
+    so a resumed run decides as an uninterrupted one.
     """
 
     def __init__(self, config: Config, actor: Actor, objective: ObjectiveProtocol):
@@ -100,14 +91,14 @@ class Acceptance:
         self._begin_s = 0.0
 
     def begin(self) -> None:
-        """Notes where the step starts."""
+        """Record the start of the step."""
         if self._line is not None:
             started = time.perf_counter()
             self._line.mark_start()
             self._begin_s = time.perf_counter() - started
 
     def settle(self, batch: StepBatch, step: int) -> dict[str, float]:
-        """Moves the policy back along the step as far as the bound demands; metrics, empty where nothing was measured.
+        """Move the policy back along the step as far as the bound requires; return metrics, empty if not measured.
 
         batch: what the step's updates trained on, old log-probs included.
         """
@@ -142,14 +133,14 @@ class Acceptance:
         }
 
     def _part(self, batch: StepBatch, step: int) -> list[TokenBatch]:
-        """Of all data-parallel ranks equally many micro-batches, the same every time this step is trained."""
+        """Return equally many micro-batches on all data-parallel ranks, the same each time this step is trained."""
         given = [tokens for update in batch.updates for tokens in update.micro_batches]
         count = max(1, round(self._settings.share * len(given)))
         chosen = np.random.default_rng([self._seed, step]).choice(len(given), count, replace=False)
         return [given[i] for i in sorted(chosen)]
 
     def _measure(self, part: list[TokenBatch]) -> float:
-        """The statistic of D over all data-parallel ranks, the same number on every rank. inf where one is not finite.
+        """Return the statistic of D over all data-parallel ranks, the same number on every rank; inf if not finite.
 
         Collectives: those of `Actor.scores`, an all-reduce over data-parallel ranks, a broadcast from rank 0.
         """
@@ -172,7 +163,7 @@ class Acceptance:
 
     @torch.no_grad()
     def _divergence(self, tokens: TokenBatch, scores: Scores) -> Tensor:
-        """[T] D of the scored policy: the objective's own, or one of the sampled token's probability from mu's."""
+        """Return D [T] of the scored policy, of the objective or between the sampled token's probability and mu's."""
         measured = self._settings.divergence
         if measured != "objective":
             of = binary_tv if measured == "binary_tv" else binary_kl

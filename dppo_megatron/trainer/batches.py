@@ -1,4 +1,4 @@
-"""Where a step's batch comes from: the bank (RL) or a file of answers (supervised). Both give the same micro-batches.
+"""The sources of a step's batch: the bank (RL) or a file of answers (supervised), as the same micro-batches.
 
 Every denominator of the loss is fixed here, for the whole global update, before the first micro-batch.
 """
@@ -71,19 +71,19 @@ class StepBatch:
 
 class BatchSource(Protocol):
     def ready(self, step: int) -> bool:
-        """Whether the batch of `step` can be read now; called on global rank 0 alone."""
+        """Return whether the batch of `step` can be read now; called only on global rank 0."""
 
     def progress(self) -> str:
-        """What has arrived and been done so far, for messages; a wait times out when it stops changing."""
+        """Return the progress so far in words; a wait times out when it stops changing."""
 
     def read(self, step: int) -> StepBatch:
-        """The batch of `step` for this data-parallel rank; the same plan on every rank."""
+        """Return the batch of `step` for this data-parallel rank; the same plan on every rank."""
 
 
 class BankBatches:
     """Batch of step s: bank groups [s*G, (s+1)*G), in prompt order so that a resumed run sums in the same order.
 
-    Reads the samples of data-parallel rank `rank` alone, and of those the `parts` that `parts_of` says this rank needs.
+    Reads only the samples of data-parallel rank `rank`, and of those the `parts` that `parts_of` returns.
     share_prefixes: samples of a group are kept together, to compute their prompt once (`Actor.shares_prefixes`).
     """
 
@@ -185,7 +185,7 @@ class BankBatches:
     def _sequences(
         self, entry: BankEntry, samples: Sequence[int], advantages: np.ndarray, weights: np.ndarray
     ) -> dict[int, TokenSequence]:
-        """The given samples of one group; advantages [n, T] and weights [n] are those of all of its trajectories."""
+        """Return the given samples of one group; advantages [n, T] and weights [n] of all its trajectories."""
         group = self._reader.read(entry, samples, self._parts, self._buffer)
         replays = self._experts is not None and "routes" in self._parts
         if replays:
@@ -272,12 +272,12 @@ class BankBatches:
 
 
 def _by_group(samples: np.ndarray) -> dict[int, list[int]]:
-    """The samples of each group, of [C, 2] group and sample."""
+    """Return the samples of each group, from [C, 2] group and sample."""
     return {g: samples[samples[:, 0] == g, 1].tolist() for g in np.unique(samples[:, 0]).tolist()}
 
 
 def _of_tokens(advantages: np.ndarray, entry: BankEntry, trajectory: int, rollout: Rollout) -> float | np.ndarray:
-    """That of all tokens that the policy sampled in a branch, or of each [R]; advantages [T] are those of the turns."""
+    """Return the advantage of all sampled tokens of a branch, or of each [R]; advantages [T] are those of the turns."""
     if rollout.spans is None or len(advantages) == 1:
         return float(advantages[0])
     _, tokens, turns = rollout.spans[rollout.spans[:, 0] == POLICY].T
@@ -291,7 +291,7 @@ def _of_tokens(advantages: np.ndarray, entry: BankEntry, trajectory: int, rollou
 
 
 def parts_of(actor: Actor) -> tuple[str, ...]:
-    """What this rank reads of a sample: lists and masks where the loss is, routes where there are experts to replay."""
+    """Return the parts of a sample that this rank reads: lists and masks for the loss, routes to replay experts."""
     parts = ["core"]
     acceptance = actor.config.acceptance  # which compares lists on every rank
     if actor.layout.is_last_stage or (acceptance.bound is not None and acceptance.divergence == "objective"):

@@ -1,4 +1,4 @@
-"""When to checkpoint, and what a step number means in one."""
+"""The time of each checkpoint, and the meaning of its step number."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Checkpoints:
         self._release_rollouts()
 
     def _release_rollouts(self) -> None:
-        """Gives leave to delete rollouts that no checkpoint on the disk needs; one being written counts later."""
+        """Allow the deletion of rollouts that no checkpoint on the disk needs; one being written counts later."""
         keep = self._config.checkpoint.keep_rollouts
         if keep is None or self._actor.layout.rank != 0:
             return
@@ -73,9 +73,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_exc: object) -> None:
-        """Waits for the last checkpoint where it is written behind training, and raises what went wrong with it.
+        """Wait for the last checkpoint if it is written in the background, and raise its error.
 
-        Where training raised, the other ranks may be anywhere: each waits for itself, and that error stays the one.
+        After an error in training the other ranks may be at any point: each waits for itself, and that error stays.
         """
         if kind is None:
             self._actor.finish_checkpoint()

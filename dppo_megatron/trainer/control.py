@@ -1,4 +1,4 @@
-"""What all ranks must agree on between steps: that the batch is there, or that it is time to stop."""
+"""Agreement of all ranks between steps: the batch is there, or training stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop, on one page."""
+"""The training loop on one page."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _connect(config: Config, run: RunDir, layout: Layout, control: Control) -> E
 
 
 def head(config: Config, actor: Actor, objective: ObjectiveProtocol) -> list[str]:
-    """The first lines of the log: what decides the result of the run, the method in words before all."""
+    """Return the first lines of the log: the method in words, and the other settings that decide the result."""
     chosen = config.objective
     credit = f" of turns (discount {chosen.discount:g})" if chosen.credit == "turn" else ""
     return [

@@ -1,4 +1,4 @@
-"""The record of one step: timings of its named parts, what each update reported, under the table's names."""
+"""The record of one step: timings of its named parts and the metrics of its updates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MismatchLimit(ExpectedError, RuntimeError):
 
 
 class MismatchHistory:
-    """Reports a mismatch far above the run's own, limit or no limit. Begins anew when a run is resumed."""
+    """Reports a mismatch far above the run's own, with or without a limit. Starts again when a run is resumed."""
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
@@ -80,7 +80,7 @@ class Throughput:
 
 
 class StepMetrics:
-    """Collects one step. Means are over the step's updates; a few metrics are of the first update alone."""
+    """Collects one step. Means are over the step's updates; a few metrics are only of the first update."""
 
     def __init__(self, throughput: Throughput | None = None) -> None:
         self._throughput = throughput
@@ -153,7 +153,7 @@ class StepMetrics:
             "time/forward_backward_s": sum(s.forward_backward_s for s in stats),
             "time/optimizer_s": sum(s.optimizer_s for s in stats),
         }
-        if norms := [s.grad_norm for s in stats if not s.overflowed]:  # an overflow's is infinite and says nothing
+        if norms := [s.grad_norm for s in stats if not s.overflowed]:  # that of an overflow is infinite
             values["train/grad_norm"] = _mean(norms)
         if stats[-1].loss_scale is not None:
             values["train/loss_scale"] = stats[-1].loss_scale
@@ -181,7 +181,7 @@ class StepMetrics:
 def improvement_bounds(
     *, total_variation: float, largest: float, mean_length: float, horizon: float
 ) -> dict[str, float]:
-    """What DPPO (arXiv 2602.04879) subtracts from the surrogate's gain, for rewards of at most 1 in size.
+    """Return the bounds that DPPO (arXiv 2602.04879) subtracts from the surrogate's gain, for rewards up to 1 in size.
 
     Theorem 3.2: 2 T (T - 1) D_max^2, D_max the largest TV of any token: here the largest |pi - mu| of a sampled one,
     which is a lower bound of it. Appendix B.3, tighter for long responses: 4 E_mu sum_t TV(mu, pi), without bias.

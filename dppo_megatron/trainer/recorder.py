@@ -1,4 +1,4 @@
-"""Rank 0 logs the run: its own records, and those the orchestrator leaves beside them."""
+"""Logging of the run on rank 0: its own records and those of the orchestrator."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ class StepSamples:
 
     @classmethod
     def of(cls, entries: Sequence[BankEntry], config: Config) -> StepSamples:
-        """Reads the index lines alone.
+        """Read only the index lines.
 
-        A truncated response that `objective.overlong_filter` takes out of the loss still stands in its group's
+        A truncated response that `objective.overlong_filter` takes out of the loss still counts in its group's
         baseline: the group's mean reward does not depend on which responses carry loss.
         """
         first = [e.first_of_trajectories for e in entries]
@@ -67,7 +67,7 @@ class StepSamples:
         return cls(rewards, valid, lengths, sampled, branches, truncated, carrying, penalties, advantages)
 
     def part(self, groups: np.ndarray) -> StepSamples:
-        """The given groups alone. Their advantages stay those of the whole step."""
+        """Return only the given groups, with the advantages of the whole step."""
         return StepSamples(*(getattr(self, name)[groups] for name in self.__slots__))
 
     def loss_weights(self, config: Config) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What the updates saw of every token of some sequences: log-prob, entropy, divergence, mask. For `dppo-megatron view`.
+"""Per-token values of some sequences in each update: log-prob, entropy, divergence, mask. For `dppo-megatron view`.
 
 RUN/tokens/step-000012-r003.safetensors   of step 12 (counted from 1), written by rank 3; sequences end to end
 
@@ -42,7 +42,7 @@ class _Seen:
 
 
 class TokenLog:
-    """Of `tracking.token_sequences` sequences a step. No collectives; the host waits for the device in `write` alone.
+    """Stores `tracking.token_sequences` sequences a step. No collectives; only `write` waits for the device.
 
     Ranks of the last pipeline stage that hold different tokens write, the first of each tensor-parallel group.
     """
@@ -72,7 +72,7 @@ class TokenLog:
         return observe
 
     def write(self, step: int) -> None:
-        """step: the one that ended, from 1. A disk that refuses stops no run."""
+        """Write the step that ended, counted from 1. A failing disk stops no run."""
         seen, self._seen = self._seen, []
         rows = [row for one in seen for row in _rows(one)]
         if not rows:
@@ -92,7 +92,7 @@ class TokenLog:
 
 
 def _rows(seen: _Seen) -> list[tuple[tuple[int, int, int], np.ndarray, np.ndarray]]:
-    """Of each sequence ((position, sample, count), index [count], values [4, count])."""
+    """Return for each sequence ((position, sample, count), index [count], values [4, count])."""
     values, at = seen.values.cpu().numpy(), seen.rows.cpu().numpy()
     mask, bounds = seen.given.mask.numpy(), seen.given.cu_seqlens.numpy()
     found = []

@@ -15,9 +15,11 @@ from dppo_megatron.objectives import (
     PRESETS,
     Objective,
     ObjectiveError,
+    ObjectiveProtocol,
     ObjectiveSettings,
     build_objective,
 )
+from dppo_megatron.objectives.contract import FLAGS
 from tests.objectives.cases import random_case
 from tests.objectives.published import PUBLISHED
 
@@ -278,6 +280,9 @@ def user_module():
     module.ready = Objective("mine", ObjectiveSettings(delta=0.3))
     module.factory = lambda delta=0.1: Objective("made", ObjectiveSettings(delta=delta))
     module.useless = lambda: 3
+    module.bare = lambda: types.SimpleNamespace(
+        name="bare", settings=None, describe=str, __call__=None, **dict.fromkeys(["needs_topk", "needs_old"], False)
+    )
     sys.modules[module.__name__] = module
     yield module.__name__
     del sys.modules[module.__name__]
@@ -293,12 +298,25 @@ def test_a_users_own_by_dotted_path(user_module):
         ("ready", {"delta": 0.1}, "takes no settings: delta"),
         ("factory", {"dleta": 0.1}, "refused its settings"),
         ("useless", {}, "lacks name, settings"),
+        ("bare", {}, "lacks needs_rollout, needs_reference, needs_topk_gradient, .*needs_statistic, moves_without"),
         ("absent", {}, "cannot be loaded"),
     ):
         with pytest.raises(ObjectiveError, match=says):
             build_objective(f"{user_module}:{path}", **overrides)
     with pytest.raises(ObjectiveError, match="cannot be loaded"):
         build_objective("no_such_package.module:thing")
+
+
+def test_every_need_is_declared_and_follows_from_the_settings_or_a_class_attribute():
+    class OwnEntropyBonus(Objective):
+        needs_entropy = True
+
+    plain = OwnEntropyBonus("own", ObjectiveSettings(control="none"))
+    assert len(FLAGS) == 10
+    set_here = {"needs_rollout", "needs_entropy", "moves_without_advantage"}
+    assert {name for name in FLAGS if getattr(plain, name)} == set_here
+    with pytest.raises(NotImplementedError, match="needs_statistic, but no with_statistic"):
+        ObjectiveProtocol.with_statistic(plain, torch.zeros(1))
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "raise GeneratorExit", "undefined()"])
