@@ -147,8 +147,7 @@ def _centering_conflicts(s: Any) -> Iterator[str]:
     undecided = s.position_weight is not None or s.prefix_budget is not None or BRANCHES["second moment"][0](s)
     if undecided or (s.response_region != "none" and s.response_sign == "harmful"):
         yield (
-            f"{reason}: position_weight, prefix_budget, second_moment and response_sign='harmful' cannot judge one "
-            "token without the others"
+            f"{reason}: position_weight, prefix_budget, second_moment and response_sign='harmful' need the others too"
         )
     if s.importance == "rollout" and not (s.truncates or s.control in ("mask", "gate") or s.mismatch == "mask"):
         yield "centering='policy' has no effect: pi / mu, neither truncated nor masked, expects a score of zero already"

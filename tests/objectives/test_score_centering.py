@@ -166,8 +166,8 @@ def test_a_rejected_response_is_dropped_with_its_centering():
         ("gspo", {}, "ratio_level and mismatch_level must be 'token'"),
         ("minirl", {}, "cannot be 'old'"),
         ("dppo_topk_tv", {}, "its D must be that of one token"),
-        ("cppo", {}, "cannot judge it alone"),
-        ("vaco", {}, "cannot judge it alone"),
+        ("cppo", {}, "need the others too"),
+        ("vaco", {}, "need the others too"),
         ("nll", {}, "supervised=true"),
     ],
 )
