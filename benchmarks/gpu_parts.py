@@ -129,15 +129,19 @@ class Day:
         def ids(*shape: int) -> np.ndarray:
             return generator.integers(0, vocab, shape, dtype=np.int32)
 
+        def lists(k: int) -> dict[str, np.ndarray]:
+            if not k:
+                return {}
+            ranked = np.sort(ids(size.response, k), axis=1)
+            return {"topk_ids": ranked, "rollout_topk_logprob": np.full((size.response, k), -12.0, np.float32)}
+
         sequences = [
             TokenSequence(
                 ids(size.prompt),
                 ids(size.response),
                 loss_weight=1 / (size.sequences * size.response),
                 advantage=(-1.0) ** number,
-                rollout_logprob=np.zeros(size.response, np.float32),
-                topk_ids=np.sort(ids(size.response, topk), axis=1) if topk else None,
-                rollout_topk_logprob=np.full((size.response, topk), -12.0, np.float32) if topk else None,
+                columns={"rollout_logprob": np.zeros(size.response, np.float32), **lists(topk)},
             )
             for number in range(size.sequences)
         ]

@@ -55,7 +55,7 @@ class Groups(Day):
                 ids(self.size.response),
                 loss_weight=1 / (self.size.sequences * self.size.response),
                 advantage=(-1.0) ** number,
-                rollout_logprob=np.zeros(self.size.response, np.float32),
+                columns={"rollout_logprob": np.zeros(self.size.response, np.float32)},
             )
             for prompt in prompts
             for number in range(SAMPLES)

@@ -1,18 +1,158 @@
 """The nouns that flow from prompt to gradient. Plain frozen dataclasses; arrays are numpy until the trainer packs them.
 
 `P` prompt tokens, `S` tokens after the prompt, `R` of them sampled by the policy (all, but for `Rollout.spans`), `K`
-top-K ids, `n` samples of one prompt, `T` packed tokens.
+top-K ids, `n` samples of one prompt, `T` packed tokens, `L` layers with experts, `k` experts of a token.
+
+`COLUMNS` declares every per-token value once. Engine replies, continuation, the bank, its audit, packing and the
+selection of rows iterate over it. To add a value, add its row here, fill it in where an engine's reply is decoded, and
+read it in the objective; CONTRIBUTING.md ("Adding a per-token value") names the files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T", bound="TokenColumns")
+
+SAFETENSORS_DTYPES = {
+    f"{kind.upper()}{8 * size}": np.dtype(f"{kind}{size}")
+    for kind, sizes in {"i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8)}.items()
+    for size in sizes
+}
+"""safetensors' names of numpy's types."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A value of each token of a response.
+
+    rows: "sampled" = one row for each of the R sampled tokens; "read" = one for each token that the engine read, all
+    P + S but the last; "listed" = any number for each sampled token, end to end, and the column `counts` has how many.
+    Example: of two sampled tokens, the first drawn from {5, 7} and the second from {2}, the listed column
+    sampling_mask_ids is [5, 7, 2] and its counts column sampling_mask_counts is [2, 1].
+    """
+
+    name: str
+    dtypes: tuple[str, ...]  # that engines may report
+    rows: Literal["sampled", "read", "listed"]
+    shape: tuple[str, ...] = ()  # names of the trailing dimensions; dimensions of one name have one size in a group
+    counts: str = ""
+    asked_by: str = ""  # field of `GenerateRequest` that asks for it; columns of one field come together; "" = always
+    part: str = "core"  # of the bank, see `PARTS`
+    stored: str = ""  # name in the bank's files where it differs
+    packed: str = ""  # dtype in a `TokenBatch`; "" = not trained on
+    fill: int = 0  # value of packed rows that predict no sampled token; of rows that were not read
+    token_ids: bool = False  # its values lie in [fill, vocabulary)
+
+    @property
+    def stored_name(self) -> str:
+        return self.stored or self.name
+
+
+# Bank parts, each read only by the ranks that need it: all ranks; two of the loss (pipeline's last stage); layers with
+# experts whose routing is replayed.
+PARTS = ("core", "topk", "sampling_mask", "routes")
+
+_TOPK = partial(Column, rows="sampled", shape=("K",), asked_by="topk", part="topk")
+_MASK = partial(Column, dtypes=("int32",), asked_by="sampling_mask", part="sampling_mask", packed="int32")
+COLUMNS = [
+    # ln mu of the processed distribution that the token was drawn from: at the sampling temperature, over its mask.
+    Column("rollout_logprob", ("float32",), "sampled", packed="float32"),
+    Column("versions", ("int32",), "sampled"),  # policy version that sampled the token
+    # The K most likely tokens; -1 = absent.
+    _TOPK("topk_ids", ("int32",), packed="int32", fill=-1, token_ids=True),
+    _TOPK("rollout_topk_logprob", ("float32",), packed="float32", stored="topk_logprob"),
+    # The sampling mask: the tokens that top-p, top-k and min-p left to draw from, ascending, the sampled one included.
+    _MASK("sampling_mask_ids", rows="listed", counts="sampling_mask_counts", stored="kept_ids", token_ids=True),
+    _MASK("sampling_mask_counts", rows="sampled", stored="kept_counts"),
+    # The k experts in each of the L MoE layers, in the engine's order of preference; for routing replay.
+    Column(
+        "routed_experts",
+        ("uint8", "uint16"),
+        "read",
+        ("L", "k"),
+        asked_by="routed_experts",
+        part="routes",
+        packed="int16",
+        fill=-1,
+    ),
+]
+
+
+def column_named(name: str) -> Column | None:
+    return next((column for column in COLUMNS if column.name == name), None)
+
+
+class TokenColumns:
+    """A container with the columns of `COLUMNS` as fields; `extra` has those without a field of their own."""
+
+    __slots__ = ()
+    __dataclass_fields__: dict[str, Any]
+    extra: Mapping[str, Any]
+
+    def column(self, name: str) -> Any:
+        """The array of a column, None where there is none."""
+        return getattr(self, name) if name in self.__dataclass_fields__ else self.extra.get(name)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The columns that are there, in the order of `COLUMNS`."""
+        found = ((column.name, self.column(column.name)) for column in COLUMNS)
+        return {name: array for name, array in found if array is not None}
+
+    @classmethod
+    def of(cls: type[T], columns: Mapping[str, Any], **fields: Any) -> T:
+        """An instance with `columns`, as fields or in `extra`, and its other fields."""
+        own = {name: array for name, array in columns.items() if name in cls.__dataclass_fields__}
+        fields["extra"] = {name: array for name, array in columns.items() if name not in own}
+        return cls(**fields, **own)
+
+
+def split_columns(
+    columns: Mapping[str, np.ndarray], sampled: Sequence[int] | np.ndarray, read: Sequence[int] | np.ndarray | None
+) -> list[dict[str, np.ndarray]]:
+    """Split columns of consecutive pieces into views, one set for each piece.
+
+    sampled: sampled tokens of each piece. read: tokens of each that the engine read; None leaves "read" columns out.
+    """
+    pieces: list[dict[str, np.ndarray]] = [{} for _ in sampled]
+    ends = np.cumsum(sampled)
+    for column in COLUMNS:
+        array = columns.get(column.name)
+        if array is None or (column.rows == "read" and read is None):
+            continue
+        cuts = ends if column.rows == "sampled" else np.cumsum(read)  # type: ignore[arg-type]
+        if column.rows == "listed":
+            cuts = np.append(0, np.cumsum(columns[column.counts]))[ends]
+        for piece, begin, end in zip(pieces, (0, *cuts[:-1].tolist()), cuts.tolist(), strict=True):
+            piece[column.name] = array[begin:end]
+    return pieces
+
+
+def join_columns(pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Join columns of pieces sampled one after the other; a column that a piece lacks is left out.
+
+    Each piece read all tokens before it. Of a token that several pieces read, the first one's row counts: it was read
+    by the policy of that time. Example: rows [a, b, c] and then [x, y, z, d, e] give [a, b, c, d, e].
+    """
+    joined = {}
+    for column in COLUMNS:
+        if not all(column.name in piece for piece in pieces):
+            continue
+        arrays, done = [piece[column.name] for piece in pieces], 0
+        if column.rows == "read":
+            for i, array in enumerate(arrays):
+                arrays[i], done = array[done:], max(done, len(array))
+        joined[column.name] = np.concatenate(arrays)
+    return joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +160,7 @@ class Prompt:
     """One prompt at its position in the run's prompt order.
 
     `position` counts prompts from the start of the run and never repeats (an epoch visits every row once), so it
-    names the prompt across crashes: what the bank holds by position is done, everything else is still to sample.
+    names the prompt across crashes: positions in the bank are done, all others are still to be sampled.
     """
 
     position: int
@@ -36,28 +176,33 @@ POLICY, ENVIRONMENT, INHERITED = range(3)  # of a span: sampled here, put in fro
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """One sampled response with what the engine reported of every token, at the sampling temperature.
+class Rollout(TokenColumns):
+    """One sampled response with the engine's values of every token; `COLUMNS` describes them.
 
-    With several turns it is one branch of a trajectory: a token sequence whose spans say what the policy sampled.
+    With several turns it is one branch of a trajectory: a token sequence whose spans name the sampled tokens. Example
+    of two turns with a tool's answer of two tokens between them: token_ids [5, 6, 80, 81, 7], spans [[POLICY, 2, 0],
+    [ENVIRONMENT, 2, 0], [POLICY, 1, 1]]; R = 3, so rollout_logprob and versions have three values, of 5, 6 and 7.
     """
 
     token_ids: np.ndarray  # [S] int32, the end-of-sequence token included
-    rollout_logprob: np.ndarray  # [R] fp32, ln mu of the processed distribution the token was drawn from
-    versions: np.ndarray  # [R] int32, policy version that sampled the token
+    rollout_logprob: np.ndarray  # [R] fp32
+    versions: np.ndarray  # [R] int32
     finish_reason: str  # "stop" | "length" | "max_turns" | "abort"
-    topk_ids: np.ndarray | None = None  # [R, K] int32, -1 = absent
+    topk_ids: np.ndarray | None = None  # [R, K] int32
     rollout_topk_logprob: np.ndarray | None = None  # [R, K] fp32
-    # [P + S - 1, L, k] uint8 or uint16: the k experts of each of the L MoE layers, for every token the engine read
-    # (all but the last one), in the engine's order of preference. For routing replay.
-    routed_experts: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None  # [P + S - 1, L, k] uint8 or uint16
     # [J, 3] int32: origin (POLICY, ENVIRONMENT, INHERITED), tokens, turn. None: one span, all of it sampled here.
     spans: np.ndarray | None = None
-    # The tokens that top-p, top-k and min-p left to draw from, the sampled one included; rollout_logprob is over them.
-    kept_ids: np.ndarray | None = None  # [sum of kept_counts] int32
-    kept_counts: np.ndarray | None = None  # [R] int32
+    sampling_mask_ids: np.ndarray | None = None  # [sum of sampling_mask_counts] int32
+    sampling_mask_counts: np.ndarray | None = None  # [R] int32
     # Number in its group, from 0; samples of one trajectory are its branches, in order. None: a trajectory of its own.
     trajectory: int | None = None
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def sampled(self) -> np.ndarray | None:
+        """[S] bool, the tokens that the policy sampled here; None: all of them."""
+        return None if self.spans is None else np.repeat(self.spans[:, 0] == POLICY, self.spans[:, 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +222,16 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenBatch:
+class TokenBatch(TokenColumns):
     """One packed micro-batch: sequences end to end, no padding (Megatron's THD).
 
     Row t predicts `target_ids[t]`, the token that follows it in its own sequence. Per-token fields belong to the
     target; `mask` is True where the target carries loss. `loss_weight` holds the share of this token in the global
     batch's loss, fixed before the first micro-batch, so the loss is `sum(loss_weight * loss)` however it is split.
+
+    Example, two sequences with prompts [1, 2] and [3], responses [5, 7] and [9]: token_ids [1, 2, 5, 7, 3, 9],
+    cu_seqlens [0, 4, 6], position_ids [0, 1, 2, 3, 0, 1], target_ids [0, 5, 7, 0, 9, 0], mask [F, T, T, F, T, F]. A
+    log-prob of 7 lies at row 2, the row that predicts it.
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -96,9 +245,9 @@ class TokenBatch:
     temperature: torch.Tensor | None = None  # [T] fp32; None = 1
     topk_ids: torch.Tensor | None = None  # [T, K] int32, -1 = absent
     rollout_topk_logprob: torch.Tensor | None = None  # [T, K] fp32
-    # Sampling masks: what top-p, top-k and min-p left to draw each target from, end to end; None = everything.
-    kept_ids: torch.Tensor | None = None  # [sum of kept_counts] int32
-    kept_counts: torch.Tensor | None = None  # [T] int32, 0 where mask is False
+    # Sampling masks of all targets, end to end; None = each was drawn from the whole vocabulary.
+    sampling_mask_ids: torch.Tensor | None = None  # [sum of sampling_mask_counts] int32
+    sampling_mask_counts: torch.Tensor | None = None  # [T] int32, 0 where mask is False
     # Computed by the trainer before the step's first update, where the objective needs it.
     old_logprob: torch.Tensor | None = None  # [T] fp32, by the weights the step starts from
     old_topk_logprob: torch.Tensor | None = None  # [T, K] fp32, of topk_ids by the same weights
@@ -108,3 +257,10 @@ class TokenBatch:
     shared_prefix: torch.Tensor | None = None  # [B] int32, 0 = none; the same of all sequences with one beginning
     # Routing replay: the experts of each MoE layer that read token_ids[t], -1 where the trainer chooses itself.
     routed_experts: torch.Tensor | None = None  # [T, L, k] int16
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor that is there by its name, those in `extra` included."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "extra"}
+        return {name: tensor for name, tensor in {**own, **self.extra}.items() if tensor is not None}

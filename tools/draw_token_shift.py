@@ -40,7 +40,7 @@ def main() -> int:
     reader.refresh()
     first = max(0, reader.num_groups - arguments.groups) if arguments.groups else 0
     groups = [reader.read(entry) for entry in reader.entries(first, reader.num_groups)]
-    fit = [group for group in groups if all(r.spans is None and r.kept_ids is None for r in group.rollouts)]
+    fit = [group for group in groups if all(r.spans is None and r.sampling_mask_ids is None for r in group.rollouts)]
     if not fit:
         sys.exit(f"{arguments.bank}: no group of one turn, sampled from the whole vocabulary, among {len(groups)}")
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(arguments.device).eval()

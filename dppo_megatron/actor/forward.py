@@ -124,7 +124,7 @@ def apply_objective(
             logprob=topk_logprob,
             other_logprob=other_logprob,
             target_ids=rows.target_ids,
-            vocab_size=vocab_size if rows.kept_counts is None else rows.kept_counts,
+            vocab_size=vocab_size if rows.sampling_mask_counts is None else rows.sampling_mask_counts,
             old_logprob=rows.old_topk_logprob,
             old_other_logprob=rows.old_other_logprob,
         )
@@ -204,8 +204,8 @@ def head_statistics(
         temperature=1.0 if rows.temperature is None else rows.temperature,
         group=layout.tensor_group if layout.tensor_size > 1 else None,
         entropy=entropy,
-        kept_ids=rows.kept_ids,
-        kept_counts=rows.kept_counts,
+        sampling_mask_ids=rows.sampling_mask_ids,
+        sampling_mask_counts=rows.sampling_mask_counts,
         tiles=layout.tensor_size if policy.exact else None,  # one a rank; with tiles nothing is compiled
         check=step.checks,
     )

@@ -9,11 +9,9 @@ from .errors import BankCorruption, BankError, BankLocked, BankTimeout, BankWrit
 from .files import ReadBuffer
 from .reader import BankReader
 from .retention import give_leave, is_retired
-from .shapes import PARTS
 from .writer import BankWriter
 
 __all__ = [
-    "PARTS",
     "BankCorruption",
     "BankEntry",
     "BankError",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Rollout, RolloutGroup
+from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Rollout, RolloutGroup, split_columns
 
 from .checks import check_group
 from .errors import BankError
@@ -22,7 +22,6 @@ COUNTS = (
     *(*TOKENS.values(), "tokens that carry loss"),
 )
 Turn = tuple[int, int, int]  # prompt position, trajectory, turn
-OF_TOKENS = ("token_ids", "rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "kept_ids", "kept_counts")
 TOLERANCE = 1e-4  # of a log-prob and the same one in its top-K list, or 0: rounding of a log-softmax
 
 
@@ -80,9 +79,8 @@ class Audit:
 def audit(groups: Iterable[RolloutGroup], sampled: Mapping[Turn, Rollout] | None = None) -> Audit:
     """Checks that each turn stands in one policy span of its trajectory, and is inherited as it was sampled.
 
-    What a bank alone can show is what it contradicts itself in. A log-prob, a version or the end of a span that are
-    wrong throughout need `sampled`, every turn as the engine returned it, where somebody kept that: then ids,
-    log-probs, versions, lists and kept sets are compared bit for bit, and no turn may be missing.
+    A bank on its own reveals only internal contradictions. `sampled` has every turn as the engine returned it, where
+    that was recorded: then tokens and all columns but the routes are compared bit for bit, and no turn may be missing.
     """
     result = Audit()
     left = set(sampled or ())
@@ -93,8 +91,8 @@ def audit(groups: Iterable[RolloutGroup], sampled: Mapping[Turn, Rollout] | None
         left -= set(found)
         for turn, rollout in found.items():
             if turn not in sampled:
-                result.problems.append(f"{_name(turn)}: a policy span that nobody sampled")
-            elif differing := [name for name in OF_TOKENS if not _same(rollout, sampled[turn], name)]:
+                result.problems.append(f"{_name(turn)}: a policy span that was never sampled")
+            elif differing := _differing(rollout, sampled[turn]):
                 result.problems.append(f"{_name(turn)}: {', '.join(differing)} differ from what was sampled")
     result.problems += [f"{_name(turn)}: sampled, but in no policy span" for turn in sorted(left)]
     return result
@@ -130,23 +128,24 @@ def audit_bank(directory: Path) -> Iterator[tuple[int, int, Audit]]:
 
 
 def spans_of(group: RolloutGroup, i: int) -> Iterator[tuple[int, int, np.ndarray, Rollout]]:
-    """Of each span of a branch (origin, turn, all tokens up to its end, the span as it was sampled).
+    """Yield (origin, turn, all tokens up to its end, the span as a rollout) for each span of a branch.
 
-    What others than the policy said has tokens alone.
+    Spans not written by the policy have columns without rows.
     """
     rollout = group.rollouts[i]
     whole = np.concatenate([group.prompt.token_ids, rollout.token_ids])
-    end, own = len(group.prompt.token_ids), 0
+    end = len(group.prompt.token_ids)
     spans = [[POLICY, len(rollout.token_ids), 0]] if rollout.spans is None else rollout.spans.tolist()
-    for origin, tokens, number in spans:
+    sampled = [tokens if origin == POLICY else 0 for origin, tokens, _ in spans]
+    for (origin, tokens, number), columns in zip(spans, split_columns(rollout.columns, sampled, None), strict=True):
         if tokens:
-            end, sampled = end + tokens, tokens if origin == POLICY else 0
-            yield origin, number, whole[:end], _part(rollout, whole[end - tokens : end], own, own + sampled)
-            own += sampled
+            end += tokens
+            own = whole[end - tokens : end]
+            yield origin, number, whole[:end], Rollout.of(columns, token_ids=own, finish_reason=rollout.finish_reason)
 
 
 def _contradictions(turn: Rollout) -> Iterator[str]:
-    """What one turn says against itself."""
+    """Yield the contradictions within one turn."""
     if (turn.rollout_logprob > TOLERANCE).any():
         yield "a log-prob above 0"
     if turn.versions.min() < 0 or (np.diff(turn.versions) < 0).any():
@@ -161,31 +160,15 @@ def _contradictions(turn: Rollout) -> Iterator[str]:
         yield "a log-prob that differs from the one in its top-K list"
 
 
-def _part(rollout: Rollout, token_ids: np.ndarray, begin: int, end: int) -> Rollout:
-    """Sampled tokens begin to end of a branch, as one turn."""
-    kept_ids = None
-    if rollout.kept_counts is not None and rollout.kept_ids is not None:
-        ends = np.concatenate([[0], np.cumsum(rollout.kept_counts)])
-        kept_ids = rollout.kept_ids[ends[begin] : ends[end]]
-
-    def rows(array: np.ndarray | None) -> np.ndarray | None:
-        return None if array is None else array[begin:end]
-
-    return Rollout(
-        token_ids=token_ids,
-        rollout_logprob=rollout.rollout_logprob[begin:end],
-        versions=rollout.versions[begin:end],
-        finish_reason=rollout.finish_reason,
-        topk_ids=rows(rollout.topk_ids),
-        rollout_topk_logprob=rows(rollout.rollout_topk_logprob),
-        kept_ids=kept_ids,
-        kept_counts=rows(rollout.kept_counts),
-    )
-
-
-def _same(a: Rollout, b: Rollout, name: str) -> bool:
-    one, two = getattr(a, name), getattr(b, name)
-    return one is two is None or (one is not None and two is not None and np.array_equal(one, two))
+def _differing(found: Rollout, sampled: Rollout) -> list[str]:
+    """Names of the values of one turn that are not those that were sampled; routes are not compared."""
+    ours, theirs = ({"token_ids": r.token_ids, **split_columns(r.columns, [len(r.versions)], None)[0]}
+                    for r in (found, sampled))  # fmt: skip
+    return [
+        name
+        for name in {**ours, **theirs}
+        if name not in ours or name not in theirs or not np.array_equal(ours[name], theirs[name])
+    ]
 
 
 def _trajectory(group: RolloutGroup, i: int) -> int:

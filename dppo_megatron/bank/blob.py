@@ -1,7 +1,7 @@
-"""The blob of a group in format 2: one safetensors file whose samples can be read without one another.
+"""The blob of a group: one safetensors file whose samples can be read without one another.
 
-Tensors lie in the order `prompt.ids`, then of each sample its four parts: core, top-K, sampling mask, routes. Each part
-is contiguous, and all places follow from `Shapes`, which the index line gives. Equal groups are equal bytes.
+Its tensors are `prompt.ids`, then the four parts of each sample: core, top-K, sampling mask, routes. Each part is
+contiguous. All places follow from `Shapes`, which the index line gives. Equal groups are equal bytes.
 """
 
 from __future__ import annotations
@@ -13,27 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from dppo_megatron.types import POLICY, Prompt, Rollout, RolloutGroup
+from dppo_megatron.types import COLUMNS, PARTS, POLICY, Prompt, Rollout, RolloutGroup
 
 from .entry import BankEntry
-from .shapes import DTYPES, PARTS, Shapes, tensor_bytes
-
-# In the blob the sampling log-prob of the listed tokens is named as in the engines' replies.
-_FIELDS = {
-    "ids": "token_ids",
-    "rollout_logprob": "rollout_logprob",
-    "versions": "versions",
-    "topk_ids": "topk_ids",
-    "topk_logprob": "rollout_topk_logprob",
-    "kept_ids": "kept_ids",
-    "kept_counts": "kept_counts",
-    "routed_experts": "routed_experts",
-}
+from .shapes import DTYPES, Shapes, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A blob as the buffers that it consists of, with what the index line says of its bytes."""
+    """A blob as the buffers that it consists of, with their sizes and checksums for the index line."""
 
     buffers: list[np.ndarray]  # uint8, end to end; those of samples are the group's own arrays, not copies
     size: int
@@ -44,9 +32,9 @@ class Encoded:
 
 
 def encode_group(group: RolloutGroup) -> Encoded:
-    """`group` has passed `checks.check_group`.
+    """Encode a group that passed `checks.check_group`.
 
-    Kept of the prompt: position, row, token ids, text and answer; not `columns` (`row` names the source line).
+    The prompt's `columns` are not stored; `row` names the source line.
     """
     shapes = Shapes.of(group)
     header = json.dumps(
@@ -57,7 +45,8 @@ def encode_group(group: RolloutGroup) -> Encoded:
     buffers = [np.frombuffer(front, np.uint8)]
     sizes, crcs = [], []
     for i, rollout in enumerate(group.rollouts):
-        found = [[_bytes_of(rollout, name) for name, _, _ in part] for part in shapes.parts(i)]
+        stored = _stored(rollout)
+        found = [[_bytes(stored[name]) for name, _, _ in part] for part in shapes.parts(i)]
         sizes.append([sum(map(len, part)) for part in found])
         crcs.append([_crc(part) for part in found])
         buffers += [buffer for part in found for buffer in part]
@@ -71,11 +60,14 @@ def encode_group(group: RolloutGroup) -> Encoded:
     )
 
 
-def _bytes_of(rollout: Rollout, name: str) -> np.ndarray:
-    if name == "spans":
-        array = np.array([[POLICY, len(rollout.token_ids), 0]], np.int32) if rollout.spans is None else rollout.spans
-    else:
-        array = getattr(rollout, _FIELDS[name])
+def _stored(rollout: Rollout) -> dict[str, np.ndarray]:
+    """The arrays of a sample by their names in the blob."""
+    spans = np.array([[POLICY, len(rollout.token_ids), 0]], np.int32) if rollout.spans is None else rollout.spans
+    columns = {c.stored_name: rollout.column(c.name) for c in COLUMNS}
+    return {"ids": rollout.token_ids, "spans": spans, **columns}
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
@@ -106,11 +98,10 @@ def _metadata(group: RolloutGroup) -> dict[str, str]:
 
 
 def decode_front(front: bytes, entry: BankEntry) -> tuple[Prompt, list[str]]:
-    """(the prompt, the finish reason of every sample) from a blob's first bytes.
+    """Decode a blob's first bytes to the prompt and the finish reason of every sample.
 
-    Raises `ValueError` with what the header and the index line say differently.
+    Raises `ValueError` that names each difference between the header and the index line.
     """
-    assert entry.shapes is not None
     size = int.from_bytes(front[:8], "little")
     metadata, as_indexed = _read_header(front[8 : 8 + size].rstrip(b" "), entry.shapes)
     finish = metadata.get("finish_reasons", "").split(",")
@@ -150,7 +141,7 @@ def decode_front(front: bytes, entry: BankEntry) -> tuple[Prompt, list[str]]:
 
 
 def _read_header(header: bytes, shapes: Shapes) -> tuple[dict[str, Any], bool]:
-    """Its metadata, and whether its tensors are those of `shapes`: parsed only where it differs from their text."""
+    """Return the metadata, and whether the tensors are those of `shapes`; parses them only where the text differs."""
     start, end = b'{"__metadata__":', b"," + shapes.text().encode()
     if header.startswith(start) and header.endswith(end):
         return json.loads(header[len(start) : -len(end)]), True
@@ -159,11 +150,10 @@ def _read_header(header: bytes, shapes: Shapes) -> tuple[dict[str, Any], bool]:
 
 
 def decode_sample(entry: BankEntry, i: int, finish_reason: str, parts: dict[str, np.ndarray]) -> Rollout:
-    """Sample i from the bytes [uint8] of its parts; what was not read is None.
+    """Decode sample i from the bytes [uint8] of its parts; columns of other parts are None.
 
-    Raises `ValueError` where the tokens are not what the index line says of them.
+    Raises `ValueError` where the tokens contradict the index line.
     """
-    assert entry.shapes is not None
     arrays: dict[str, Any] = {}
     for part, tensors in zip(PARTS, entry.shapes.parts(i), strict=True):
         if part not in parts:
@@ -177,11 +167,12 @@ def decode_sample(entry: BankEntry, i: int, finish_reason: str, parts: dict[str,
             raise ValueError(f"sample {i}, part {part}: {len(parts[part])} bytes, its tensors have {begin}")
     _compare_versions(entry, i, arrays["versions"])
     spans = _compare_spans(entry, i, arrays["spans"])
-    return Rollout(
+    return Rollout.of(
+        {column.name: arrays[column.stored_name] for column in COLUMNS if column.stored_name in arrays},
+        token_ids=arrays["ids"],
         finish_reason=finish_reason,
         spans=spans,
         trajectory=None if entry.trajectory is None else entry.trajectory[i],
-        **{field: arrays[name] for name, field in _FIELDS.items() if name in arrays},
     )
 
 
@@ -194,7 +185,7 @@ def _compare_versions(entry: BankEntry, i: int, versions: np.ndarray) -> None:
 
 
 def _compare_spans(entry: BankEntry, i: int, spans: np.ndarray) -> np.ndarray | None:
-    """The spans as a `Rollout` has them: None for one of the policy's."""
+    """Return the spans as a `Rollout` has them: None for a single span of the policy."""
     tokens = int(entry.response_lengths[i])
     wanted = [tokens, 0, 0] if entry.spans is None else entry.spans[i].tolist()
     if np.bincount(spans[:, 0], weights=spans[:, 1], minlength=3).tolist() != wanted:

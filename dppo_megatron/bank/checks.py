@@ -1,4 +1,4 @@
-"""What a group must be before it may enter the bank: a wrong dtype or length there would be trained on unseen."""
+"""Checks of a group before it enters the bank: a wrong dtype or length there would be trained on unseen."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from dppo_megatron.types import INHERITED, POLICY, Rollout, RolloutGroup
+from dppo_megatron.types import COLUMNS, INHERITED, POLICY, Rollout, RolloutGroup
 
 FINISH_REASONS = ("stop", "length", "max_turns", "abort")
 
 
 def check_group(group: RolloutGroup) -> None:
-    """Raises `ValueError` for arrays of wrong length or dtype or not finite, and for what contradicts itself."""
+    """Raise `ValueError` for arrays of wrong length or dtype, values that are not finite, and contradictions."""
     where = f"group of prompt position {group.prompt.position}"
     n = len(group.rollouts)
     if n == 0:
@@ -32,29 +32,44 @@ def check_group(group: RolloutGroup) -> None:
 
 
 def _check_sample(r: Rollout, group: RolloutGroup, where: str) -> None:
-    first = group.rollouts[0]
     size = len(r.token_ids)
     _expect(r.token_ids, np.int32, (size,), f"{where}: token_ids")
     sampled = size if r.spans is None else _check_spans(r, where)
-    _expect(r.rollout_logprob, np.float32, (sampled,), f"{where}: rollout_logprob")
-    _expect(r.versions, np.int32, (sampled,), f"{where}: versions")
     if r.finish_reason not in FINISH_REASONS:
         raise ValueError(f"{where}: finish_reason {r.finish_reason!r}, expected one of {FINISH_REASONS}")
+    _check_columns(r, group, sampled, where)
     if not np.isfinite(r.rollout_logprob).all():
         raise ValueError(f"{where}: a sampled token has a log-prob that is not finite")
-    topk = first.topk_ids
-    if (r.topk_ids is None) != (topk is None) or (r.rollout_topk_logprob is None) != (topk is None):
-        raise ValueError(f"{where}: top-K ids and log-probs must be present in all samples or in none")
-    if topk is not None:
-        shape = (sampled, *topk.shape[1:])
-        _expect(r.topk_ids, np.int32, shape, f"{where}: topk_ids")
-        _expect(r.rollout_topk_logprob, np.float32, shape, f"{where}: rollout_topk_logprob")
-    _check_mask(r, first, sampled, where)
-    _check_routing(r, group, f"{where}: routed_experts")
+    if r.sampling_mask_ids is not None and sampled:
+        _check_mask(r, where)
+    if r.routed_experts is not None and (np.diff(np.sort(r.routed_experts, axis=2), axis=2) == 0).any():
+        raise ValueError(f"{where}: routed_experts: a token was sent to the same expert twice")
+
+
+def _check_columns(r: Rollout, group: RolloutGroup, sampled: int, where: str) -> None:
+    """Check presence, dtype and shape of every column against the table; trailing sizes are those of sample 0."""
+    first, found = group.rollouts[0].columns, r.columns
+    rows = {"sampled": sampled, "read": len(group.prompt.token_ids) + len(r.token_ids) - 1}
+    sizes: dict[str, int] = {}
+    for column in sorted(COLUMNS, key=lambda c: c.rows == "listed"):  # after their counts
+        together = [c.name for c in COLUMNS if c.asked_by == column.asked_by]
+        if column.asked_by and len({name in columns for name in together for columns in (first, found)}) > 1:
+            raise ValueError(f"{where}: {' and '.join(together)} must be present in all samples or in none")
+        if column.asked_by and column.name not in found:
+            continue
+        like = first.get(column.name)
+        if isinstance(like, np.ndarray):
+            sizes = {**dict(zip(column.shape, like.shape[1:], strict=False)), **sizes}
+        # -1 fits no array: sample 0 has too few dimensions.
+        shape = tuple(sizes.get(name, -1) for name in column.shape)
+        dtype = getattr(like, "dtype", None)
+        dtype = dtype if str(dtype) in column.dtypes else column.dtypes[0]
+        size = int(found[column.counts].sum()) if column.rows == "listed" else rows[column.rows]
+        _expect(found.get(column.name), dtype, (size, *shape), f"{where}: {column.name}")
 
 
 def _check_spans(r: Rollout, where: str) -> int:
-    """Tokens that the policy sampled."""
+    """Check the spans and return the number of tokens that the policy sampled."""
     spans: Any = r.spans
     _expect(spans, np.int32, (len(spans), 3), f"{where}: spans")
     origins, tokens, turns = spans.T
@@ -65,37 +80,12 @@ def _check_spans(r: Rollout, where: str) -> int:
     return int(tokens[origins == POLICY].sum())
 
 
-def _check_mask(r: Rollout, first: Rollout, sampled: int, where: str) -> None:
-    if len({x is None for x in (r.kept_ids, r.kept_counts, first.kept_ids)}) > 1:
-        raise ValueError(f"{where}: kept_ids and kept_counts must be present in all samples or in none")
-    if r.kept_ids is None or r.kept_counts is None:
-        return
-    _expect(r.kept_counts, np.int32, (sampled,), f"{where}: kept_counts")
-    _expect(r.kept_ids, np.int32, (int(r.kept_counts.sum()),), f"{where}: kept_ids")
-    tokens = r.token_ids
-    if r.spans is not None:
-        tokens = tokens[np.repeat(r.spans[:, 0] == POLICY, r.spans[:, 1])]
-    if sampled == 0:
-        return
-    found = r.kept_ids == np.repeat(tokens, r.kept_counts)
-    starts = np.cumsum(r.kept_counts) - r.kept_counts
-    if r.kept_counts.min() < 1 or not np.add.reduceat(found, starts).all():
-        raise ValueError(f"{where}: a sampled token is not among the kept_ids that it was drawn from")
-
-
-def _check_routing(rollout: Rollout, group: RolloutGroup, what: str) -> None:
-    routed, first = rollout.routed_experts, group.rollouts[0].routed_experts
-    if (routed is None) != (first is None):
-        raise ValueError(f"{what}: must be present in all samples or in none")
-    if routed is None or first is None:
-        return
-    read = len(group.prompt.token_ids) + len(rollout.token_ids) - 1
-    dtype = first.dtype if first.dtype in (np.uint8, np.uint16) else np.uint8
-    _expect(routed, dtype, (read, *first.shape[1:]), what)
-    if routed.ndim != 3:
-        raise ValueError(f"{what}: expected [tokens, layers, experts per token], found {routed.shape}")
-    if (np.diff(np.sort(routed, axis=2), axis=2) == 0).any():
-        raise ValueError(f"{what}: a token was sent to the same expert twice")
+def _check_mask(r: Rollout, where: str) -> None:
+    tokens = r.token_ids if r.sampled is None else r.token_ids[r.sampled]
+    counts: Any = r.sampling_mask_counts
+    found = r.sampling_mask_ids == np.repeat(tokens, counts)
+    if counts.min() < 1 or not np.add.reduceat(found, np.cumsum(counts) - counts).all():
+        raise ValueError(f"{where}: a sampled token is not among the sampling_mask_ids that it was drawn from")
 
 
 def _check_trajectories(group: RolloutGroup, where: str) -> None:

@@ -1,4 +1,4 @@
-"""What the index says of a group, to train from without opening it."""
+"""The index line of a group, which is enough to plan training without opening its blob."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ class BankEntry:
     temperature: float
     topk: int  # K of the top-K log-probs per token, 0 = none
     time: float  # seconds since the epoch, when written
+    shapes: Shapes
+    front: tuple[int, int]  # bytes and crc32 of the blob before the first sample: header and prompt ids
+    parts: np.ndarray  # [n, 4] int64, bytes of each part of every sample, in the order of `types.PARTS`
+    part_crc: np.ndarray  # [n, 4] int64
     routing: tuple[int, int] | None = None  # (layers with experts, experts per token) where routing is stored
-    crc32: int = 0  # of the whole blob; format 1 alone
-    # Format 2 alone:
-    shapes: Shapes | None = None
-    front: tuple[int, int] = (0, 0)  # bytes and crc32 of what stands before the first sample: header and prompt ids
-    parts: np.ndarray | None = None  # [n, 4] int64, bytes of core, top-K, sampling mask and routes of every sample
-    part_crc: np.ndarray | None = None  # [n, 4] int64
     spans: np.ndarray | None = None  # [n, 3] int32, tokens by origin of their span; None: all are the policy's
     trajectory: tuple[int, ...] | None = None  # of every sample; None: each its own
     turn_rewards: tuple[np.ndarray, ...] | None = None  # fp32, of every trajectory
@@ -54,18 +52,18 @@ class BankEntry:
 
     @property
     def trajectories(self) -> np.ndarray:
-        """[n] int, of every sample, ascending from 0."""
+        """[n] int, the trajectory of every sample, ascending from 0."""
         return np.arange(self.num_samples) if self.trajectory is None else np.array(self.trajectory)
 
     @property
     def first_of_trajectories(self) -> np.ndarray:
-        """[trajectories] int, the first sample of each. Rewards are of trajectories: all of its branches have one."""
+        """[trajectories] int, the first sample of each. All branches of a trajectory have its reward."""
         return np.flatnonzero(np.diff(self.trajectories, prepend=-1))
 
     @property
-    def masked(self) -> bool:
+    def has_sampling_mask(self) -> bool:
         """Whether the tokens were drawn from a part of the vocabulary."""
-        return self.shapes is not None and self.shapes.kept is not None
+        return "sampling_mask_ids" in self.shapes.columns
 
     @property
     def tokens(self) -> int:

@@ -16,7 +16,7 @@ from dppo_megatron.common.files import write_atomic
 
 from .errors import RESTORE, BankCorruption, not_accessible
 
-FORMAT = 2  # what a new bank is written in; an old one goes on in its own
+FORMAT = 2
 HEAD_NAME = "head.json"
 # Where what one process wrote is at once visible, in order, to every other that can see the file system.
 LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "apfs"})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from .errors import RESTORE, BankCorruption
+from .errors import RESTORE, BankCorruption, BankError
 from .files import FORMAT, HEAD_NAME, Head, segment_paths
 from .lines import BEGIN_START, END_START, GROUP_START, PLACE, RECORD, is_sealed
 
@@ -45,7 +45,6 @@ class Ledger:
 
     def __init__(self, directory: Path):
         self._directory = directory
-        self.format = FORMAT  # until a first line says otherwise
         self.positions = Positions()
         self.chain = 0  # running crc32 of all lines
         self.total_groups = 0
@@ -66,11 +65,17 @@ class Ledger:
         return segment_paths(self._directory, self.segment)[0]
 
     def add(self, line: bytes) -> Place | None:
-        """Takes the next line, newline included; of a group the place of its blob."""
-        if self.segment == 0 and self.lines == 0 and RECORD.match(line) and not is_sealed(line):
-            # Format 1 has no first line of its own, and no head.json.
-            self.format = 2 if (self._directory / HEAD_NAME).exists() else 1
-        place = self._record(line) if self.format == 1 else self._line(line)
+        """Check the next line, newline included, and return the place of its blob where it is a group's.
+
+        Raises `BankError` for a bank of format 1, whose lines have no crc32 of their own.
+        """
+        old = self.segment == 0 and self.lines == 0 and RECORD.match(line) and not is_sealed(line)
+        if old and not (self._directory / HEAD_NAME).exists():
+            raise BankError(
+                f"{self._directory}: bank format 1, this version reads only format {FORMAT}; continue the run with the "
+                "version that began it, or start a new run directory"
+            )
+        place = self._line(line)
         self.lines += 1
         self.index_size += len(line)
         self.chain = zlib.crc32(line, self.chain)
@@ -78,11 +83,9 @@ class Ledger:
 
     def next_segment(self) -> None:
         """To be called when a later segment exists. Raises `BankCorruption` when this one is not finished."""
-        if self.format == 2 and not self.ended:
+        if not self.ended:
             what = "has no line" if self.lines == 0 else f"ends with line {self.lines}"
             self._refuse_file(f"{what}, without the line that ends a finished segment, though a later one exists")
-        if self.format == 1 and self.groups == 0:
-            self._refuse_file("holds no group, though a later segment exists")
         # Old .bin files may be deleted, but those that stay are whole.
         stored = file_size(self.data_path)
         if stored is not None and stored != self.data_size:
@@ -97,8 +100,6 @@ class Ledger:
     def contradiction(self, head: Head | None) -> str:
         """What `head`, read before the index, says that was not found; empty when nothing."""
         path = self._directory / HEAD_NAME
-        if self.format == 1:
-            return ""
         if head is None:
             if self.segment == 0 and self.lines <= 1:
                 return ""  # the first segment is being made
@@ -128,7 +129,6 @@ class Ledger:
         return ""
 
     def _line(self, line: bytes) -> Place | None:
-        """Format 2."""
         if not is_sealed(line):
             self.refuse("damaged, its crc32 is another")
         if self.ended:
@@ -146,7 +146,7 @@ class Ledger:
     def _begin(self, line: bytes) -> None:
         fields = json.loads(line)
         if fields.get("v") != FORMAT:
-            self.refuse(f"bank format {fields.get('v')!r}, this version reads 1 and {FORMAT}")
+            self.refuse(f"bank format {fields.get('v')!r}, this version reads {FORMAT}")
         if fields.get("segment") != self.segment:
             self.refuse(f"begins segment {fields.get('segment')}, not {self.segment}: the file has another one's name")
         if fields.get("chain") != f"{self.chain:08x}":

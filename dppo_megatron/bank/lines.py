@@ -28,10 +28,8 @@ _SEAL = re.compile(rb',"line":"([0-9a-f]{8})"\}\n?')
 _SEAL_BYTES = len(',"line":"00000000"}')
 
 
-def group_fields(group: RolloutGroup) -> dict[str, Any]:
-    """What a line says of its group in either format, after its place."""
+def _group_fields(group: RolloutGroup) -> dict[str, Any]:
     versions = [r.versions for r in group.rollouts if len(r.versions)]
-    topk = group.rollouts[0].topk_ids
     return {
         "n": len(group.rollouts),
         "tokens": group.num_tokens,
@@ -45,16 +43,12 @@ def group_fields(group: RolloutGroup) -> dict[str, Any]:
         "version_sum": sum(int(v.sum(dtype=np.int64)) for v in versions),
         "finish": Counter(r.finish_reason for r in group.rollouts),
         "temperature": float(group.temperature),
-        "topk": 0 if topk is None else topk.shape[1],
     }
 
 
 def group_line(group: RolloutGroup, offset: int, encoded: Encoded) -> bytes:
     """The index line of a group whose blob starts at `offset`, newline included."""
-    shapes = encoded.shapes
     optional: dict[str, Any] = {}
-    if shapes.kept is not None:
-        optional["kept"] = shapes.kept
     if any(r.spans is not None for r in group.rollouts):
         optional["spans"] = [tokens_by_origin(r.spans, len(r.token_ids)) for r in group.rollouts]
     if group.rollouts[0].trajectory is not None:
@@ -71,8 +65,8 @@ def group_line(group: RolloutGroup, offset: int, encoded: Encoded) -> bytes:
         front=encoded.front,
         parts=encoded.parts,
         crc=encoded.crc,
-        **group_fields(group),
-        routing=shapes.routing,
+        **_group_fields(group),
+        **encoded.shapes.fields(),
         **optional,
         time=round(time.time(), 3),
     )
@@ -124,11 +118,10 @@ def starts_with_sealed(tail: bytes) -> bool:
 def parse_group_line(line: bytes, number: int, segment: int, line_number: int) -> BankEntry:
     """Raises `ValueError`, `KeyError`, `IndexError` or `TypeError` for a line that is not a group's."""
     fields = from_json(line)  # every rank reads the lines of every group: half the time of the standard library's
-    version = fields.get("v", 1)
-    if version not in (1, 2) or (version == 2 and not is_sealed(line)):
-        raise ValueError(f"format {version!r}, or not as it was written")
-    n = fields["n"]
-    routing = fields.get("routing")
+    if fields.get("v") != 2 or not is_sealed(line):
+        raise ValueError(f"format {fields.get('v')!r}, or not as it was written")
+    n, routing, parts = fields["n"], fields["routing"], np.array(fields["parts"], dtype=np.int64)
+    spans, trajectory, rewards = (fields.get(name) for name in ("spans", "trajectory", "turn_rewards"))
 
     def samples(indices: list[int]) -> np.ndarray:
         chosen = np.zeros(n, dtype=bool)
@@ -150,36 +143,17 @@ def parse_group_line(line: bytes, number: int, segment: int, line_number: int) -
         truncated=samples(fields["truncated"]),
         min_version=fields["min_version"],
         max_version=fields["max_version"],
-        # Banks of earlier releases lack it; their tokens count as being of the group's oldest version.
-        version_sum=fields.get("version_sum", fields["min_version"] * sum(fields["lengths"])),
+        version_sum=fields["version_sum"],
         finish_reasons=fields["finish"],
         temperature=fields["temperature"],
         topk=fields["topk"],
         time=fields["time"],
         routing=None if routing is None else (routing[0], routing[1]),
-        **({"crc32": fields["crc32"]} if version == 1 else _of_format_2(fields)),
+        shapes=Shapes.of_fields(fields, parts[:, 0].tolist()),
+        front=tuple(fields["front"]),
+        parts=parts,
+        part_crc=np.array(fields["crc"], dtype=np.int64),
+        spans=None if spans is None else np.array(spans, dtype=np.int32),
+        trajectory=None if trajectory is None else tuple(trajectory),
+        turn_rewards=None if rewards is None else tuple(np.array(r, dtype=np.float32) for r in rewards),
     )
-
-
-def _of_format_2(fields: dict[str, Any]) -> dict[str, Any]:
-    spans, trajectory, rewards = (fields.get(name) for name in ("spans", "trajectory", "turn_rewards"))
-    routing, lengths, parts = fields["routing"], fields["lengths"], np.array(fields["parts"], dtype=np.int64)
-    sampled = lengths if spans is None else [policy for policy, _, _ in spans]
-    spans_bytes = parts[:, 0] - 4 * np.array(lengths) - 8 * np.array(sampled)
-    return {
-        "shapes": Shapes(
-            prompt=fields["prompt_tokens"],
-            tokens=lengths,
-            sampled=sampled,
-            spans=(spans_bytes // 12).tolist(),
-            topk=fields["topk"],
-            kept=fields.get("kept"),
-            routing=None if routing is None else tuple(routing),
-        ),
-        "front": tuple(fields["front"]),
-        "parts": parts,
-        "part_crc": np.array(fields["crc"], dtype=np.int64),
-        "spans": None if spans is None else np.array(spans, dtype=np.int32),
-        "trajectory": None if trajectory is None else tuple(trajectory),
-        "turn_rewards": None if rewards is None else tuple(np.array(r, dtype=np.float32) for r in rewards),
-    }

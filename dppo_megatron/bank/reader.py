@@ -9,23 +9,19 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+from dppo_megatron.types import PARTS, Prompt, Rollout, RolloutGroup
 
-from . import format1
 from .blob import decode_front, decode_sample
 from .entry import BankEntry
 from .errors import RESTORE, BankCorruption, BankTimeout, not_accessible
 from .files import Head, ReadBuffer, announce, is_local, read_up_to, segment_paths
 from .ledger import Ledger
 from .lines import parse_group_line
-from .shapes import PARTS
 
 Front = tuple[Prompt, list[str]]  # the prompt, the finish reason of every sample
 FRONTS = 256  # that a reader keeps
@@ -145,11 +141,10 @@ class BankReader:
         parts: Sequence[str] = PARTS,
         buffer: ReadBuffer | None = None,
     ) -> RolloutGroup:
-        """The group of an entry, or of its samples those given alone; reads their bytes and the prompt's alone.
+        """Read the group of an entry, or only the given samples of it, in the given order.
 
-        parts: of `PARTS`, `core` always among them; fields of the others are None. Of a group of format 1 all is read,
-        whatever is asked for. buffer: what the samples' arrays lie in, until it is used again; None = memory of their
-        own.
+        parts: of `types.PARTS`, with `core` among them; columns of other parts are not read and None. buffer: memory
+        for the samples' arrays, which stay valid until it is reused; None = memory of their own.
         Raises `BankCorruption` when bytes are missing, do not match their checksum or contradict the entry.
         """
         path = segment_paths(self._directory, entry.segment)[0]
@@ -158,8 +153,6 @@ class BankReader:
         chosen = range(entry.num_samples) if samples is None else samples
         try:
             with path.open("rb", buffering=0) as file:
-                if entry.shapes is None:
-                    return _only(format1.decode_group(_whole_blob(file.fileno(), entry)), chosen, parts)
                 return read_samples(file.fileno(), entry, chosen, parts, self._front(file.fileno(), entry), buffer)
         except FileNotFoundError:
             raise BankCorruption(f"{where}: the file is gone; restore it, or train from a later step") from None
@@ -241,25 +234,6 @@ class BankReader:
                 raise BankCorruption(f"{path}: line {line_number}: not readable ({error}); {RESTORE}") from error
 
 
-def _only(group: RolloutGroup, samples: Sequence[int], parts: Sequence[str]) -> RolloutGroup:
-    chosen = list(samples)
-    absent: dict[str, Any] = {}
-    if "topk" not in parts:
-        absent |= {"topk_ids": None, "rollout_topk_logprob": None}
-    if "routes" not in parts:
-        absent |= {"routed_experts": None}
-    return replace(
-        group,
-        rollouts=tuple(replace(group.rollouts[i], **absent) for i in chosen),
-        rewards=group.rewards[chosen],
-        reward_failed=group.reward_failed[chosen],
-    )
-
-
-def _whole_blob(file: int, entry: BankEntry) -> bytes:
-    return _piece(file, entry.size, entry.offset, entry.crc32, "the blob").tobytes()
-
-
 def read_front(file: int, entry: BankEntry) -> Front:
     """What stands before the samples: the prompt and their finish reasons. Raises as `read_samples`."""
     size, crc = entry.front
@@ -278,8 +252,6 @@ def read_samples(
 
     Raises `ValueError` and `OSError`.
     """
-    assert entry.parts is not None
-    assert entry.part_crc is not None
     prompt, finish = front or read_front(file, entry)
     ends = _ends(entry)
     if ends[-1, -1] != entry.offset + entry.size:
@@ -311,15 +283,11 @@ def read_samples(
 
 def _ends(entry: BankEntry) -> np.ndarray:
     """[n, 4] int64: where in the file each part of each sample ends."""
-    assert entry.parts is not None
     return entry.offset + entry.front[0] + np.cumsum(entry.parts).reshape(entry.parts.shape)
 
 
 def _spans(entry: BankEntry, samples: Sequence[int], parts: Sequence[str]) -> Iterator[tuple[int, int]]:
     """(begin, end) in the file of what `read` reads of these samples; end to end ones are one."""
-    if entry.parts is None:
-        yield entry.offset, entry.offset + entry.size
-        return
     begin, end = entry.offset, entry.offset + entry.front[0]
     ends, wanted = _ends(entry), [p for p, part in enumerate(PARTS) if part in parts]
     for i in samples:

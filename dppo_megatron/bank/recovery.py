@@ -105,11 +105,8 @@ def _problem(ledger: Ledger, line: bytes, number: int, data: int, stored: int) -
         raise BankCorruption(f"{ledger.index_path}: line {number}: not readable ({error}); {RESTORE}") from error
     if entry.offset + entry.size > stored:
         return f"its data ends at byte {entry.offset + entry.size}, the file at {stored}"
-    sizes, crcs = [entry.size], [entry.crc32]
-    if entry.parts is not None and entry.part_crc is not None:
-        sizes = [entry.front[0], *entry.parts.flat]
-        crcs = [entry.front[1], *entry.part_crc.flat]
     begin = entry.offset
+    sizes, crcs = [entry.front[0], *entry.parts.flat], [entry.front[1], *entry.part_crc.flat]
     for size, crc in zip(sizes, crcs, strict=True):
         if zlib.crc32(read_up_to(data, int(size), begin).data) != crc:
             return "its data does not match its checksum"

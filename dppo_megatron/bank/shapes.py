@@ -2,74 +2,112 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from dppo_megatron.types import COLUMNS, PARTS, RolloutGroup, column_named
+from dppo_megatron.types import SAFETENSORS_DTYPES as DTYPES
 
-from dppo_megatron.types import RolloutGroup
-
-PARTS = ("core", "topk", "mask", "routes")
-DTYPES = {"I32": np.int32, "F32": np.float32, "U8": np.uint8, "U16": np.uint16}
-_BYTES = {name: np.dtype(dtype).itemsize for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Columns that the index line had fields for before it had `columns` and `listed`.
+_INDEXED = ("rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "sampling_mask_ids",
+            "sampling_mask_counts", "routed_experts")  # fmt: skip
 Tensor = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What the places of a group's tensors follow from. Lists have a number for each sample."""
+    """What the places of a group's tensors follow from. Lists have a number for each sample.
+
+    Example: a prompt of 5 tokens, samples of 3 and 2 tokens with top-2 lists. prompt 5, tokens [3, 2], sampled [3, 2],
+    spans [1, 1], columns {"rollout_logprob": ("F32", ()), "versions": ("I32", ()), "topk_ids": ("I32", (2,)), ...},
+    listed {}. Sample 0 has 3 * 4 bytes of ids at byte 5 * 4, one span of 12 bytes behind them, and so on.
+    """
 
     prompt: int  # tokens
     tokens: list[int]  # after the prompt, S
     sampled: list[int]  # of them by the policy, R
     spans: list[int]  # J
-    topk: int  # K, 0 = no lists
-    kept: list[int] | None  # ids of the sampling mask in all
-    routing: tuple[int, int, int] | None  # layers, experts per token, bytes of an expert's number
+    columns: dict[str, tuple[str, tuple[int, ...]]]  # dtype and trailing shape of those that the group has
+    listed: dict[str, list[int]]  # entries of those columns that have any number for each token
 
     @classmethod
     def of(cls, group: RolloutGroup) -> Shapes:
-        rollouts = group.rollouts
-        first = rollouts[0]
-        routed = first.routed_experts
+        found = [rollout.columns for rollout in group.rollouts]
+        listed = [c.name for c in COLUMNS if c.rows == "listed" and c.name in found[0]]
         return cls(
             prompt=len(group.prompt.token_ids),
-            tokens=[len(r.token_ids) for r in rollouts],
-            sampled=[len(r.versions) for r in rollouts],
-            spans=[1 if r.spans is None else len(r.spans) for r in rollouts],
-            topk=0 if first.topk_ids is None else first.topk_ids.shape[1],
-            kept=None if first.kept_ids is None else [len(r.kept_ids) for r in rollouts],  # type: ignore[arg-type]
-            routing=None if routed is None else (routed.shape[1], routed.shape[2], routed.itemsize),
+            tokens=[len(r.token_ids) for r in group.rollouts],
+            sampled=[len(r.versions) for r in group.rollouts],
+            spans=[1 if r.spans is None else len(r.spans) for r in group.rollouts],
+            columns={name: (_NAMES[array.dtype], array.shape[1:]) for name, array in found[0].items()},
+            listed={name: [len(columns[name]) for columns in found] for name in listed},
         )
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any], core: Sequence[int] = ()) -> Shapes:
+        """The inverse of `fields`, given all fields of an index line.
+
+        core: bytes of the samples' core parts, from which their spans follow; without it each sample has one span.
+        Raises `ValueError` for a column that this version does not know.
+        """
+        tokens, spans = fields["lengths"], fields.get("spans")
+        columns: dict[str, tuple[str, tuple[int, ...]]] = {"rollout_logprob": ("F32", ()), "versions": ("I32", ())}
+        if k := fields["topk"]:
+            columns |= {"topk_ids": ("I32", (k,)), "rollout_topk_logprob": ("F32", (k,))}
+        if "kept" in fields:
+            columns |= {"sampling_mask_ids": ("I32", ()), "sampling_mask_counts": ("I32", ())}
+        if routing := fields["routing"]:
+            columns["routed_experts"] = f"U{8 * routing[2]}", tuple(routing[:2])
+        columns |= {name: (dtype, tuple(shape)) for name, (dtype, *shape) in fields.get("columns", {}).items()}
+        if unknown := [name for name in columns if column_named(name) is None]:
+            raise ValueError(f"columns {', '.join(unknown)}, which this version does not know")
+        shapes = cls(
+            prompt=fields["prompt_tokens"],
+            tokens=tokens,
+            sampled=tokens if spans is None else [policy for policy, _, _ in spans],
+            spans=[0 if core else 1] * len(tokens),
+            columns=columns,
+            listed=({"sampling_mask_ids": fields["kept"]} if "kept" in fields else {}) | fields.get("listed", {}),
+        )
+        for i, size in enumerate(core):
+            shapes.spans[i] = (size - sum(tensor_bytes(*tensor[1:]) for tensor in shapes.parts(i)[0])) // 12
+        return shapes
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the index line from which `of_fields` finds the columns."""
+        topk, routing = self.columns.get("topk_ids"), self.columns.get("routed_experts")
+        more = {name: [dtype, *shape] for name, (dtype, shape) in self.columns.items() if name not in _INDEXED}
+        listed = {name: sizes for name, sizes in self.listed.items() if name not in _INDEXED}
+        return {
+            "topk": 0 if topk is None else topk[1][0],
+            "routing": None if routing is None else [*routing[1], DTYPES[routing[0]].itemsize],
+            **({"kept": self.listed["sampling_mask_ids"]} if "sampling_mask_ids" in self.listed else {}),
+            **({"columns": more} if more else {}),
+            **({"listed": listed} if listed else {}),
+        }
 
     def parts(self, i: int) -> tuple[list[Tensor], ...]:
         """The tensors of each part of sample i."""
-        s, r = self.tokens[i], self.sampled[i]
-        core: list[Tensor] = [
-            ("ids", "I32", (s,)),
-            ("spans", "I32", (self.spans[i], 3)),
-            ("rollout_logprob", "F32", (r,)),
-            ("versions", "I32", (r,)),
-        ]
-        topk: list[Tensor] = []
-        mask: list[Tensor] = []
-        routes: list[Tensor] = []
-        if self.topk:
-            topk = [("topk_ids", "I32", (r, self.topk)), ("topk_logprob", "F32", (r, self.topk))]
-        if self.kept is not None:
-            mask = [("kept_ids", "I32", (self.kept[i],)), ("kept_counts", "I32", (r,))]
-        if self.routing is not None:
-            layers, each, width = self.routing
-            routes = [("routed_experts", f"U{8 * width}", (self.prompt + s - 1, layers, each))]
-        return core, topk, mask, routes
+        s = self.tokens[i]
+        rows = {"sampled": self.sampled[i], "read": self.prompt + s - 1}
+        found: dict[str, list[Tensor]] = {part: [] for part in PARTS}
+        found["core"] = [("ids", "I32", (s,)), ("spans", "I32", (self.spans[i], 3))]
+        for column in COLUMNS:
+            if column.name in self.columns:
+                dtype, shape = self.columns[column.name]
+                size = self.listed[column.name][i] if column.rows == "listed" else rows[column.rows]
+                found[column.part].append((column.stored_name, dtype, (size, *shape)))
+        return tuple(found.values())
 
     def table(self) -> dict[str, dict[str, Any]]:
         """The header's entries of all tensors, in the order in which they lie."""
         tensors: list[Tensor] = [("prompt.ids", "I32", (self.prompt,))]
         for i in range(len(self.tokens)):
-            tensors += [(f"s{i}.{name}", *rest) for part in self.parts(i) for name, *rest in part]  # type: ignore[misc]
+            tensors += [(f"s{i}.{name}", dtype, shape) for part in self.parts(i) for name, dtype, shape in part]
         entries, end = {}, 0
         for name, dtype, shape in tensors:
             begin, end = end, end + tensor_bytes(dtype, shape)
@@ -77,20 +115,9 @@ class Shapes:
         return entries
 
     def text(self) -> str:
-        """`table` as the writer's JSON has it, without the opening brace.
-
-        A reader needs it of every group that it opens, and to write it is faster than to parse the header's.
-        """
-        entries, end = [], 0
-        tensors: list[Tensor] = [("prompt.ids", "I32", (self.prompt,))]
-        for i in range(len(self.tokens)):
-            tensors += [(f"s{i}.{name}", dtype, shape) for part in self.parts(i) for name, dtype, shape in part]
-        for name, dtype, shape in tensors:
-            begin, end = end, end + math.prod(shape) * _BYTES[dtype]
-            sizes = ",".join(map(str, shape))
-            entries.append(f'"{name}":{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}')
-        return ",".join(entries) + "}"
+        """`table` as the writer's JSON, without the opening brace."""
+        return json.dumps(self.table(), separators=(",", ":"))[1:]
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
-    return math.prod(shape) * _BYTES[dtype]
+    return math.prod(shape) * DTYPES[dtype].itemsize

@@ -12,7 +12,7 @@ import numpy as np
 
 from dppo_megatron.types import RolloutGroup
 
-from . import format1, lines
+from . import lines
 from .blob import encode_group
 from .checks import check_group
 from .errors import BankError, BankWriteError, not_accessible, write_error
@@ -31,16 +31,15 @@ T = TypeVar("T")
 class BankWriter:
     """Appends groups and dropped prompts to the bank in `directory`, which is created when missing.
 
-    Opening takes an exclusive lock until the process ends, truncates what a crash left half written (with
-    a log line) and reads which prompt positions are done. A segment holds `groups_per_segment` groups, so
-    with one training step's groups in each, segment s is the batch of step s. A bank that began in format 1 goes on in
-    it. Groups are encoded and written in a thread of their own, in the order of the calls; the calls themselves come
-    from one thread.
+    Opening takes an exclusive lock until the process ends, truncates a record that a crash left incomplete (with a log
+    line) and reads which prompt positions are done. A segment holds `groups_per_segment` groups, so with one training
+    step's groups in each, segment s is the batch of step s. One thread of the writer encodes and writes groups in the
+    order of the calls; the calls come from one thread.
 
-    fsync: flush every record to the device before `append` returns, some milliseconds each. Without, a
-    segment is flushed when it is full: a record survives any crash of processes, but a power failure can lose
-    those of the last segment. Readers on other hosts need it, for a network file system shows them unflushed
-    files late and out of order. Default: on unless the file system is known to be local.
+    fsync: flush every record to the device before `append` returns, some milliseconds each. Without it a segment is
+    flushed when it is full: a record survives any crash of processes, but a power failure can lose records of the last
+    segment. Readers on other hosts need it, because a network file system shows them unflushed files late and out of
+    order. Default: on unless the file system is known to be local.
 
     Raises `BankLocked` when another writer has the bank, `BankCorruption` when the directory is damaged
     beyond what a crash explains, `BankError` when it cannot be written to.
@@ -119,8 +118,7 @@ class BankWriter:
         try:
             self._segment.close()
             self._lock.check()
-            if self._ledger.format == 2:
-                self._mark_closed()
+            self._mark_closed()
         finally:
             self._lock.release()
 
@@ -154,21 +152,14 @@ class BankWriter:
 
     def _append(self, group: RolloutGroup) -> int:
         check_group(group)
-        if self._ledger.format == 1:
-            blob = format1.encode_group(group)
-            segment = self._segment_for_next_record()
-            line = format1.group_line(group, segment.data_size, blob)
-            self._add([np.frombuffer(blob, np.uint8)], line)
-        else:
-            encoded = encode_group(group)
-            segment = self._segment_for_next_record()
-            self._add(encoded.buffers, lines.group_line(group, segment.data_size, encoded))
+        encoded = encode_group(group)
+        segment = self._segment_for_next_record()
+        self._add(encoded.buffers, lines.group_line(group, segment.data_size, encoded))
         return self._ledger.total_groups - 1
 
     def _drop(self, position: int, row: int, reason: str, detail: str) -> None:
         self._segment_for_next_record()
-        write = lines.plain if self._ledger.format == 1 else lines.sealed
-        self._add([], write(**lines.dropped_fields(position, row, reason, detail)))
+        self._add([], lines.sealed(**lines.dropped_fields(position, row, reason, detail)))
 
     def _add(self, blob: list[np.ndarray], line: bytes) -> None:
         self._segment.write(blob, line)
@@ -177,9 +168,9 @@ class BankWriter:
     def _open(self) -> tuple[Ledger, Segment]:
         head = Head.read(self._directory)
         ledger = recover(self._directory)
-        if ledger.lines == 0 and ledger.format == 2:
+        if ledger.lines == 0:
             return ledger, self._begin_segment(ledger)
-        if ledger.format == 2 and head != Head(ledger.segment):
+        if head != Head(ledger.segment):
             # A writer that was closed: from now on the files may be longer than it left them. One that was killed
             # between the begin line of a segment and this file: no second line may follow before it names the segment.
             self._write_head(ledger.segment)
@@ -189,7 +180,7 @@ class BankWriter:
     def _segment_for_next_record(self) -> Segment:
         ledger = self._ledger
         if ledger.groups >= self._groups_per_segment or ledger.ended:
-            if ledger.format == 2 and not ledger.ended:
+            if not ledger.ended:
                 self._add([], lines.end_line(ledger.groups, ledger.dropped, ledger.data_size))
             self._segment.close()
             ledger.next_segment()
@@ -200,8 +191,6 @@ class BankWriter:
 
     def _begin_segment(self, ledger: Ledger) -> Segment:
         segment = Segment(self._directory, ledger.segment, self._fsync)
-        if ledger.format == 1:
-            return segment
         line = lines.begin_line(ledger.segment, ledger.chain)
         try:
             segment.write([], line, flush=True)  # a power failure must not leave a head that names an empty segment

@@ -168,7 +168,7 @@ class _Measurement:
         if rollout.temperature == 1:
             tables["engine: sampled, scored alone"] = (sampled, prefill)
         if self._actor.routing is not None:
-            own = [replace(s, routed_experts=None) for s in at_one]
+            own = [replace(s, columns={n: a for n, a in s.columns.items() if n != "routed_experts"}) for s in at_one]
             tables["trainer: routes replayed, its own"] = (alone, self._score(own))
         model = self._config.model
         if not model.fp32_head and model.dtype != "fp32" and model.logits != "fused":

@@ -50,7 +50,7 @@ def problems(config: Config) -> list[str]:
         ),
         (p.context > 1, "ranks hold parts of each sequence; set parallel.context to 1"),
         (
-            config.rollout.truncated,
+            config.rollout.has_sampling_mask,
             "log-probs over what top-p, top-k and min-p left are the engine's own; set them to 1, -1 and 0",
         ),
     )

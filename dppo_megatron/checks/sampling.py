@@ -26,7 +26,7 @@ def _distribution(config: Config) -> list[str]:
     out = []
     if r.top_p == 0:
         out.append("rollout.top_p = 0.0: no token is left to draw from; set it above 0, to 1 for all tokens")
-    if r.truncated and r.top_k <= 0:
+    if r.has_sampling_mask and r.top_k <= 0:
         name, value = ("top_p", r.top_p) if r.top_p < 1 else ("min_p", r.min_p)
         out.append(
             f"rollout.{name} = {value}: on a flat distribution it leaves most of the vocabulary, of every "

@@ -64,13 +64,13 @@ class RolloutConfig(Section):
     )
 
     @property
-    def truncated(self) -> bool:
+    def has_sampling_mask(self) -> bool:
         """Whether tokens are drawn from a part of the vocabulary, which the trainer then replays."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
-    def truncation(self) -> dict[str, Any]:
-        """What a request to an engine says of it."""
-        if not self.truncated:
+    def mask_request(self) -> dict[str, Any]:
+        """The fields of a `GenerateRequest` that set the sampling mask."""
+        if not self.has_sampling_mask:
             return {}
-        return {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p, "kept": True}
+        return {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p, "sampling_mask": True}

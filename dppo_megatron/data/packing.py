@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from dppo_megatron.types import POLICY, Prompt, Rollout, TokenBatch
+from dppo_megatron.types import COLUMNS, Column, Prompt, Rollout, TokenBatch, column_named
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """A prompt with the response to learn from. Supervised sequences have no rollout fields.
+    """A prompt with the response to learn from. Supervised sequences have no columns.
 
-    Of the S response tokens R are learned from: all, or those of `sampled`. The others are read and nothing else.
+    R of the S response tokens are learned from: all, or those of `sampled`. The others are only read.
     """
 
     prompt_ids: np.ndarray  # [P] int32, at least one token: it predicts the first of the response
     response_ids: np.ndarray  # [S] int32
     loss_weight: float  # of every token that is learned from, its share of the global batch; 0 = carries no loss
     advantage: float | np.ndarray | None = None  # scalar or [R] fp32
-    rollout_logprob: np.ndarray | None = None  # [R] fp32
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # of the R tokens, by the names in `COLUMNS`
     temperature: float = 1.0
-    topk_ids: np.ndarray | None = None  # [R, K] int32, -1 = absent
-    rollout_topk_logprob: np.ndarray | None = None  # [R, K] fp32
-    routed_experts: np.ndarray | None = None  # [P + S - 1, L, k] of every token but the last, for routing replay
     sampled: np.ndarray | None = None  # [S] bool, R of them; None: all
-    kept_ids: np.ndarray | None = None  # [sum of kept_counts] int32, what each token was drawn from; None = everything
-    kept_counts: np.ndarray | None = None  # [R] int32
 
     @classmethod
     def of_rollout(
@@ -44,21 +39,12 @@ class TokenSequence:
         temperature: float = 1.0,
         replay_routing: bool = False,
     ) -> TokenSequence:
-        """A sampled response with the log-probs, and if requested the routing, of the policy that sampled it."""
-        return cls(
-            prompt.token_ids,
-            rollout.token_ids,
-            loss_weight,
-            advantage,
-            rollout.rollout_logprob,
-            temperature,
-            rollout.topk_ids,
-            rollout.rollout_topk_logprob,
-            rollout.routed_experts if replay_routing else None,
-            None if rollout.spans is None else np.repeat(rollout.spans[:, 0] == POLICY, rollout.spans[:, 1]),
-            rollout.kept_ids,
-            rollout.kept_counts,
-        )
+        """A sampled response with the values, and if requested the routing, of the policy that sampled it."""
+        columns = {
+            c.name: rollout.column(c.name) for c in COLUMNS if c.packed and (c.part != "routes" or replay_routing)
+        }
+        columns = {name: array for name, array in columns.items() if array is not None}
+        return cls(prompt.token_ids, rollout.token_ids, loss_weight, advantage, columns, temperature, rollout.sampled)
 
     @classmethod
     def of_answer(cls, prompt: Prompt, answer_ids: np.ndarray, *, loss_weight: float) -> TokenSequence:
@@ -75,100 +61,133 @@ class TokenSequence:
 
 
 def pack(sequences: Sequence[TokenSequence], *, topk: int = 0, share_prefixes: bool = False) -> TokenBatch:
-    """One micro-batch on the CPU, sequences end to end in the given order.
+    """Pack one micro-batch on the CPU, sequences end to end in the given order; `TokenBatch` has an example.
 
-    All sequences must have the same optional fields, those that the result has.
+    All sequences must have the same columns, those that the result has.
     Without sequences the result is a filler: a single masked token with zero loss weight, rollout fields and
     `topk` top-K entries, so that a rank with nothing to do runs the same collectives as the others.
     share_prefixes: a prompt that is the same as that of the sequence before is to be computed once.
     Raises `ValueError` for an empty prompt, fields whose lengths or presence disagree, and weights or
     advantages that are not finite.
     """
-    _check(sequences)
+    for index, s in enumerate(sequences):
+        if problem := _problem(s, sequences[0]):
+            raise ValueError(f"sequence {index}: {problem}")
     if not sequences:
         return _filler(topk)
-    prompt_sizes = np.array([len(s.prompt_ids) for s in sequences])
-    response_sizes = np.array([len(s.response_ids) for s in sequences])
-    sizes = prompt_sizes + response_sizes
-    ends = np.cumsum(sizes)
-    starts = ends - sizes
-    total = int(ends[-1])
-
-    # Response token j is predicted by the row before it: start + P + j - 1.
-    responses = int(response_sizes.sum())
-    before = np.cumsum(response_sizes) - response_sizes
-    rows = np.repeat(starts + prompt_sizes - 1 - before, response_sizes) + np.arange(responses)
-    targets = np.concatenate([s.response_ids for s in sequences])
-    learned_sizes = np.array([s.learned for s in sequences])
-    whole = learned_sizes.sum() == responses
-    if not whole:
-        sampled = [np.ones(len(s.response_ids), np.bool_) if s.sampled is None else s.sampled for s in sequences]
-        rows, targets = (of_all[np.concatenate(sampled)] for of_all in (rows, targets))
-
-    def per_row(values: Any, dtype: Any, fill: float = 0) -> torch.Tensor:
-        values = np.asarray(values)
-        out = np.full((total, *values.shape[1:]), fill, dtype=dtype)
-        out[rows] = values
-        return torch.from_numpy(out)
-
-    def of_lists(values: list[np.ndarray], dtype: Any, fill: float) -> torch.Tensor:
-        """`per_row` of [R, K] each, copied once: of long responses top-K lists are most of the bytes."""
-        if not whole:
-            return per_row(np.concatenate(values), dtype, fill)
-        gaps = prompt_sizes - (np.arange(len(sizes)) == 0)  # rows before a response and after the one before it
-        filling = np.full((max(int(gaps.max()), 1), values[0].shape[1]), fill, dtype=dtype)
-        pieces = [piece for gap, value in zip(gaps, values, strict=True) for piece in (filling[:gap], value)]
-        return torch.from_numpy(np.concatenate([*pieces, filling[:1]], dtype=dtype))
-
-    def per_response(values: list[Any]) -> np.ndarray:
-        return np.repeat(np.array(values, dtype=np.float32), learned_sizes)
-
-    token_ids = np.concatenate([part for s in sequences for part in (s.prompt_ids, s.response_ids)])
-    positions = np.arange(total) - np.repeat(starts, sizes)
-    loss_weight = per_response([s.loss_weight for s in sequences])
+    places = _Places.of(sequences)
+    loss_weight = places.of_learned([s.loss_weight for s in sequences])
     carries_loss = loss_weight != 0
     finite = np.isfinite(loss_weight).all()
+    token_ids = np.concatenate([part for s in sequences for part in (s.prompt_ids, s.response_ids)])
+    targets = np.concatenate([s.response_ids for s in sequences])[places.learned]
     batch: dict[str, torch.Tensor] = {
         "token_ids": torch.from_numpy(token_ids.astype(np.int64)),
-        "position_ids": torch.from_numpy(positions),
-        "cu_seqlens": torch.tensor([0, *ends.tolist()], dtype=torch.int32),
-        "target_ids": per_row(np.where(carries_loss, targets, 0), np.int64),
-        "mask": per_row(carries_loss, np.bool_),
-        "loss_weight": per_row(loss_weight, np.float32),
+        "position_ids": torch.from_numpy(np.arange(places.total) - np.repeat(places.ends - places.sizes, places.sizes)),
+        "cu_seqlens": torch.tensor([0, *places.ends.tolist()], dtype=torch.int32),
+        "target_ids": places.at_rows(np.where(carries_loss, targets, 0), np.int64),
+        "mask": places.at_rows(carries_loss, np.bool_),
+        "loss_weight": places.at_rows(loss_weight, np.float32),
     }
-    first = sequences[0]
-    if first.rollout_logprob is not None:
-        if any(isinstance(s.advantage, np.ndarray) for s in sequences):
-            advantage = np.concatenate([np.broadcast_to(s.advantage, s.learned) for s in sequences])
-        else:
-            advantage = per_response([s.advantage for s in sequences])
+    if sequences[0].advantage is not None:
+        advantage = _advantages(sequences, places)
         finite &= np.isfinite(advantage).all()
-        temperature = np.repeat(np.array([s.temperature for s in sequences], dtype=np.float32), sizes)
-        batch["advantage"] = per_row(advantage, np.float32)
-        batch["rollout_logprob"] = per_row(np.concatenate([s.rollout_logprob for s in sequences]), np.float32)
+        temperature = np.repeat(np.array([s.temperature for s in sequences], dtype=np.float32), places.sizes)
+        batch["advantage"] = places.at_rows(advantage, np.float32)
         batch["temperature"] = torch.from_numpy(temperature)
-    if first.topk_ids is not None:
-        batch["topk_ids"] = of_lists([s.topk_ids for s in sequences], np.int32, fill=-1)
-        batch["rollout_topk_logprob"] = of_lists([s.rollout_topk_logprob for s in sequences], np.float32, fill=0)
-    if first.kept_counts is not None:
-        counts = np.concatenate([s.kept_counts for s in sequences])
-        kept_ids = np.concatenate([s.kept_ids for s in sequences])
-        batch["kept_ids"] = torch.from_numpy(kept_ids[np.repeat(carries_loss, counts)].astype(np.int32))
-        batch["kept_counts"] = per_row(np.where(carries_loss, counts, 0), np.int32)
-    if first.routed_experts is not None:
-        # A response's last token is not read when sampling: the trainer routes it itself, and nothing depends on it.
-        routed = np.empty((total, *first.routed_experts.shape[1:]), dtype=np.int16)
-        routed[ends - 1] = -1
-        for start, size, s in zip(starts, sizes, sequences, strict=True):
-            routed[start : start + size - 1] = s.routed_experts
-        batch["routed_experts"] = torch.from_numpy(routed)
-    if share_prefixes:
-        batch["shared_prefix"] = torch.tensor(_shared_prefixes(sequences), dtype=torch.int32)
     if not finite:
         raise ValueError(
             "a loss_weight or advantage is not finite; it would make the gradient not finite of the whole batch"
         )
-    return TokenBatch(**batch)
+    columns = {
+        column.name: _packed(column, sequences, places, carries_loss)
+        for column in COLUMNS
+        if column.name in sequences[0].columns
+    }
+    if share_prefixes:
+        batch["shared_prefix"] = torch.tensor(_shared_prefixes(sequences), dtype=torch.int32)
+    return TokenBatch.of(columns, **batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the tokens of sequences lie in the packed batch.
+
+    Example of prompts of 2 and 1 tokens with responses of 2 and 1: the batch is [p p r r | p r], total 6. Response
+    tokens lie at rows 2, 3 and 5, and the rows before them predict them: rows [1, 2, 4].
+    """
+
+    prompts: np.ndarray  # [B], tokens of each prompt
+    sizes: np.ndarray  # [B], prompt and response
+    ends: np.ndarray  # [B]
+    learned_sizes: np.ndarray  # [B]
+    learned: np.ndarray | slice  # of all response tokens end to end, those that are learned from
+    rows: np.ndarray  # [sum of learned_sizes], the row that predicts each
+
+    @classmethod
+    def of(cls, sequences: Sequence[TokenSequence]) -> _Places:
+        prompts = np.array([len(s.prompt_ids) for s in sequences])
+        responses = np.array([len(s.response_ids) for s in sequences])
+        ends = np.cumsum(prompts + responses)
+        # Response token j of a sequence is predicted by the row before it: end - S + j - 1.
+        first = ends - responses - 1
+        rows = np.repeat(first - (np.cumsum(responses) - responses), responses) + np.arange(responses.sum())
+        learned: np.ndarray | slice = slice(None)
+        if any(s.sampled is not None for s in sequences):
+            sampled = [np.ones(len(s.response_ids), np.bool_) if s.sampled is None else s.sampled for s in sequences]
+            learned = np.concatenate(sampled)
+        learned_sizes = np.array([s.learned for s in sequences])
+        return cls(prompts, prompts + responses, ends, learned_sizes, learned, rows[learned])
+
+    @property
+    def total(self) -> int:
+        return int(self.ends[-1])
+
+    def of_learned(self, values: list[Any]) -> np.ndarray:
+        """[sum of learned_sizes] fp32 of one value a sequence."""
+        return np.repeat(np.array(values, dtype=np.float32), self.learned_sizes)
+
+    def at_rows(self, values: np.ndarray, dtype: Any, fill: float = 0) -> torch.Tensor:
+        """The values [sum of learned_sizes, ...] at the rows that predict their tokens, `fill` at all others."""
+        out = np.full((self.total, *values.shape[1:]), fill, dtype=dtype)
+        out[self.rows] = values
+        return torch.from_numpy(out)
+
+    def end_to_end(self, values: list[np.ndarray], dtype: Any, fill: float) -> torch.Tensor:
+        """`at_rows` where all response tokens are learned from, copied once: top-K lists are most of the bytes."""
+        gaps = self.prompts - (np.arange(len(self.sizes)) == 0)  # rows before a response and after the one before it
+        filling = np.full((max(int(gaps.max()), 1), *values[0].shape[1:]), fill, dtype=dtype)
+        pieces = [piece for gap, value in zip(gaps, values, strict=True) for piece in (filling[:gap], value)]
+        return torch.from_numpy(np.concatenate([*pieces, filling[:1]], dtype=dtype))
+
+
+def _packed(
+    column: Column, sequences: Sequence[TokenSequence], places: _Places, carries_loss: np.ndarray
+) -> torch.Tensor:
+    """One column of all sequences. Sampling masks of targets without loss are left out, their counts 0."""
+    values = [s.columns[column.name] for s in sequences]
+    if column.rows == "read":
+        # A response's last token is not read when sampling: the trainer computes it itself, and nothing depends on it.
+        out = np.empty((places.total, *values[0].shape[1:]), dtype=column.packed)
+        out[places.ends - 1] = column.fill
+        for end, size, value in zip(places.ends, places.sizes, values, strict=True):
+            out[end - size : end - 1] = value
+        return torch.from_numpy(out)
+    if column.rows == "listed":
+        counts = np.concatenate([s.columns[column.counts] for s in sequences])
+        return torch.from_numpy(np.concatenate(values)[np.repeat(carries_loss, counts)].astype(column.packed))
+    if column.shape and isinstance(places.learned, slice):
+        return places.end_to_end(values, column.packed, column.fill)
+    found = np.concatenate(values)
+    if any(column.name == other.counts for other in COLUMNS):
+        found = np.where(carries_loss, found, 0)
+    return places.at_rows(found, column.packed, column.fill)
+
+
+def _advantages(sequences: Sequence[TokenSequence], places: _Places) -> np.ndarray:
+    if any(isinstance(s.advantage, np.ndarray) for s in sequences):
+        return np.concatenate([np.broadcast_to(s.advantage, s.learned) for s in sequences])  # type: ignore[arg-type]
+    return places.of_learned([s.advantage for s in sequences])
 
 
 def _shared_prefixes(sequences: Sequence[TokenSequence]) -> list[int]:
@@ -196,38 +215,26 @@ def _filler(topk: int) -> TokenBatch:
     )
 
 
-def _check(sequences: Sequence[TokenSequence]) -> None:
-    for index, s in enumerate(sequences):
-        if problem := _problem(s, sequences[0]):
-            raise ValueError(f"sequence {index}: {problem}")
-
-
 def _problem(s: TokenSequence, first: TokenSequence) -> str:
+    """Why a sequence cannot be packed with the first; empty when it can."""
     if s.sampled is not None and s.sampled.shape != s.response_ids.shape:
         return f"{len(s.sampled)} marks of sampled tokens for {len(s.response_ids)} response tokens"
-    learned = s.learned
-    width = _width(first.topk_ids)
     if len(s.prompt_ids) == 0:
         return "empty prompt: nothing predicts the first response token"
-    if (s.rollout_logprob is None) != (first.rollout_logprob is None) or _width(s.topk_ids) != width:
-        return "rollout log-probs or top-K differ from those of sequence 0 in presence or K"
-    if s.rollout_logprob is not None and (s.advantage is None or len(s.rollout_logprob) != learned):
+    if differing := s.columns.keys() ^ first.columns.keys():
+        return f"{', '.join(sorted(differing))} must be present in all sequences, as in sequence 0, or in none"
+    if (s.advantage is None) != ("rollout_logprob" not in s.columns):
         return "a rollout needs an advantage and one log-prob per sampled token"
-    if s.topk_ids is not None and (
-        s.rollout_topk_logprob is None or not s.topk_ids.shape == s.rollout_topk_logprob.shape == (learned, width)
-    ):
-        return f"top-K ids and log-probs must both be [{learned}, {width}]"
-    if (s.kept_counts is None) != (first.kept_counts is None) or (s.kept_ids is None) != (s.kept_counts is None):
-        return "kept ids and counts must both be there, as in sequence 0, or neither"
-    if s.kept_counts is not None and (len(s.kept_counts) != learned or int(s.kept_counts.sum()) != len(s.kept_ids)):
-        return f"{len(s.kept_ids)} kept ids with {len(s.kept_counts)} counts, {learned} sampled tokens"
-    routed = None if s.routed_experts is None else s.routed_experts.shape
-    if (routed is None) != (first.routed_experts is None) or (
-        routed is not None and routed != (len(s) - 1, *first.routed_experts.shape[1:])
-    ):
-        return f"routed experts {routed}: expected one row for each of {len(s) - 1} tokens, or none as in sequence 0"
+    rows = {"sampled": s.learned, "read": len(s) - 1}
+    sizes: dict[str, int] = {}
+    for name, array in s.columns.items():
+        column = column_named(name)
+        if column is None:
+            return f"{name} is no column of types.COLUMNS"
+        size = int(s.columns[column.counts].sum()) if column.rows == "listed" else rows[column.rows]
+        like = first.columns[name]
+        sizes = {**dict(zip(column.shape, like.shape[1:], strict=False)), **sizes}
+        shape = (size, *(sizes.get(dimension, -1) for dimension in column.shape))
+        if array.shape != shape:
+            return f"{name} is {list(array.shape)}, expected {list(shape)}"
     return ""
-
-
-def _width(array: np.ndarray | None) -> int | None:
-    return None if array is None else array.shape[1]

@@ -68,10 +68,10 @@ class GenerateRequest:
     stop_token_ids: tuple[int, ...] = ()
     topk: int = 0  # K most likely tokens per position; 0 = none
     routed_experts: bool = False  # return the experts that each token was routed to
-    top_p: float = 1.0  # below 1 without `kept`: whether log-probs are of what is left is the engine's choice
+    top_p: float = 1.0  # below 1 without `sampling_mask` the engine chooses whether log-probs are over the mask
     top_k: int = 0  # draw from so many most likely tokens; 0 = all
     min_p: float = 0.0  # draw from tokens with at least this share of the most likely one's probability
-    kept: bool = False  # return which tokens top_p, top_k and min_p left at each position
+    sampling_mask: bool = False  # return which tokens top_p, top_k and min_p left at each position
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.ascontiguousarray(self.token_ids, dtype=np.int32))
@@ -91,7 +91,10 @@ class GenerateRequest:
             (not 0 < self.top_p <= 1, f"top_p = {self.top_p} must lie in (0, 1]"),
             (self.top_k < 0, f"top_k = {self.top_k} must not be negative"),
             (not 0 <= self.min_p <= 1, f"min_p = {self.min_p} must lie in [0, 1]"),
-            (self.kept and not (self.top_k and self.temperature), "kept needs top_k, which bounds it, and temperature"),
+            (
+                self.sampling_mask and not (self.top_k and self.temperature),
+                "sampling_mask needs top_k, which bounds it, and temperature",
+            ),
             (self.max_tokens < 1, f"max_tokens = {self.max_tokens} must be at least 1"),
             (self.topk < 0, f"topk = {self.topk} must not be negative"),
         ]
@@ -114,7 +117,7 @@ class EngineInfo:
     engine: str  # name and version of the server
     running: int  # being sampled now: groups of all clients (vLLM), samples of this client (SGLang)
     routed_experts: bool = False  # it can return the experts that each token was routed to
-    kept: bool = False  # it can return which tokens top_p, top_k and min_p left at each position
+    sampling_mask: bool = False  # it can return which tokens top_p, top_k and min_p left at each position
     problems: tuple[str, ...] = ()  # settings it reports as unfit for rollouts, each with its remedy
     instance: str = ""  # names this instance of the server: another one after every restart; "" = unknown
     workers: int = 1  # processes that hold its weights and receive new ones

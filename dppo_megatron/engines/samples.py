@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dppo_megatron.types import Rollout
+from dppo_megatron.types import COLUMNS, Rollout, split_columns
 
 from .protocol import GenerateRequest, InvalidSample
 
@@ -16,84 +17,80 @@ LOGPROB_TOLERANCE = 1e-4  # rounding of a log-softmax; a log-prob above it is no
 
 @dataclass(frozen=True, slots=True)
 class GroupSamples:
-    """`n` samples, `S` response tokens in all, the `K` most likely tokens of a position."""
+    """`n` samples end to end: `S` response tokens in all, and `columns` as `COLUMNS` describes them.
+
+    Example of two samples: lengths [2, 1], token_ids [5, 6, 9], columns {"rollout_logprob": [-1.0, -0.5, -2.0],
+    "versions": [3, 3, 4]}. The last of each belongs to the second sample. "read" columns have P - 1 rows more for each
+    sample.
+    """
 
     lengths: np.ndarray  # [n] int32
     finish_reasons: tuple[str, ...]  # [n]
     token_ids: np.ndarray  # [S] int32
-    rollout_logprob: np.ndarray  # [S] fp32
-    versions: np.ndarray  # [S] int32
-    topk_ids: np.ndarray | None = None  # [S, K] int32
-    rollout_topk_logprob: np.ndarray | None = None  # [S, K] fp32
-    # [n (P - 1) + S, L, k] uint8 | uint16: P + R - 1 rows of every sample
-    routed_experts: np.ndarray | None = None
-    kept_ids: np.ndarray | None = None  # [sum of kept_counts] int32, ascending at every position
-    kept_counts: np.ndarray | None = None  # [S] int32
+    columns: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, samples: Sequence[Rollout]) -> GroupSamples:
+        """The samples of one group, all with the same columns."""
+        found = [sample.columns for sample in samples]
+        return cls(
+            lengths=np.array([len(sample.token_ids) for sample in samples], dtype=np.int32),
+            finish_reasons=tuple(sample.finish_reason for sample in samples),
+            token_ids=np.concatenate([sample.token_ids for sample in samples]),
+            columns={name: np.concatenate([columns[name] for columns in found]) for name in found[0]},
+        )
 
     def rollouts(self, prompt_tokens: int) -> tuple[Rollout, ...]:
-        """One `Rollout` per sample of a prompt of `prompt_tokens`; the arrays are views."""
-        ends = np.cumsum(self.lengths)
-        routed_ends = np.cumsum(self.lengths + prompt_tokens - 1)
-        out = []
-        kept_ends = np.array([0]) if self.kept_counts is None else np.append(0, np.cumsum(self.kept_counts))
-        for length, end, routed_end, reason in zip(self.lengths, ends, routed_ends, self.finish_reasons, strict=True):
-            rows = slice(int(end - length), int(end))
-            routed = slice(int(routed_end - length) - prompt_tokens + 1, int(routed_end))
-            out.append(
-                Rollout(
-                    token_ids=self.token_ids[rows],
-                    rollout_logprob=self.rollout_logprob[rows],
-                    versions=self.versions[rows],
-                    finish_reason=reason,
-                    topk_ids=None if self.topk_ids is None else self.topk_ids[rows],
-                    rollout_topk_logprob=None if self.rollout_topk_logprob is None else self.rollout_topk_logprob[rows],
-                    routed_experts=None if self.routed_experts is None else self.routed_experts[routed],
-                    kept_ids=None
-                    if self.kept_ids is None
-                    else self.kept_ids[slice(*kept_ends[[rows.start, rows.stop]])],
-                    kept_counts=None if self.kept_counts is None else self.kept_counts[rows],
-                )
-            )
-        return tuple(out)
+        """One `Rollout` for each sample of a prompt of `prompt_tokens`; the arrays are views."""
+        tokens = np.split(self.token_ids, np.cumsum(self.lengths)[:-1])
+        columns = split_columns(self.columns, self.lengths, self.lengths + prompt_tokens - 1)
+        return tuple(
+            Rollout.of(own, token_ids=ids, finish_reason=reason)
+            for own, ids, reason in zip(columns, tokens, self.finish_reasons, strict=True)
+        )
 
     def check(self, request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
-        """Raises `InvalidSample`, naming the sample and what is wrong, unless these can answer `request`."""
+        """Raise `InvalidSample`, naming the sample and the fault, unless these can answer `request`."""
         self._check_shapes(request)
         check = _Check(request.request_id, self.lengths)
+        logprob = self.columns["rollout_logprob"]
         check.tokens((self.token_ids < 0) | (self.token_ids >= vocab_size), f"token id outside [0, {vocab_size})")
-        check.tokens(~np.isfinite(self.rollout_logprob), "log-prob is missing or not finite")
-        check.tokens(self.rollout_logprob > LOGPROB_TOLERANCE, "log-prob above 0")
-        check.tokens(self.versions < 0, "token carries no policy version")
+        check.tokens(~np.isfinite(logprob), "log-prob is missing or not finite")
+        check.tokens(logprob > LOGPROB_TOLERANCE, "log-prob above 0")
+        check.tokens(self.columns["versions"] < 0, "token carries no policy version")
         self._check_ends(request, check, max_model_len)
-        if request.kept:
-            self._check_kept(check, vocab_size)
+        if request.sampling_mask:
+            self._check_mask(check, vocab_size)
         if request.topk:
             self._check_topk(check, vocab_size)
-        if request.routed_experts:
-            self._check_experts(request)
+        if request.routed_experts and not _distinct(self.columns["routed_experts"]):
+            raise InvalidSample(f"group {request.request_id}: a token is routed to the same expert twice")
 
     def _check_shapes(self, request: GenerateRequest) -> None:
-        n, k = request.n, request.topk
         total = int(self.lengths.sum()) if self.lengths.ndim == 1 else -1
-        expected = {
-            "lengths": (self.lengths, (n,)),
-            "token_ids": (self.token_ids, (total,)),
-            "rollout_logprob": (self.rollout_logprob, (total,)),
-            "versions": (self.versions, (total,)),
-        }
-        if k:
-            expected |= {
-                "topk_ids": (self.topk_ids, (total, k)),
-                "rollout_topk_logprob": (self.rollout_topk_logprob, (total, k)),
-            }
-        for name, (array, shape) in expected.items():
-            if array is None or array.shape != shape:
-                found = "missing" if array is None else f"of shape {array.shape}"
-                raise InvalidSample(f"group {request.request_id}: {name} is {found}, expected {shape}")
-        if len(self.finish_reasons) != n:
+        self._expect(request, "lengths", self.lengths, (request.n,))
+        self._expect(request, "token_ids", self.token_ids, (total,))
+        rows = {"sampled": total, "read": total + request.n * (len(request.token_ids) - 1)}
+        for column in sorted(COLUMNS, key=lambda c: c.rows == "listed"):  # after their counts
+            if column.asked_by and not getattr(request, column.asked_by):
+                continue
+            array = self.columns.get(column.name)
+            size = int(self.columns[column.counts].sum()) if column.rows == "listed" else rows[column.rows]
+            # Only K is known here; other dimensions may have any size.
+            sizes = [request.topk if name == "K" else None for name in column.shape]
+            if array is not None and array.ndim == 1 + len(sizes):
+                sizes = [have if size is None else size for size, have in zip(sizes, array.shape[1:], strict=True)]
+            self._expect(request, column.name, array, (size, *sizes))
+        if len(self.finish_reasons) != request.n:
             raise InvalidSample(
-                f"group {request.request_id}: {len(self.finish_reasons)} finish reasons for {n} samples"
+                f"group {request.request_id}: {len(self.finish_reasons)} finish reasons for {request.n} samples"
             )
+
+    @staticmethod
+    def _expect(request: GenerateRequest, name: str, array: np.ndarray | None, shape: tuple[int | None, ...]) -> None:
+        if array is None or array.shape != shape:
+            found = "missing" if array is None else f"of shape {array.shape}"
+            raise InvalidSample(f"group {request.request_id}: {name} is {found}, expected {shape}")
 
     def _check_ends(self, request: GenerateRequest, check: _Check, max_model_len: int) -> None:
         reasons = np.asarray(self.finish_reasons)
@@ -111,59 +108,50 @@ class GroupSamples:
         check.tokens(is_last & stopped & ~is_stop, "finish reason is stop but the last token is no stop token")
 
     def _check_topk(self, check: _Check, vocab_size: int) -> None:
-        ids, logprobs = self.topk_ids, self.rollout_topk_logprob
+        ids, logprobs = self.columns["topk_ids"], self.columns["rollout_topk_logprob"]
         listed = np.ones(ids.shape, dtype=bool)
-        if self.kept_counts is not None:  # what is missing at the end of a list has probability 0
+        if (counts := self.columns.get("sampling_mask_counts")) is not None:  # other tokens have probability 0
             places = np.arange(ids.shape[1])
-            listed = places < self.kept_counts[:, None]
+            listed = places < counts[:, None]
             check.tokens(((ids >= 0) != listed).any(1), "the top K are more or fewer than the tokens that were left")
             ids, logprobs = np.where(listed, ids, vocab_size + places), np.where(listed, logprobs, np.float32(-1e30))
-            check.tokens((listed & ~self._kept(ids, vocab_size)).any(1), "a top-K id is not among the tokens left")
+            check.tokens((listed & ~self._in_mask(ids, vocab_size)).any(1), "a top-K id is not among the tokens left")
         check.tokens((listed & ((ids < 0) | (ids >= vocab_size))).any(1), f"top-K id outside [0, {vocab_size})")
         check.tokens(~np.isfinite(logprobs).all(1), "top-K log-prob is missing or not finite")
         check.tokens((np.diff(logprobs, axis=1) > LOGPROB_TOLERANCE).any(1), "top-K log-probs are not in order")
         check.tokens(np.exp(logprobs).sum(1) > 1 + 1e-3, "top-K probabilities sum to more than 1")
         check.tokens((np.diff(np.sort(ids, axis=1), axis=1) == 0).any(1), "an id is in the top K twice")
         sampled = ids == self.token_ids[:, None]
-        differs = sampled & (np.abs(logprobs - self.rollout_logprob[:, None]) > LOGPROB_TOLERANCE)
+        differs = sampled & (np.abs(logprobs - self.columns["rollout_logprob"][:, None]) > LOGPROB_TOLERANCE)
         check.tokens(differs.any(1), "top-K log-prob of the sampled token differs from its own")
 
-    def _check_kept(self, check: _Check, vocab_size: int) -> None:
-        ids, counts = self.kept_ids, self.kept_counts
-        if ids is None or counts is None or counts.shape != self.token_ids.shape or ids.shape != (int(counts.sum()),):
-            raise InvalidSample(
-                f"group {check.request_id}: the kept ids of {len(self.token_ids)} tokens are incomplete"
-            )
+    def _check_mask(self, check: _Check, vocab_size: int) -> None:
+        ids, counts = self.columns["sampling_mask_ids"], self.columns["sampling_mask_counts"]
         check.tokens(counts < 1, "no token was left to draw from")
         if not len(counts):
             return
         starts = np.cumsum(counts) - counts
-        check.tokens(
-            np.logical_or.reduceat((ids < 0) | (ids >= vocab_size), starts), f"kept id outside [0, {vocab_size})"
-        )
+        outside = np.logical_or.reduceat((ids < 0) | (ids >= vocab_size), starts)
+        check.tokens(outside, f"sampling mask id outside [0, {vocab_size})")
         again = np.diff(ids, prepend=-1) <= 0
         again[starts] = False
-        check.tokens(np.logical_or.reduceat(again, starts), "kept ids are not ascending")
-        drawn = self._kept(self.token_ids[:, None], vocab_size)[:, 0]
+        check.tokens(np.logical_or.reduceat(again, starts), "sampling mask ids are not ascending")
+        drawn = self._in_mask(self.token_ids[:, None], vocab_size)[:, 0]
         check.tokens(~drawn, "the sampled token is not among those that were left to draw from")
 
-    def _kept(self, ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    def _in_mask(self, ids: np.ndarray, vocab_size: int) -> np.ndarray:
         """[S, n] bool: whether each of ids [S, n] was left to draw from at its position."""
         tokens = np.arange(len(ids), dtype=np.int64)
         width = vocab_size + ids.shape[1]
-        kept = np.repeat(tokens, self.kept_counts) * width + self.kept_ids  # ascending
+        # Ascending numbers, token by token, so that one search finds all ids.
+        left = np.repeat(tokens, self.columns["sampling_mask_counts"]) * width + self.columns["sampling_mask_ids"]
         wanted = tokens[:, None] * width + ids
-        return kept[np.searchsorted(kept, wanted).clip(max=len(kept) - 1)] == wanted
+        return left[np.searchsorted(left, wanted).clip(max=len(left) - 1)] == wanted
 
-    def _check_experts(self, request: GenerateRequest) -> None:
-        experts = self.routed_experts
-        rows = len(self.token_ids) + request.n * (len(request.token_ids) - 1)
-        if experts is None or experts.ndim != 3 or len(experts) != rows:
-            found = "missing" if experts is None else f"of shape {experts.shape}"
-            raise InvalidSample(f"group {request.request_id}: routed experts are {found}, expected {rows} rows")
-        ordered = np.sort(experts, axis=2)
-        if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
-            raise InvalidSample(f"group {request.request_id}: a token is routed to the same expert twice")
+
+def _distinct(experts: np.ndarray) -> bool:
+    ordered = np.sort(experts, axis=2)
+    return not (ordered[:, :, 1:] == ordered[:, :, :-1]).any()
 
 
 def absent_experts(prompt_tokens: int, layers: int, k: int) -> np.ndarray:
@@ -182,7 +170,7 @@ def check_scores(what: str, logprobs: np.ndarray | None, expected: int) -> np.nd
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """Turns a mask of wrong tokens or samples into an error that names the first of them."""
+    """Raises an error that names the first wrong token or sample of an array of flags."""
 
     request_id: str
     lengths: np.ndarray

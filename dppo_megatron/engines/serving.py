@@ -115,7 +115,7 @@ def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | Non
             "--enable-return-routed-experts, or set rollout.routing_replay to false",
         ),
         (
-            rollout.truncated and not info.kept,
+            rollout.has_sampling_mask and not info.sampling_mask,
             f"does not report which tokens rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k}, min_p = "
             f"{rollout.min_p} left to draw from, which the trainer replays; start it with --return-sampling-mask (vLLM "
             "on GPUs), or set them to 1, -1 and 0",

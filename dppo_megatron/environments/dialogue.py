@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Rollout
+from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Rollout, join_columns
 
 from .interface import Message
 
@@ -18,9 +18,7 @@ log = logging.getLogger(__name__)
 Render = Callable[[Sequence[dict[str, Any]]], str]
 """A chat as the model reads it, up to where it answers."""
 
-# What a rollout says of each of its tokens; the parts of a branch stand end to end.
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-OF_TOKENS = ("rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "kept_ids", "kept_counts")
 
 
 class Codec(Protocol):
@@ -144,26 +142,17 @@ def common_beginning(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 def as_rollout(branch: Sequence[Piece], prompt_tokens: int, finish_reason: str, trajectory: int) -> Rollout:
     """A branch as the bank stores it, behind a prompt of `prompt_tokens` with which it begins."""
-    own = [piece.sampled for piece in branch if piece.sampled is not None]
     spans = [[piece.origin, len(piece.token_ids), piece.turn] for piece in branch if len(piece.token_ids)]
     skip = prompt_tokens
     while skip:  # the prompt is no span
         spans[0][1], skip = max(spans[0][1] - skip, 0), max(skip - spans[0][1], 0)
         spans = spans if spans[0][1] else spans[1:]
-    experts = None
-    if own[0].routed_experts is not None:
-        experts = own[0].routed_experts
-        for rollout in own[1:]:  # of the tokens read before, those that the policy of the time was routed to
-            assert rollout.routed_experts is not None
-            experts = np.concatenate([experts, rollout.routed_experts[len(experts) :]])
-    parts = {name: [getattr(rollout, name) for rollout in own] for name in OF_TOKENS}
-    return Rollout(
+    return Rollout.of(
+        join_columns([piece.sampled.columns for piece in branch if piece.sampled is not None]),
         token_ids=ids_of(branch)[prompt_tokens:],
         finish_reason=finish_reason,
-        routed_experts=experts,
         spans=np.array(spans, np.int32),
         trajectory=trajectory,
-        **{name: None if of[0] is None else np.concatenate(of) for name, of in parts.items()},
     )
 
 

@@ -19,7 +19,7 @@ from dppo_megatron.data.rows import column
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.engines.samples import absent_experts
 from dppo_megatron.rewards import RewardPool
-from dppo_megatron.types import ENVIRONMENT, Prompt, Rollout, RolloutGroup
+from dppo_megatron.types import COLUMNS, ENVIRONMENT, Prompt, Rollout, RolloutGroup
 
 from .conversation import Conversation, Refused
 from .dialogue import Dialogue, Piece, Render, as_rollout, common_beginning, opening_tokens, readable
@@ -89,7 +89,7 @@ class Episodes:
             stop_token_ids=self._stop_token_ids,
             topk=rollout.topk_logprobs,
             routed_experts=rollout.routing_replay,
-            **rollout.truncation,
+            **rollout.mask_request,
         )
         turns = [Turns() for _ in request.seeds]
         if self._journals is not None:
@@ -355,19 +355,13 @@ class Episodes:
 
     def _nothing(self, prompt_tokens: int, trajectory: int) -> Rollout:
         """A trajectory whose environment failed before its first turn."""
-        none, lists = np.zeros(0, np.int32), None
-        kept = none if self._config.rollout.truncated else None
-        if k := self._config.rollout.topk_logprobs:
-            lists = np.zeros((0, k), np.int32)
-        return Rollout(
-            token_ids=none,
-            rollout_logprob=none.astype(np.float32),
-            versions=none,
-            finish_reason="abort",
-            topk_ids=lists,
-            rollout_topk_logprob=None if lists is None else lists.astype(np.float32),
-            routed_experts=None if self._routing is None else absent_experts(prompt_tokens, *self._routing),
-            kept_ids=kept,
-            kept_counts=kept,
-            trajectory=trajectory,
-        )
+        rollout = self._config.rollout
+        asked = {"topk": rollout.topk_logprobs, "sampling_mask": rollout.has_sampling_mask}
+        columns = {
+            c.name: np.zeros((0, *(rollout.topk_logprobs for _ in c.shape)), c.dtypes[0])
+            for c in COLUMNS
+            if c.rows != "read" and (not c.asked_by or asked[c.asked_by])
+        }
+        if self._routing is not None:
+            columns["routed_experts"] = absent_experts(prompt_tokens, *self._routing)
+        return Rollout.of(columns, token_ids=np.zeros(0, np.int32), finish_reason="abort", trajectory=trajectory)

@@ -31,7 +31,7 @@ from dppo_megatron.engines.protocol import (
     GenerateRequest,
     InvalidSample,
 )
-from dppo_megatron.types import Rollout
+from dppo_megatron.types import Rollout, join_columns
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Sampler:
             piece += 1
             self._counts["rollout/continued_samples"] += 1
             (rest,) = await self._send(_continuation(request, sample, rollout.token_ids, left, piece))
-            rollout = _join(len(request.token_ids), rollout, rest)
+            rollout = _join(rollout, rest)
         return rollout
 
     async def _send(self, request: GenerateRequest) -> tuple[Rollout, ...]:
@@ -152,17 +152,10 @@ def _continuation(request: GenerateRequest, sample: int, tokens: np.ndarray, lef
     )
 
 
-def _join(prompt_tokens: int, first: Rollout, rest: Rollout) -> Rollout:
-    """One sample of two pieces, the second sampled behind the tokens of the first."""
-
-    def both(name: str) -> np.ndarray | None:
-        one, two = getattr(first, name), getattr(rest, name)
-        return None if one is None or two is None else np.concatenate([one, two])
-
-    experts = None
-    if first.routed_experts is not None and rest.routed_experts is not None:
-        # Of the tokens that both pieces read, those that the policy of the time was routed to.
-        read = max(prompt_tokens + len(first.token_ids) - 1, 0)
-        experts = np.concatenate([first.routed_experts[:read], rest.routed_experts[read:]])
-    names = ("token_ids", "rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "kept_ids", "kept_counts")
-    return Rollout(**{name: both(name) for name in names}, finish_reason=rest.finish_reason, routed_experts=experts)
+def _join(first: Rollout, rest: Rollout) -> Rollout:
+    """Join two pieces of one sample; the second was sampled after the tokens of the first."""
+    return Rollout.of(
+        join_columns([first.columns, rest.columns]),
+        token_ids=np.concatenate([first.token_ids, rest.token_ids]),
+        finish_reason=rest.finish_reason,
+    )

@@ -279,7 +279,7 @@ class Orchestrator:
                 stop_token_ids=self._stop_token_ids,
                 topk=rollout.topk_logprobs,
                 routed_experts=rollout.routing_replay,
-                **rollout.truncation,
+                **rollout.mask_request,
             )
 
         return await self._sampler.sample(request, f"prompt {prompt.position}")

@@ -143,7 +143,7 @@ def _step_line(model: RankModel, config: Config) -> list[Item]:
 def _per_token(model: RankModel, hf: HFModelConfig, config: Config, work: Work) -> int:
     """Bytes of a token on the device: what the model and the loss read of it."""
     out = 10 * INT64 + config.rollout.topk_logprobs * 8
-    if config.rollout.truncated:  # at most; rollout/kept_tokens_mean says what there was
+    if config.rollout.has_sampling_mask:  # at most; rollout/kept_tokens_mean says what there was
         out += 4 * (1 + config.rollout.top_k)
     if not work.cuda and hf.mla is None:
         out += 2 * hf.head_dim * work.e  # tables of our own rotation

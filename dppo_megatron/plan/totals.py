@@ -105,8 +105,10 @@ def bank_disk(hf: HFModelConfig, config: Config) -> dict[str, int]:
     if r.routing_replay and hf.moe is not None:
         routing = (sum(hf.moe.layers), hf.moe.top_k, 1 if hf.moe.num_experts <= 256 else 2)
     prompt = config.data.max_prompt_tokens
-    left = [size * max(r.top_k, 1) for size in longest] if r.truncated else None  # ids that truncation left, at most
-    table = Shapes(prompt, longest, longest, [1] * r.group_size, r.topk_logprobs, left, routing).table()
+    fields = {"prompt_tokens": prompt, "lengths": longest, "topk": r.topk_logprobs, "routing": routing}
+    if r.has_sampling_mask:
+        fields["kept"] = [size * max(r.top_k, 1) for size in longest]  # at most
+    table = Shapes.of_fields(fields).table()
     tensors = max(entry["data_offsets"][1] for entry in table.values())
     header = len(json.dumps(table, separators=(",", ":"))) + prompt * _TEXT_BYTES
     group = tensors + header + r.group_size * _SAMPLE_BYTES + _GROUP_BYTES

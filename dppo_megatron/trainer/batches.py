@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from dppo_megatron.bank import PARTS, BankEntry, BankReader, ReadBuffer
+from dppo_megatron.bank import BankEntry, BankReader, ReadBuffer
 from dppo_megatron.common.progress import last_progress
 from dppo_megatron.config import Config
 from dppo_megatron.data.micro_batches import Prefixes, computed_pairs, computed_rows, plan_micro_batches
@@ -22,7 +22,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.objectives import ObjectiveProtocol, sequence_weights
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.types import POLICY, Rollout, TokenBatch
+from dppo_megatron.types import PARTS, POLICY, Rollout, TokenBatch
 
 from .step_samples import StepSamples
 
@@ -141,9 +141,9 @@ class BankBatches:
         }
 
     def _kept(self, entries: Sequence[BankEntry]) -> dict[str, float]:
-        if not self._config.rollout.truncated:
+        if not self._config.rollout.has_sampling_mask:
             return {}
-        kept = sum(sum(entry.shapes.kept) for entry in entries)
+        kept = sum(sum(entry.shapes.listed["sampling_mask_ids"]) for entry in entries)
         return {"rollout/kept_tokens_mean": kept / max(sum(sum(entry.shapes.sampled) for entry in entries), 1)}
 
     def _check(self, entries: Sequence[BankEntry]) -> None:
@@ -169,9 +169,9 @@ class BankBatches:
         if entry.topk != rollout.topk_logprobs:
             found = f"has {entry.topk} top-K log-probs per token"
             yield f"rollout.topk_logprobs = {rollout.topk_logprobs}", found, refill
-        if entry.masked != rollout.truncated:
+        if entry.has_sampling_mask != rollout.has_sampling_mask:
             setting = f"rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k}, min_p = {rollout.min_p}"
-            found, remedy = ("with", "as it was") if entry.masked else ("without", "to 1, -1 and 0")
+            found, remedy = ("with", "as it was") if entry.has_sampling_mask else ("without", "to 1, -1 and 0")
             yield setting, f"was sampled {found} truncation", f"set them {remedy}"
         if self._experts is not None:
             layers, top_k = wanted = sum(self._experts.layers), self._experts.top_k
@@ -295,7 +295,7 @@ def parts_of(actor: Actor) -> tuple[str, ...]:
     parts = ["core"]
     acceptance = actor.config.acceptance  # which compares lists on every rank
     if actor.layout.is_last_stage or (acceptance.bound is not None and acceptance.divergence == "objective"):
-        parts += ["topk", "mask"]
+        parts += ["topk", "sampling_mask"]
     if actor.routing is not None and actor.routing.held_layers:
         parts.append("routes")
     return tuple(parts)

@@ -112,8 +112,8 @@ def packed_group(group: RolloutGroup, trained: TrainedTokens, used: Used) -> byt
         arrays["topk_ids"] = np.concatenate([r.topk_ids for r in rollouts])
         arrays["topk_logprob"] = np.concatenate([r.rollout_topk_logprob for r in rollouts])
         used.add(arrays["topk_ids"].reshape(-1))
-    if rollouts[0].kept_counts is not None:
-        arrays["kept"] = np.concatenate([r.kept_counts for r in rollouts])
+    if rollouts[0].sampling_mask_counts is not None:
+        arrays["kept"] = np.concatenate([r.sampling_mask_counts for r in rollouts])
     if group.prompt.position in trained.positions:
         of_samples = [trained.of(group.prompt.position, i, len(r.versions)) for i, r in enumerate(rollouts)]
         arrays |= {f"trainer_{name}": part for name, part in zip(VALUES, np.concatenate(of_samples, 1), strict=True)}

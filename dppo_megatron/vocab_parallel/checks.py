@@ -39,13 +39,22 @@ def check_ids(name: str, ids: Tensor, dim: int, dims: str, tokens: int, device: 
         raise ValueError(f"{name} is on {ids.device}, the logits are on {device}")
 
 
-def check_kept(kept_ids: Tensor | None, kept_counts: Tensor | None, tokens: int, device: torch.device) -> None:
-    if kept_ids is None and kept_counts is None:
+def check_kept(
+    sampling_mask_ids: Tensor | None, sampling_mask_counts: Tensor | None, tokens: int, device: torch.device
+) -> None:
+    if sampling_mask_ids is None and sampling_mask_counts is None:
         return
-    if kept_ids is None or kept_counts is None:
-        raise ValueError("kept_ids and kept_counts belong together: both, or neither")
-    check_ids("kept_counts", kept_counts, 1, "[T]", tokens, device)
-    check_ids("kept_ids", kept_ids, 1, "[N]", len(kept_ids) if kept_ids.dim() else 0, device)
+    if sampling_mask_ids is None or sampling_mask_counts is None:
+        raise ValueError("sampling_mask_ids and sampling_mask_counts belong together: both, or neither")
+    check_ids("sampling_mask_counts", sampling_mask_counts, 1, "[T]", tokens, device)
+    check_ids(
+        "sampling_mask_ids",
+        sampling_mask_ids,
+        1,
+        "[N]",
+        len(sampling_mask_ids) if sampling_mask_ids.dim() else 0,
+        device,
+    )
 
 
 def check_options(entropy: str, backend: str) -> None:
@@ -108,8 +117,12 @@ def check_id_values(
     synchronises with the device, only to say what is wrong.
     """
     values = [int(extreme) for extreme in extremes]
-    kept_ids = None if kept is None else kept.ids
-    for name, low, ids in (("target_ids", 0, target_ids), ("topk_ids", -1, topk_ids), ("kept_ids", 0, kept_ids)):
+    sampling_mask_ids = None if kept is None else kept.ids
+    for name, low, ids in (
+        ("target_ids", 0, target_ids),
+        ("topk_ids", -1, topk_ids),
+        ("sampling_mask_ids", 0, sampling_mask_ids),
+    ):
         if ids is None or ids.numel() == 0:
             continue
         lowest, highest = values[:2]
@@ -125,7 +138,9 @@ def check_id_values(
         raise ValueError(f"temperature must be positive and finite; {bad.numel()} are not, first at {int(bad[0])}")
     if kept is not None and values[0]:
         added = f"add up to {len(kept.ids) + values[0]}" if kept.total >= 0 else "are partly negative"
-        raise ValueError(f"kept_counts {added}, there are {len(kept.ids)} kept_ids")
+        raise ValueError(f"sampling_mask_counts {added}, there are {len(kept.ids)} sampling_mask_ids")
     if kept is not None and values[1]:
         bad = torch.nonzero(kept.missing(target_ids)).flatten()
-        raise ValueError(f"{bad.numel()} target_ids are not in their row's kept_ids, the first at {int(bad[0])}")
+        raise ValueError(
+            f"{bad.numel()} target_ids are not in their row's sampling_mask_ids, the first at {int(bad[0])}"
+        )

@@ -26,14 +26,14 @@ class KeptSets:
     total: Tensor
 
     @classmethod
-    def of(cls, kept_ids: Tensor, kept_counts: Tensor, loss_mask: Tensor | None) -> KeptSets:
-        """kept_ids [N], kept_counts [T] of them in each row. Rows without loss are not restricted. No synchronisation:
-        counts that do not add up to N give wrong rows, never such that are not there."""
-        counts = kept_counts.long()
-        places = torch.arange(len(kept_ids), device=counts.device)
+    def of(cls, sampling_mask_ids: Tensor, sampling_mask_counts: Tensor, loss_mask: Tensor | None) -> KeptSets:
+        """sampling_mask_ids [N], sampling_mask_counts [T] of them in each row. Rows without loss are not restricted.
+        No synchronisation: counts that do not add up to N give wrong rows, never rows that do not exist."""
+        counts = sampling_mask_counts.long()
+        places = torch.arange(len(sampling_mask_ids), device=counts.device)
         rows = torch.searchsorted(counts.cumsum(0), places, right=True).clamp_(max=len(counts) - 1)
         restricted = counts > 0 if loss_mask is None else (counts > 0) & loss_mask
-        return cls(kept_ids.long(), rows, restricted, torch.where((counts < 0).any(), -1, counts.sum()))
+        return cls(sampling_mask_ids.long(), rows, restricted, torch.where((counts < 0).any(), -1, counts.sum()))
 
     def select(self, chosen: Tensor) -> KeptSets:
         """Of the rows [n] `chosen`, ascending. Synchronises with the device."""

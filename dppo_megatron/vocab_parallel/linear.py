@@ -35,8 +35,8 @@ def linear_token_statistics(
     entropy: Literal["none", "metric", "differentiable"] = "metric",
     backend: Literal["auto", "torch", "triton"] = "auto",
     *,
-    kept_ids: Int[Tensor, " N"] | None = None,
-    kept_counts: Int[Tensor, " T"] | None = None,
+    sampling_mask_ids: Int[Tensor, " N"] | None = None,
+    sampling_mask_counts: Int[Tensor, " T"] | None = None,
     bias: Float[Tensor, " V_local"] | None = None,
     loss_mask: Bool[Tensor, " T"] | None = None,
     sequence_parallel: bool = False,
@@ -104,8 +104,12 @@ def linear_token_statistics(
     checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, hidden.device)
     if topk_ids is not None:
         checks.check_ids("topk_ids", topk_ids, 2, "[T, K]", tokens, hidden.device)
-    checks.check_kept(kept_ids, kept_counts, tokens, hidden.device)
-    kept = None if kept_ids is None or kept_counts is None else KeptSets.of(kept_ids, kept_counts, None)
+    checks.check_kept(sampling_mask_ids, sampling_mask_counts, tokens, hidden.device)
+    kept = (
+        None
+        if sampling_mask_ids is None or sampling_mask_counts is None
+        else KeptSets.of(sampling_mask_ids, sampling_mask_counts, None)
+    )
     if loss_mask is not None:
         checks.check_loss_mask(loss_mask, tokens)
     dtype = blocks.accumulation_dtype(hidden.dtype)

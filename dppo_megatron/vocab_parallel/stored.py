@@ -30,8 +30,8 @@ def token_statistics(
     entropy: Literal["none", "metric", "differentiable"] = "metric",
     backend: Literal["auto", "torch", "triton"] = "auto",
     *,
-    kept_ids: Int[Tensor, " N"] | None = None,
-    kept_counts: Int[Tensor, " T"] | None = None,
+    sampling_mask_ids: Int[Tensor, " N"] | None = None,
+    sampling_mask_counts: Int[Tensor, " T"] | None = None,
     loss_mask: Bool[Tensor, " T"] | None = None,
     vocab_start: int | None = None,
     tiles: int | None = None,
@@ -58,12 +58,13 @@ def token_statistics(
         group: tensor-parallel process group (gloo or NCCL); None = logits hold the whole vocabulary.
         entropy: "none" skips it, "metric" gives it without gradient, "differentiable" with.
         backend: "torch", "triton", or "auto": Triton for CUDA tensors where it is installed, else torch.
-        kept_ids: [N] int32 or int64 global ids, the sets of all rows end to end: what top-p, top-k and min-p left to
-            draw the target from. Statistics of a row are then of the distribution over its set alone (its softmax
-            renormalised), and the logits outside get gradient 0. A target outside its set raises; a top-K id
+        sampling_mask_ids: [N] int32 or int64 global ids, the sampling masks of all rows end to end: the tokens that
+            top-p, top-k and min-p left to draw the target from. Statistics of a row are then of the distribution
+            over its mask only (its softmax renormalised), and the logits outside get gradient 0. A target outside its
+            mask raises; a top-K id
             outside counts as non-finite, so pass it as -1. With `inplace` the logits outside the sets become -inf
             already in the forward pass; without, the logits are copied.
-        kept_counts: [T] ids of each row; 0 = the row is over the whole vocabulary. None = all rows are.
+        sampling_mask_counts: [T] ids of each row; 0 = the row is over the whole vocabulary. None = all rows are.
         loss_mask: [T] bool. Rows where it is False hold 0 in every statistic, send no gradient, and may have any
             target, -100 too, and any temperature. None = all rows.
         vocab_start: first global id of this rank's shard, for shards of different sizes.
@@ -101,12 +102,14 @@ def token_statistics(
         topk_ids = None if topk_ids is None else torch.where(loss_mask[:, None], topk_ids, -1)
         if isinstance(temperature, Tensor) and temperature.shape == loss_mask.shape:
             temperature = torch.where(loss_mask, temperature, 1.0)
-    checks.check_kept(kept_ids, kept_counts, tokens, logits.device)
+    checks.check_kept(sampling_mask_ids, sampling_mask_counts, tokens, logits.device)
     dtype = blocks.accumulation_dtype(logits.dtype)
     request = Request(
         target_ids=target_ids,
         topk_ids=topk_ids,
-        kept=None if kept_ids is None or kept_counts is None else KeptSets.of(kept_ids, kept_counts, loss_mask),
+        kept=None
+        if sampling_mask_ids is None or sampling_mask_counts is None
+        else KeptSets.of(sampling_mask_ids, sampling_mask_counts, loss_mask),
         shard=make_shard(columns, vocab_size, vocab_start, group, tiles),
         scale=checks.inverse_temperature(temperature, tokens, logits.device, dtype),
         entropy=entropy,

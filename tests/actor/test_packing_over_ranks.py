@@ -55,16 +55,19 @@ def test_kept_sets_follow_their_tokens(context):
     batch = pack(sequences())
     counts = torch.where(batch.mask, torch.arange(len(batch.mask)) % 4 + 1, 0).int()
     sets = [torch.arange(n).int() + row % 30 for row, n in enumerate(counts.tolist())]
-    batch = replace(batch, kept_ids=torch.cat(sets), kept_counts=counts)
+    batch = replace(batch, sampling_mask_ids=torch.cat(sets), sampling_mask_counts=counts)
     for rank in range(context):
         part = packer(context_size=context, context_rank=rank, vocab_size=VOCAB)(batch)
         expected = [sets[row] for row in part.loss_rows.tolist()]
-        assert part.loss.kept_counts.tolist() == [len(ids) for ids in expected]
-        assert torch.equal(part.loss.kept_ids, torch.cat(expected))
-    assert filler(batch).kept_ids.tolist() == sets[0].tolist()
-    assert at_rows(batch, torch.tensor([5, 3, 5])).kept_ids.tolist() == torch.cat([sets[5], sets[3], sets[5]]).tolist()
-    wrong = replace(batch, kept_ids=batch.kept_ids + VOCAB)
-    with pytest.raises(ValueError, match="kept_ids of micro-batch 0 must be within"):
+        assert part.loss.sampling_mask_counts.tolist() == [len(ids) for ids in expected]
+        assert torch.equal(part.loss.sampling_mask_ids, torch.cat(expected))
+    assert filler(batch).sampling_mask_ids.tolist() == sets[0].tolist()
+    assert (
+        at_rows(batch, torch.tensor([5, 3, 5])).sampling_mask_ids.tolist()
+        == torch.cat([sets[5], sets[3], sets[5]]).tolist()
+    )
+    wrong = replace(batch, sampling_mask_ids=batch.sampling_mask_ids + VOCAB)
+    with pytest.raises(ValueError, match="sampling_mask_ids of micro-batch 0 must be within"):
         packer(vocab_size=VOCAB)(wrong)
 
 

@@ -12,7 +12,7 @@ from dppo_megatron.bank import BankWriter
 from dppo_megatron.bank.audit import audit_bank
 from dppo_megatron.cli import app
 from dppo_megatron.types import INHERITED, POLICY, RolloutGroup
-from tests.support.bank import as_killed, files, make_group, write_format_1
+from tests.support.bank import as_killed, files, make_group
 from tests.support.corruptions import FROM_THE_BANK_ALONE, write
 from tests.support.turns import with_turns
 
@@ -74,7 +74,7 @@ def test_planted_damage_is_named(groups, tmp_path, damage):
     assert counts.endswith(f"; {len(problems)} problems")
 
 
-def test_single_turns_old_banks_and_runs_that_were_killed(tmp_path):
+def test_single_turns_and_runs_that_were_killed(tmp_path):
     single = [make_group(position) for position in range(6)]  # position 0 and 5: a failed verifier
     tokens = sum(len(r.token_ids) for g in single for r in g.rollouts)
     lost = sum(len(g.rollouts[0].token_ids) for g in single if g.reward_failed[0])
@@ -82,14 +82,13 @@ def test_single_turns_old_banks_and_runs_that_were_killed(tmp_path):
         f"6 groups, 24 trajectories, 2 failed trajectories, 24 branches, 24 turns, {tokens} policy tokens, 0 "
         f"environment tokens, 0 inherited tokens, {tokens - lost} tokens that carry loss; 0 problems"
     )
-    write_format_1(tmp_path / "old", single, 3)
     with BankWriter(tmp_path / "run/bank", 3, fsync=False) as bank:
         for group in single:
             bank.append(group)
     as_killed(tmp_path / "run/bank")
     with files(tmp_path / "run/bank", 1)[1].open("ab") as index:
         index.write(b'{"kind":"group","position":6,')  # a line that was being written
-    for path in (tmp_path / "old", tmp_path / "run", tmp_path / "run/bank"):
+    for path in (tmp_path / "run", tmp_path / "run/bank"):
         assert run(path) == (0, [expected])
     files(tmp_path / "run/bank", 0)[0].unlink()  # as retention does
     code, (line,) = run(tmp_path / "run")

@@ -12,7 +12,7 @@ import pytest
 
 from dppo_megatron.bank import BankError, BankReader, BankTimeout, BankWriter
 from dppo_megatron.bank.files import Head
-from tests.support.bank import assert_same_group, make_group, write_format_1
+from tests.support.bank import assert_same_group, make_group
 
 
 def replace_rollout(group, **fields):
@@ -125,7 +125,7 @@ def test_a_closed_writer_refuses(tmp_path):
         (lambda g: replace_rollout(g, rollout_logprob=g.rollouts[0].rollout_logprob.tolist()), "found list"),
         (lambda g: replace_rollout(g, rollout_logprob=g.rollouts[0].rollout_logprob * np.float32("nan")), "not finite"),
         (lambda g: replace_rollout(g, versions=g.rollouts[0].versions[:-1]), "versions"),
-        (lambda g: replace_rollout(g, topk_ids=None), "top-K"),
+        (lambda g: replace_rollout(g, topk_ids=None), "topk_ids and rollout_topk_logprob must be present"),
         (
             lambda g: replace_rollout(g, rollout_topk_logprob=g.rollouts[0].rollout_topk_logprob[:, :1]),
             "rollout_topk_logprob",
@@ -241,16 +241,3 @@ def test_index_lines_are_plain_json(tmp_path):
     assert (begin["kind"], begin["v"], begin["segment"]) == ("begin", 2, 0)
     assert (group["kind"], group["position"], group["n"]) == ("group", 0, 4)
     assert (dropped["kind"], dropped["position"], dropped["detail"]) == ("dropped", 1, 'a "quoted"\nline')
-
-
-def test_index_lines_without_the_sum_of_versions_are_read(tmp_path):
-    bank = tmp_path / "bank"
-    write_format_1(bank, [make_group(0, version=3)], 1)
-    (path,) = bank.glob("*.jsonl")
-    line = json.loads(path.read_text())
-    tokens = sum(line["lengths"])
-    assert line.pop("version_sum") == 3 * tokens
-    path.write_text(json.dumps(line, separators=(",", ":")) + "\n")
-    reader = BankReader(bank)
-    (entry,) = reader.entries(0, reader.refresh())
-    assert entry.version_sum == 3 * tokens

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load as load_tensors
 
-from dppo_megatron.bank import PARTS, BankCorruption, BankReader, BankWriter, files
+from dppo_megatron.bank import BankCorruption, BankReader, BankWriter, files
 from dppo_megatron.bank.blob import decode_front
 from dppo_megatron.bank.files import segment_paths
 from dppo_megatron.bank.shapes import Shapes
-from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Rollout, RolloutGroup
+from dppo_megatron.types import ENVIRONMENT, INHERITED, PARTS, POLICY, Rollout, RolloutGroup
 from tests.support.bank import assert_same_array, assert_same_group, make_group
 
 FIELDS = [f.name for f in dataclasses.fields(Rollout)]
 K = 3
 
 
-def branched_group(position: int, *, topk: int = K, kept: bool = True, experts: int = 8) -> RolloutGroup:
+def branched_group(position: int, *, topk: int = K, sampling_mask: bool = True, experts: int = 8) -> RolloutGroup:
     """Two trajectories: the first of two branches, both of several turns; masks, lists and routes."""
     rng = np.random.default_rng(position)
     base = make_group(position)
@@ -31,7 +31,7 @@ def branched_group(position: int, *, topk: int = K, kept: bool = True, experts: 
         [[INHERITED, 4, 0], [ENVIRONMENT, 5, 0], [POLICY, 1, 1], [ENVIRONMENT, 2, 1], [POLICY, 3, 2]],
         [[POLICY, 6, 0]],
     ]
-    rollouts = tuple(_branch(rng, np.array(s, np.int32), t, topk, kept, experts)
+    rollouts = tuple(_branch(rng, np.array(s, np.int32), t, topk, sampling_mask, experts)
                      for s, t in zip(spans, (0, 0, 1), strict=True))  # fmt: skip
     return RolloutGroup(
         base.prompt,
@@ -43,7 +43,7 @@ def branched_group(position: int, *, topk: int = K, kept: bool = True, experts: 
     )
 
 
-def _branch(rng, spans, trajectory, topk, kept, experts) -> Rollout:
+def _branch(rng, spans, trajectory, topk, mask, experts) -> Rollout:
     size, sampled = int(spans[:, 1].sum()), int(spans[spans[:, 0] == POLICY, 1].sum())
     tokens = rng.integers(0, 1000, size).astype(np.int32)
     own = tokens[np.repeat(spans[:, 0] == POLICY, spans[:, 1])]
@@ -61,8 +61,8 @@ def _branch(rng, spans, trajectory, topk, kept, experts) -> Rollout:
         if experts
         else None,
         spans=spans,
-        kept_ids=np.concatenate(ids).astype(np.int32) if kept else None,
-        kept_counts=counts if kept else None,
+        sampling_mask_ids=np.concatenate(ids).astype(np.int32) if mask else None,
+        sampling_mask_counts=counts if mask else None,
         trajectory=trajectory,
     )
 
@@ -86,7 +86,7 @@ def plain(group: RolloutGroup) -> RolloutGroup:
 def assert_same_everything(found: RolloutGroup, expected: RolloutGroup) -> None:
     assert_same_group(found, expected)
     for a, b in zip(found.rollouts, plain(expected).rollouts, strict=True):
-        for name in ("spans", "kept_ids", "kept_counts"):
+        for name in ("spans", "sampling_mask_ids", "sampling_mask_counts"):
             assert_same_array(getattr(a, name), getattr(b, name))
         assert a.trajectory == b.trajectory
     assert (found.turn_rewards is None) == (expected.turn_rewards is None)
@@ -94,14 +94,14 @@ def assert_same_everything(found: RolloutGroup, expected: RolloutGroup) -> None:
         assert_same_array(a, b)
 
 
-@pytest.mark.parametrize("settings", [{}, {"topk": 0}, {"kept": False}, {"experts": 0}, {"experts": 300}])
+@pytest.mark.parametrize("settings", [{}, {"topk": 0}, {"sampling_mask": False}, {"experts": 0}, {"experts": 300}])
 def test_turns_branches_and_masks_return_unchanged(tmp_path, settings):
     group = branched_group(4, **settings)
     reader, (entry,) = written(tmp_path, group)
     assert_same_everything(reader.read(entry), group)
     assert entry.spans.tolist() == [[6, 3, 0], [4, 7, 4], [6, 0, 0]]
     assert entry.trajectory == (0, 0, 1)
-    assert entry.masked == settings.get("kept", True)
+    assert entry.has_sampling_mask == settings.get("sampling_mask", True)
     assert entry.response_lengths.tolist() == [9, 15, 6]
 
 
@@ -113,8 +113,11 @@ def test_turns_branches_and_masks_return_unchanged(tmp_path, settings):
         ({"spans": np.array([[3, 9, 0]], np.int32)}, "origin from 0 to 2"),
         ({"spans": np.array([[POLICY, 6, 1], [ENVIRONMENT, 3, 0]], np.int32)}, "turns that do not decrease"),
         ({"spans": None}, "rollout_logprob: expected numpy float32"),
-        ({"kept_ids": None}, "kept_ids and kept_counts"),
-        ({"kept_counts": np.zeros(6, np.int32), "kept_ids": np.zeros(0, np.int32)}, "not among the kept_ids"),
+        ({"sampling_mask_ids": None}, "sampling_mask_ids and sampling_mask_counts"),
+        (
+            {"sampling_mask_counts": np.zeros(6, np.int32), "sampling_mask_ids": np.zeros(0, np.int32)},
+            "not among the sampling_mask_ids",
+        ),
         ({"trajectory": None}, "all samples must name their trajectory"),
         ({"trajectory": 1}, "trajectories"),
     ],
@@ -142,7 +145,7 @@ def test_the_blob_is_a_safetensors_file_and_equal_groups_are_equal_bytes(tmp_pat
     assert blob == (tmp_path / "b" / "segment-000000.bin").read_bytes()
     tensors = load_tensors(blob)
     assert_same_array(tensors["prompt.ids"], group.prompt.token_ids)
-    assert_same_array(tensors["s1.kept_ids"], group.rollouts[1].kept_ids)
+    assert_same_array(tensors["s1.kept_ids"], group.rollouts[1].sampling_mask_ids)
     assert_same_array(tensors["s2.routed_experts"], group.rollouts[2].routed_experts)
     header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
     metadata = header.pop("__metadata__")
@@ -197,7 +200,7 @@ def refuse(*_arguments) -> None:
     raise OSError(errno.EINVAL, "not here")
 
 
-@pytest.mark.parametrize("parts", [("core",), ("core", "topk"), ("core", "routes"), ("core", "mask"), PARTS])
+@pytest.mark.parametrize("parts", [("core",), ("core", "topk"), ("core", "routes"), ("core", "sampling_mask"), PARTS])
 def test_samples_are_read_alone_with_the_parts_that_are_asked_for(tmp_path, monkeypatch, parts):
     group = branched_group(4)
     reader, (entry,) = written(tmp_path, group)
@@ -215,7 +218,7 @@ def test_samples_are_read_alone_with_the_parts_that_are_asked_for(tmp_path, monk
         name
         for part, names in {
             "topk": ("topk_ids", "rollout_topk_logprob"),
-            "mask": ("kept_ids", "kept_counts"),
+            "sampling_mask": ("sampling_mask_ids", "sampling_mask_counts"),
             "routes": ("routed_experts",),
         }.items()
         if part not in parts

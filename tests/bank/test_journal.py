@@ -11,8 +11,8 @@ from dppo_megatron.bank.journal import Journal
 from dppo_megatron.types import Rollout
 
 FIELDS = (
-    "token_ids", "rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "routed_experts", "kept_ids",
-    "kept_counts",
+    "token_ids", "rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "routed_experts",
+    "sampling_mask_ids", "sampling_mask_counts",
 )  # fmt: skip
 
 

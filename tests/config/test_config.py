@@ -322,8 +322,8 @@ def test_cross_field_rules_are_reported_together(tmp_path):
 
 def test_truncated_sampling_is_allowed_where_it_is_replayed(tmp_path):
     truncated = {"top_p": 0.9, "top_k": 20, "min_p": 0.05}
-    assert load_config(write(tmp_path, rollout=truncated)).rollout.truncated
-    assert not load_config(write(tmp_path)).rollout.truncated
+    assert load_config(write(tmp_path, rollout=truncated)).rollout.has_sampling_mask
+    assert not load_config(write(tmp_path)).rollout.has_sampling_mask
 
 
 def test_supervised_runs_need_no_sampling_settings(tmp_path):

@@ -112,6 +112,12 @@ def sequence(rng, prompt, response, *, topk=0, weight=0.25, advantage=0.5) -> To
     )
 
 
+def with_columns(s: TokenSequence, **columns) -> TokenSequence:
+    """A column of None is left out."""
+    found = {name: array for name, array in (s.columns | columns).items() if array is not None}
+    return dataclasses.replace(s, columns=found)
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 6), st.integers(0, 8)), min_size=1, max_size=12),
     st.sampled_from([0, 3]),
@@ -121,8 +127,8 @@ def test_packing_agrees_with_the_definition(shapes, topk):
     rng = np.random.default_rng(0)
     sequences = [sequence(rng, p, r, topk=topk, weight=0.1 * (i + 1)) for i, (p, r) in enumerate(shapes)]
     packed = pack(sequences)
-    fields = {f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)}
-    batch = SimpleNamespace(**{name: None if t is None else t.numpy() for name, t in fields.items()})
+    batch = SimpleNamespace(topk_ids=None)
+    vars(batch).update({name: tensor.numpy() for name, tensor in packed.tensors.items()})
     assert len(batch.token_ids) == sum(len(s) for s in sequences)
     assert batch.cu_seqlens.tolist() == np.cumsum([0] + [len(s) for s in sequences]).tolist()
     assert batch.mask.sum() == sum(len(s.response_ids) for s in sequences)
@@ -139,11 +145,11 @@ def test_packing_agrees_with_the_definition(shapes, topk):
             assert batch.target_ids[row] == (whole[t + 1] if learns else 0)
             assert batch.loss_weight[row] == (np.float32(s.loss_weight) if learns else 0)
             assert batch.advantage[row] == (0.5 if learns else 0)
-            assert batch.rollout_logprob[row] == (s.rollout_logprob[j] if learns else 0)
+            assert batch.rollout_logprob[row] == (s.columns["rollout_logprob"][j] if learns else 0)
             if topk:
-                np.testing.assert_array_equal(batch.topk_ids[row], s.topk_ids[j] if learns else [-1] * topk)
+                np.testing.assert_array_equal(batch.topk_ids[row], s.columns["topk_ids"][j] if learns else [-1] * topk)
                 np.testing.assert_array_equal(
-                    batch.rollout_topk_logprob[row], s.rollout_topk_logprob[j] if learns else [0] * topk
+                    batch.rollout_topk_logprob[row], s.columns["rollout_topk_logprob"][j] if learns else [0] * topk
                 )
             row += 1
     assert (batch.topk_ids is None) == (topk == 0)
@@ -201,7 +207,7 @@ def test_routed_experts_lie_at_the_tokens_that_were_read():
     rng = np.random.default_rng(0)
     routed = [np.arange(n * 6, dtype=np.uint16).reshape(n, 3, 2) for n in (4, 7)]
     sequences = [
-        dataclasses.replace(sequence(rng, 2, len(r) - 1), routed_experts=r) for r in routed
+        with_columns(sequence(rng, 2, len(r) - 1), routed_experts=r) for r in routed
     ]  # P + R - 1 rows: nothing was read after the last token
     batch = pack(sequences)
     assert batch.routed_experts.dtype == torch.int16
@@ -210,8 +216,8 @@ def test_routed_experts_lie_at_the_tokens_that_were_read():
     np.testing.assert_array_equal(batch.routed_experts[5:12], routed[1])
     assert (batch.routed_experts[[4, 12]] == -1).all()
     for invalid in (routed[1][1:], routed[1][:, 1:], None):
-        with pytest.raises(ValueError, match="sequence 1: routed experts"):
-            pack([sequences[0], dataclasses.replace(sequences[1], routed_experts=invalid)])
+        with pytest.raises(ValueError, match=r"sequence 1: routed_experts (is|must be present)"):
+            pack([sequences[0], with_columns(sequences[1], routed_experts=invalid)])
     assert pack(sequences[:1]).routed_experts is not None
     assert pack([sequence(rng, 2, 3)]).routed_experts is None
 
@@ -220,39 +226,44 @@ def test_kept_sets_lie_at_the_rows_that_predict():
     rng = np.random.default_rng(0)
     counts = [np.array(c, np.int32) for c in ([2, 1], [3], [1, 2, 1])]
     sequences = [
-        dataclasses.replace(
+        with_columns(
             sequence(rng, 2, len(c), weight=weight),
-            kept_ids=np.arange(c.sum(), dtype=np.int32) + 10 * i,
-            kept_counts=c,
+            sampling_mask_ids=np.arange(c.sum(), dtype=np.int32) + 10 * i,
+            sampling_mask_counts=c,
         )
         for i, (c, weight) in enumerate(zip(counts, (0.5, 0.0, 0.25), strict=True))
     ]
     batch = pack(sequences)
-    assert batch.kept_counts.tolist() == [0, 2, 1, 0, 0, 0, 0, 0, 1, 2, 1, 0]  # nothing where no loss is
-    assert batch.kept_ids.tolist() == [0, 1, 2, 20, 21, 22, 23]
+    assert batch.sampling_mask_counts.tolist() == [0, 2, 1, 0, 0, 0, 0, 0, 1, 2, 1, 0]  # nothing where no loss is
+    assert batch.sampling_mask_ids.tolist() == [0, 1, 2, 20, 21, 22, 23]
     part = dataclasses.replace(
         sequences[2],
         response_ids=np.arange(5, dtype=np.int32),
         sampled=np.array([True, False, False, True, True]),
     )
     batch = pack([part])  # two tokens of the environment among those of the policy
-    assert batch.kept_counts.tolist() == [0, 1, 0, 0, 2, 1, 0]
-    assert batch.kept_ids.tolist() == [20, 21, 22, 23]
-    with pytest.raises(ValueError, match="sequence 1: kept ids and counts must both be there"):
+    assert batch.sampling_mask_counts.tolist() == [0, 1, 0, 0, 2, 1, 0]
+    assert batch.sampling_mask_ids.tolist() == [20, 21, 22, 23]
+    with pytest.raises(ValueError, match="sequence 1: sampling_mask_counts, sampling_mask_ids must be present"):
         pack([sequences[0], sequence(rng, 2, 3)])
-    with pytest.raises(ValueError, match="sequence 0: 2 kept ids with 2 counts, 2 sampled tokens"):
-        pack([dataclasses.replace(sequences[0], kept_ids=sequences[0].kept_ids[:2])])
+    with pytest.raises(ValueError, match=r"sequence 0: sampling_mask_ids is \[2\], expected \[3\]"):
+        pack([with_columns(sequences[0], sampling_mask_ids=sequences[0].columns["sampling_mask_ids"][:2])])
 
 
 def test_sequences_that_do_not_fit_together_are_refused():
     rng = np.random.default_rng(0)
-    with pytest.raises(ValueError, match="sequence 1: rollout log-probs or top-K differ"):
+    with pytest.raises(ValueError, match="sequence 1: rollout_topk_logprob, topk_ids must be present in all"):
         pack([sequence(rng, 2, 3), sequence(rng, 2, 3, topk=2)])
     with pytest.raises(ValueError, match="sequence 0: empty prompt"):
         pack([sequence(rng, 0, 3)])
     plain = sequence(rng, 2, 3)
-    with pytest.raises(ValueError, match="sequence 0: a rollout needs an advantage and one log-prob per"):
-        pack([TokenSequence(plain.prompt_ids, plain.response_ids, 1.0, 0.5, plain.rollout_logprob[:2])])
+    with pytest.raises(ValueError, match=r"sequence 0: rollout_logprob is \[2\], expected \[3\]"):
+        pack([with_columns(plain, rollout_logprob=plain.columns["rollout_logprob"][:2])])
+    for wrong in (dataclasses.replace(plain, advantage=None), with_columns(plain, rollout_logprob=None)):
+        with pytest.raises(ValueError, match="sequence 0: a rollout needs an advantage and one log-prob per"):
+            pack([wrong])
+    with pytest.raises(ValueError, match="sequence 0: unknown is no column"):
+        pack([with_columns(plain, unknown=plain.columns["rollout_logprob"])])
     with pytest.raises(ValueError, match="loss_weight or advantage is not finite"):
         pack([sequence(rng, 2, 3, weight=float("nan"))])
 

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.timeout(300)
 
 def truncated(served) -> dict[str, float]:
     """SGLang takes no min_p with seeds."""
-    return {"top_p": 0.9, "top_k": 20, "min_p": 0.05 if served.kind == "vllm" else 0.0, "kept": True}
+    return {"top_p": 0.9, "top_k": 20, "min_p": 0.05 if served.kind == "vllm" else 0.0, "sampling_mask": True}
 
 
 def split(rollout) -> list[np.ndarray]:
-    return np.split(rollout.kept_ids, np.cumsum(rollout.kept_counts)[:-1])
+    return np.split(rollout.sampling_mask_ids, np.cumsum(rollout.sampling_mask_counts)[:-1])
 
 
 def left(logprobs: np.ndarray, kind: str) -> tuple[set[int], set[int]]:
@@ -49,9 +49,9 @@ def test_log_probs_are_over_the_reported_sets(served):
     request = group("kept", n=8, max_tokens=40, temperature=0.8, topk=5, **truncated(served))
     rollouts = served.use(lambda engine: engine.generate(request))
     plain = served.use(lambda engine: engine.generate(group("plain", n=1, topk=5)))
-    assert plain[0].kept_ids is None
-    assert plain[0].kept_counts is None
-    sizes = np.concatenate([r.kept_counts for r in rollouts])
+    assert plain[0].sampling_mask_ids is None
+    assert plain[0].sampling_mask_counts is None
+    sizes = np.concatenate([r.sampling_mask_counts for r in rollouts])
     assert sizes.min() < 5 < sizes.max() <= 20
     for rollout in rollouts:
         full = served.reference("a").logprobs(PROMPT, rollout.token_ids, 0.8)
@@ -95,11 +95,11 @@ def test_sets_of_interrupted_and_crowded_samples_are_their_own(served):
     alone = served.use(lambda engine: engine.generate(request))
     for one, other in zip(together, alone, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
-        assert one.kept_counts.tolist() == other.kept_counts.tolist()
-        assert one.kept_ids.tolist() == other.kept_ids.tolist()
+        assert one.sampling_mask_counts.tolist() == other.sampling_mask_counts.tolist()
+        assert one.sampling_mask_ids.tolist() == other.sampling_mask_ids.tolist()
     assert any(rollout.finish_reason == "abort" for rollout in cut)
     for rollout in cut:
-        assert len(rollout.kept_counts) == len(rollout.token_ids)
+        assert len(rollout.sampling_mask_counts) == len(rollout.token_ids)
         assert all(token in ids for token, ids in zip(rollout.token_ids, split(rollout), strict=False))
 
 
@@ -122,7 +122,7 @@ def test_the_trainer_has_the_engines_log_probs(served, ranks, tmp_path):
     prompt = Prompt(0, 0, PROMPT, "", "")
     batch = pack([TokenSequence.of_rollout(prompt, r, advantage=1.0, loss_weight=0.1) for r in rollouts])
     models = served.models["a"].parent
-    full = dataclasses.replace(batch, kept_ids=None, kept_counts=None)
+    full = dataclasses.replace(batch, sampling_mask_ids=None, sampling_mask_counts=None)
     for size in (1, 2):
         found = run_scenario(ranks(size), megatron_logprobs, models, tmp_path / str(size), batch)
         for logprob in found.values():
@@ -132,5 +132,5 @@ def test_the_trainer_has_the_engines_log_probs(served, ranks, tmp_path):
 
 
 def test_a_set_without_bound_is_refused():
-    with pytest.raises(ValueError, match="kept needs top_k"):
-        group("unbounded", top_p=0.9, kept=True)
+    with pytest.raises(ValueError, match="sampling_mask needs top_k"):
+        group("unbounded", top_p=0.9, sampling_mask=True)

@@ -26,10 +26,12 @@ def samples() -> GroupSamples:
         lengths=np.array([3, 5, 0], np.int32),
         finish_reasons=("stop", "length", "abort"),
         token_ids=tokens,
-        rollout_logprob=logprobs,
-        versions=np.full(8, 2, np.int32),
-        topk_ids=ids,
-        rollout_topk_logprob=topk,
+        columns={
+            "rollout_logprob": logprobs,
+            "versions": np.full(8, 2, np.int32),
+            "topk_ids": ids,
+            "rollout_topk_logprob": topk,
+        },
     )
 
 
@@ -38,9 +40,16 @@ def check(candidate: GroupSamples, request: GenerateRequest = REQUEST) -> None:
 
 
 def edited(field: str, index, value) -> GroupSamples:
-    array = getattr(samples(), field).copy()
+    array = getattr(samples(), field, samples().columns.get(field)).copy()
     array[index] = value
-    return replace(samples(), **{field: array})
+    return changed(samples(), **{field: array})
+
+
+def changed(group: GroupSamples, **arrays) -> GroupSamples:
+    """With other fields or columns; a column of None is left out."""
+    fields = {name: array for name, array in arrays.items() if name in ("token_ids", "lengths")}
+    columns = group.columns | {name: array for name, array in arrays.items() if name not in fields}
+    return replace(group, **fields, columns={name: array for name, array in columns.items() if array is not None})
 
 
 def test_good_samples_pass_and_split():
@@ -74,10 +83,10 @@ def _without_stop():
         (edited("token_ids", 1, 9), "sample 0, token 1: goes on after a stop token"),
         (edited("token_ids", 2, 8), "sample 0, token 2: finish reason is stop"),
         (edited("lengths", 1, 4), "token_ids is of shape"),
-        (replace(samples(), rollout_logprob=samples().rollout_logprob[:-1]), "rollout_logprob is of shape"),
-        (replace(samples(), topk_ids=None), "topk_ids is missing"),
+        (changed(samples(), rollout_logprob=samples().columns["rollout_logprob"][:-1]), "rollout_logprob is of shape"),
+        (changed(samples(), topk_ids=None), "topk_ids is missing"),
         (
-            replace(samples(), rollout_topk_logprob=samples().rollout_topk_logprob[:, :1]),
+            changed(samples(), rollout_topk_logprob=samples().columns["rollout_topk_logprob"][:, :1]),
             "rollout_topk_logprob is of shape",
         ),
         (replace(samples(), finish_reasons=("stop", "length")), "2 finish reasons"),
@@ -97,49 +106,54 @@ def test_invalid_samples_are_named(invalid, message):
         check(invalid)
 
 
-def kept(ids: list[list[int]], **changes) -> GroupSamples:
+def masked(ids: list[list[int]], **arrays) -> GroupSamples:
     """Good samples, drawn from `ids` and 18 and 19 at each of the 8 positions, listed as far as they go."""
-    sets = [sorted({*own, 18, 19}) for own in ids]
-    flat = np.concatenate([np.array(own, np.int32) for own in sets])
-    return replace(
-        samples(), **{"kept_ids": flat, "kept_counts": np.array([len(own) for own in sets], np.int32)} | changes
-    )
+    masks = [sorted({*own, 18, 19}) for own in ids]
+    flat, counts = np.concatenate([np.array(own, np.int32) for own in masks]), np.array(list(map(len, masks)), np.int32)
+    return changed(samples(), **{"sampling_mask_ids": flat, "sampling_mask_counts": counts} | arrays)
 
 
-TRUNCATED = replace(REQUEST, top_p=0.9, top_k=5, kept=True)
+WITH_MASK = replace(REQUEST, top_p=0.9, top_k=5, sampling_mask=True)
 OWN = [[5], [6], [9], [1], [2], [3], [4], [5]]
 
 
-def test_kept_sets_pass_and_split():
-    check(kept(OWN), TRUNCATED)
-    first, second, third = kept([[5, 7], *OWN[1:]]).rollouts(2)
-    assert first.kept_ids.tolist() == [5, 7, 18, 19, 6, 18, 19, 9, 18, 19]
-    assert first.kept_counts.tolist() == [4, 3, 3]
-    assert second.kept_ids.tolist()[:6] == [1, 18, 19, 2, 18, 19]
-    assert third.kept_ids.tolist() == third.kept_counts.tolist() == []
-    alone = kept(OWN, topk_ids=kept(OWN).topk_ids.copy(), rollout_topk_logprob=kept(OWN).rollout_topk_logprob.copy())
-    alone.topk_ids[2], alone.rollout_topk_logprob[2] = [9, -1], [alone.rollout_logprob[2], -np.inf]
-    ids, counts = np.delete(alone.kept_ids, [7, 8]), alone.kept_counts.copy()
-    counts[2] = 1
-    check(replace(alone, kept_ids=ids, kept_counts=counts), TRUNCATED)
+def test_sampling_masks_pass_and_split():
+    check(masked(OWN), WITH_MASK)
+    first, second, third = masked([[5, 7], *OWN[1:]]).rollouts(2)
+    assert first.sampling_mask_ids.tolist() == [5, 7, 18, 19, 6, 18, 19, 9, 18, 19]
+    assert first.sampling_mask_counts.tolist() == [4, 3, 3]
+    assert second.sampling_mask_ids.tolist()[:6] == [1, 18, 19, 2, 18, 19]
+    assert third.sampling_mask_ids.tolist() == third.sampling_mask_counts.tolist() == []
+    columns = {name: array.copy() for name, array in masked(OWN).columns.items()}
+    columns["topk_ids"][2], columns["rollout_topk_logprob"][2] = [9, -1], [columns["rollout_logprob"][2], -np.inf]
+    columns["sampling_mask_ids"] = np.delete(columns["sampling_mask_ids"], [7, 8])
+    columns["sampling_mask_counts"][2] = 1
+    check(replace(samples(), columns=columns), WITH_MASK)
 
 
 @pytest.mark.parametrize(
     ("invalid", "message"),
     [
-        (samples(), "the kept ids of 8 tokens are incomplete"),
-        (kept(OWN, kept_counts=np.full(8, 4, np.int32)), "the kept ids of 8 tokens are incomplete"),
-        (kept(OWN, kept_ids=kept(OWN).kept_ids[:-1]), "the kept ids of 8 tokens are incomplete"),
-        (kept([*OWN[:3], [7], *OWN[4:]]), "sample 1, token 0: the sampled token is not among those"),
-        (kept([*OWN[:2], [9, VOCAB], *OWN[3:]]), "sample 0, token 2: kept id outside"),
-        (kept(OWN, kept_ids=kept(OWN).kept_ids[::-1]), "sample 0, token 0: kept ids are not ascending"),
-        (kept(OWN, topk_ids=np.full((8, 2), -1, np.int32)), "sample 0, token 0: the top K are more or fewer"),
-        (replace(kept(OWN), topk_ids=edited("topk_ids", (4, 1), 7).topk_ids), "sample 1, token 1: a top-K id is not"),
+        (samples(), "sampling_mask_counts is missing"),
+        (masked(OWN, sampling_mask_ids=None), r"sampling_mask_ids is missing, expected \(24,\)"),
+        (masked(OWN, sampling_mask_counts=np.full(8, 4, np.int32)), r"sampling_mask_ids is of shape \(24,\), expected"),
+        (masked(OWN, sampling_mask_ids=np.arange(23, dtype=np.int32)), r"sampling_mask_ids is of shape \(23,\)"),
+        (masked([*OWN[:3], [7], *OWN[4:]]), "sample 1, token 0: the sampled token is not among those"),
+        (masked([*OWN[:2], [9, VOCAB], *OWN[3:]]), "sample 0, token 2: sampling mask id outside"),
+        (
+            masked(OWN, sampling_mask_ids=masked(OWN).columns["sampling_mask_ids"][::-1]),
+            "sample 0, token 0: sampling mask ids are not ascending",
+        ),
+        (masked(OWN, topk_ids=np.full((8, 2), -1, np.int32)), "sample 0, token 0: the top K are more or fewer"),
+        (
+            masked(OWN, topk_ids=edited("topk_ids", (4, 1), 7).columns["topk_ids"]),
+            "sample 1, token 1: a top-K id is not",
+        ),
     ],
 )
-def test_invalid_kept_sets_are_named(invalid, message):
+def test_invalid_sampling_masks_are_named(invalid, message):
     with pytest.raises(InvalidSample, match=f"group g7.*{message}"):
-        check(invalid, TRUNCATED)
+        check(invalid, WITH_MASK)
 
 
 def test_longer_than_asked_for():
@@ -160,7 +174,7 @@ def test_longer_than_asked_for():
         ({"top_p": 0.0}, "top_p = 0.0"),
         ({"top_k": -1}, "top_k = -1"),
         ({"min_p": 1.5}, "min_p = 1.5"),
-        ({"kept": True}, "kept needs top_k"),
+        ({"sampling_mask": True}, "sampling_mask needs top_k"),
         ({"n": 0, "seeds": ()}, "n = 0"),
     ],
 )

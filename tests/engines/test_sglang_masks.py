@@ -12,7 +12,7 @@ from dppo_megatron.engines.sglang.wire import child_ids, decode_group, encode_gr
 from tests.support.engines import group
 
 MODEL = SimpleNamespace(moe=None, num_layers=1)
-REQUEST = group("g", n=1, max_tokens=3, topk=2, top_p=0.9, top_k=4, kept=True)
+REQUEST = group("g", n=1, max_tokens=3, topk=2, top_p=0.9, top_k=4, sampling_mask=True)
 
 
 def reply(**changes) -> bytes:
@@ -31,11 +31,11 @@ def reply(**changes) -> bytes:
 
 def test_log_probs_lists_and_sets_are_over_what_was_left():
     samples = decode_group(reply(), REQUEST, MODEL)
-    assert samples.rollout_logprob.tolist() == [np.float32(-1.5), 0.0]
-    assert samples.kept_ids.tolist() == [2, 7, 9, 5]
-    assert samples.kept_counts.tolist() == [3, 1]
-    assert samples.topk_ids.tolist() == [[2, 7], [5, -1]]
-    assert samples.rollout_topk_logprob.tolist() == [[np.float32(-0.4), -1.5], [0.0, -np.inf]]
+    assert samples.columns["rollout_logprob"].tolist() == [np.float32(-1.5), 0.0]
+    assert samples.columns["sampling_mask_ids"].tolist() == [2, 7, 9, 5]
+    assert samples.columns["sampling_mask_counts"].tolist() == [3, 1]
+    assert samples.columns["topk_ids"].tolist() == [[2, 7], [5, -1]]
+    assert samples.columns["rollout_topk_logprob"].tolist() == [[np.float32(-0.4), -1.5], [0.0, -np.inf]]
     sent = encode_group(REQUEST, 3)
     assert sent["return_sampling_mask"]
     assert sent["sampling_logprobs_mode"] == "support"
@@ -52,11 +52,11 @@ def test_log_probs_lists_and_sets_are_over_what_was_left():
     ],
 )
 def test_incomplete_masks_are_refused(changes):
-    with pytest.raises(ValueError, match="drawn from is missing"):
+    with pytest.raises(ValueError, match="sampling mask of some of its tokens is missing"):
         decode_group(reply(**changes), REQUEST, MODEL)
 
 
 def test_a_token_outside_its_mask_has_no_log_prob():
     """What `GroupSamples.check` refuses."""
     samples = decode_group(reply(output_token_sampling_mask=[[2, 8, 9], [5]]), REQUEST, MODEL)
-    assert np.isnan(samples.rollout_logprob[0])
+    assert np.isnan(samples.columns["rollout_logprob"][0])

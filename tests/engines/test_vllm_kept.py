@@ -44,7 +44,7 @@ class Server:
 def test_a_group_that_ends_while_its_experts_are_read_leaves_no_kept_sets(read, ends):
     """They would lie in the worker for as long as it lives."""
     experts, kept = Recorder(read), Recorder(waits)
-    request = group("lost", n=2, top_k=5, kept=True, experts=True)
+    request = group("lost", n=2, top_k=5, sampling_mask=True, experts=True)
 
     async def main():
         running = asyncio.create_task(sample_group(Server(), request, experts, kept, None, None))

@@ -112,7 +112,7 @@ def test_planted_damage_is_found(sampled):
                 assert any(expected[name] in problem for problem in problems), (name, problems)
 
 
-def test_a_turn_that_nobody_sampled_is_found(sampled):
+def test_a_turn_that_was_never_sampled_is_found(sampled):
     group, returned = sampled
     fewer = {turn: rollout for turn, rollout in returned.items() if turn != (7, 1, 0)}
-    assert audit([group], fewer).problems == ["prompt 7, trajectory 1, turn 0: a policy span that nobody sampled"]
+    assert audit([group], fewer).problems == ["prompt 7, trajectory 1, turn 0: a policy span that was never sampled"]

@@ -175,4 +175,4 @@ def test_parts_that_are_absent_stay_absent(tokenizer):
     )
     dialogue.add_turn(bare)
     _, (row,) = rows_of(dialogue)
-    assert (row.topk_ids, row.kept_ids, row.routed_experts) == (None, None, None)
+    assert (row.topk_ids, row.sampling_mask_ids, row.routed_experts) == (None, None, None)

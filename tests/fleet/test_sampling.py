@@ -39,8 +39,8 @@ class InterruptingEngine:
             np.stack([tokens, tokens + 1], 1),
             np.stack([-tokens, -tokens - 1], 1).astype(np.float32),
             experts,
-            kept_ids=np.stack([tokens, tokens + 7], 1).ravel(),
-            kept_counts=np.full(size, 2, np.int32),
+            sampling_mask_ids=np.stack([tokens, tokens + 7], 1).ravel(),
+            sampling_mask_counts=np.full(size, 2, np.int32),
         )
         return (rollout,) * request.n
 
@@ -67,8 +67,8 @@ def test_pieces_join_with_their_own_log_probs_versions_and_lists():
     np.testing.assert_array_equal(rollout.rollout_logprob, -tokens)
     np.testing.assert_array_equal(rollout.versions, [0, 0, 0, 2, 2, 2, 2])
     np.testing.assert_array_equal(rollout.topk_ids, np.stack([tokens, tokens + 1], 1))
-    np.testing.assert_array_equal(rollout.kept_ids.reshape(7, 2), np.stack([tokens, tokens + 7], 1))
-    assert rollout.kept_counts.tolist() == [2] * 7
+    np.testing.assert_array_equal(rollout.sampling_mask_ids.reshape(7, 2), np.stack([tokens, tokens + 7], 1))
+    assert rollout.sampling_mask_counts.tolist() == [2] * 7
     assert rollout.finish_reason == "stop"
     # Call 0 read the prompt and all of its own tokens but the last, call 2 everything after those.
     assert rollout.routed_experts[:, 0, 0].tolist() == [0] * 5 + [2] * 4

@@ -122,7 +122,7 @@ def configuration(example: str, directory: Path) -> dict[str, Any]:
             "on_this_node": config.engine.devices_per_node,
             "sleep": config.engine.placement == "colocated",
             "experts": config.rollout.routing_replay,
-            "sampling_masks": bool(config.rollout.truncated),
+            "sampling_masks": bool(config.rollout.has_sampling_mask),
         },
     }
 

@@ -31,7 +31,9 @@ def given(seed: int = 0) -> dict[str, torch.Tensor]:
 def run(name: str, g: dict[str, torch.Tensor], noise: float = 0.0, **settings):
     """(what the objective gives, gradient by the logits) through token_statistics with the sets."""
     logits = g["logits"].clone().requires_grad_()
-    stats = token_statistics(logits, g["target"], g["ids"], kept_ids=g["kept"].nonzero()[:, 1], kept_counts=g["counts"])
+    stats = token_statistics(
+        logits, g["target"], g["ids"], sampling_mask_ids=g["kept"].nonzero()[:, 1], sampling_mask_counts=g["counts"]
+    )
     topk = TopKLogprobs(
         ids=g["ids"],
         rollout_logprob=g["mu"].gather(1, g["ids"].clamp(min=0)).masked_fill(g["ids"] < 0, -torch.inf) - noise,

@@ -188,8 +188,8 @@ def _group(policy: Any, position: int, generator: torch.Generator, truncated: bo
             topk_ids=topk.indices[i, :n].masked_fill(topk.values[i, :n] == -torch.inf, -1).int().numpy(),
             rollout_topk_logprob=topk.values[i, :n].numpy(),
             routed_experts=None if routed is None else routed[i, : size + n - 1].numpy(),
-            kept_ids=(logprobs[i, :n] > -torch.inf).nonzero()[:, 1].int().numpy() if truncated else None,
-            kept_counts=(logprobs[i, :n] > -torch.inf).sum(1).int().numpy() if truncated else None,
+            sampling_mask_ids=(logprobs[i, :n] > -torch.inf).nonzero()[:, 1].int().numpy() if truncated else None,
+            sampling_mask_counts=(logprobs[i, :n] > -torch.inf).sum(1).int().numpy() if truncated else None,
         )
         for i, n in enumerate(lengths)
     )

@@ -23,7 +23,7 @@ def dense(model: torch.nn.Module, batch: TokenBatch, objective) -> torch.Tensor:
         logits.append(model(batch.token_ids[None, start:end]).logits[0])
     rows = batch.mask.nonzero().flatten()
     kept = torch.zeros(len(batch.mask), logits[0].shape[1], dtype=torch.bool)
-    kept[torch.arange(len(kept)).repeat_interleave(batch.kept_counts), batch.kept_ids.long()] = True
+    kept[torch.arange(len(kept)).repeat_interleave(batch.sampling_mask_counts), batch.sampling_mask_ids.long()] = True
     logprobs = (torch.cat(logits) / TEMPERATURE)[rows].masked_fill(~kept[rows], -torch.inf).log_softmax(1)
     finite = logprobs.masked_fill(~kept[rows], 0.0)
     target, listed = batch.target_ids[rows], batch.topk_ids[rows].long()
@@ -37,7 +37,7 @@ def dense(model: torch.nn.Module, batch: TokenBatch, objective) -> torch.Tensor:
         logprob=finite.gather(1, listed.clamp(min=0)),
         other_logprob=rest.log().detach(),
         target_ids=target,
-        vocab_size=batch.kept_counts[rows],
+        vocab_size=batch.sampling_mask_counts[rows],
     )
     out = objective(
         logprob=finite.gather(1, target[:, None])[:, 0],
@@ -56,7 +56,7 @@ def test_one_process_computes_the_dense_reference(trained, models):
     config = actor_config(models / "qwen3", sections=sections(models.parent / "banks" / CASE, "kept"))
     objective = build_objective(config.objective.name, **config.objective.settings)
     (update,) = BankBatches(config, BankReader(config.rollout.bank), objective, 0, 1).read(0).updates
-    counts = torch.cat([batch.kept_counts[batch.mask] for batch in update.micro_batches])
+    counts = torch.cat([batch.sampling_mask_counts[batch.mask] for batch in update.micro_batches])
     assert counts.min() < config.rollout.topk_logprobs < counts.max() <= 12
     model = AutoModelForCausalLM.from_pretrained(models / "qwen3", dtype=torch.float64)
     loss = sum(dense(model, batch, objective) for batch in update.micro_batches)

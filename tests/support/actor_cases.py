@@ -164,7 +164,7 @@ def with_kept_sets(batch: TokenBatch) -> TokenBatch:
     named = torch.zeros(len(batch.mask), VOCAB, dtype=torch.bool).scatter_(1, batch.topk_ids.long(), True)
     named[torch.arange(len(named)), batch.target_ids] = True
     named &= (batch.mask & (torch.arange(len(named)) % 2 == 0))[:, None]
-    return replace(batch, kept_ids=named.nonzero()[:, 1].int(), kept_counts=named.sum(1).int())
+    return replace(batch, sampling_mask_ids=named.nonzero()[:, 1].int(), sampling_mask_counts=named.sum(1).int())
 
 
 def micro_batches(parts: list[dict[str, torch.Tensor]], count: int) -> list[TokenBatch]:

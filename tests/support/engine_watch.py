@@ -13,11 +13,10 @@ from dppo_megatron.bank import BankReader
 from dppo_megatron.bank.audit import Turn
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.engines.sglang import wire as sglang
-from dppo_megatron.engines.vllm.extension.wire import decode_reply
+from dppo_megatron.engines.vllm.extension.wire import decode_reply, decode_samples
 from dppo_megatron.types import Rollout, RolloutGroup
 
 REQUEST = re.compile(rb'"group-(\d+)\.(\d+)\.(\d+)-')
-OF_TOKENS = ("token_ids", "rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob")
 
 
 class Watch:
@@ -51,7 +50,7 @@ class Watch:
 def _vllm(asked: dict) -> tuple[list[int], Callable[[bytes], Rollout]]:
     def read(reply: bytes) -> Rollout:
         header, arrays = decode_reply(reply)
-        return Rollout(**{name: arrays.get(name) for name in OF_TOKENS}, finish_reason=header["finish_reasons"][0])
+        return decode_samples(header, arrays).rollouts(len(asked["token_ids"]))[0]
 
     return asked["token_ids"], read
 

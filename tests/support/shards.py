@@ -53,8 +53,8 @@ def shard_case(
             dist.group.WORLD if dist.is_initialized() else None,
             case.entropy,
             backend,
-            kept_ids=inputs.kept_ids,
-            kept_counts=inputs.kept_counts,
+            sampling_mask_ids=inputs.sampling_mask_ids,
+            sampling_mask_counts=inputs.sampling_mask_counts,
             **options,
         )
     values = (stats.logprob, stats.entropy, stats.topk_logprob, stats.other_logprob)

@@ -44,8 +44,8 @@ class Inputs:
     topk: Tensor | None
     temperature: float | Tensor
     weights: tuple[Tensor, Tensor, Tensor, Tensor]
-    kept_ids: Tensor | None = None
-    kept_counts: Tensor | None = None
+    sampling_mask_ids: Tensor | None = None
+    sampling_mask_counts: Tensor | None = None
 
     def to(self, device: str) -> Inputs:
         def move(value: Any) -> Any:
@@ -54,8 +54,8 @@ class Inputs:
         return Inputs(
             *map(move, (self.logits, self.target, self.topk, self.temperature)),
             weights=tuple(map(move, self.weights)),
-            kept_ids=move(self.kept_ids),
-            kept_counts=move(self.kept_counts),
+            sampling_mask_ids=move(self.sampling_mask_ids),
+            sampling_mask_counts=move(self.sampling_mask_counts),
         )
 
 
@@ -105,26 +105,30 @@ def make_inputs(case: Case) -> Inputs:
         temperature = torch.rand(rows, generator=random) + 0.5
     shapes = ((rows,), (rows,), (rows, case.topk or 0), (rows,))
     weights = tuple(torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes)
-    kept_ids = kept_counts = None
+    sampling_mask_ids = sampling_mask_counts = None
     if case.kept:
         inside = torch.rand(rows, valid, generator=random) < torch.rand(rows, 1, generator=random)
         inside[torch.arange(rows), target] = True
         if topk is not None:
             topk[~inside.gather(1, topk.clamp_min(0))] = -1
         inside[3::4] = False  # such a row is over the whole vocabulary
-        kept_counts, kept_ids = inside.sum(dim=1), inside.nonzero()[:, 1]
+        sampling_mask_counts, sampling_mask_ids = inside.sum(dim=1), inside.nonzero()[:, 1]
         if case.seed % 2:
-            kept_counts, kept_ids = kept_counts.int(), kept_ids.int()
-    return Inputs(logits.to(DTYPES[case.dtype]), target, topk, temperature, weights, kept_ids, kept_counts)
+            sampling_mask_counts, sampling_mask_ids = sampling_mask_counts.int(), sampling_mask_ids.int()
+    return Inputs(
+        logits.to(DTYPES[case.dtype]), target, topk, temperature, weights, sampling_mask_ids, sampling_mask_counts
+    )
 
 
 def masked(logits: Tensor, inputs: Inputs) -> Tensor:
     """logits [T, V] of the whole vocabulary, -inf outside the kept sets."""
-    if inputs.kept_counts is None:
+    if inputs.sampling_mask_counts is None:
         return logits
-    rows = torch.arange(len(logits)).repeat_interleave(inputs.kept_counts.long())
-    inside = torch.zeros_like(logits, dtype=torch.bool).index_put_((rows, inputs.kept_ids.long()), torch.tensor(True))
-    return logits.masked_fill(~inside & (inputs.kept_counts > 0)[:, None], float("-inf"))
+    rows = torch.arange(len(logits)).repeat_interleave(inputs.sampling_mask_counts.long())
+    inside = torch.zeros_like(logits, dtype=torch.bool).index_put_(
+        (rows, inputs.sampling_mask_ids.long()), torch.tensor(True)
+    )
+    return logits.masked_fill(~inside & (inputs.sampling_mask_counts > 0)[:, None], float("-inf"))
 
 
 def lay_out(shard: Tensor, layout: str) -> Tensor:

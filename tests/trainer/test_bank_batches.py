@@ -349,11 +349,11 @@ def test_a_rank_needs_the_parts_of_its_pipeline_stage(tmp_path):
         return parts_of(SimpleNamespace(config=config, layout=SimpleNamespace(is_last_stage=last), routing=routing))
 
     assert parts(False, None) == ("core",)
-    assert parts(True, None) == ("core", "topk", "mask")
+    assert parts(True, None) == ("core", "topk", "sampling_mask")
     assert parts(False, ()) == ("core",)
     assert parts(False, (0, 1)) == ("core", "routes")
-    assert parts(True, (2,)) == ("core", "topk", "mask", "routes")
-    assert parts(False, None, bound=0.1, divergence="objective") == ("core", "topk", "mask")
+    assert parts(True, (2,)) == ("core", "topk", "sampling_mask", "routes")
+    assert parts(False, None, bound=0.1, divergence="objective") == ("core", "topk", "sampling_mask")
     assert parts(False, None, bound=0.1, divergence="binary_kl") == ("core",)
 
 
@@ -361,7 +361,7 @@ def test_a_rank_needs_the_parts_of_its_pipeline_stage(tmp_path):
     ("change", "says"),
     [
         (
-            {"kept_ids": np.zeros(1, np.int32), "kept_counts": np.ones(1, np.int32)},
+            {"sampling_mask_ids": np.zeros(1, np.int32), "sampling_mask_counts": np.ones(1, np.int32)},
             "rollout.top_p = 1.0, top_k = -1, min_p = 0.0: prompt 0 in the bank was sampled with truncation",
         ),
     ],

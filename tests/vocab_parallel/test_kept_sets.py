@@ -22,7 +22,9 @@ def test_over_the_set_alone():
     """As a softmax of the set's logits; the rest of the vocabulary gets gradient 0, other_logprob is within the set."""
     logits = given().requires_grad_()
     topk = torch.tensor([[4, -1], [0, 1], [5, -1]])
-    stats = token_statistics(logits, TARGET, topk, 7, 0.7, entropy="differentiable", kept_ids=IDS, kept_counts=COUNTS)
+    stats = token_statistics(
+        logits, TARGET, topk, 7, 0.7, entropy="differentiable", sampling_mask_ids=IDS, sampling_mask_counts=COUNTS
+    )
     assert torch.isfinite(logits.detach()).all(), "a leaf keeps its values"
     sets = [[4, 1, 6], list(range(7)), [0, 5]]
     for row, ids in enumerate(sets):
@@ -43,7 +45,7 @@ def test_over_the_set_alone():
 def test_gradcheck():
     def values(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         stats = token_statistics(
-            logits, TARGET, vocab_size=7, entropy="differentiable", kept_ids=IDS, kept_counts=COUNTS
+            logits, TARGET, vocab_size=7, entropy="differentiable", sampling_mask_ids=IDS, sampling_mask_counts=COUNTS
         )
         return stats.logprob, stats.entropy
 
@@ -54,7 +56,7 @@ def test_gradcheck():
 def test_the_same_bits_as_infinities_in_the_logits(inplace: bool):
     """What `other_logprob` and friends make of -inf logits is what the set as an argument gives."""
     gradients = []
-    for kept in ({}, {"kept_ids": IDS, "kept_counts": COUNTS}):
+    for kept in ({}, {"sampling_mask_ids": IDS, "sampling_mask_counts": COUNTS}):
         leaf = given().float().requires_grad_()
         logits = leaf * 1.0
         if not kept:
@@ -72,10 +74,14 @@ def test_the_same_bits_as_infinities_in_the_logits(inplace: bool):
 def test_rows_without_loss_are_not_restricted():
     mask = torch.tensor([True, True, False])
     target = torch.where(mask, TARGET, -100)
-    stored = token_statistics(given(), target, loss_mask=mask, kept_ids=IDS, kept_counts=COUNTS)
+    stored = token_statistics(given(), target, loss_mask=mask, sampling_mask_ids=IDS, sampling_mask_counts=COUNTS)
     hidden, weight = given()[:, :4], given().t()[:, :3].repeat(1, 2)[:, :4]
-    fused = linear_token_statistics(hidden, weight, target, loss_mask=mask, kept_ids=IDS, kept_counts=COUNTS)
-    again = token_statistics((hidden @ weight.t())[:2], TARGET[:2], kept_ids=IDS[:3], kept_counts=COUNTS[:2])
+    fused = linear_token_statistics(
+        hidden, weight, target, loss_mask=mask, sampling_mask_ids=IDS, sampling_mask_counts=COUNTS
+    )
+    again = token_statistics(
+        (hidden @ weight.t())[:2], TARGET[:2], sampling_mask_ids=IDS[:3], sampling_mask_counts=COUNTS[:2]
+    )
     assert torch.allclose(fused.logprob[:2], again.logprob, atol=1e-14)
     assert not stored.nonfinite.any()
     assert not fused.logprob[2]
@@ -85,29 +91,32 @@ def test_rows_without_loss_are_not_restricted():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kept_counts": None}, "kept_ids and kept_counts belong together"),
-        ({"kept_counts": COUNTS[:2]}, r"kept_counts must be \[T\] with T = 3"),
-        ({"kept_counts": COUNTS + 1}, "kept_counts add up to 8, there are 5 kept_ids"),
-        ({"kept_counts": torch.tensor([3, -1, 3])}, "kept_counts are partly negative"),
-        ({"kept_ids": IDS.float()}, "kept_ids must be int32 or int64"),
-        ({"kept_ids": IDS + 3}, r"kept_ids must be within \[0, 8\), found 3 to 9"),
-        ({"target_ids": torch.tensor([2, 2, 1])}, "2 target_ids are not in their row's kept_ids, the first at 0"),
+        ({"sampling_mask_counts": None}, "sampling_mask_ids and sampling_mask_counts belong together"),
+        ({"sampling_mask_counts": COUNTS[:2]}, r"sampling_mask_counts must be \[T\] with T = 3"),
+        ({"sampling_mask_counts": COUNTS + 1}, "sampling_mask_counts add up to 8, there are 5 sampling_mask_ids"),
+        ({"sampling_mask_counts": torch.tensor([3, -1, 3])}, "sampling_mask_counts are partly negative"),
+        ({"sampling_mask_ids": IDS.float()}, "sampling_mask_ids must be int32 or int64"),
+        ({"sampling_mask_ids": IDS + 3}, r"sampling_mask_ids must be within \[0, 8\), found 3 to 9"),
+        (
+            {"target_ids": torch.tensor([2, 2, 1])},
+            "2 target_ids are not in their row's sampling_mask_ids, the first at 0",
+        ),
     ],
 )
 def test_wrong_sets(changes: dict[str, Any], message: str):
-    arguments = {"target_ids": TARGET, "kept_ids": IDS, "kept_counts": COUNTS} | changes
+    arguments = {"target_ids": TARGET, "sampling_mask_ids": IDS, "sampling_mask_counts": COUNTS} | changes
     with pytest.raises((ValueError, TypeError), match=message):
         token_statistics(given(), **arguments)
 
 
 def test_a_target_outside_its_set_is_found_by_later_checks_too():
     later = DeferredChecks()
-    token_statistics(given(), TARGET + 1, kept_ids=IDS, kept_counts=COUNTS, check=later)
+    token_statistics(given(), TARGET + 1, sampling_mask_ids=IDS, sampling_mask_counts=COUNTS, check=later)
     with pytest.raises(ValueError, match="2 target_ids are not in"):
         later.raise_if_failed()
 
 
 def test_a_list_that_names_what_was_not_kept_is_reported():
     topk = torch.tensor([[2], [3], [5]])
-    stats = token_statistics(given(), TARGET, topk, kept_ids=IDS, kept_counts=COUNTS)
+    stats = token_statistics(given(), TARGET, topk, sampling_mask_ids=IDS, sampling_mask_counts=COUNTS)
     assert stats.nonfinite.tolist() == [True, False, False]

@@ -27,7 +27,7 @@ def build(dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
     topk[~inside.gather(1, topk.clamp_min(0))] = -1
     inside[2::3] = False  # such a row is over the whole vocabulary
     return {
-        "kept": {"kept_ids": inside.nonzero()[:, 1], "kept_counts": inside.sum(dim=1)},
+        "kept": {"sampling_mask_ids": inside.nonzero()[:, 1], "sampling_mask_counts": inside.sum(dim=1)},
         "hidden": torch.randn(TOKENS, WIDTH, generator=random).to(dtype),
         "weight": torch.randn(COLUMNS, WIDTH, generator=random).to(dtype),
         "bias": torch.randn(COLUMNS, generator=random).to(dtype),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,7 @@ from dppo_megatron.actor.precision import row_multiple
 from dppo_megatron.config.schema import Config
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.objectives import sequence_ids_from_cu_seqlens
-from dppo_megatron.types import TokenBatch
+from dppo_megatron.types import COLUMNS, TokenBatch, column_named
 
 from .context import rows_of_rank
 from .prefixes import SharedRows, shared_rows
@@ -159,8 +159,9 @@ class Packer:
     def _check_ids(self, batch: TokenBatch, number: int) -> None:
         if self.vocab_size is None:
             return
-        for name, low in (("token_ids", 0), ("target_ids", 0), ("topk_ids", -1), ("kept_ids", 0)):
-            ids = getattr(batch, name)
+        lows = {"token_ids": 0, "target_ids": 0} | {c.name: c.fill for c in COLUMNS if c.token_ids}
+        for name, low in lows.items():
+            ids = batch.tensors.get(name)
             if ids is None or ids.numel() == 0:
                 continue
             lowest, highest = map(int, torch.aminmax(ids))
@@ -318,19 +319,25 @@ def filler(batch: TokenBatch) -> TokenBatch:
 
 
 def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
-    """Every per-token field at `rows`; cu_seqlens and shared_prefix stay those of the whole batch."""
-    whole = ("cu_seqlens", "shared_prefix", "kept_ids")
-    picked = {
-        f.name: value if f.name in whole or value is None else value.index_select(0, rows)
-        for f in fields(TokenBatch)
-        for value in (getattr(batch, f.name),)
-    }
-    if batch.kept_ids is not None:
-        ends, counts = batch.kept_counts.cumsum(0).index_select(0, rows), picked["kept_counts"]
-        # Of the kept ids end to end, those before each row's first that were not picked.
-        skipped = (ends - counts.cumsum(0)).repeat_interleave(counts)
-        picked["kept_ids"] = batch.kept_ids[torch.arange(len(skipped), device=skipped.device) + skipped]
-    return TokenBatch(**picked)
+    """Select every per-token field at `rows`; cu_seqlens and shared_prefix stay those of the whole batch.
+
+    Example of a listed column: sampling_mask_ids [5, 7, 2, 9] with counts [2, 1, 1] at rows [0, 2] are [5, 7, 9] with
+    counts [2, 1].
+    """
+    picked = {}
+    for name, value in batch.tensors.items():
+        column = column_named(name)
+        if name in ("cu_seqlens", "shared_prefix"):
+            picked[name] = value
+        elif column is not None and column.rows == "listed":
+            all_counts = batch.tensors[column.counts]
+            ends, counts = all_counts.cumsum(0).index_select(0, rows), all_counts.index_select(0, rows)
+            # Entries before each row's first that belong to rows not picked.
+            skipped = (ends - counts.cumsum(0)).repeat_interleave(counts)
+            picked[name] = value[torch.arange(len(skipped), device=skipped.device) + skipped]
+        else:
+            picked[name] = value.index_select(0, rows)
+    return TokenBatch.of(picked)
 
 
 def loss_fields(batch: TokenBatch, rows: Tensor, carry: bool = True) -> TokenBatch:
@@ -347,9 +354,9 @@ def _whole(batch: MicroBatch) -> TokenBatch:
         loss_fields(batch.given, rows if len(rows) else torch.zeros(1, dtype=torch.long), len(rows) > 0)
         for rows in batch.context_rows
     ]
-    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(TokenBatch)}
-    merged = {name: None if values[0] is None else torch.cat(values) for name, values in columns.items()}
-    return TokenBatch(**{**merged, "cu_seqlens": batch.given.cu_seqlens})
+    tensors = [part.tensors for part in parts]
+    merged = {name: torch.cat([of_rank[name] for of_rank in tensors]) for name in tensors[0]}
+    return TokenBatch.of(merged | {"cu_seqlens": batch.given.cu_seqlens})
 
 
 def _extend(bounds: Tensor, end: int) -> Tensor:
@@ -370,5 +377,4 @@ def _padded_rows(cu_seqlens: Tensor, bounds: Tensor, position_ids: Tensor) -> tu
 
 
 def to_device(batch: TokenBatch, device: torch.device) -> TokenBatch:
-    moved = {f.name: getattr(batch, f.name) for f in fields(TokenBatch)}
-    return TokenBatch(**{name: None if v is None else v.to(device) for name, v in moved.items()})
+    return TokenBatch.of({name: tensor.to(device) for name, tensor in batch.tensors.items()})

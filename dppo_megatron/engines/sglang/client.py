@@ -205,7 +205,7 @@ class SglangEngine:
                 engine=f"sglang {server['version']}",
                 running=sum(sent.n for sent in self._running.values()),
                 routed_experts=bool(server["enable_return_routed_experts"]),
-                kept="sampling_mask_max_tokens" in server,
+                sampling_mask="sampling_mask_max_tokens" in server,
                 problems=tuple(_unfit_settings(server, self._model, self._seeded, self._adapters)),
                 workers=server["tp_size"],
                 weight_group=self._weights.group,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.engines.samples import GroupSamples, absent_experts
 from dppo_megatron.engines.trace import Trace
 from dppo_megatron.hf import HFModelConfig
+from dppo_megatron.types import Rollout
 
 # Temperature 0 makes SGLang draw the whole batch another way, so a seeded sample would depend on its neighbours. This
 # is the least it takes: probabilities of tokens that are 1e-4 nats apart differ by a factor of e**50.
@@ -50,7 +50,9 @@ def encode_group(request: GenerateRequest, max_tokens: int) -> dict[str, Any]:
         "return_logprob": True,
         "top_logprobs_num": request.topk,
     }
-    if request.kept:  # SGLang's other log-probs are over the whole vocabulary whatever top_p, top_k and min_p are
+    if (
+        request.sampling_mask
+    ):  # SGLang's other log-probs are over the whole vocabulary whatever top_p, top_k and min_p are
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support", "top_logprobs_num": 0}
     elif request.topk:
         body |= {"return_flat_raw_output_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
@@ -79,18 +81,7 @@ def decode_group(reply: bytes, request: GenerateRequest, model: HFModelConfig) -
         samples = [_decode(output, name, request, model) for output, name in zip(outputs, ids, strict=True)]
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"a sample lacks or garbles {error}") from error
-    return GroupSamples(
-        lengths=np.array([len(s.token_ids) for s in samples], dtype=np.int32),
-        finish_reasons=tuple(s.finish_reason for s in samples),
-        token_ids=np.concatenate([s.token_ids for s in samples]),
-        rollout_logprob=np.concatenate([s.rollout_logprob for s in samples]),
-        versions=np.concatenate([s.versions for s in samples]),
-        topk_ids=np.concatenate([s.topk[0] for s in samples]) if request.topk else None,
-        rollout_topk_logprob=np.concatenate([s.topk[1] for s in samples]) if request.topk else None,
-        routed_experts=np.concatenate([s.experts for s in samples]) if request.routed_experts else None,
-        kept_ids=np.concatenate([s.kept[0] for s in samples]) if request.kept else None,
-        kept_counts=np.concatenate([s.kept[1] for s in samples]) if request.kept else None,
-    )
+    return GroupSamples.of(samples)
 
 
 def decode_score(reply: bytes, token_ids: list[int], vocab_size: int) -> tuple[np.ndarray, int]:
@@ -117,18 +108,7 @@ def reported_version(label: str) -> int:
     return parse_version(label.removeprefix(ASLEEP).removeprefix(EMPTY))
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    token_ids: np.ndarray
-    rollout_logprob: np.ndarray
-    versions: np.ndarray
-    finish_reason: str
-    topk: tuple[np.ndarray, np.ndarray] | None
-    experts: np.ndarray | None
-    kept: tuple[np.ndarray, np.ndarray] | None = None
-
-
-def _decode(output: dict[str, Any], name: str, request: GenerateRequest, model: HFModelConfig) -> _Sample:
+def _decode(output: dict[str, Any], name: str, request: GenerateRequest, model: HFModelConfig) -> Rollout:
     meta = output["meta_info"]
     if meta["id"] != name:
         raise ValueError(f"expected the answer to {name!r}, got that to {meta['id']!r}")
@@ -137,38 +117,41 @@ def _decode(output: dict[str, Any], name: str, request: GenerateRequest, model: 
     if [entry[1] for entry in entries] != tokens:
         raise ValueError(f"{name}: the log-probs belong to other tokens")
     length = len(tokens)
-    if request.kept:
-        logprobs, topk, kept = _kept(name, meta, tokens, request.topk)
+    columns = {"versions": _versions(meta.get("weight_versions"), length)}
+    if request.sampling_mask:
+        columns |= _over_mask(name, meta, tokens, request.topk)
     else:
-        logprobs, kept = _floats([entry[0] for entry in entries]), None
-        topk = _topk(meta, length, request.topk) if request.topk else None
-    return _Sample(
-        token_ids=np.array(tokens, dtype=np.int32),
-        rollout_logprob=logprobs,
-        versions=_versions(meta.get("weight_versions"), length),
-        finish_reason=_finish_reason(meta["finish_reason"], tokens),
-        topk=topk,
-        experts=_experts(meta, length, len(request.token_ids), model) if request.routed_experts else None,
-        kept=kept,
+        columns["rollout_logprob"] = _floats([entry[0] for entry in entries])
+        if request.topk:
+            columns |= _topk(meta, length, request.topk)
+    if request.routed_experts:
+        columns["routed_experts"] = _experts(meta, length, len(request.token_ids), model)
+    return Rollout.of(
+        columns, token_ids=np.array(tokens, np.int32), finish_reason=_finish_reason(meta["finish_reason"], tokens)
     )
 
 
-def _kept(name: str, meta: dict[str, Any], tokens: list[int], k: int) -> tuple[np.ndarray, Any, Any]:
-    """Log-probs of the sampled tokens over the sets, the K most likely of every set, and the sets themselves."""
+def _over_mask(name: str, meta: dict[str, Any], tokens: list[int], k: int) -> dict[str, np.ndarray]:
+    """The sampling masks, with log-probs of the sampled tokens and the K most likely ones over them."""
     masks, values = (meta[f"output_token_sampling_{what}"] if tokens else [] for what in ("mask", "logprobs"))
     if not len(masks) == len(values) == len(tokens) or any(map(lambda m, v: len(m) != len(v), masks, values)):
-        raise ValueError(f"{name}: what some of its tokens were drawn from is missing")
+        raise ValueError(f"{name}: the sampling mask of some of its tokens is missing")
     sampled = np.full(len(tokens), np.nan, np.float32)
-    topk = np.full((len(tokens), k), -1, np.int32), np.full((len(tokens), k), -np.inf, np.float32)
-    kept = [np.empty(0, np.int32)]
+    topk_ids, topk_logprob = np.full((len(tokens), k), -1, np.int32), np.full((len(tokens), k), -np.inf, np.float32)
+    listed = [np.empty(0, np.int32)]
     for row, (token, mask, value) in enumerate(zip(tokens, masks, values, strict=True)):
         ids, logprobs = np.array(mask, np.int32), _floats(value)
         order = np.argsort(-logprobs, kind="stable")[:k]
-        topk[0][row, : len(order)], topk[1][row, : len(order)] = ids[order], logprobs[order]
+        topk_ids[row, : len(order)], topk_logprob[row, : len(order)] = ids[order], logprobs[order]
         if token in mask:
             sampled[row] = logprobs[mask.index(token)]
-        kept.append(np.sort(ids))
-    return sampled, topk, (np.concatenate(kept), np.array([len(mask) for mask in masks], np.int32))
+        listed.append(np.sort(ids))
+    return {
+        "rollout_logprob": sampled,
+        **({"topk_ids": topk_ids, "rollout_topk_logprob": topk_logprob} if k else {}),
+        "sampling_mask_ids": np.concatenate(listed),
+        "sampling_mask_counts": np.array([len(mask) for mask in masks], np.int32),
+    }
 
 
 def _finish_reason(reason: dict[str, Any], tokens: list[int]) -> str:
@@ -178,17 +161,16 @@ def _finish_reason(reason: dict[str, Any], tokens: list[int]) -> str:
     return str(reason["type"])
 
 
-def _topk(meta: dict[str, Any], length: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+def _topk(meta: dict[str, Any], length: int, k: int) -> dict[str, np.ndarray]:
     if not length:
-        return np.empty((0, k), np.int32), np.empty((0, k), np.float32)
+        return {"topk_ids": np.empty((0, k), np.int32), "rollout_topk_logprob": np.empty((0, k), np.float32)}
     kinds = meta["output_top_logprobs_idx_flat_b64_dtype"], meta["output_top_logprobs_val_flat_b64_dtype"]
     if kinds != ("int32", "float32") or meta["output_top_logprobs_null_prefix"]:
         raise ValueError(f"top-K log-probs come as {kinds} from position {meta['output_top_logprobs_null_prefix']}")
-    ids, logprobs = (
-        _array(meta[f"output_top_logprobs_{name}_flat_b64"], dtype).reshape(length, k)
-        for name, dtype in (("idx", "<i4"), ("val", "<f4"))
-    )
-    return ids, logprobs
+    return {
+        column: _array(meta[f"output_top_logprobs_{name}_flat_b64"], dtype).reshape(length, k)
+        for column, name, dtype in (("topk_ids", "idx", "<i4"), ("rollout_topk_logprob", "val", "<f4"))
+    }
 
 
 def _experts(meta: dict[str, Any], length: int, prompt_tokens: int, model: HFModelConfig) -> np.ndarray:

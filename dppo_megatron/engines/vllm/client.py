@@ -31,7 +31,7 @@ from dppo_megatron.types import Rollout
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.fingerprint import Fingerprint
 
-from .extension.wire import decode_reply, decode_trace, encode_request
+from .extension.wire import decode_reply, decode_samples, decode_trace, encode_request
 
 
 class VllmEngine:
@@ -82,18 +82,7 @@ class VllmEngine:
         if header.get("request_id") != sent_id:
             raise InvalidSample(f"engine {self.url}: {what}: the reply is to {header.get('request_id')!r}")
         try:
-            samples = GroupSamples(
-                lengths=arrays["lengths"],
-                finish_reasons=tuple(header["finish_reasons"]),
-                token_ids=arrays["token_ids"],
-                rollout_logprob=arrays["rollout_logprob"],
-                versions=arrays["versions"],
-                topk_ids=arrays.get("topk_ids"),
-                rollout_topk_logprob=arrays.get("rollout_topk_logprob"),
-                routed_experts=arrays.get("routed_experts"),
-                kept_ids=arrays.get("kept_ids"),
-                kept_counts=arrays.get("kept_counts"),
-            )
+            samples = decode_samples(header, arrays)
         except (KeyError, TypeError) as error:
             raise InvalidSample(f"engine {self.url}: {what}: the reply lacks {error}") from error
         try:

@@ -80,7 +80,7 @@ def vllm_command(
     else:  # on CPUs our extension records both
         if config.rollout.routing_replay:
             command.append("--enable-return-routed-experts")
-        if config.rollout.truncated:
+        if config.rollout.has_sampling_mask:
             command.append("--return-sampling-mask")
     if config.weight_sync.lora == "adapter":
         rank = min(rank for rank in LORA_RANKS if rank >= config.model.lora.r)

@@ -107,7 +107,11 @@ def shared_prefixes(rank: Rank) -> Any:
     sizes = [9, 9, 3, 1, 30, 2, 2, 2, 40, 33, 35, 1]
     responses = [
         TokenSequence(
-            prompt, ids(size), 1 / sum(sizes), (-1.0) ** size, generator.normal(-3.5, 0.5, size).astype(np.float32)
+            prompt,
+            ids(size),
+            1 / sum(sizes),
+            (-1.0) ** size,
+            {"rollout_logprob": generator.normal(-3.5, 0.5, size).astype(np.float32)},
         )
         for prompt, size in zip(prompts, sizes, strict=True)
     ]

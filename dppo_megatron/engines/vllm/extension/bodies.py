@@ -38,7 +38,7 @@ class GenerateBody(Body):
     top_p: float = 1.0
     top_k: Annotated[int, Field(lt=2**31)] = 0
     min_p: float = 0.0
-    kept: bool = False
+    sampling_mask: bool = False
 
     def request(self) -> GenerateRequest:
         """Raises ValueError for what `GenerateRequest` refuses."""

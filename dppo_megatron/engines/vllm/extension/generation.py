@@ -19,7 +19,7 @@ from dppo_megatron.engines.samples import GroupSamples
 from .experts import RECORDED, ExpertsReader
 from .fan_out import FanOut
 from .kept import RECORDED as KEPT
-from .kept import KeptReader, Sets
+from .kept import KeptReader
 from .rows import columns
 
 
@@ -45,15 +45,19 @@ async def sample_group(
             params = _params(request, request.seeds[0], experts, kept)
             seeds = request.seeds if request.temperature else [None] * request.n
             samples = await fan_out.finals(tokens_input(prompt), params, seeds, names, adapter)
-        routed = await experts.read(samples, names, len(prompt)) if request.routed_experts else None
-        sets = await kept.read(samples, names, len(prompt)) if request.kept else (None, None)
+        recorded: dict[str, np.ndarray] = {}
+        if request.routed_experts:
+            recorded["routed_experts"] = await experts.read(samples, names, len(prompt))
+        if request.sampling_mask:
+            sets = await kept.read(samples, names, len(prompt))
+            recorded |= zip(("sampling_mask_ids", "sampling_mask_counts"), sets, strict=True)
     except BaseException:
         if request.routed_experts:
             await experts.forget(names)
-        if request.kept:
+        if request.sampling_mask:
             await kept.forget(names)
         raise
-    return _flatten(samples, request.topk, routed, sets)
+    return _flatten(samples, request.topk, recorded)
 
 
 def child_ids(request: GenerateRequest) -> list[str]:
@@ -99,7 +103,7 @@ def _params(request: GenerateRequest, seed: int, experts: ExpertsReader, kept: K
         ignore_eos=True,  # only the stop tokens of the request stop it, whatever the model directory holds
         logprobs=request.topk,
         flat_logprobs=True,
-        extra_args={KEPT: True} if request.kept else None,
+        extra_args={KEPT: True} if request.sampling_mask else None,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # used for this one sample only
@@ -136,27 +140,21 @@ async def _final(
     return outputs[-1]
 
 
-def _flatten(
-    samples: list[CompletionOutput],
-    k: int,
-    routed_experts: np.ndarray | None,
-    sets: Sets | tuple[None, None],
-) -> GroupSamples:
+def _flatten(samples: list[CompletionOutput], k: int, recorded: dict[str, np.ndarray]) -> GroupSamples:
+    """recorded: the columns that were recorded apart from vLLM's outputs."""
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int32)
     ids, logprobs = columns([sample.logprobs for sample in samples], lengths.tolist(), k)
     # Column 0 of each position is the sampled token, the K most likely follow, then any that could not be drawn.
     ids[np.isneginf(logprobs)] = -1
+    versions = _versions([sample.weight_versions or () for sample in samples], lengths)
+    found = {"rollout_logprob": logprobs[:, 0], "versions": versions, **recorded}
+    if k:
+        found |= {"topk_ids": ids[:, 1:], "rollout_topk_logprob": logprobs[:, 1:]}
     return GroupSamples(
         lengths=lengths,
         finish_reasons=tuple(sample.finish_reason or "" for sample in samples),
         token_ids=np.fromiter(chain.from_iterable(sample.token_ids for sample in samples), np.int32, lengths.sum()),
-        rollout_logprob=logprobs[:, 0],
-        versions=_versions([sample.weight_versions or () for sample in samples], lengths),
-        topk_ids=ids[:, 1:] if k else None,
-        rollout_topk_logprob=logprobs[:, 1:] if k else None,
-        routed_experts=routed_experts,
-        kept_ids=sets[0],
-        kept_counts=sets[1],
+        columns=found,
     )
 
 

@@ -35,7 +35,7 @@ from .fan_out import FanOut, missing
 from .generation import child_ids, parse_version, sample_group, score
 from .kept import KeptReader
 from .weights import WeightsInconsistent, WeightUpdater
-from .wire import MEDIA_TYPE, encode_reply, encode_trace
+from .wire import MEDIA_TYPE, encode_reply, encode_samples, encode_trace
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class DppoRoutes:
                 "workers": parallel.world_size,
                 "weight_group": self._updater.group,
                 "routed_experts": self._experts.available,
-                "kept": self._kept.available,
+                "sampling_mask": self._kept.available,
                 "problems": _unfit_settings(self._engine.vllm_config),
                 "instance": self._instance,
             }
@@ -138,24 +138,8 @@ class DppoRoutes:
             samples = await _unless_gone(request, work)
         finally:
             del self._running[group.request_id]
-        arrays = {
-            "lengths": samples.lengths,
-            "token_ids": samples.token_ids,
-            "rollout_logprob": samples.rollout_logprob,
-            "versions": samples.versions,
-        }
-        if group.topk:
-            arrays |= {"topk_ids": samples.topk_ids, "rollout_topk_logprob": samples.rollout_topk_logprob}
-        if group.routed_experts:
-            arrays["routed_experts"] = samples.routed_experts
-        if group.kept:
-            arrays |= {"kept_ids": samples.kept_ids, "kept_counts": samples.kept_counts}
-        header = {
-            "request_id": group.request_id,
-            "finish_reasons": samples.finish_reasons,
-            "instance": self._instance,
-        }
-        return Response(encode_reply(header, arrays), media_type=MEDIA_TYPE)
+        header = {"request_id": group.request_id, "instance": self._instance}
+        return Response(encode_samples(header, samples), media_type=MEDIA_TYPE)
 
     def _admit(self, group: GenerateRequest) -> None:
         config = self._engine.model_config
@@ -172,9 +156,9 @@ class DppoRoutes:
                 "routed_experts = true: this server records none; it needs a mixture of experts and, on GPUs, "
                 "--enable-return-routed-experts"
             )
-        if group.kept and not self._kept.available:
+        if group.sampling_mask and not self._kept.available:
             raise ValueError(
-                "kept = true: this server does not record which tokens top_p, top_k and min_p left; it needs "
+                "sampling_mask = true: this server does not record which tokens top_p, top_k and min_p left; it needs "
                 "--logprobs-mode processed_logprobs and, on GPUs, --return-sampling-mask"
             )
         if self._kept.native and group.temperature and not group.top_k:

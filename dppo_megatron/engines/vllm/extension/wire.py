@@ -14,14 +14,11 @@ import torch
 from safetensors.numpy import save
 
 from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.engines.samples import GroupSamples
 from dppo_megatron.engines.trace import Trace
+from dppo_megatron.types import COLUMNS, SAFETENSORS_DTYPES
 
 MEDIA_TYPE = "application/x-safetensors"
-_DTYPES = {  # safetensors' names of what numpy has
-    **{f"I{8 * size}": f"i{size}" for size in (1, 2, 4, 8)},
-    **{f"U{8 * size}": f"u{size}" for size in (1, 2, 4, 8)},
-    **{f"F{8 * size}": f"f{size}" for size in (2, 4, 8)},
-}
 
 
 def encode_reply(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
@@ -43,11 +40,26 @@ def decode_reply(reply: bytes | bytearray) -> tuple[dict[str, Any], dict[str, np
         raise ValueError(f"not safetensors with a header ({error!r}); it begins with {bytes(reply[:16])!r}") from error
 
 
+def encode_samples(header: dict[str, Any], samples: GroupSamples) -> bytes:
+    """Encode the samples of one group with all columns that they have."""
+    arrays = {"lengths": samples.lengths, "token_ids": samples.token_ids, **samples.columns}
+    return encode_reply({**header, "finish_reasons": samples.finish_reasons}, arrays)
+
+
+def decode_samples(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> GroupSamples:
+    """Decode what `decode_reply` returned for `encode_samples`; columns of no row in `COLUMNS` are ignored.
+
+    Raises KeyError and TypeError for anything else.
+    """
+    columns = {column.name: arrays[column.name] for column in COLUMNS if column.name in arrays}
+    return GroupSamples(arrays["lengths"], tuple(header["finish_reasons"]), arrays["token_ids"], columns)
+
+
 def _views(data: memoryview, table: dict[str, Any]) -> dict[str, np.ndarray]:
     """As safetensors' own reader, which would copy every array: the arrays lie end to end and fill the data."""
     arrays, end = {}, 0
     for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype, shape, (start, stop) = np.dtype(_DTYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
+        dtype, shape, (start, stop) = SAFETENSORS_DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
             raise ValueError(f"{name}: {entry}")
         if start != end or stop - start != math.prod(shape) * dtype.itemsize or stop > len(data):
@@ -73,7 +85,7 @@ def encode_request(request: GenerateRequest) -> bytes:
             "top_p": request.top_p,
             "top_k": request.top_k,
             "min_p": request.min_p,
-            "kept": request.kept,
+            "sampling_mask": request.sampling_mask,
         }
     ).encode()
 

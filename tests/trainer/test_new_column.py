@@ -1,0 +1,169 @@
+"""A column that only this test declares goes from an engine reply to the loss; no code on the way lists columns."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dppo_megatron.actor import forward
+from dppo_megatron.actor.batch.packing import Packer
+from dppo_megatron.bank import BankCorruption, BankReader, BankWriter
+from dppo_megatron.bank.audit import audit, audit_bank
+from dppo_megatron.data.packing import TokenSequence, pack
+from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
+from dppo_megatron.engines.samples import GroupSamples
+from dppo_megatron.engines.vllm.extension.wire import decode_reply, decode_samples, encode_samples
+from dppo_megatron.environments.dialogue import Piece, as_rollout
+from dppo_megatron.fleet.pool import FixedEngines
+from dppo_megatron.fleet.sampling import Sampler
+from dppo_megatron.types import COLUMNS, ENVIRONMENT, POLICY, Column, Prompt, Rollout, RolloutGroup
+
+ADDED = [
+    Column("made_score", ("float64",), "sampled", packed="float32", fill=-7),
+    Column("made_pair", ("int32",), "sampled", ("D",), part="topk", packed="int64", fill=-1),
+    Column("made_list", ("int32",), "listed", counts="made_counts", part="sampling_mask", packed="int32"),
+    Column("made_counts", ("int32",), "sampled", part="sampling_mask", packed="int32"),
+    Column("made_read", ("uint8",), "read", ("E",), part="routes", packed="int16", fill=-1),
+]
+PROMPT = Prompt(4, 2, np.array([3, 1], np.int32), "text", "answer")
+VOCAB = 100
+
+
+@pytest.fixture(autouse=True)
+def columns():
+    COLUMNS.extend(ADDED)
+    yield
+    del COLUMNS[-len(ADDED) :]
+
+
+def made(tokens: list[int], read: list[int]) -> dict[str, np.ndarray]:
+    """Values that name their token."""
+    return {
+        "rollout_logprob": np.array(tokens, np.float32) * -0.01,
+        "versions": np.full(len(tokens), 1, np.int32),
+        "made_score": np.array(tokens) * 0.5,
+        "made_pair": np.array([[t, t + 1] for t in tokens], np.int32).reshape(-1, 2),
+        "made_list": np.array([t for t in tokens for _ in range(t % 4)], np.int32),
+        "made_counts": np.array([t % 4 for t in tokens], np.int32),
+        "made_read": np.array([[t, 7, t] for t in read], np.uint8).reshape(-1, 3),
+    }
+
+
+class Engine:
+    """Continues n with n + 11, five tokens a sample; the first call for each is interrupted after two of them."""
+
+    async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
+        size = min(request.max_tokens, 2 if "+" not in request.request_id else 5)
+        samples = []
+        for seed in range(request.n):
+            own = [(int(request.token_ids[-1]) + 11 * (i + 1) + seed) % VOCAB for i in range(size)]
+            columns = made(own, [*request.token_ids.tolist(), *own][:-1])
+            reason = "length" if size == request.max_tokens else "abort"
+            samples.append(Rollout.of(columns, token_ids=np.array(own, np.int32), finish_reason=reason))
+        header, arrays = decode_reply(encode_samples({}, GroupSamples.of(samples)))
+        found = decode_samples(header, arrays)
+        found.check(request, vocab_size=VOCAB, max_model_len=64)
+        for name in ("made_score", "made_list", "made_read"):
+            with pytest.raises(InvalidSample, match=rf"{name} is of shape \(\d+,.*expected"):
+                replace(found, columns=found.columns | {name: found.columns[name][:-1]}).check(
+                    request, vocab_size=VOCAB, max_model_len=64
+                )
+        return found.rollouts(len(request.token_ids))
+
+
+def sample(token_ids: np.ndarray, n: int, name: str) -> tuple[Rollout, ...]:
+    request = GenerateRequest(name, token_ids, n, tuple(range(n)), 1.0, 5)
+    return asyncio.run(Sampler(FixedEngines([Engine()])).generate(request))
+
+
+def sampled_group() -> tuple[RolloutGroup, dict[tuple[int, int, int], Rollout]]:
+    """A trajectory of two turns with an environment's answer between them, and one of a single turn."""
+    first, single = sample(PROMPT.token_ids, 2, "first")
+    answer = np.array([90, 91, 92], np.int32)
+    (second,) = sample(np.concatenate([PROMPT.token_ids, first.token_ids, answer]), 1, "second")
+    branches = (
+        [
+            Piece(ENVIRONMENT, 0, "", PROMPT.token_ids),
+            Piece(POLICY, 0, "", first.token_ids, first),
+            Piece(ENVIRONMENT, 0, "", answer),
+            Piece(POLICY, 1, "", second.token_ids, second),
+        ],
+        [Piece(ENVIRONMENT, 0, "", PROMPT.token_ids), Piece(POLICY, 0, "", single.token_ids, single)],
+    )
+    rollouts = tuple(as_rollout(branch, 2, "length", number) for number, branch in enumerate(branches))
+    group = RolloutGroup(PROMPT, rollouts, np.array([1, 0], np.float32), np.zeros(2, bool), 1.0)
+    return group, {(4, 0, 0): first, (4, 0, 1): second, (4, 1, 0): single}
+
+
+def test_a_new_column_arrives_at_its_token(tmp_path, monkeypatch):
+    group, turns = sampled_group()
+    with BankWriter(tmp_path, 1) as writer:
+        writer.append(group)
+        cut = {"made_score": group.rollouts[1].extra["made_score"][:-1]}
+        wrong = replace(group.rollouts[1], extra=group.rollouts[1].extra | cut)
+        with pytest.raises(
+            ValueError, match=r"sample 1: made_score: expected numpy float64 \(5,\), found float64 \(4,\)"
+        ):
+            writer.append(replace(group, prompt=replace(PROMPT, position=5), rollouts=(group.rollouts[0], wrong)))
+    reader = BankReader(tmp_path)
+    (entry,) = reader.entries(0, reader.refresh())
+    stored = reader.read(entry)
+    assert reader.read(entry, parts=("core",)).rollouts[0].extra.keys() == {"made_score"}
+    assert audit([stored], turns).problems == list(audit_bank(tmp_path))[-1][2].problems == []
+    changed = turns | {(4, 0, 1): replace(turns[4, 0, 1], extra={})}
+    assert "made_score, made_pair, made_list, made_counts differ" in audit([stored], changed).problems[0]
+
+    sequences = [
+        TokenSequence.of_rollout(PROMPT, r, advantage=1.0, loss_weight=0.1, replay_routing=True)
+        for r in stored.rollouts
+    ]
+    batch = pack(sequences)
+    assert batch.extra["made_score"][~batch.mask].unique().tolist() == [-7]
+    assert [batch.extra[c.name].dtype for c in ADDED] == [getattr(torch, c.packed) for c in ADDED]
+    seen = rows_of_the_loss(batch, monkeypatch)
+    targets = [t for r in stored.rollouts for t in r.token_ids[... if r.sampled is None else r.sampled].tolist()]
+    assert seen.target_ids.tolist() == targets
+    assert seen.token_ids.tolist()[:2] == [1, 12]
+    expected = made(targets, seen.token_ids.tolist())
+    for column in ADDED:
+        assert seen.extra[column.name].tolist() == expected[column.name].tolist(), column.name
+
+
+def rows_of_the_loss(batch, monkeypatch):
+    """What `LossStep` hands to the objective."""
+    seen = []
+
+    def statistics(model, output, rows, *_, **__):
+        zeros = torch.zeros(len(rows.target_ids))
+        return SimpleNamespace(logprob=zeros, topk_logprob=None, other_logprob=None, entropy=zeros, nonfinite=zeros > 0)
+
+    def objective(_, rows, **__):
+        seen.append(rows)
+        zeros = torch.zeros(len(rows.target_ids))
+        return SimpleNamespace(loss=zeros, masked_tokens=zeros > 0, divergence=zeros, metrics={})
+
+    monkeypatch.setattr(forward, "head_statistics", statistics)
+    monkeypatch.setattr(forward, "apply_objective", objective)
+    packer = Packer(device=torch.device("cpu"), dtype=torch.float32, frequencies=None, vocab_size=VOCAB, multiple=4)
+    needs = SimpleNamespace(needs_entropy=False, needs_sequences=False)
+    step = forward.LossStep(needs, VOCAB, SimpleNamespace(context_size=1, context_rank=0), torch.zeros(VOCAB).long())
+    step.loss(packer(batch), None, None)
+    return seen[0]
+
+
+def test_a_bank_with_a_column_of_another_version_is_one_clear_error(tmp_path):
+    with BankWriter(tmp_path, 1) as writer:
+        writer.append(sampled_group()[0])
+    reader = BankReader(tmp_path)
+    reader.refresh()
+    COLUMNS[:] = [column for column in COLUMNS if column.name != "made_pair"]
+    try:
+        with pytest.raises(BankCorruption, match="columns made_pair, which this version does not know"):
+            reader.entries(0, 1)
+    finally:
+        COLUMNS.insert(len(COLUMNS) - 3, ADDED[1])
