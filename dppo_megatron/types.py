@@ -87,7 +87,8 @@ COLUMNS = [
 ]
 
 
-def column_named(name: str) -> Column | None:
+def column_named(name: str) -> Any:
+    """The column of a name, None where there is none."""
     return next((column for column in COLUMNS if column.name == name), None)
 
 
@@ -114,6 +115,29 @@ class TokenColumns:
         own = {name: array for name, array in columns.items() if name in cls.__dataclass_fields__}
         fields["extra"] = {name: array for name, array in columns.items() if name not in own}
         return cls(**fields, **own)
+
+
+def expected_shapes(
+    columns: Mapping[str, Any], sampled: int, read: int, like: Mapping[str, Any], **sizes: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape that each column must have, in the order of `COLUMNS`, those that are missing included.
+
+    A trailing dimension has its size in `sizes`, else the one that the first column with it has in `like`; -1 where
+    there is none. Example: 3 sampled tokens, 7 read ones, K = 2: rollout_logprob (3,), topk_ids (3, 2), routed_experts
+    (7, -1, -1).
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for column in COLUMNS:
+        if column.rows == "sampled" and not column.shape:
+            shapes[column.name] = (sampled,)
+            continue
+        rows = sampled if column.rows == "sampled" else read
+        if column.rows == "listed":
+            rows = int(np.sum(columns[column.counts])) if column.counts in columns else -1
+        found = getattr(like.get(column.name), "shape", ())
+        sizes = dict(zip(column.shape, found[1:], strict=False)) | sizes
+        shapes[column.name] = (rows, *(sizes.get(name, -1) for name in column.shape))
+    return shapes
 
 
 def split_columns(

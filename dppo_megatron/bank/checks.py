@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dppo_megatron.types import COLUMNS, INHERITED, POLICY, Rollout, RolloutGroup
+from dppo_megatron.types import COLUMNS, INHERITED, POLICY, Rollout, RolloutGroup, column_named, expected_shapes
 
 FINISH_REASONS = ("stop", "length", "max_turns", "abort")
 
@@ -49,23 +49,18 @@ def _check_sample(r: Rollout, group: RolloutGroup, where: str) -> None:
 def _check_columns(r: Rollout, group: RolloutGroup, sampled: int, where: str) -> None:
     """Check presence, dtype and shape of every column against the table; trailing sizes are those of sample 0."""
     first, found = group.rollouts[0].columns, r.columns
-    rows = {"sampled": sampled, "read": len(group.prompt.token_ids) + len(r.token_ids) - 1}
-    sizes: dict[str, int] = {}
-    for column in sorted(COLUMNS, key=lambda c: c.rows == "listed"):  # after their counts
-        together = [c.name for c in COLUMNS if c.asked_by == column.asked_by]
-        if column.asked_by and len({name in columns for name in together for columns in (first, found)}) > 1:
-            raise ValueError(f"{where}: {' and '.join(together)} must be present in all samples or in none")
-        if column.asked_by and column.name not in found:
-            continue
-        like = first.get(column.name)
-        if isinstance(like, np.ndarray):
-            sizes = {**dict(zip(column.shape, like.shape[1:], strict=False)), **sizes}
-        # -1 fits no array: sample 0 has too few dimensions.
-        shape = tuple(sizes.get(name, -1) for name in column.shape)
-        dtype = getattr(like, "dtype", None)
-        dtype = dtype if str(dtype) in column.dtypes else column.dtypes[0]
-        size = int(found[column.counts].sum()) if column.rows == "listed" else rows[column.rows]
-        _expect(found.get(column.name), dtype, (size, *shape), f"{where}: {column.name}")
+    read = len(group.prompt.token_ids) + len(r.token_ids) - 1
+    for name, shape in expected_shapes(found, sampled, read, first).items():
+        column = column_named(name)
+        if column.asked_by:
+            together = [c.name for c in COLUMNS if c.asked_by == column.asked_by]
+            if len({other in columns for other in together for columns in (first, found)}) > 1:
+                raise ValueError(f"{where}: {' and '.join(together)} must be present in all samples or in none")
+            if name not in found:
+                continue
+        dtype = str(getattr(first.get(name), "dtype", ""))
+        dtype = dtype if dtype in column.dtypes else column.dtypes[0]
+        _expect(found.get(name), np.dtype(dtype), shape, f"{where}: {name}")
 
 
 def _check_spans(r: Rollout, where: str) -> int:

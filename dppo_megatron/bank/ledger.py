@@ -1,4 +1,4 @@
-"""What a bank's index says from its first line on, and which line may follow: rules of readers and the writer alike."""
+"""Checks of a bank's index from its first line on: which line may follow, for readers and the writer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _CHUNK = 1024
 
 
 class Positions:
-    """A set of prompt positions, which are dense: two bits each."""
+    """A set of prompt positions; they are dense, so each takes about two bits."""
 
     def __init__(self) -> None:
         self._chunks: dict[int, int] = {}
 
     def add(self, position: int) -> bool:
-        """False when it was there."""
+        """Add a position and return whether it is new."""
         chunk, bit = divmod(position, _CHUNK)
         before = self._chunks.get(chunk, 0)
         self._chunks[chunk] = before | 1 << bit
@@ -34,7 +34,7 @@ class Positions:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the blob of a group lies in its segment's .bin."""
+    """Offset and size of a group's blob in its segment's .bin."""
 
     offset: int
     size: int
@@ -82,7 +82,7 @@ class Ledger:
         return place
 
     def next_segment(self) -> None:
-        """To be called when a later segment exists. Raises `BankCorruption` when this one is not finished."""
+        """Go on to the next segment, which must exist. Raises `BankCorruption` when this one is not finished."""
         if not self.ended:
             what = "has no line" if self.lines == 0 else f"ends with line {self.lines}"
             self._refuse_file(f"{what}, without the line that ends a finished segment, though a later one exists")
@@ -98,11 +98,26 @@ class Ledger:
         self.ended = False
 
     def contradiction(self, head: Head | None) -> str:
-        """What `head`, read before the index, says that was not found; empty when nothing."""
+        """Return how the index contradicts `head`, which was read before it; empty when it does not.
+
+        The writer makes a segment in three steps: index file with a begin line, then `head.json`, then records. So with
+        self.segment = 4, the newest index file found:
+
+        | head names | lines of segment 4 | meaning |
+        |---|---|---|
+        | 4 | 1 or more | normal |
+        | 4 | 0 | its begin line was lost |
+        | 3 | 0 or 1 | the writer has not replaced head.json yet |
+        | 3 | 2 or more | head.json was replaced by an older one |
+        | 5 | any | the files of segment 5 are missing |
+        | no head | any | head.json is missing; only segment 0 may have none, until its first record |
+
+        A head with `closed` also names the size and checksum of a writer's last index, which may only grow.
+        """
         path = self._directory / HEAD_NAME
         if head is None:
             if self.segment == 0 and self.lines <= 1:
-                return ""  # the first segment is being made
+                return ""
             return (
                 f"{path}: missing; restore it or, if no segment after {self.index_path.name} is missing too, write "
                 f'{{"format": 2, "segment": {self.segment}}} into it'
@@ -112,7 +127,7 @@ class Ledger:
             return f"{missing}: missing, though {HEAD_NAME} names it as the newest segment; {RESTORE}"
         if head.segment < self.segment:
             if head.segment == self.segment - 1 and self.lines <= 1:
-                return ""  # this segment is being made
+                return ""
             return f"{path}: line 1: names segment {head.segment}, the newest is {self.segment}; {RESTORE}"
         if self.lines == 0:
             return f"{self.index_path}: line 1: missing or not whole; {RESTORE}"
@@ -183,7 +198,7 @@ class Ledger:
         return place
 
     def refuse(self, why: str) -> NoReturn:
-        """Raises `BankCorruption` that names the line which would come next."""
+        """Raise `BankCorruption` that names the next line."""
         raise BankCorruption(f"{self.index_path}: line {self.lines + 1}: {why}; {RESTORE}")
 
     def _refuse_file(self, why: str) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dppo_megatron.types import COLUMNS, Column, Prompt, Rollout, TokenBatch, column_named
+from dppo_megatron.types import COLUMNS, Column, Prompt, Rollout, TokenBatch, expected_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,16 +225,10 @@ def _problem(s: TokenSequence, first: TokenSequence) -> str:
         return f"{', '.join(sorted(differing))} must be present in all sequences, as in sequence 0, or in none"
     if (s.advantage is None) != ("rollout_logprob" not in s.columns):
         return "a rollout needs an advantage and one log-prob per sampled token"
-    rows = {"sampled": s.learned, "read": len(s) - 1}
-    sizes: dict[str, int] = {}
+    shapes = expected_shapes(s.columns, s.learned, len(s) - 1, first.columns)
     for name, array in s.columns.items():
-        column = column_named(name)
-        if column is None:
+        if name not in shapes:
             return f"{name} is no column of types.COLUMNS"
-        size = int(s.columns[column.counts].sum()) if column.rows == "listed" else rows[column.rows]
-        like = first.columns[name]
-        sizes = {**dict(zip(column.shape, like.shape[1:], strict=False)), **sizes}
-        shape = (size, *(sizes.get(dimension, -1) for dimension in column.shape))
-        if array.shape != shape:
-            return f"{name} is {list(array.shape)}, expected {list(shape)}"
+        if array.shape != shapes[name]:
+            return f"{name} is {list(array.shape)}, expected {list(shapes[name])}"
     return ""

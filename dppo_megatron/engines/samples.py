@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dppo_megatron.types import COLUMNS, Rollout, split_columns
+from dppo_megatron.types import Rollout, column_named, expected_shapes, split_columns
 
 from .protocol import GenerateRequest, InvalidSample
 
@@ -68,29 +68,20 @@ class GroupSamples:
 
     def _check_shapes(self, request: GenerateRequest) -> None:
         total = int(self.lengths.sum()) if self.lengths.ndim == 1 else -1
-        self._expect(request, "lengths", self.lengths, (request.n,))
-        self._expect(request, "token_ids", self.token_ids, (total,))
-        rows = {"sampled": total, "read": total + request.n * (len(request.token_ids) - 1)}
-        for column in sorted(COLUMNS, key=lambda c: c.rows == "listed"):  # after their counts
-            if column.asked_by and not getattr(request, column.asked_by):
+        read = total + request.n * (len(request.token_ids) - 1)
+        found = {"lengths": self.lengths, "token_ids": self.token_ids, **self.columns}
+        shapes = expected_shapes(self.columns, total, read, self.columns, K=request.topk)
+        for name, shape in {"lengths": (request.n,), "token_ids": (total,), **shapes}.items():
+            column, array = column_named(name), found.get(name)
+            if column is not None and column.asked_by and not getattr(request, column.asked_by):
                 continue
-            array = self.columns.get(column.name)
-            size = int(self.columns[column.counts].sum()) if column.rows == "listed" else rows[column.rows]
-            # Only K is known here; other dimensions may have any size.
-            sizes = [request.topk if name == "K" else None for name in column.shape]
-            if array is not None and array.ndim == 1 + len(sizes):
-                sizes = [have if size is None else size for size, have in zip(sizes, array.shape[1:], strict=True)]
-            self._expect(request, column.name, array, (size, *sizes))
+            if array is None or array.shape != shape:
+                what = "missing" if array is None else f"of shape {array.shape}"
+                raise InvalidSample(f"group {request.request_id}: {name} is {what}, expected {shape}")
         if len(self.finish_reasons) != request.n:
             raise InvalidSample(
                 f"group {request.request_id}: {len(self.finish_reasons)} finish reasons for {request.n} samples"
             )
-
-    @staticmethod
-    def _expect(request: GenerateRequest, name: str, array: np.ndarray | None, shape: tuple[int | None, ...]) -> None:
-        if array is None or array.shape != shape:
-            found = "missing" if array is None else f"of shape {array.shape}"
-            raise InvalidSample(f"group {request.request_id}: {name} is {found}, expected {shape}")
 
     def _check_ends(self, request: GenerateRequest, check: _Check, max_model_len: int) -> None:
         reasons = np.asarray(self.finish_reasons)

@@ -14,7 +14,6 @@ from safetensors.numpy import load as load_tensors
 from dppo_megatron.bank import BankCorruption, BankReader, BankWriter, files
 from dppo_megatron.bank.blob import decode_front
 from dppo_megatron.bank.files import segment_paths
-from dppo_megatron.bank.shapes import Shapes
 from dppo_megatron.types import ENVIRONMENT, INHERITED, PARTS, POLICY, Rollout, RolloutGroup
 from tests.support.bank import assert_same_array, assert_same_group, make_group
 
@@ -272,12 +271,6 @@ def test_a_line_with_other_lengths_than_its_blob_is_refused(tmp_path):
     shapes = dataclasses.replace(entry.shapes, tokens=entry.shapes.tokens[::-1])
     with pytest.raises(BankCorruption, match="differ in tensors"):
         reader.read(dataclasses.replace(entry, shapes=shapes))
-
-
-@pytest.mark.parametrize("group", [make_group(1), make_group(1, topk=2, experts=4), branched_group(2)])
-def test_the_text_of_the_shapes_is_what_the_writer_writes(group):
-    shapes = Shapes.of(group)
-    assert "{" + shapes.text() == json.dumps(shapes.table(), separators=(",", ":"))
 
 
 def test_a_header_in_another_spelling_is_compared_as_well(tmp_path):

@@ -134,7 +134,7 @@ def test_sampling_masks_pass_and_split():
 @pytest.mark.parametrize(
     ("invalid", "message"),
     [
-        (samples(), "sampling_mask_counts is missing"),
+        (samples(), "sampling_mask_ids is missing"),
         (masked(OWN, sampling_mask_ids=None), r"sampling_mask_ids is missing, expected \(24,\)"),
         (masked(OWN, sampling_mask_counts=np.full(8, 4, np.int32)), r"sampling_mask_ids is of shape \(24,\), expected"),
         (masked(OWN, sampling_mask_ids=np.arange(23, dtype=np.int32)), r"sampling_mask_ids is of shape \(23,\)"),

@@ -191,6 +191,18 @@ class Packer:
         return _extend(bounds, -(-int(bounds[-1]) // whole) * whole)
 
     def _micro_batch(self, batch: TokenBatch, shared: SharedRows | None, bounds: Tensor, end: int) -> MicroBatch:
+        """Prepare this rank's part of a batch, padded to `end` rows.
+
+        Example: sequences [a b c] and [d e], all but c and e with loss, on 2 context-parallel ranks. Sequences are
+        padded to a multiple of 4 and cut into 4 chunks; rank 0 has the first and the last, rank 1 those between.
+
+            padded row   0 1 2 3 | 4 5 6 7      bounds [0, 4, 8]
+            origin       0 1 2 - | 3 4 - -      row in the batch as given; - = padding, -1
+            rank         0 1 1 0 | 0 1 1 0
+
+        Rank 0: token_ids [a 0 d 0], rows [0, 2] of them go to the head, loss_rows [0, 3]. Rank 1: token_ids [b c e 0],
+        rows [0], loss_rows [1]. Both: context_rows ([0, 3], [1]).
+        """
         bounds = _extend(bounds, end)
         if shared is None:
             origin, position_ids = _padded_rows(batch.cu_seqlens.cpu().long(), bounds, batch.position_ids)

@@ -1,10 +1,9 @@
-"""Sequences of one micro-batch that begin alike compute their beginning once.
+"""Sequences of one micro-batch with the same prompt compute it once.
 
-The samples of a group have one prompt: its hidden states, keys and values are the same for all of them, and so its
-rows are computed once, its gradients those of all samples together. Each sample's own rows go on behind them, at the
-positions that they have in their sequence; attention (`cpu.attention`) lets them see the prompt's keys and their own.
-What leaves the model is as if each sequence had been computed whole: the row that predicts a sample's first token is
-the prompt's last, read once for each sample.
+The hidden states, keys and values of a prompt are the same for all samples of its group. So its rows are computed
+once and collect the gradients of all samples. The rows of each sample follow, at the positions of their sequence;
+attention (`cpu.attention`) shows them the prompt's keys and their own. The model's output equals that of whole
+sequences: the prompt's last row predicts the first token of every sample and is read once for each.
 """
 
 from __future__ import annotations
@@ -22,9 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SharedRows:
-    """The R rows that are computed of a batch of T tokens: S segments end to end, on the CPU.
+    """The R computed rows of a batch of T tokens: S segments end to end, on the CPU.
 
-    A segment is a sequence by itself, a prefix, or what follows a prefix in one sequence.
+    A segment is a whole sequence, a prefix, or the part of a sequence after its prefix. Example: prompt [p q] with
+    samples [a b] and [c], so cu_seqlens [0, 4, 7] and shared_prefix [0, 2]:
+
+        token   0 1 2 3 | 4 5 6       computed row   0 1 | 2 3 | 4
+                p q a b | p q c                      p q | a b | c
+
+    bounds [0, 2, 4, 5]; prefixes [[0, 0], [0, 2], [0, 2]]: both samples continue the 2 rows from row 0;
+    origin [0, 1, 2, 3, 6]; row [0, 1, 2, 3, 0, 1, 4].
     """
 
     bounds: Int[Tensor, " S+1"]
@@ -34,7 +40,10 @@ class SharedRows:
 
 
 def shared_rows(cu_seqlens: Int[Tensor, " B+1"], shared_prefix: Int[Tensor, " B"]) -> SharedRows:
-    """shared_prefix: see `TokenBatch`. Raises ValueError where sequences with one beginning do not agree on it."""
+    """Return the rows to compute where sequences share prefixes as `TokenBatch.shared_prefix` has them.
+
+    Raises ValueError where sequences with one prompt disagree on its length.
+    """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.long().diff()
     shared = shared_prefix.long()
     continues = shared > 0
@@ -44,7 +53,7 @@ def shared_rows(cu_seqlens: Int[Tensor, " B+1"], shared_prefix: Int[Tensor, " B"
     prefix = torch.where(continues, shared, after)
     if bool(continues[:1].any()) or bool((prefix != prefix[begins]).any()) or bool((prefix > lengths).any()):
         raise ValueError(f"sequences of {lengths.tolist()} tokens cannot share prefixes of {shared.tolist()}")
-    # Two segments a sequence: a prefix, which is empty but for a run's first, and its own rows.
+    # Two segments a sequence: its prefix, which is empty unless it computes it, and its other rows.
     own = lengths - prefix
     sizes = torch.stack((torch.where(continues, 0, prefix), own), dim=1).flatten()
     sources = torch.stack((starts, starts + prefix), dim=1).flatten()
