@@ -186,7 +186,7 @@ def head(work: Work, rows: int, padded_vocab: int) -> dict[str, int]:
     around = _norm(work) + gathered + e * hidden  # final norm, gather, the rows picked
     weight_gradient = work.weight_gradient * columns * hf.hidden_size
     # Of each kept token at most: its id, its row, where it lies in a block of logits and what is there.
-    kept = {"kept sets": 48 * rows * work.config.rollout.top_k} if work.config.rollout.has_sampling_mask else {}
+    kept = {"sampling masks": 48 * rows * work.config.rollout.top_k} if work.config.rollout.has_sampling_mask else {}
     if work.config.model.logits == "fused":
         block = max(block.stop - block.start for block in column_blocks(columns))
         return {

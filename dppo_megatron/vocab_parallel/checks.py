@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .kept import KeptSets
+from .sampling_masks import SamplingMasks
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ENTROPY = ("none", "metric", "differentiable")
@@ -39,7 +39,7 @@ def check_ids(name: str, ids: Tensor, dim: int, dims: str, tokens: int, device: 
         raise ValueError(f"{name} is on {ids.device}, the logits are on {device}")
 
 
-def check_kept(
+def check_sampling_masks(
     sampling_mask_ids: Tensor | None, sampling_mask_counts: Tensor | None, tokens: int, device: torch.device
 ) -> None:
     if sampling_mask_ids is None and sampling_mask_counts is None:
@@ -86,17 +86,17 @@ def inverse_temperature(
 
 
 def id_extremes(
-    target_ids: Tensor, topk_ids: Tensor | None, scale: float | Tensor, kept: KeptSets | None = None
+    target_ids: Tensor, topk_ids: Tensor | None, scale: float | Tensor, masks: SamplingMasks | None = None
 ) -> Tensor:
     """fp64, on the device: what `check_id_values` decides by. No synchronisation."""
     extremes: list[Tensor] = []
-    for ids in (target_ids, topk_ids, None if kept is None else kept.ids):
+    for ids in (target_ids, topk_ids, None if masks is None else masks.ids):
         if ids is not None and ids.numel():
             extremes += torch.aminmax(ids)
     if isinstance(scale, Tensor):
         extremes.append((torch.isfinite(scale) & (scale > 0)).all())
-    if kept is not None:
-        extremes += [kept.total - len(kept.ids), kept.missing(target_ids).sum()]
+    if masks is not None:
+        extremes += [masks.total - len(masks.ids), masks.missing(target_ids).sum()]
     if not extremes:
         return target_ids.new_zeros(0, dtype=torch.float64)
     return torch.stack([extreme.double() for extreme in extremes])
@@ -108,16 +108,16 @@ def check_id_values(
     scale: float | Tensor,
     vocab: int,
     extremes: list[float],
-    kept: KeptSets | None = None,
+    masks: SamplingMasks | None = None,
 ) -> None:
     """Raise ValueError where an id lies outside the vocabulary, a temperature is not positive and finite, or a target
-    is not in its kept set.
+    is not in its sampling mask.
 
     extremes: `id_extremes` of the same arguments, on the host. Looks at the arguments themselves, which
     synchronises with the device, only to say what is wrong.
     """
     values = [int(extreme) for extreme in extremes]
-    sampling_mask_ids = None if kept is None else kept.ids
+    sampling_mask_ids = None if masks is None else masks.ids
     for name, low, ids in (
         ("target_ids", 0, target_ids),
         ("topk_ids", -1, topk_ids),
@@ -136,11 +136,11 @@ def check_id_values(
     if isinstance(scale, Tensor) and not values.pop(0):
         bad = torch.nonzero(~(torch.isfinite(scale) & (scale > 0))).flatten()
         raise ValueError(f"temperature must be positive and finite; {bad.numel()} are not, first at {int(bad[0])}")
-    if kept is not None and values[0]:
-        added = f"add up to {len(kept.ids) + values[0]}" if kept.total >= 0 else "are partly negative"
-        raise ValueError(f"sampling_mask_counts {added}, there are {len(kept.ids)} sampling_mask_ids")
-    if kept is not None and values[1]:
-        bad = torch.nonzero(kept.missing(target_ids)).flatten()
+    if masks is not None and values[0]:
+        added = f"add up to {len(masks.ids) + values[0]}" if masks.total >= 0 else "are partly negative"
+        raise ValueError(f"sampling_mask_counts {added}, there are {len(masks.ids)} sampling_mask_ids")
+    if masks is not None and values[1]:
+        bad = torch.nonzero(masks.missing(target_ids)).flatten()
         raise ValueError(
             f"{bad.numel()} target_ids are not in their row's sampling_mask_ids, the first at {int(bad[0])}"
         )

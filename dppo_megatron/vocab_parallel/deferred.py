@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_id_values, id_extremes
-from .kept import KeptSets
+from .sampling_masks import SamplingMasks
 from .shard import HEADER, Shard, total_columns
 
 
@@ -23,7 +23,7 @@ class Verification:
     topk_ids: Tensor | None
     scale: float | Tensor
     shard: Shard
-    kept: KeptSets | None
+    masks: SamplingMasks | None
     numbers: Tensor
 
     @classmethod
@@ -33,14 +33,14 @@ class Verification:
         topk_ids: Tensor | None,
         scale: float | Tensor,
         shard: Shard,
-        kept: KeptSets | None,
+        masks: SamplingMasks | None,
         headers: Tensor | None,
     ) -> Verification:
         """headers: [world, HEADER], None for a single shard. No synchronisation."""
-        numbers = id_extremes(target_ids, topk_ids, scale, kept)
+        numbers = id_extremes(target_ids, topk_ids, scale, masks)
         if headers is not None:
             numbers = torch.cat((numbers, headers.double().flatten()))
-        return cls(target_ids, topk_ids, scale, shard, kept, numbers)
+        return cls(target_ids, topk_ids, scale, shard, masks, numbers)
 
     def raise_if_failed(self, numbers: list[float]) -> None:
         """Raises ValueError with names and sizes. numbers: those above, on the host."""
@@ -51,7 +51,7 @@ class Verification:
             headers = [flat[i : i + HEADER] for i in range(0, len(flat), HEADER)]
         total = total_columns(self.shard, headers)
         vocab = total if self.shard.vocab_size is None else self.shard.vocab_size
-        check_id_values(self.target_ids, self.topk_ids, self.scale, vocab, numbers, self.kept)
+        check_id_values(self.target_ids, self.topk_ids, self.scale, vocab, numbers, self.masks)
 
 
 class DeferredChecks:

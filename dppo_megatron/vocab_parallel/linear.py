@@ -14,9 +14,9 @@ from . import blocks, checks
 from .collectives import gather_sequence, reduce_gradient
 from .deferred import DeferredChecks
 from .fixed_products import fixed_mm
-from .kept import KeptSets
 from .merge import add_rows, empty_rows
 from .request import Request, choose_backend, statistics
+from .sampling_masks import SamplingMasks
 from .shard import Shard, make_shard
 from .statistics import TokenStatistics
 
@@ -104,11 +104,11 @@ def linear_token_statistics(
     checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, hidden.device)
     if topk_ids is not None:
         checks.check_ids("topk_ids", topk_ids, 2, "[T, K]", tokens, hidden.device)
-    checks.check_kept(sampling_mask_ids, sampling_mask_counts, tokens, hidden.device)
-    kept = (
+    checks.check_sampling_masks(sampling_mask_ids, sampling_mask_counts, tokens, hidden.device)
+    masks = (
         None
         if sampling_mask_ids is None or sampling_mask_counts is None
-        else KeptSets.of(sampling_mask_ids, sampling_mask_counts, None)
+        else SamplingMasks.of(sampling_mask_ids, sampling_mask_counts, None)
     )
     if loss_mask is not None:
         checks.check_loss_mask(loss_mask, tokens)
@@ -122,7 +122,7 @@ def linear_token_statistics(
         rows = loss_mask.nonzero().flatten()
         hidden = hidden.index_select(0, rows)
         target_ids = target_ids.index_select(0, rows)
-        kept = None if kept is None else kept.select(rows)
+        masks = None if masks is None else masks.select(rows)
         topk_ids = None if topk_ids is None else topk_ids.index_select(0, rows)
         scale = scale.index_select(0, rows) if isinstance(scale, Tensor) else scale
     if shard.group is not None and not split:
@@ -131,7 +131,7 @@ def linear_token_statistics(
     request = Request(
         target_ids=target_ids,
         topk_ids=topk_ids,
-        kept=kept,
+        masks=masks,
         shard=shard,
         scale=scale,
         entropy=entropy,
@@ -184,14 +184,14 @@ def _project(
     weight: Tensor,
     bias: Tensor | None,
     columns: slice,
-    kept: KeptSets | None,
+    masks: SamplingMasks | None,
     first: int,
 ) -> Tensor:
-    """Logits of `columns`, the first of which has the id `first`; -inf outside the kept sets."""
+    """Logits of `columns`, the first of which has the id `first`; -inf outside the sampling masks."""
     with torch.autocast(hidden.device.type, enabled=False):
         block = product(hidden, weight[columns].t(), None if bias is None else bias[columns])
-    if kept is not None:
-        kept.hide_others(block, first)
+    if masks is not None:
+        masks.hide_others(block, first)
     return block
 
 
@@ -217,7 +217,7 @@ class _Linear(torch.autograd.Function):
                 for columns in blocks_of_tile:
                     first = shard.first + columns.start
                     request.backend.forward(
-                        _project(product, hidden, weight, bias, columns, request.kept, first),
+                        _project(product, hidden, weight, bias, columns, request.masks, first),
                         ids,
                         first,
                         request.scale,
@@ -252,7 +252,7 @@ class _Linear(torch.autograd.Function):
         d_bias = torch.zeros_like(bias) if need_bias else None
         for columns, large in ((columns, _large(shard, cuts)) for cuts in ctx.cuts for columns in cuts):
             first = shard.first + columns.start
-            block = _project(ctx.product, hidden, weight, bias, columns, request.kept, first)
+            block = _project(ctx.product, hidden, weight, bias, columns, request.masks, first)
             request.backend.backward(
                 block,
                 ctx.ids,

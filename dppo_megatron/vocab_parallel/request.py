@@ -12,8 +12,8 @@ from torch import Tensor
 
 from . import torch_backend
 from .deferred import DeferredChecks, Verification
-from .kept import KeptSets
 from .merge import Coefficients, Merged
+from .sampling_masks import SamplingMasks
 from .shard import HEADER, Shard, gather_rows, write_header
 from .statistics import TokenStatistics
 from .topk import join_ids
@@ -21,12 +21,12 @@ from .topk import join_ids
 
 @dataclass(frozen=True)
 class Request:
-    """target_ids: [T]. topk_ids: [T, K] or None. kept: None where no row is restricted. scale: 1/tau. dtype: of the
+    """target_ids: [T]. topk_ids: [T, K] or None. masks: None where no row is restricted. scale: 1/tau. dtype: of the
     arithmetic and the results."""
 
     target_ids: Tensor
     topk_ids: Tensor | None
-    kept: KeptSets | None
+    masks: SamplingMasks | None
     shard: Shard
     scale: float | Tensor
     entropy: str
@@ -38,7 +38,7 @@ class Request:
         if self.check is False:
             return
         checks = DeferredChecks() if self.check is True else self.check
-        checks.add(Verification.of(self.target_ids, self.topk_ids, self.scale, self.shard, self.kept, headers))
+        checks.add(Verification.of(self.target_ids, self.topk_ids, self.scale, self.shard, self.masks, headers))
         if self.check is True:
             checks.raise_if_failed()
 
@@ -59,8 +59,8 @@ class Request:
         else:
             packed = torch.zeros((tiles * tokens + 1, n + 3), dtype=self.dtype, device=device)
             if self.check is not False:
-                kept = () if self.kept is None else (self.kept.ids, self.kept.rows)
-                write_header(packed[0], self.shard, ids, *kept)
+                masks = () if self.masks is None else (self.masks.ids, self.masks.rows)
+                write_header(packed[0], self.shard, ids, *masks)
             fill(ids, packed[1:].view(tiles, tokens, n + 3))
             gathered = gather_rows(packed, self.shard)
             self._verify(gathered[:, 0, :HEADER])

@@ -128,7 +128,7 @@ def total_columns(shard: Shard, headers: list[list[float]] | None) -> int:
         raise ValueError(f"vocab_size differs between the ranks of the group: {vocab_sizes} (-1 is None)")
     if len(set(checksums)) > 1:
         raise ValueError(
-            "target_ids or topk_ids differ between the ranks of the group, or kept sets; they must be replicated, "
+            "target_ids or topk_ids differ between the ranks of the group, or sampling masks; they must be replicated, "
             "for sequence-parallel logits gather them along the sequence first"
         )
     end = 0

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from . import blocks, checks
 from .deferred import DeferredChecks
-from .kept import KeptSets
 from .merge import empty_rows
 from .request import Request, choose_backend, statistics
+from .sampling_masks import SamplingMasks
 from .shard import make_shard
 from .statistics import TokenStatistics
 
@@ -102,14 +102,14 @@ def token_statistics(
         topk_ids = None if topk_ids is None else torch.where(loss_mask[:, None], topk_ids, -1)
         if isinstance(temperature, Tensor) and temperature.shape == loss_mask.shape:
             temperature = torch.where(loss_mask, temperature, 1.0)
-    checks.check_kept(sampling_mask_ids, sampling_mask_counts, tokens, logits.device)
+    checks.check_sampling_masks(sampling_mask_ids, sampling_mask_counts, tokens, logits.device)
     dtype = blocks.accumulation_dtype(logits.dtype)
     request = Request(
         target_ids=target_ids,
         topk_ids=topk_ids,
-        kept=None
+        masks=None
         if sampling_mask_ids is None or sampling_mask_counts is None
-        else KeptSets.of(sampling_mask_ids, sampling_mask_counts, loss_mask),
+        else SamplingMasks.of(sampling_mask_ids, sampling_mask_counts, loss_mask),
         shard=make_shard(columns, vocab_size, vocab_start, group, tiles),
         scale=checks.inverse_temperature(temperature, tokens, logits.device, dtype),
         entropy=entropy,
@@ -144,11 +144,11 @@ class _Stored(torch.autograd.Function):
         shard = request.shard
         # .data: the bits are restored before anyone else looks, so autograd's version counter must not move.
         z = logits.data if _writable(logits) else logits.clone()
-        own = request.kept is not None and not (inplace and _writable(logits))
-        if request.kept is not None:  # hidden logits are not restored: the counter moves, or nobody else has them
+        own = request.masks is not None and not (inplace and _writable(logits))
+        if request.masks is not None:  # hidden logits are not restored: the counter moves, or nobody else has them
             z = logits.clone() if own else logits.detach()
             if shard.valid:
-                request.kept.hide_others(z[:, : shard.valid], shard.first)
+                request.masks.hide_others(z[:, : shard.valid], shard.first)
 
         def fill(ids: Tensor, out: Tensor) -> None:
             for rows, columns in zip(out, shard.valid_tiles(), strict=True):

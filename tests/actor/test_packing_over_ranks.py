@@ -51,7 +51,7 @@ def test_every_row_and_every_loss_token_once(context, tensor):
 
 
 @pytest.mark.parametrize("context", [1, 2, 3])
-def test_kept_sets_follow_their_tokens(context):
+def test_sampling_masks_follow_their_tokens(context):
     batch = pack(sequences())
     counts = torch.where(batch.mask, torch.arange(len(batch.mask)) % 4 + 1, 0).int()
     sets = [torch.arange(n).int() + row % 30 for row, n in enumerate(counts.tolist())]

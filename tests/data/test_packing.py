@@ -222,7 +222,7 @@ def test_routed_experts_lie_at_the_tokens_that_were_read():
     assert pack([sequence(rng, 2, 3)]).routed_experts is None
 
 
-def test_kept_sets_lie_at_the_rows_that_predict():
+def test_sampling_masks_lie_at_the_rows_that_predict():
     rng = np.random.default_rng(0)
     counts = [np.array(c, np.int32) for c in ([2, 1], [3], [1, 2, 1])]
     sequences = [

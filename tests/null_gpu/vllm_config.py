@@ -83,7 +83,7 @@ def configuration(example: str, directory: Path) -> dict[str, Any]:
     from dppo_megatron.engines.serving import Node
     from dppo_megatron.engines.vllm.extension import routes
     from dppo_megatron.engines.vllm.extension.experts import ExpertsReader
-    from dppo_megatron.engines.vllm.extension.kept import KeptReader
+    from dppo_megatron.engines.vllm.extension.sampling_masks import MaskReader
     from dppo_megatron.engines.vllm.server import vllm_command, vllm_environment
 
     path, *overrides = example.split()
@@ -113,7 +113,7 @@ def configuration(example: str, directory: Path) -> dict[str, Any]:
         "transfer": made.weight_transfer_config.backend,
         "problems": routes._unfit_settings(made),
         "experts": ExpertsReader(None, made).available,
-        "sampling_masks": KeptReader(None, made).available,
+        "sampling_masks": MaskReader(None, made).available,
         "wanted": {
             "tensor_parallel": config.engine.tensor_parallel,
             "pipeline_parallel": config.engine.pipeline_parallel,

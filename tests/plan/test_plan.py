@@ -334,8 +334,8 @@ def test_sampling_masks_are_counted_at_their_bound(builder):
     more = truncated.totals.bank_bytes_per_step - plain.totals.bank_bytes_per_step
     assert more == pytest.approx(4 * 51 * tokens, rel=1e-3)  # and the entries of the headers
     assert truncated.memory.static_bytes > plain.memory.static_bytes
-    assert "kept sets" in report(truncated, [])
-    assert "kept sets" not in report(plain, [])
+    assert "sampling masks" in report(truncated, [])
+    assert "sampling masks" not in report(plain, [])
 
 
 def test_advice_of_several_settings_can_be_pasted():

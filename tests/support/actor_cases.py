@@ -159,7 +159,7 @@ def pack(parts: list[dict[str, torch.Tensor]]) -> TokenBatch:
     )
 
 
-def with_kept_sets(batch: TokenBatch) -> TokenBatch:
+def with_sampling_masks(batch: TokenBatch) -> TokenBatch:
     """Every other loss row over its target and top-K ids alone."""
     named = torch.zeros(len(batch.mask), VOCAB, dtype=torch.bool).scatter_(1, batch.topk_ids.long(), True)
     named[torch.arange(len(named)), batch.target_ids] = True

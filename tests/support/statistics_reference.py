@@ -121,7 +121,7 @@ def make_inputs(case: Case) -> Inputs:
 
 
 def masked(logits: Tensor, inputs: Inputs) -> Tensor:
-    """logits [T, V] of the whole vocabulary, -inf outside the kept sets."""
+    """logits [T, V] of the whole vocabulary, -inf outside the sampling masks."""
     if inputs.sampling_mask_counts is None:
         return logits
     rows = torch.arange(len(logits)).repeat_interleave(inputs.sampling_mask_counts.long())

@@ -11,7 +11,7 @@ import torch
 
 from dppo_megatron.objectives import build_objective
 from tests.actor.scenarios.parts import fingerprint, same, topk, train
-from tests.support.actor_cases import VOCAB, K, micro_batches, pack, sequences, with_kept_sets
+from tests.support.actor_cases import VOCAB, K, micro_batches, pack, sequences, with_sampling_masks
 from tests.support.actor_ranks import Rank
 from tests.support.host_reads import no_host_reads
 
@@ -86,7 +86,7 @@ def host_reads(rank: Rank) -> Any:
                     batches = micro_batches(sequences(), 2)
                     found += [actor.train_update(batches, objective).loss for objective in objectives]
                     actor.scores(batches, topk=True)
-                    found.append(actor.train_update([*map(with_kept_sets, batches)], objectives[0]).loss)
+                    found.append(actor.train_update([*map(with_sampling_masks, batches)], objectives[0]).loss)
     return found
 
 

@@ -18,16 +18,16 @@ from dppo_megatron.engines.samples import GroupSamples
 
 from .experts import RECORDED, ExpertsReader
 from .fan_out import FanOut
-from .kept import RECORDED as KEPT
-from .kept import KeptReader
 from .rows import columns
+from .sampling_masks import RECORDED as MASKS
+from .sampling_masks import MaskReader
 
 
 async def sample_group(
     engine: EngineClient,
     request: GenerateRequest,
     experts: ExpertsReader,
-    kept: KeptReader,
+    masks: MaskReader,
     adapter: LoRARequest | None,
     fan_out: FanOut | None,
 ) -> GroupSamples:
@@ -39,23 +39,23 @@ async def sample_group(
     names = child_ids(request)
     try:
         if fan_out is None:
-            each = [_params(request, seed, experts, kept) for seed in request.seeds]
+            each = [_params(request, seed, experts, masks) for seed in request.seeds]
             samples = await _finals(engine, prompt, each, names, adapter)
         else:
-            params = _params(request, request.seeds[0], experts, kept)
+            params = _params(request, request.seeds[0], experts, masks)
             seeds = request.seeds if request.temperature else [None] * request.n
             samples = await fan_out.finals(tokens_input(prompt), params, seeds, names, adapter)
         recorded: dict[str, np.ndarray] = {}
         if request.routed_experts:
             recorded["routed_experts"] = await experts.read(samples, names, len(prompt))
         if request.sampling_mask:
-            sets = await kept.read(samples, names, len(prompt))
+            sets = await masks.read(samples, names, len(prompt))
             recorded |= zip(("sampling_mask_ids", "sampling_mask_counts"), sets, strict=True)
     except BaseException:
         if request.routed_experts:
             await experts.forget(names)
         if request.sampling_mask:
-            await kept.forget(names)
+            await masks.forget(names)
         raise
     return _flatten(samples, request.topk, recorded)
 
@@ -67,11 +67,11 @@ def child_ids(request: GenerateRequest) -> list[str]:
 
 
 async def score(
-    engine: EngineClient, token_ids: list[int], request_id: str, kept: KeptReader, adapter: LoRARequest | None
+    engine: EngineClient, token_ids: list[int], request_id: str, masks: MaskReader, adapter: LoRARequest | None
 ) -> tuple[np.ndarray, int]:
     """fp32 [S - 1] log-probs at temperature 1 of tokens 1.. given their prefix, and the version that scored them."""
     params = SamplingParams(
-        **_greedy(kept),
+        **_greedy(masks),
         max_tokens=1,
         prompt_logprobs=0,
         flat_logprobs=True,
@@ -88,22 +88,22 @@ async def score(
     return logprobs, int(_versions([output.outputs[0].weight_versions or ()], np.ones(1, np.int32))[0])
 
 
-def _greedy(kept: KeptReader) -> dict[str, float]:
+def _greedy(masks: MaskReader) -> dict[str, float]:
     """Temperature 0, which vLLM refuses where it returns sampling masks; there the one token that top-k leaves."""
-    return {"temperature": 1.0, "top_k": 1} if kept.native else {"temperature": 0.0}
+    return {"temperature": 1.0, "top_k": 1} if masks.native else {"temperature": 0.0}
 
 
-def _params(request: GenerateRequest, seed: int, experts: ExpertsReader, kept: KeptReader) -> SamplingParams:
+def _params(request: GenerateRequest, seed: int, experts: ExpertsReader, masks: MaskReader) -> SamplingParams:
     drawn = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k, "min_p": request.min_p}
     return SamplingParams(
-        **(drawn if request.temperature else _greedy(kept)),
+        **(drawn if request.temperature else _greedy(masks)),
         max_tokens=request.max_tokens,
         seed=seed if request.temperature else None,
         stop_token_ids=list(request.stop_token_ids),
         ignore_eos=True,  # only the stop tokens of the request stop it, whatever the model directory holds
         logprobs=request.topk,
         flat_logprobs=True,
-        extra_args={KEPT: True} if request.sampling_mask else None,
+        extra_args={MASKS: True} if request.sampling_mask else None,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # used for this one sample only

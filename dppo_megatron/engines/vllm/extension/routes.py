@@ -33,7 +33,7 @@ from .bodies import AbortBody, GenerateBody, LoadBody, PlanBody, ReceiveBody, Sc
 from .experts import ExpertsReader
 from .fan_out import FanOut, missing
 from .generation import child_ids, parse_version, sample_group, score
-from .kept import KeptReader
+from .sampling_masks import MaskReader
 from .weights import WeightsInconsistent, WeightUpdater
 from .wire import MEDIA_TYPE, encode_reply, encode_samples, encode_trace
 
@@ -62,7 +62,7 @@ class DppoRoutes:
         self._tracing = asyncio.Lock()
         self._instance = uuid4().hex  # of this server; another one after a restart
         self._experts: ExpertsReader | None = None
-        self._kept: KeptReader | None = None
+        self._masks: MaskReader | None = None
         self._fan_out: FanOut | None = None
 
     def attach_router(self, app: FastAPI) -> None:
@@ -93,9 +93,9 @@ class DppoRoutes:
         self._experts = ExpertsReader(engine_client, engine_client.vllm_config)
         if self._experts.available:
             await self._experts.start()
-        self._kept = KeptReader(engine_client, engine_client.vllm_config)
-        if self._kept.available:
-            await self._kept.start()
+        self._masks = MaskReader(engine_client, engine_client.vllm_config)
+        if self._masks.available:
+            await self._masks.start()
         if lacking := missing(engine_client):
             log.warning("vLLM %s lacks %s: each sample is sent by itself, slower", vllm_version, ", ".join(lacking))
         else:
@@ -123,7 +123,7 @@ class DppoRoutes:
                 "workers": parallel.world_size,
                 "weight_group": self._updater.group,
                 "routed_experts": self._experts.available,
-                "sampling_mask": self._kept.available,
+                "sampling_mask": self._masks.available,
                 "problems": _unfit_settings(self._engine.vllm_config),
                 "instance": self._instance,
             }
@@ -134,7 +134,7 @@ class DppoRoutes:
         self._updater.check_consistent()
         self._admit(group)
         try:
-            work = sample_group(self._engine, group, self._experts, self._kept, self._updater.adapter, self._fan_out)
+            work = sample_group(self._engine, group, self._experts, self._masks, self._updater.adapter, self._fan_out)
             samples = await _unless_gone(request, work)
         finally:
             del self._running[group.request_id]
@@ -156,12 +156,12 @@ class DppoRoutes:
                 "routed_experts = true: this server records none; it needs a mixture of experts and, on GPUs, "
                 "--enable-return-routed-experts"
             )
-        if group.sampling_mask and not self._kept.available:
+        if group.sampling_mask and not self._masks.available:
             raise ValueError(
                 "sampling_mask = true: this server does not record which tokens top_p, top_k and min_p left; it needs "
                 "--logprobs-mode processed_logprobs and, on GPUs, --return-sampling-mask"
             )
-        if self._kept.native and group.temperature and not group.top_k:
+        if self._masks.native and group.temperature and not group.top_k:
             raise ValueError(
                 "top_k = 0: a server with --return-sampling-mask lists the tokens left at every position of every "
                 "request; bound them by top_k"
@@ -182,7 +182,7 @@ class DppoRoutes:
             raise ValueError("token_ids: scoring needs a vector of at least two tokens")
         self._check_ids(token_ids)
         scored = f"score-{uuid4().hex}"
-        work = score(self._engine, token_ids.tolist(), scored, self._kept, self._updater.adapter)
+        work = score(self._engine, token_ids.tolist(), scored, self._masks, self._updater.adapter)
         logprobs, version = await _unless_gone(request, work)
         return Response(encode_reply({"version": version}, {"logprobs": logprobs}), media_type=MEDIA_TYPE)
 
@@ -194,7 +194,7 @@ class DppoRoutes:
         async with self._tracing:
             await self._engine.collective_rpc("dppo_start_trace", args=(token_ids,))
             try:
-                work = score(self._engine, token_ids, traced, self._kept, self._updater.adapter)
+                work = score(self._engine, token_ids, traced, self._masks, self._updater.adapter)
                 logprobs, _ = await _unless_gone(request, work)
             finally:
                 workers = await self._engine.collective_rpc("dppo_take_trace")

@@ -38,8 +38,8 @@ from dppo_megatron.weights.process_group import WeightGroupError
 from . import adapter
 from .experts import ExpertRecorder, moe_layers
 from .held import HeldWeights
-from .kept import KeptRecorder
 from .receiver import WeightReceiver
+from .sampling_masks import MaskRecorder
 from .wire import bits_of, dtype_name
 
 log = logging.getLogger(__name__)
@@ -219,15 +219,17 @@ class WorkerExtension:
         records = [self._dppo_experts.take(name) for name in names]
         return [None if r is None else (r.tobytes(), r.dtype.name, r.shape) for r in records]
 
-    def dppo_record_kept(self) -> None:
+    def dppo_record_masks(self) -> None:
         """From now on what top-p, top-k and min-p left is recorded of requests that ask for it."""
-        self._dppo_kept = KeptRecorder(self.model_runner)
+        self._dppo_masks = MaskRecorder(self.model_runner)
 
-    def dppo_take_kept(
+    def dppo_take_masks(
         self, names: list[str], prompt_tokens: int, lengths: list[int]
     ) -> list[tuple[bytes, bytes] | None]:
         """Ids and counts of the response tokens of requests, each taken once; None where some are missing."""
-        records = [self._dppo_kept.take(*one) for one in zip(names, [prompt_tokens] * len(names), lengths, strict=True)]
+        records = [
+            self._dppo_masks.take(*one) for one in zip(names, [prompt_tokens] * len(names), lengths, strict=True)
+        ]
         return [None if r is None else (r[0].tobytes(), r[1].tobytes()) for r in records]
 
 

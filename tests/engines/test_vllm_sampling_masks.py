@@ -12,7 +12,7 @@ from tests.support.engines import group
 
 
 class Recorder:
-    """Stands for a reader of recorded experts or kept sets."""
+    """Stands for a reader of recorded experts or sampling masks."""
 
     native, of_cached_positions = False, False
 
@@ -41,7 +41,7 @@ class Server:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("read", "ends"), [(breaks, RuntimeError), (waits, asyncio.CancelledError)])
-def test_a_group_that_ends_while_its_experts_are_read_leaves_no_kept_sets(read, ends):
+def test_a_group_that_ends_while_its_experts_are_read_leaves_no_sampling_masks(read, ends):
     """They would lie in the worker for as long as it lives."""
     experts, kept = Recorder(read), Recorder(waits)
     request = group("lost", n=2, top_k=5, sampling_mask=True, experts=True)

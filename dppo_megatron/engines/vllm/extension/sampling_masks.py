@@ -17,13 +17,13 @@ from vllm.outputs import CompletionOutput
 
 from .experts import name_of
 
-RECORDED = "dppo_kept"
-"""Key of a request's `extra_args` that asks for its sets."""
+RECORDED = "dppo_sampling_masks"
+"""Key of a request's `extra_args` that asks for its sampling masks."""
 
-Sets = tuple[np.ndarray, np.ndarray]  # ids end to end, and how many each position has, both int32
+Masks = tuple[np.ndarray, np.ndarray]  # ids end to end, and how many each position has, both int32
 
 
-class KeptRecorder:
+class MaskRecorder:
     """Worker side: notes from what every step of `runner`, vLLM's V1 model runner, draws, per request and position.
 
     A position that is drawn again, because its request was preempted first, keeps what was noted last: the engine
@@ -35,7 +35,7 @@ class KeptRecorder:
         self._records: dict[str, dict[int, np.ndarray]] = {}  # request id -> position in the sequence -> ids
         runner.sampler.sample = partial(self._sample, runner.sampler.sample)
 
-    def take(self, request_id: str, first: int, tokens: int) -> Sets | None:
+    def take(self, request_id: str, first: int, tokens: int) -> Masks | None:
         """Of `tokens` positions from `first` of a finished request, which is forgotten; None where one is lacking."""
         record = self._records.pop(request_id, {})
         if any(position not in record for position in range(first, first + tokens)):
@@ -55,8 +55,8 @@ class KeptRecorder:
         return sampled, logprobs
 
 
-class KeptReader:
-    """API side: the sets of finished samples, from vLLM's own outputs or from the workers' recorders."""
+class MaskReader:
+    """API side: the sampling masks of finished samples, from vLLM's own outputs or from the workers' recorders."""
 
     def __init__(self, engine: EngineClient, config: VllmConfig):
         self._engine = engine
@@ -69,10 +69,10 @@ class KeptReader:
     async def start(self) -> None:
         """Before the first request, where `available`."""
         if not self.native:
-            await self._engine.collective_rpc("dppo_record_kept")
+            await self._engine.collective_rpc("dppo_record_masks")
 
-    async def read(self, samples: Sequence[CompletionOutput], names: Sequence[str], prompt_tokens: int) -> Sets:
-        """Raises RuntimeError where the sets of a sample are incomplete."""
+    async def read(self, samples: Sequence[CompletionOutput], names: Sequence[str], prompt_tokens: int) -> Masks:
+        """Raises RuntimeError where the masks of a sample are incomplete."""
         if self.native:
             parts = [_flat(sample) for sample in samples]
         else:
@@ -87,13 +87,13 @@ class KeptReader:
         if not self.native:
             await self._take(names, 0, [0] * len(names))
 
-    async def _take(self, names: Sequence[str], prompt_tokens: int, lengths: Sequence[int]) -> list[Sets | None]:
+    async def _take(self, names: Sequence[str], prompt_tokens: int, lengths: Sequence[int]) -> list[Masks | None]:
         arguments = (list(names), prompt_tokens, list(lengths))
-        taken = (await self._engine.collective_rpc("dppo_take_kept", args=arguments))[0]
+        taken = (await self._engine.collective_rpc("dppo_take_masks", args=arguments))[0]
         return [None if t is None else tuple(np.frombuffer(part, np.int32) for part in t) for t in taken]
 
 
-def _flat(sample: CompletionOutput) -> Sets | None:
+def _flat(sample: CompletionOutput) -> Masks | None:
     sets = [] if sample.sampling_mask is None else sample.sampling_mask.token_ids
     if len(sets) < len(sample.token_ids):
         return None
