@@ -1,15 +1,16 @@
-"""The policy's arithmetic on a CPU, where the bits of a row do not depend on the rows beside it.
+"""Arithmetic in which the bits of a row do not depend on the other rows. Depends only on torch.
 
-With `engine.exact` trainer and engines compute by it, one token at a time or a whole batch. Matrix libraries choose
-their kernels, and with them the order of sums, by the number of rows; so products are made of tiles of one shape, in
-fp32, rounded once, by one thread, for MKL may have several share the sum of an element. Sums over keys go by blocks of
-one size from the first key on: what lies behind a query's last key adds exact zeros. In need of torch alone.
+With `engine.exact` trainer and engines use it on CPUs, for one token or a whole batch; the batch-invariant head
+(`vocab_parallel`) uses `product`, on GPUs too. A matrix library chooses its kernel, and so the order of its sums, by
+the number of rows. Here every product has the same number of rows. One thread computes it on a CPU, because MKL may
+let several threads share the sum of an element. Attention sums over blocks of keys of one size, from the first key
+on; keys after the position of a query add exact zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,24 +24,38 @@ ROWS = 32  # of a tile: more cost a single token more, fewer a long sequence
 KEYS = 64  # of a block
 
 
-def product(x: Float[Tensor, "... K"], weight: Float[Tensor, "K N"]) -> Float[Tensor, "... N"]:
-    """x @ weight in fp32, rounded to the dtype of x."""
-    rows = x.reshape(-1, x.shape[-1])
-    count = rows.shape[0]
-    tiles = _tiled(rows.float())
-    wide = weight.float().expand(len(tiles), *weight.shape)
-    with _one_thread():
-        out = torch.bmm(tiles, wide).flatten(0, 1)[:count]
-    return out.to(x.dtype).view(*x.shape[:-1], weight.shape[1])
+@torch.no_grad()
+def product(
+    x: Float[Tensor, "... K"],
+    weight: Float[Tensor, "K N"],
+    bias: Float[Tensor, " N"] | None = None,
+    *,
+    tile: int = ROWS,
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "... N"]:
+    """Return x @ weight + bias, computed in `dtype` and rounded once to the dtype of x, without gradient.
 
-
-def _tiled(rows: Tensor) -> Tensor:
-    """[T, K] -> [tiles, ROWS, K], zeros behind the last row."""
-    return F.pad(rows, (0, 0, 0, -rows.shape[0] % ROWS)).view(-1, ROWS, rows.shape[1])
+    The rows go through in tiles of `tile` rows; zeros fill the last tile. 70 rows with `tile` 32: products of 32, 32
+    and 6 + 26 rows, so the library chooses the same kernel for each. The bits of a row do not depend on the others if
+    that kernel treats all rows of a tile alike, which tests/common/test_row_math.py checks on CPUs.
+    """
+    rows, weight = x.reshape(-1, x.shape[-1]).to(dtype).contiguous(), weight.to(dtype)
+    count = len(rows)
+    out = rows.new_empty((-(-count // tile) * tile, weight.shape[1]))
+    with _one_thread() if rows.is_cpu else nullcontext():
+        for start in range(0, count, tile):
+            part = rows[start : start + tile]
+            if len(part) < tile:
+                part = F.pad(part, (0, 0, 0, tile - len(part)))
+            if bias is None:
+                torch.mm(part, weight, out=out[start : start + tile])
+            else:
+                torch.addmm(bias, part, weight, out=out[start : start + tile])
+    return out[:count].to(x.dtype).view(*x.shape[:-1], weight.shape[1])
 
 
 def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """w x / rms(x) in the dtype of x, and in fp32 x / rms(x) and 1 / rms(x) [..., 1]."""
+    """Return w x / rms(x) in the dtype of x, and in fp32 x / rms(x) and 1 / rms(x) [..., 1]."""
     wide = x.float()
     mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square().div_(x.shape[-1])
     scale = mean_square.add_(eps).rsqrt_()
@@ -51,14 +66,14 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float)
 def rope_tables(
     frequencies: Float[Tensor, " d/2"], position_ids: Int[Tensor, " T"], dtype: torch.dtype
 ) -> tuple[Float[Tensor, "T 1 d"], Float[Tensor, "T 1 d"]]:
-    """Cosine, and sine with the sign of each half, of every row's angles; computed in fp32."""
+    """Return the cosine, and the sine with the sign of each half, of every row's angles; computed in fp32."""
     angles = torch.outer(position_ids.to(frequencies.dtype), frequencies)[:, None]
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotated(x: Float[Tensor, "T h d"], cos: Tensor, sin: Tensor, direction: int = 1) -> Float[Tensor, "T h d"]:
-    """The pairs (i, i + d/2) of each head, rotated by the row's angles; back with direction -1."""
+    """Rotate the pairs (i, i + d/2) of each head by the angles of its row; `direction` -1 rotates back."""
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos, swapped, sin, value=direction)
 
@@ -70,15 +85,15 @@ def attention(
     first: Int[Tensor, " n"],
     scale: float,
 ) -> Float[Tensor, "n Q h v"]:
-    """Causal attention of queries at the positions first, first + 1, ... of their sequences, in fp32.
+    """Return causal attention of queries at the positions first, first + 1, ... of their sequences, in fp32.
 
-    h query heads share g of keys and values, which begin at position 0. Keys behind a query's position are not seen,
-    whatever they hold; values there must be numbers.
+    h query heads share g heads of keys and values, which begin at position 0. Keys after the position of a query are
+    ignored; the values there must be finite.
     """
     n, queries, heads, d = query.shape
     groups, length = key.shape[2], key.shape[1]
     shared = heads // groups
-    # Rows in the order of positions, so that whole tiles lie before a block of keys.
+    # Rows are in the order of positions, so that all rows of the first tiles precede a block of keys.
     rows = (query.float() * scale).view(n, queries, groups, shared, d).transpose(1, 2).reshape(n * groups, -1, d)
     count = rows.shape[1]
     rows = F.pad(rows, (0, 0, 0, -count % ROWS)).view(n * groups, -1, ROWS, d)
@@ -95,7 +110,7 @@ def attention(
     total = torch.zeros_like(top)
     out = rows.new_zeros(n * groups, tiles, ROWS, value.shape[-1])
     for block in range(keys.shape[1]):
-        begin = max(0, (block * KEYS - last) * shared) // ROWS  # tiles before it see nothing of the block
+        begin = max(0, (block * KEYS - last) * shared) // ROWS  # queries of earlier tiles see no key of the block
         if begin >= tiles:
             break
         scores = _products(rows[:, begin:], keys[:, block])
@@ -113,7 +128,7 @@ def attention(
 
 
 def _products(tiles: Tensor, others: Tensor) -> Tensor:
-    """[m, tiles, ROWS, a] with [m, a, b] -> [m, tiles, ROWS, b]."""
+    """Multiply [m, tiles, ROWS, a] by [m, a, b] to [m, tiles, ROWS, b]."""
     m, count = tiles.shape[:2]
     others = others[:, None].expand(-1, count, -1, -1).reshape(m * count, *others.shape[1:])
     with _one_thread():
@@ -122,7 +137,7 @@ def _products(tiles: Tensor, others: Tensor) -> Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Torch computes with one thread inside. Takes a microsecond."""
+    """Limit torch to one thread inside. Switching takes a microsecond."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,10 +1,10 @@
 """Vocabulary-sized work: from a shard of the logits to per-token statistics, with exact gradients.
 
-Importable with torch alone. `docs/vocab_parallel.md` shows its use from another framework.
+Depends only on torch. `docs/vocab_parallel.md` shows its use from another framework.
 """
 
+from .batch_invariant import batch_invariant_logits
 from .deferred import DeferredChecks
-from .fixed_products import batch_invariant_logits
 from .linear import linear_token_statistics
 from .statistics import TokenStatistics
 from .stored import token_statistics

@@ -1,7 +1,9 @@
 """The two passes over vocabulary-sized data, in torch: sums of a block, and the gradient written over it.
 
-Eager, they work on a few rows at a time so that the fp32 scratch stays in cache and its size does not depend
-on T. Large blocks go through torch.compile, which needs no scratch at all.
+Eager code works on a few rows at a time, so that its fp32 scratch stays in cache and does not grow with T. Large blocks
+go through torch.compile, which needs no scratch. Example: a block of [1000, 5000] on a CPU. Eager takes 1 << 17
+elements at once, 26 rows, in 39 slices of 25 or 26 rows. Compiled code (from 8,192 columns on) would sum 20,000 columns
+as three pieces of 6,656, 6,672 and 6,672 columns, each for 142 or 143 rows at a time, and merge the three in order.
 """
 
 from __future__ import annotations
@@ -12,21 +14,21 @@ import torch
 from torch import Tensor
 
 from .compiled import CompiledOrEager
-from .merge import FLOOR, join_sums
+from .merge import FLOOR, Coefficients, join_sums
 
-# Elements at once. Eager: 512 KB of fp32 scratch stays in a CPU core's cache; a GPU wants fewer, larger
-# launches. Compiled: the two sweeps of a CPU kernel find their rows in cache; a GPU takes the whole block.
+# Elements at once. Eager: 512 KB of fp32 scratch stays in a CPU core's cache; a GPU runs faster with fewer, larger
+# launches. Compiled: both sweeps of a CPU kernel find their rows in cache; a GPU takes the whole block.
 _EAGER_CPU = 1 << 17
 _EAGER_GPU = 1 << 24
 _COMPILED_CPU = 1 << 20
-# Inductor's CPU sums lose 4e-6 over 150,000 columns, torch's own do not: it sums this many, torch the rest.
+# Inductor's CPU sums lose 4e-6 over 150,000 columns, torch's own do not: Inductor sums this many, torch the pieces.
 _SUMMED_AT_ONCE = 1 << 13
 
 
 def _pieces(block: Tensor, elements: int) -> list[slice]:
-    """Slices of rows of about `elements` elements each, their sizes within 1 of each other, and at least 2 rows.
+    """Return slices of about `elements` elements each, their rows within 1 of each other, and at least 2 rows.
 
-    Of a single row torch splits the sum over its threads, and Dynamo would specialise on it, and compile again.
+    For a single row torch would split the sum over its threads, and Dynamo would specialise and compile again.
     """
     rows = block.shape[0]
     step = max(1, elements // max(1, block.shape[1]))
@@ -43,16 +45,17 @@ def _compiled_pieces(block: Tensor) -> list[slice]:
 
 
 def _twice(row: Tensor) -> Tensor:
-    """[1, ...] -> [2, ...], so that a row on its own is computed as one beside others."""
+    """Repeat [1, ...] to [2, ...], so that a single row is computed like one of several."""
     return row.expand(2, *row.shape[1:]).contiguous()
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the arithmetic on logits of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _column_bounds(block: Tensor) -> list[int]:
-    """Where to cut the columns: pieces of about _SUMMED_AT_ONCE on a CPU, starting at multiples of 16."""
+    """Return where to cut the columns: pieces of about _SUMMED_AT_ONCE on a CPU, starting at multiples of 16."""
     columns = block.shape[1]
     count = -(-columns // _SUMMED_AT_ONCE) if block.device.type == "cpu" else 1
     return [i * columns // count // 16 * 16 for i in range(count)] + [columns]
@@ -74,7 +77,7 @@ def _sums_eager(block: Tensor, scale: float | Tensor, out: Tensor, entropy: bool
         if not entropy:
             torch.sum(d.exp_(), dim=1, out=out[rows, 1])
             continue
-        e = d.exp()  # before the clamp: to a CPU the exponential of FLOOR is four times that of -inf
+        e = d.exp()  # before the clamp: on a CPU the exponential of FLOOR takes four times as long as that of -inf
         torch.sum(e, dim=1, out=out[rows, 1])
         torch.sum(e.mul_(d.clamp_min_(FLOOR)), dim=1, out=out[rows, 2])
 
@@ -101,7 +104,7 @@ _compiled_sums_with_entropy = CompiledOrEager(_sums_with_entropy)
 def block_sums(block: Tensor, scale: float | Tensor, out: Tensor, entropy: bool, compiled: bool) -> None:
     """Write m, s and (with entropy) u of merge.py into out[:, 0..2].
 
-    block: [T, columns > 0], the slots' columns hidden as -inf. out: [T, 3], fp32 or float64. scale: 1/tau.
+    block: [T, columns > 0], the slots' columns set to -inf. out: [T, 3], fp32 or float64. scale: 1/tau.
     compiled: use torch.compile if it works here.
     """
     if block.shape[0] == 1:
@@ -159,20 +162,13 @@ _compiled_gradient = CompiledOrEager(_gradient)
 _compiled_gradient_with_entropy = CompiledOrEager(_gradient_with_entropy)
 
 
-def block_gradient(
-    block: Tensor,
-    other_max: Tensor,
-    scale: float | Tensor,
-    a: Tensor,
-    b: Tensor | None,
-    dead: Tensor | None,
-    compiled: bool,
-) -> None:
-    """Overwrite block [T, columns > 0] of logits by e^d (a + b d), d = (z - other_max) scale.
+def block_gradient(block: Tensor, scale: float | Tensor, coefficients: Coefficients, compiled: bool) -> None:
+    """Overwrite block [T, columns > 0] of logits by e^d (a + b d), d = (z - other_max) scale, and 0 in dead rows.
 
-    Right for the columns that no slot names; the caller then writes those of the slots. dead: [T] bool rows that
-    receive 0 whatever their logits, None if there are none. compiled: as in block_sums.
+    This is right for the columns that no slot names; the caller then writes those of the slots. compiled: as in
+    block_sums.
     """
+    other_max, a, b, dead = coefficients.other_max, coefficients.a, coefficients.b, coefficients.dead
     kernel = _compiled_gradient if b is None else _compiled_gradient_with_entropy
     if compiled and kernel.usable:
         tensor = scale if isinstance(scale, Tensor) else a.new_full(a.shape, scale)
@@ -185,7 +181,7 @@ def block_gradient(
                 return
         for number, rows in enumerate(_compiled_pieces(block)):
             if kernel(block[rows], *(argument[rows] for argument in by_row), returns=False) is None:
-                if number:  # part of the logits is overwritten already: eager would read gradients as logits
+                if number:  # some logits are gradients already, which eager code would read as logits
                     raise RuntimeError("a compiled pass over the logits failed after its first rows")
                 break
         else:

@@ -1,4 +1,4 @@
-"""Arguments refused with their names and sizes."""
+"""Checks of arguments; errors name the argument and its sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .sampling_masks import SamplingMasks
+from .sampling_mask import SamplingMasks
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ENTROPY = ("none", "metric", "differentiable")
@@ -72,7 +72,7 @@ def check_loss_mask(loss_mask: Tensor, tokens: int) -> None:
 def inverse_temperature(
     temperature: float | Tensor, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> float | Tensor:
-    """1/tau as a float, or as a tensor [T] of `dtype` where the temperature is per token."""
+    """Return 1/tau as a float, or as a tensor [T] of `dtype` if the temperature is per token."""
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         if temperature.shape != (tokens,):
             raise ValueError(f"temperature must be a float or [T] with T = {tokens}, got {shape(temperature)}")
@@ -88,7 +88,7 @@ def inverse_temperature(
 def id_extremes(
     target_ids: Tensor, topk_ids: Tensor | None, scale: float | Tensor, masks: SamplingMasks | None = None
 ) -> Tensor:
-    """fp64, on the device: what `check_id_values` decides by. No synchronisation."""
+    """Return the numbers that `check_id_values` needs, in fp64 on the device. No synchronisation."""
     extremes: list[Tensor] = []
     for ids in (target_ids, topk_ids, None if masks is None else masks.ids):
         if ids is not None and ids.numel():
@@ -110,11 +110,11 @@ def check_id_values(
     extremes: list[float],
     masks: SamplingMasks | None = None,
 ) -> None:
-    """Raise ValueError where an id lies outside the vocabulary, a temperature is not positive and finite, or a target
-    is not in its sampling mask.
+    """Raise ValueError for an id outside the vocabulary, a temperature that is not positive and finite, or a target
+    outside the sampling mask of its row.
 
-    extremes: `id_extremes` of the same arguments, on the host. Looks at the arguments themselves, which
-    synchronises with the device, only to say what is wrong.
+    extremes: `id_extremes` of the same arguments, on the host. Only an error reads the arguments themselves, which
+    synchronises with the device.
     """
     values = [int(extreme) for extreme in extremes]
     sampling_mask_ids = None if masks is None else masks.ids

@@ -1,4 +1,4 @@
-"""All-gather, and the differentiable collectives of a column-parallel head around linear_token_statistics."""
+"""All-gather, and the differentiable collectives of a column-parallel head."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .merge import ordered_sum
 
 
 def all_gather(out: Tensor, value: Tensor, group: dist.ProcessGroup) -> None:
-    """out [W rows, ...] = the ranks' value [rows, ...] in rank order."""
-    # torch 2.13 renamed the function and deprecated the old name; older versions have only that one.
+    """Write the ranks' value [rows, ...] into out [W rows, ...] in rank order."""
+    # torch 2.13 renamed the function and deprecated the old name, the only one in older versions.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, value, group=group)
 
@@ -24,9 +24,9 @@ def _reduce_scatter(out: Tensor, value: Tensor, group: dist.ProcessGroup) -> Non
 
 
 def _ordered_reduce_scatter(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of the ranks' value [W rows, ...], summed in rank order.
+    """Return this rank's rows of the ranks' value [W rows, ...], summed in rank order.
 
-    A ring starts its sums at another rank for every part of a buffer: an element's bits depend on where it stands.
+    A ring starts the sums of each part of a buffer at another rank, so an element's bits depend on its position.
     """
     received, world = torch.empty_like(value), dist.get_world_size(group)
     dist.all_to_all_single(received, value, group=group)
@@ -34,7 +34,7 @@ def _ordered_reduce_scatter(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _ordered_all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' value [rows, ...] summed in rank order, for as many bytes as a ring moves."""
+    """Sum the ranks' value [rows, ...] in rank order; it moves as many bytes as a ring."""
     rows, world = value.shape[0], dist.get_world_size(group)
     filled = value.new_zeros((-(-rows // world) * world, *value.shape[1:]))
     filled[:rows] = value
@@ -78,13 +78,13 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def reduce_gradient(hidden: Tensor, group: dist.ProcessGroup, *, in_order: bool = False) -> Tensor:
-    """Identity forward, all-reduce (sum) backward: for replicated hidden before a column-parallel product.
+    """Return hidden; the backward pass all-reduces (sums) its gradient. For input of a column-parallel product.
 
-    in_order: sum the ranks in their order, by an all-to-all and an all-gather, so that a row's bits are its own.
+    in_order: sum in rank order, by an all-to-all and an all-gather, so that a row's bits do not depend on the others.
     """
     return _ReduceGradient.apply(hidden, group, in_order)
 
 
 def gather_sequence(hidden: Tensor, group: dist.ProcessGroup, *, in_order: bool = False) -> Tensor:
-    """All-gather [rows, H] -> [W rows, H] forward, reduce-scatter (sum) backward; in_order: by an all-to-all."""
+    """All-gather [rows, H] to [W rows, H]; backward a reduce-scatter (sum), with in_order by an all-to-all."""
     return _GatherSequence.apply(hidden, group, in_order)

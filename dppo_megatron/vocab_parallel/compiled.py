@@ -1,4 +1,4 @@
-"""When torch.compile is used: on vocabularies large enough to repay it, and only where it works."""
+"""torch.compile for vocabularies that are large enough to repay it, where it works."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ _WORTHWHILE = 1 << 13  # columns
 
 
 def worthwhile(columns: int) -> bool:
-    """Whether rows of so many columns repay compiling: seconds once, against some 2 ns per element in eager.
+    """Return whether rows of `columns` columns repay compiling: seconds once, against about 2 ns per element in eager.
 
-    By the columns alone: the two round differently, and a row's bits may not depend on how many stand beside it.
+    Only the columns decide: the two round differently, and a row's bits must not depend on the number of rows.
     """
     return columns >= _WORTHWHILE
 
 
 class CompiledOrEager:
-    """A function compiled on first use, with dynamic shapes so that there is one compilation per dtype.
+    """A function that is compiled on first use, with dynamic shapes, so once per dtype.
 
-    The only state is the compiled function, or the knowledge that compiling failed (no C++ compiler, no
-    Inductor), in which case calls return None and the caller takes its eager path.
+    After a failed compilation (no C++ compiler, no Inductor) calls return None and the caller takes its eager path.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -37,14 +36,14 @@ class CompiledOrEager:
         return not self._failed
 
     def __call__(self, *args: Tensor, returns: bool = True) -> Any:
-        """The function's result (True with returns=False), or None if it cannot be compiled here."""
+        """Return the function's result (True with returns=False), or None if it cannot be compiled here."""
         try:
             if self._compiled is None:
                 self._compiled = torch.compile(self._function, dynamic=True)
             result = self._compiled(*args)
         except torch.cuda.OutOfMemoryError:
             raise
-        except Exception as error:  # Dynamo and Inductor raise many types; nothing has run when they do
+        except Exception as error:  # Dynamo and Inductor raise many types, before anything has run
             self._failed = True
             warnings.warn(
                 f"torch.compile of {self._function.__name__} failed, using eager: "

@@ -1,4 +1,4 @@
-"""Checks of values that lie on the device, made now or later: to read one, the host waits for all work before it."""
+"""Checks of values on the device, made now or later: to read a value, the host waits for all earlier work."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from .checks import check_id_values, id_extremes
-from .sampling_masks import SamplingMasks
+from .sampling_mask import SamplingMasks
 from .shard import HEADER, Shard, total_columns
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What one call has to verify: its ids, its temperatures, and that the ranks of its group agree.
+    """The checks of one call: its ids, its temperatures, and that the ranks of its group agree.
 
     numbers: fp64, on the device: `id_extremes`, then the gathered headers of all ranks.
     """
@@ -36,14 +36,14 @@ class Verification:
         masks: SamplingMasks | None,
         headers: Tensor | None,
     ) -> Verification:
-        """headers: [world, HEADER], None for a single shard. No synchronisation."""
+        """Prepare the checks of one call. headers: [world, HEADER], None for a single shard. No synchronisation."""
         numbers = id_extremes(target_ids, topk_ids, scale, masks)
         if headers is not None:
             numbers = torch.cat((numbers, headers.double().flatten()))
         return cls(target_ids, topk_ids, scale, shard, masks, numbers)
 
     def raise_if_failed(self, numbers: list[float]) -> None:
-        """Raises ValueError with names and sizes. numbers: those above, on the host."""
+        """Raise ValueError with names and sizes. numbers: those above, on the host."""
         headers = None
         if self.shard.world > 1:
             flat = numbers[-self.shard.world * HEADER :]
@@ -55,9 +55,9 @@ class Verification:
 
 
 class DeferredChecks:
-    """Collects what calls with `check=` this would have raised, for one look at the device after many of them.
+    """Collects the checks of many calls with `check=` this object, to read the device once for all of them.
 
-    Until then results of a call that would have raised are not to be used. Ids of waiting calls stay in memory.
+    Until then the results of a call that fails its checks must not be used. The ids of pending calls stay in memory.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class DeferredChecks:
         self._waiting.append(verification)
 
     def raise_if_failed(self) -> None:
-        """Raises what the first wrong call would have raised, and forgets all calls. One synchronisation, if any."""
+        """Raise the error of the first call that fails, and forget all calls. At most one synchronisation."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return

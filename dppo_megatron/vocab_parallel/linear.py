@@ -1,4 +1,4 @@
-"""linear_token_statistics: from hidden states and the head's weight, the logits never stored."""
+"""linear_token_statistics: statistics from hidden states and the head's weight, without storing logits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import blocks, checks
+from . import checks
+from .batch_invariant import invariant_mm
 from .collectives import gather_sequence, reduce_gradient
 from .deferred import DeferredChecks
-from .fixed_products import fixed_mm
 from .merge import add_rows, empty_rows
-from .request import Request, choose_backend, statistics
-from .sampling_masks import SamplingMasks
+from .request import Request, statistics
+from .sampling_mask import SamplingMasks
 from .shard import Shard, make_shard
 from .statistics import TokenStatistics
 
@@ -46,42 +46,41 @@ def linear_token_statistics(
     batch_invariant: bool = False,
     check: bool | DeferredChecks = True,
 ) -> TokenStatistics:
-    """token_statistics of hidden @ weight.T + bias, a block of the vocabulary at a time.
+    """Return token_statistics of hidden @ weight.T + bias, computed a block of the vocabulary at a time.
 
-    Costs a fourth GEMM (the backward pass projects again) and saves the memory of the logits and of their
-    gradient: what exists at once is [T, block_columns].
+    It costs a fourth GEMM, because the backward pass projects again, and saves the memory of the logits and their
+    gradient: only [T, block_columns] of them exist at once.
 
     Sharding: weight and bias are split over `group` by vocabulary rows as in token_statistics; hidden is
     replicated, or with sequence_parallel split along T (rank r holds rows [r T/W, (r + 1) T/W)). target_ids,
     topk_ids, temperature, loss_mask and the results are for all T tokens, replicated.
-    Collectives: forward as token_statistics, and with sequence_parallel an all-gather of hidden. Backward:
-    the reduction of the hidden gradient that every column-parallel head has (all-reduce, or reduce-scatter
-    with sequence_parallel). The gradient of hidden is complete on return: add no reduction of your own.
-    dtypes: hidden and weight share one. Logits have it too, as a stored head would give them; sums over the
-    vocabulary are in fp32, and so is the sum of the hidden gradient over blocks of it, which is then rounded
-    to the dtype of hidden (and reduced over ranks in it). Gradients of weight and bias take one GEMM per
-    block, no accumulation across blocks. float64 stays float64.
+    Collectives: forward as token_statistics, and with sequence_parallel an all-gather of hidden. Backward: the
+    reduction of the hidden gradient that every column-parallel head has (all-reduce, or reduce-scatter with
+    sequence_parallel). The gradient of hidden is complete on return: do not reduce it again.
+    dtypes: hidden and weight share one. Logits have it too, as those of a stored head; sums over the vocabulary are
+    in fp32, and so is the sum of the hidden gradient over its blocks, which is then rounded to the dtype of hidden
+    and reduced over ranks. Gradients of weight and bias take one GEMM per block, no accumulation across blocks.
+    float64 stays float64.
 
     Args, beyond those of token_statistics:
         hidden: [T, H], or [T/W, H] with sequence_parallel.
         weight: [V_local, H]; a tied embedding is passed as it is, autograd adds its two gradients.
         bias: [V_local] or None.
-        loss_mask: [T] bool. Only the tokens where it is True are projected; the others hold 0 in every
-            statistic and send no gradient. Costs one device synchronisation. None = all tokens.
-        tiles: as in token_statistics, for ranks that hold the same bits of hidden and of their rows of the weight. The
-            hidden gradient is left out: ranks round and add their parts of it.
-        block_columns: columns projected at once, give or take 63; None = a sixteenth of the shard (with `tiles`, of
-            the tile), at least 1024.
-        batch_invariant: statistics and hidden gradient of a row are the same bits whatever rows stand beside it. The
-            products take fixed numbers of rows, the last ones filled up, and ranks sum the hidden gradient in
-            their order, by an all-to-all (and an all-gather, unless sequence_parallel) instead of a ring. Not so
-            the gradients of weight and bias, which are sums over the rows.
+        loss_mask: [T] bool. Only the tokens where it is True are projected; the others have 0 in every statistic and
+            send no gradient. Costs one device synchronisation. None = all tokens.
+        tiles: as in token_statistics, for ranks with the same bits of hidden and of their rows of the weight. The
+            hidden gradient is an exception: ranks round and add their parts of it.
+        block_columns: columns projected at once, within 63; None = a sixteenth of the shard (with `tiles`, of the
+            tile), at least 1024.
+        batch_invariant: statistics and hidden gradient of a row have the same bits in every batch. The products take a
+            fixed number of rows, filled up with zeros, and ranks sum the hidden gradient in rank order, by an
+            all-to-all (and an all-gather, unless sequence_parallel) instead of a ring. The gradients of weight and
+            bias, which are sums over the rows, are not covered.
 
     Maths and errors: as token_statistics.
     """
     checks.check_floating("hidden", hidden, 2, "[T, H]")
     checks.check_floating("weight", weight, 2, "[V_local, H]")
-    checks.check_options(entropy, backend)
     if hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {checks.shape(hidden)} and weight {checks.shape(weight)} differ in H: "
@@ -101,46 +100,30 @@ def linear_token_statistics(
     shard = make_shard(columns, vocab_size, vocab_start, group, tiles)
     split = sequence_parallel and shard.group is not None
     tokens = hidden.shape[0] * (shard.world if split else 1)
-    checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, hidden.device)
-    if topk_ids is not None:
-        checks.check_ids("topk_ids", topk_ids, 2, "[T, K]", tokens, hidden.device)
-    checks.check_sampling_masks(sampling_mask_ids, sampling_mask_counts, tokens, hidden.device)
-    masks = (
-        None
-        if sampling_mask_ids is None or sampling_mask_counts is None
-        else SamplingMasks.of(sampling_mask_ids, sampling_mask_counts, None)
+    request = Request.of(
+        hidden,
+        tokens,
+        shard,
+        target_ids=target_ids,
+        topk_ids=topk_ids,
+        temperature=temperature,
+        entropy=entropy,
+        backend=backend,
+        sampling_mask_ids=sampling_mask_ids,
+        sampling_mask_counts=sampling_mask_counts,
+        loss_mask=loss_mask,
+        check=check,
     )
-    if loss_mask is not None:
-        checks.check_loss_mask(loss_mask, tokens)
-    dtype = blocks.accumulation_dtype(hidden.dtype)
-    scale = checks.inverse_temperature(temperature, tokens, hidden.device, dtype)
-
     if split:
         hidden = gather_sequence(hidden, shard.group, in_order=batch_invariant)
     rows = None
     if loss_mask is not None:
         rows = loss_mask.nonzero().flatten()
-        hidden = hidden.index_select(0, rows)
-        target_ids = target_ids.index_select(0, rows)
-        masks = None if masks is None else masks.select(rows)
-        topk_ids = None if topk_ids is None else topk_ids.index_select(0, rows)
-        scale = scale.index_select(0, rows) if isinstance(scale, Tensor) else scale
+        hidden, request = hidden.index_select(0, rows), request.select(rows)
     if shard.group is not None and not split:
         hidden = reduce_gradient(hidden, shard.group, in_order=batch_invariant)
-
-    request = Request(
-        target_ids=target_ids,
-        topk_ids=topk_ids,
-        masks=masks,
-        shard=shard,
-        scale=scale,
-        entropy=entropy,
-        dtype=dtype,
-        check=check,
-        backend=choose_backend(backend, hidden.device),
-    )
     cuts = [_cut(tile, block_columns) for tile in shard.valid_tiles()]
-    outputs = _Linear.apply(hidden, weight, bias, request, cuts, fixed_mm if batch_invariant else _mm)
+    outputs = _Linear.apply(hidden, weight, bias, request, cuts, invariant_mm if batch_invariant else _mm)
     if rows is not None:
         outputs = tuple(None if output is None else _spread(output, rows, tokens) for output in outputs)
     return statistics(outputs)
@@ -151,10 +134,10 @@ def _spread(output: Tensor, rows: Tensor, tokens: int) -> Tensor:
 
 
 def column_blocks(valid: int, at_most: int | None = None) -> list[slice]:
-    """The columns [0, valid) of a shard in blocks of about the same width; at_most: block_columns.
+    """Divide the columns [0, valid) of a shard into blocks of about the same width; at_most: block_columns.
 
-    Cut at multiples of 64 unless blocks are narrow: a GPU's matrix product wants aligned rows, which equal parts of
-    an odd vocabulary (50257, 32064) do not have.
+    Blocks that are not narrow begin at multiples of 64: a GPU's matrix product needs aligned rows, which equal parts
+    of an odd vocabulary (50257, 32064) do not have.
     """
     at_most = at_most or max(1024, -(-valid // 16))
     count = -(-valid // at_most)
@@ -164,7 +147,7 @@ def column_blocks(valid: int, at_most: int | None = None) -> list[slice]:
 
 
 def _cut(tile: slice, at_most: int | None) -> list[slice]:
-    """`column_blocks` of one tile of the shard."""
+    """Return the `column_blocks` of one tile of the shard."""
     blocks = column_blocks(tile.stop - tile.start, at_most)
     return [slice(tile.start + block.start, tile.start + block.stop) for block in blocks]
 
@@ -174,7 +157,7 @@ def _mm(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _large(shard: Shard, cuts: list[slice]) -> bool:
-    """Whether to compile the passes over these blocks of one tile."""
+    """Return whether to compile the passes over these blocks of one tile."""
     return bool(cuts) and shard.compiles(cuts[-1].stop - cuts[0].start) and min(c.stop - c.start for c in cuts) > 1
 
 
@@ -187,7 +170,7 @@ def _project(
     masks: SamplingMasks | None,
     first: int,
 ) -> Tensor:
-    """Logits of `columns`, the first of which has the id `first`; -inf outside the sampling masks."""
+    """Return the logits of `columns`, the first of which has the id `first`; -inf outside the sampling masks."""
     with torch.autocast(hidden.device.type, enabled=False):
         block = product(hidden, weight[columns].t(), None if bias is None else bias[columns])
     if masks is not None:
@@ -206,7 +189,6 @@ class _Linear(torch.autograd.Function):
         cuts: list[list[slice]],
         product: Callable[..., Tensor],
     ) -> tuple[Tensor | None, ...]:
-        ctx.set_materialize_grads(False)
         shard = request.shard
 
         def fill(ids: Tensor, out: Tensor) -> None:
@@ -228,23 +210,17 @@ class _Linear(torch.autograd.Function):
                     )
                     add_rows(tile, rows, request.scale)
 
-        ids, merged = request.forward(fill)
-        outputs = request.outputs(merged)
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.request, ctx.ids, ctx.merged = request, ids, merged
         ctx.cuts, ctx.product = cuts, product
-        metrics = outputs[4:] if request.entropy == "differentiable" else outputs[3:]
-        ctx.mark_non_differentiable(*(metric for metric in metrics if metric is not None))
-        return outputs
+        return request.forward(ctx, fill)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         request, shard = ctx.request, ctx.request.shard
-        found = request.coefficients(ctx.ids, ctx.merged, grads)
-        if found is None:
+        coefficients = request.coefficients(ctx, grads)
+        if coefficients is None:
             return (None,) * 6
-        coefficients, dead = found
         hidden, weight, bias = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = hidden.new_zeros(hidden.shape, dtype=request.dtype) if need_hidden else None
@@ -253,16 +229,7 @@ class _Linear(torch.autograd.Function):
         for columns, large in ((columns, _large(shard, cuts)) for cuts in ctx.cuts for columns in cuts):
             first = shard.first + columns.start
             block = _project(ctx.product, hidden, weight, bias, columns, request.masks, first)
-            request.backend.backward(
-                block,
-                ctx.ids,
-                first,
-                request.scale,
-                ctx.merged.other_max,
-                coefficients,
-                dead,
-                large=large,
-            )
+            request.backend.backward(block, ctx.ids, first, request.scale, coefficients, large=large)
             if d_weight is not None:
                 torch.mm(block.t(), hidden, out=d_weight[columns])
             if d_bias is not None:

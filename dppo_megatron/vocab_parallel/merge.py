@@ -1,12 +1,20 @@
-"""From partial sums of blocks of the vocabulary to statistics, and from their gradients to coefficients.
+"""Merges partial sums over blocks of the vocabulary to statistics, and turns their gradients into coefficients.
 
-Replicated arithmetic on [T] and [T, n]; no vocabulary dimension, no process group. Scores are kept relative
-to a maximum and scaled by 1/temperature only after the subtraction: scaling or adding first would lose the
-low bits of large logits. `other` is every valid column that no slot names.
+Replicated arithmetic on [T] and [T, n]; no vocabulary dimension, no process group. Scores stay relative to a maximum
+and are scaled by 1/temperature only after the subtraction: scaling or adding first would lose the low bits of large
+logits. `other` is every valid column that no slot names.
 
-A block of the vocabulary is summarised in rows [T, n + 3]: the logit of each slot whose column lies in the
-block, 0 for the rest, then over its other columns z_j: m = max z_j, s = sum e^d_j, u = sum d_j e^d_j with
-d_j = (z_j - m)/tau.
+A block of the vocabulary is summarised in rows [T, n + 3]: the logit of each slot whose column is in the block, 0 for
+the others, then over its other columns z_j: m = max z_j, s = sum e^d_j, u = sum d_j e^d_j with d_j = (z_j - m)/tau.
+
+Example: one row of logits [1, 3, 2, 0] with tau = 1, the target 1, no top-K list (n = 1), in two blocks of two columns:
+
+    block 0, columns 0 and 1:  slot 3   other column z = 1      m = 1   s = 1              u = 0
+    block 1, columns 2 and 3:  slot 0   other columns 2 and 0   m = 2   s = 1 + e^-2       u = -2 e^-2
+    merged relative to m = 2:  slot 3   s = e^-1 + 1 + e^-2 = 1.503     u = -e^-1 - 2 e^-2 = -0.639
+
+The largest of all logits is 3, the slot's. S = 1 + e^(2 - 3) 1.503 = 1.553, so ln pi(target) = -ln S = -0.440, the
+other mass is 0.553 / 1.553 = 0.356 and the entropy is ln S - U/S with U = e^-1 (u - s) = -0.788, so 0.948.
 """
 
 from __future__ import annotations
@@ -24,11 +32,10 @@ FLOOR = -1.0e4
 
 @dataclass(frozen=True)
 class Merged:
-    """logprob: [T, n] by slot. other_logprob, entropy (or None), nonfinite: [T].
+    """The statistics: logprob [T, n] by slot; other_logprob, entropy (or None) and nonfinite [T].
 
-    For the backward pass: slots is what `merge` was given (None from other backends), slot_mass
-    = sum of pi over the slots' ids, other_max = max of the other logits,
-    other_sum = sum e^((z - other_max)/tau) over them.
+    For the backward pass: slots are those given to `merge` (None from other backends), slot_mass = sum of pi over the
+    slots' ids, other_max = max of the other logits, other_sum = sum e^((z - other_max)/tau) over them.
     """
 
     logprob: Tensor
@@ -52,14 +59,14 @@ def empty_rows(rows: Tensor) -> None:
 
 
 def _rescale(m: Tensor, top: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """top (0 for -inf), and the exponent and factor that take sums relative to m to sums relative to top."""
+    """Return top (0 for -inf), and exponent and factor that turn sums relative to m into sums relative to top."""
     top = top.masked_fill(top == float("-inf"), 0.0)
     d = ((m - top) * scale).clamp_min_(FLOOR)
     return top, d, d.exp()
 
 
 def ordered_sum(parts: Tensor) -> Tensor:
-    """Sum over dim 0, in order: torch.sum would choose one by the size of what is left."""
+    """Sum over dim 0 in order; torch.sum would choose the order by the other sizes."""
     first, *others = parts.unbind()
     for other in others:
         first = first + other
@@ -67,7 +74,7 @@ def ordered_sum(parts: Tensor) -> Tensor:
 
 
 def join_sums(sums: Tensor, scale: float | Tensor) -> Tensor:
-    """m, s, u of several blocks [blocks, T, 3] -> of their union [T, 3]."""
+    """Merge m, s, u of several blocks [blocks, T, 3] into those of their union [T, 3]."""
     m, s, u = sums.unbind(dim=2)
     top = m.amax(dim=0)
     _, d, w = _rescale(m, top, scale)
@@ -81,7 +88,7 @@ def add_rows(rows: Tensor, block: Tensor, scale: float | Tensor) -> None:
 
 
 def merge(rows: Tensor, slots: Slots, scale: float | Tensor, entropy: bool) -> Merged:
-    """rows: [blocks, T, n + 3], of all ranks in order. scale: 1/tau, a float or [T]."""
+    """Merge rows [blocks, T, n + 3] of all ranks, in order, into statistics. scale: 1/tau, a float or [T]."""
     scores = ordered_sum(rows[:, :, :-3])
     m, s = rows[:, :, -3], rows[:, :, -2]
     other_max, d, w = _rescale(m, m.amax(dim=0), scale)
@@ -129,12 +136,14 @@ def merge(rows: Tensor, slots: Slots, scale: float | Tensor, entropy: bool) -> M
 class Coefficients:
     """dL/dz = slots [T, n] at the slots' columns, and e^d (a + b d) elsewhere, d = (z - other_max)/tau.
 
-    b is None when no entropy gradient arrives.
+    b is None when no entropy gradient arrives. dead: [T] bool, rows whose gradient is 0; None if there are none.
     """
 
     slots: Tensor
     a: Tensor
     b: Tensor | None
+    other_max: Tensor
+    dead: Tensor | None
 
 
 def coefficients(
@@ -144,11 +153,10 @@ def coefficients(
     g_other: Tensor | None,
     g_entropy: Tensor | None,
 ) -> Coefficients:
-    """Gradients of L by logprob [T, n], other_logprob [T] and entropy [T] -> what the backward pass writes.
+    """Turn gradients of L by logprob [T, n], other_logprob [T] and entropy [T] into what the backward pass writes.
 
-    dz_j = [g_j - pi_j (sum g + h (ln pi_j + H))] / tau for j in a slot; for other j, g_j is g_other
-    pi_j/pi_other. The factors 1 - pi are formed from what is left, never by subtraction from 1 in working
-    precision.
+    dz_j = [g_j - pi_j (sum g + h (ln pi_j + H))] / tau for j in a slot; for other j, g_j is g_other pi_j/pi_other. The
+    factors 1 - pi are sums of the other probabilities, never a subtraction from 1 in working precision.
     """
     skip, slots = merged.nonfinite, merged.slots
     g = g_slots.masked_fill(~slots.present | skip.unsqueeze(1), 0.0)
@@ -180,4 +188,4 @@ def coefficients(
         b = (b / safe_sum * scale).masked_fill_(dead, 0.0)
     a = (a / safe_sum * scale).masked_fill_(dead, 0.0)
     at_slots = (at_slots * _column(scale)).masked_fill_(~slots.present | skip.unsqueeze(1), 0.0)
-    return Coefficients(at_slots, a, b)
+    return Coefficients(at_slots, a, b, merged.other_max, skip)

@@ -1,19 +1,20 @@
-"""One call's arguments after validation, and what all implementations share around the two passes."""
+"""One call's validated arguments, and the steps around the two passes that stored and fused logits share."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import torch_backend
+from . import blocks, checks, torch_backend
 from .deferred import DeferredChecks, Verification
 from .merge import Coefficients, Merged
-from .sampling_masks import SamplingMasks
+from .sampling_mask import SamplingMasks
 from .shard import HEADER, Shard, gather_rows, write_header
 from .statistics import TokenStatistics
 from .topk import join_ids
@@ -21,8 +22,11 @@ from .topk import join_ids
 
 @dataclass(frozen=True)
 class Request:
-    """target_ids: [T]. topk_ids: [T, K] or None. masks: None where no row is restricted. scale: 1/tau. dtype: of the
-    arithmetic and the results."""
+    """The arguments of one call for T rows.
+
+    target_ids: [T]. topk_ids: [T, K] or None. masks: None where no row is restricted. scale: 1/temperature. dtype: of
+    the arithmetic and the results.
+    """
 
     target_ids: Tensor
     topk_ids: Tensor | None
@@ -34,30 +38,91 @@ class Request:
     check: bool | DeferredChecks
     backend: ModuleType
 
+    @classmethod
+    def of(
+        cls,
+        like: Tensor,
+        tokens: int,
+        shard: Shard,
+        *,
+        target_ids: Tensor,
+        topk_ids: Tensor | None,
+        temperature: float | Tensor,
+        entropy: str,
+        backend: str,
+        sampling_mask_ids: Tensor | None,
+        sampling_mask_counts: Tensor | None,
+        loss_mask: Tensor | None,
+        check: bool | DeferredChecks,
+    ) -> Request:
+        """Validate the arguments that both functions have. `like` has the device and the dtype of the logits."""
+        checks.check_options(entropy, backend)
+        checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, like.device)
+        if topk_ids is not None:
+            checks.check_ids("topk_ids", topk_ids, 2, "[T, K]", tokens, like.device)
+        if loss_mask is not None:
+            checks.check_loss_mask(loss_mask, tokens)
+        checks.check_sampling_masks(sampling_mask_ids, sampling_mask_counts, tokens, like.device)
+        dtype = blocks.accumulation_dtype(like.dtype)
+        return cls(
+            target_ids,
+            topk_ids,
+            None
+            if sampling_mask_ids is None or sampling_mask_counts is None
+            else SamplingMasks.of(sampling_mask_ids, sampling_mask_counts),
+            shard,
+            checks.inverse_temperature(temperature, tokens, like.device, dtype),
+            entropy,
+            dtype,
+            check,
+            choose_backend(backend, like.device),
+        )
+
+    def cleaned(self, loss_mask: Tensor) -> Request:
+        """Return the request with harmless values in the rows where loss_mask [T] is False."""
+        topk, masks, scale = self.topk_ids, self.masks, self.scale
+        return replace(
+            self,
+            target_ids=torch.where(loss_mask, self.target_ids, 0),
+            topk_ids=None if topk is None else torch.where(loss_mask[:, None], topk, -1),
+            masks=None if masks is None else replace(masks, restricted=masks.restricted & loss_mask),
+            scale=torch.where(loss_mask, scale, 1.0) if isinstance(scale, Tensor) else scale,
+        )
+
+    def select(self, rows: Tensor) -> Request:
+        """Return the request for the rows [n] only, ascending. Synchronises with the device if there are masks."""
+        return replace(
+            self,
+            target_ids=self.target_ids.index_select(0, rows),
+            topk_ids=None if self.topk_ids is None else self.topk_ids.index_select(0, rows),
+            masks=None if self.masks is None else self.masks.select(rows),
+            scale=self.scale.index_select(0, rows) if isinstance(self.scale, Tensor) else self.scale,
+        )
+
     def _verify(self, headers: Tensor | None) -> None:
         if self.check is False:
             return
-        checks = DeferredChecks() if self.check is True else self.check
-        checks.add(Verification.of(self.target_ids, self.topk_ids, self.scale, self.shard, self.masks, headers))
+        deferred = DeferredChecks() if self.check is True else self.check
+        deferred.add(Verification.of(self.target_ids, self.topk_ids, self.scale, self.shard, self.masks, headers))
         if self.check is True:
-            checks.raise_if_failed()
+            deferred.raise_if_failed()
 
-    def forward(self, fill: Callable[[Tensor, Tensor], None]) -> tuple[Tensor, Merged]:
-        """Merge the shards of all ranks, tile by tile in order. One all-gather if there is more than one rank.
+    def forward(self, ctx: Any, fill: Callable[[Tensor, Tensor], None]) -> tuple[Tensor | None, ...]:
+        """Merge the shards of all ranks, tile by tile in order, and keep in `ctx` what the backward pass needs.
 
-        fill(ids, out) writes this rank's rows of merge.py into out [tiles, T, n + 3]. Returns ids [T, n] and the
-        result.
+        fill(ids [T, n], out [tiles, T, n + 3]) writes this rank's rows of merge.py. Returns fresh tensors: logprob,
+        topk_logprob, other_logprob, entropy, nonfinite. Collectives: one all-gather if there are several ranks.
         """
+        ctx.set_materialize_grads(False)
         ids = join_ids(self.target_ids, self.topk_ids)
         tokens, n = ids.shape
         tiles = self.shard.tiles
-        device = ids.device
         if self.shard.world == 1:
             self._verify(None)
-            rows = torch.empty((tiles, tokens, n + 3), dtype=self.dtype, device=device)
+            rows = torch.empty((tiles, tokens, n + 3), dtype=self.dtype, device=ids.device)
             fill(ids, rows)
         else:
-            packed = torch.zeros((tiles * tokens + 1, n + 3), dtype=self.dtype, device=device)
+            packed = torch.zeros((tiles * tokens + 1, n + 3), dtype=self.dtype, device=ids.device)
             if self.check is not False:
                 masks = () if self.masks is None else (self.masks.ids, self.masks.rows)
                 write_header(packed[0], self.shard, ids, *masks)
@@ -65,44 +130,48 @@ class Request:
             gathered = gather_rows(packed, self.shard)
             self._verify(gathered[:, 0, :HEADER])
             rows = gathered[:, 1:].reshape(self.shard.world * tiles, tokens, n + 3)
-        return ids, self.backend.merge(rows, ids, self.scale, entropy=self.entropy != "none")
+        merged = self.backend.merge(rows, ids, self.scale, entropy=self.entropy != "none")
+        ctx.request, ctx.ids, ctx.merged = self, ids, merged
+        outputs = self._outputs(merged)
+        metrics = outputs[4:] if self.entropy == "differentiable" else outputs[3:]
+        ctx.mark_non_differentiable(*(metric for metric in metrics if metric is not None))
+        return outputs
 
-    def outputs(self, merged: Merged) -> tuple[Tensor | None, ...]:
-        """Fresh tensors: logprob, topk_logprob, other_logprob, entropy, nonfinite."""
+    def _outputs(self, merged: Merged) -> tuple[Tensor | None, ...]:
         topk = None if self.topk_ids is None else merged.logprob[:, 1:].clone()
         other = None if self.topk_ids is None else merged.other_logprob.clone()
         entropy = None if merged.entropy is None else merged.entropy.clone()
         return merged.logprob[:, 0].clone(), topk, other, entropy, merged.nonfinite.clone()
 
-    def coefficients(
-        self, ids: Tensor, merged: Merged, grads: tuple[Tensor | None, ...]
-    ) -> tuple[Coefficients, Tensor | None] | None:
-        """Gradients of `outputs` -> what the backward pass writes, and its dead rows; None if none came."""
+    def coefficients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> Coefficients | None:
+        """Turn the gradients of the outputs of `forward` into what the backward pass writes; None if none arrived."""
         g_logprob, g_topk, g_other, g_entropy, _ = grads
         if self.entropy != "differentiable":
             g_entropy = None
         if g_logprob is None and g_topk is None and g_other is None and g_entropy is None:
             return None
+        merged: Merged = ctx.merged
         g_slots = torch.zeros_like(merged.logprob)
         if g_logprob is not None:
             g_slots[:, 0] = g_logprob
         if g_topk is not None:
             g_slots[:, 1:] = g_topk
-        dead: Tensor | None = merged.nonfinite
-        if dead.device.type == "cpu" and not bool(dead.any()):  # elsewhere the question would cost a sync
-            dead = None
-        return self.backend.coefficients(merged, ids, self.scale, g_slots, g_other, g_entropy), dead
+        found = self.backend.coefficients(merged, ctx.ids, self.scale, g_slots, g_other, g_entropy)
+        if found.dead.device.type == "cpu" and not bool(found.dead.any()):  # elsewhere this would cost a sync
+            found = replace(found, dead=None)
+        return found
 
 
 def statistics(outputs: tuple[Tensor | None, ...]) -> TokenStatistics:
+    """Name the outputs of `Request.forward`."""
     logprob, topk, other, entropy, nonfinite = outputs
     return TokenStatistics(logprob, entropy, topk, other, nonfinite)
 
 
 def choose_backend(backend: str, device: torch.device) -> ModuleType:
-    """The module for `backend`; "auto" is Triton for CUDA tensors where it is installed, else torch.
+    """Return the module for `backend`; "auto" is Triton for CUDA tensors where it is installed, else torch.
 
-    Triton is imported here, on first use. Raises ValueError where "triton" cannot work.
+    Triton is imported here, on first use. Raises ValueError if "triton" cannot work.
     """
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return torch_backend

@@ -1,4 +1,4 @@
-"""Which columns of the vocabulary lie in this rank's shard, and the one collective of the forward pass."""
+"""The columns of the vocabulary in this rank's shard, and the one collective of the forward pass."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HEADER = 4  # first id, columns, vocab_size (-1: all), checksum of the ids
 class Shard:
     """Columns [first, first + columns) of the vocabulary, of which the leading `valid` are not padding.
 
-    tiles: how many of the vocabulary's tiles, of one width, they are.
-    eager: nothing is compiled, as where tiles were asked for: compiled code may round otherwise in another process.
+    tiles: number of the vocabulary's tiles in the shard, all of one width.
+    eager: nothing is compiled. True with `tiles`: compiled code may round differently in another process.
     """
 
     first: int
@@ -33,11 +33,11 @@ class Shard:
     eager: bool
 
     def compiles(self, columns: int) -> bool:
-        """Whether passes over blocks of so many columns are worth compiling, and may be."""
+        """Return whether passes over blocks of `columns` columns are compiled."""
         return not self.eager and worthwhile(columns)
 
     def valid_tiles(self) -> list[slice]:
-        """This rank's columns tile by tile, without padding; those of a tile that is all padding are empty."""
+        """Return this rank's columns tile by tile, without padding; a tile that is all padding is empty."""
         width = self.columns // self.tiles
         return [slice(min(i * width, self.valid), min((i + 1) * width, self.valid)) for i in range(self.tiles)]
 
@@ -49,7 +49,7 @@ def make_shard(
     group: dist.ProcessGroup | None,
     tiles: int | None = None,
 ) -> Shard:
-    """Describe this rank's shard. No collective. Raises ValueError when the sizes cannot add up."""
+    """Describe this rank's shard. No collective. Raises ValueError if the sizes cannot add up."""
     world = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
     if rank < 0:
@@ -73,11 +73,11 @@ def make_shard(
             raise ValueError(f"a single shard must start at column 0, got vocab_start={first}")
         if columns < 1:
             raise ValueError("logits have no columns")
-    own = 1 if tiles is None else _own_tiles(tiles, columns, vocab_start, world)
-    return Shard(first, columns, valid, vocab_size, group if world > 1 else None, world, own, tiles is not None)
+    local = 1 if tiles is None else _local_tiles(tiles, columns, vocab_start, world)
+    return Shard(first, columns, valid, vocab_size, group if world > 1 else None, world, local, tiles is not None)
 
 
-def _own_tiles(tiles: int, columns: int, vocab_start: int | None, world: int) -> int:
+def _local_tiles(tiles: int, columns: int, vocab_start: int | None, world: int) -> int:
     if not isinstance(tiles, Integral) or tiles < 1:
         raise ValueError(f"tiles must be a positive int or None, got {tiles!r}")
     if vocab_start is not None:
@@ -97,7 +97,7 @@ def _checksum(ids: Tensor) -> Tensor:
 
 
 def write_header(row: Tensor, shard: Shard, *ids: Tensor) -> None:
-    """Put into `row` what the other ranks need in order to refuse a group that disagrees."""
+    """Write into `row` the numbers by which the other ranks detect that the group disagrees."""
     row[3] = torch.stack([_checksum(each) for each in ids]).sum().bitwise_and_(0xFFFFFF)
     # Filled number by number: assigning to row[i] and a tensor made on the host would wait for the device.
     for place, number in enumerate((shard.first, shard.columns, -1 if shard.vocab_size is None else shard.vocab_size)):
@@ -107,8 +107,7 @@ def write_header(row: Tensor, shard: Shard, *ids: Tensor) -> None:
 def gather_rows(packed: Tensor, shard: Shard) -> Tensor:
     """All-gather [rows, width] to [world, rows, width]: the only collective of the forward pass.
 
-    A gather rather than a reduction: every rank then adds the same numbers in the same order, so results are
-    bit-identical on all of them.
+    A gather, not a reduction: every rank then adds the same numbers in the same order, so all have the same bits.
     """
     gathered = packed.new_empty((shard.world * packed.shape[0], packed.shape[1]))
     all_gather(gathered, packed, shard.group)
@@ -116,10 +115,10 @@ def gather_rows(packed: Tensor, shard: Shard) -> Tensor:
 
 
 def total_columns(shard: Shard, headers: list[list[float]] | None) -> int:
-    """Columns of the whole vocabulary, padding included, after checking that the ranks agree.
+    """Return the columns of the whole vocabulary, padding included, after checking that the ranks agree.
 
-    `headers` is the gathered header of every rank, None for a single shard. All ranks see the same headers
-    and so raise together. Raises ValueError with the sizes.
+    `headers` is the gathered header of every rank, None for a single shard. All ranks see the same headers, so all
+    raise together. Raises ValueError with the sizes.
     """
     if headers is None:
         return shard.columns

@@ -1,4 +1,4 @@
-"""What the kernels return."""
+"""The result of `token_statistics` and `linear_token_statistics`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TokenStatistics:
     other_logprob: [T] ln of the mass outside the top-K ids and the target, -inf when nothing is outside.
         None without topk_ids. Differentiable.
     nonfinite: [T] bool, rows with a NaN or +inf logit, or -inf at the target or at a top-K id. Their values
-        are not to be used and their logits receive gradient 0, so they cannot affect other rows. A -inf
+        must not be used and their logits receive gradient 0, so they cannot affect other rows. A -inf
         elsewhere is probability 0 and not reported.
     """
 
@@ -33,7 +33,7 @@ class TokenStatistics:
     nonfinite: Tensor
 
     def nonfinite_rows(self) -> list[int]:
-        """Indices of the rows reported by `nonfinite`. Synchronises with the device."""
+        """Return the indices of the rows reported by `nonfinite`. Synchronises with the device."""
         return torch.nonzero(self.nonfinite).flatten().tolist()
 
     def raise_if_nonfinite(self) -> None:

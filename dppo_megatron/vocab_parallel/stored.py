@@ -1,4 +1,4 @@
-"""token_statistics: from stored logits."""
+"""token_statistics: statistics from stored logits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import blocks, checks
+from . import checks
 from .deferred import DeferredChecks
 from .merge import empty_rows
-from .request import Request, choose_backend, statistics
-from .sampling_masks import SamplingMasks
+from .request import Request, statistics
 from .shard import make_shard
 from .statistics import TokenStatistics
 
@@ -38,46 +37,45 @@ def token_statistics(
     inplace: bool | None = None,
     check: bool | DeferredChecks = True,
 ) -> TokenStatistics:
-    """Log-probs of the target, of top-K ids and of everything else, and the entropy, from sharded logits.
+    """Return log-probs of the target, of top-K ids and of all other tokens, and the entropy, from sharded logits.
 
     Sharding: logits are split over `group` by columns; rank r holds [r V_local, (r + 1) V_local), or
     [vocab_start, vocab_start + V_local) where vocab_start is given (on every rank; shards may then differ in
     size). All other arguments are replicated, and so are the results, bit for bit.
-    Collectives: forward one all-gather of [T + 1, 1 + K + 3] fp32 (none without a group), with `tiles` of T rows for
-    each tile of the rank; backward none.
-    Accumulation is in fp32 whatever the logits' dtype; float64 logits stay float64.
+    Collectives: forward one all-gather of [T + 1, 1 + K + 3] fp32 (none without a group), with `tiles` T rows for each
+    tile of the rank; backward none.
+    Accumulation is in fp32 for all dtypes but float64, which stays float64.
 
     Args:
         logits: [T, V_local] bf16, fp16, fp32 or float64, any strides. See `inplace`.
         target_ids: [T] int64 or int32, global ids.
         topk_ids: [T, K] int32 or int64 global ids, -1 = absent. Duplicates, and the target among them, count
-            once in the mass. None = no list; K = 0 is a list that names nothing.
-        vocab_size: valid columns of the whole vocabulary. Columns from there on are padding: ignored,
-            gradient exactly 0. None = all columns are valid.
+            once in the mass. None = no list; K = 0 is an empty list.
+        vocab_size: valid columns of the whole vocabulary. Later columns are padding: ignored, gradient exactly 0.
+            None = all columns are valid.
         temperature: float, or [T]. Statistics are of softmax(logits / temperature). Not differentiable.
-        group: tensor-parallel process group (gloo or NCCL); None = logits hold the whole vocabulary.
-        entropy: "none" skips it, "metric" gives it without gradient, "differentiable" with.
+        group: tensor-parallel process group (gloo or NCCL); None = logits have the whole vocabulary.
+        entropy: "none" skips it, "metric" returns it without gradient, "differentiable" with gradient.
         backend: "torch", "triton", or "auto": Triton for CUDA tensors where it is installed, else torch.
-        sampling_mask_ids: [N] int32 or int64 global ids, the sampling masks of all rows end to end: the tokens that
-            top-p, top-k and min-p left to draw the target from. Statistics of a row are then of the distribution
-            over its mask only (its softmax renormalised), and the logits outside get gradient 0. A target outside its
-            mask raises; a top-K id
-            outside counts as non-finite, so pass it as -1. With `inplace` the logits outside the sets become -inf
-            already in the forward pass; without, the logits are copied.
-        sampling_mask_counts: [T] ids of each row; 0 = the row is over the whole vocabulary. None = all rows are.
-        loss_mask: [T] bool. Rows where it is False hold 0 in every statistic, send no gradient, and may have any
+        sampling_mask_ids: [N] int32 or int64 global ids, the sampling masks of all rows end to end: the tokens that top-p, top-k
+            and min-p kept to draw the target from. Statistics of a row are then of the distribution over its mask
+            (the renormalised softmax), and the logits outside get gradient 0. A target outside its mask raises; a
+            top-K id outside counts as non-finite, so pass it as -1. With `inplace` the logits outside the masks
+            become -inf in the forward pass; without, the logits are copied.
+        sampling_mask_counts: [T] number of ids of each row; 0 = the row covers the whole vocabulary. None = all rows do.
+            Masks {5, 7}, none and {2}: sampling_mask_ids [5, 7, 2], sampling_mask_counts [2, 0, 1].
+        loss_mask: [T] bool. Rows where it is False have 0 in every statistic, send no gradient, and may have any
             target, -100 too, and any temperature. None = all rows.
         vocab_start: first global id of this rank's shard, for shards of different sizes.
-        tiles: sum the vocabulary, padding included, in so many tiles of one width, merged in their order, and gather
-            a row of sums for each: statistics and gradients are then the same bits at every size of the group
-            that divides `tiles`. None = each shard is one.
-        inplace: True = the backward pass writes the gradient into the logits' own storage, so nothing of the
-            size of the logits is allocated. False = it allocates. None = True unless the logits are a leaf
-            or a view of one (whose values the caller would expect to keep). Either way the logits keep their
-            values until the backward pass.
-        check: verify ids, temperatures and that the ranks agree. Costs small reductions and, on CUDA,
-            a synchronisation with the device: one for each call, or, given a DeferredChecks, one for all calls
-            until its `raise_if_failed`. False: neither.
+        tiles: sum the vocabulary, padding included, in this many tiles of one width, merge them in order, and gather a
+            row of sums for each: statistics and gradients then have the same bits at every size of the group that
+            divides `tiles`. None = each shard is one.
+        inplace: True = the backward pass writes the gradient into the storage of the logits, so nothing of their size
+            is allocated. False = it allocates. None = True unless the logits are a leaf or a view of one, whose
+            values the caller expects to keep. In each case the logits keep their values until the backward pass.
+        check: verify ids, temperatures and that the ranks agree. Costs small reductions and, on CUDA, a
+            synchronisation with the device: one for each call or, with a DeferredChecks, one for all calls until its
+            `raise_if_failed`. False: no checks.
 
     Maths: for A the top K and the target, dz_j = [1{j in A} g_j - pi_j (sum g + h (ln pi_j + H))] / temperature with
     g = dL/d ln pi and h = dL/dH; each rank sends max, sum and entropy sum of its columns outside A, and the
@@ -85,38 +83,29 @@ def token_statistics(
     calculation").
 
     Raises:
-        TypeError, ValueError: wrong types, dtypes, shapes, devices or options; ids out of range; shards that
-            do not add up to vocab_size; ranks that disagree. With names and sizes, on every rank alike when
-            the arguments are.
+        TypeError, ValueError: wrong types, dtypes, shapes, devices or options; ids out of range; shards that do not
+            add up to vocab_size; ranks that disagree. The message has names and sizes. All ranks raise if their
+            arguments are the same.
         Non-finite logits do not raise: see TokenStatistics.nonfinite.
     """
     checks.check_floating("logits", logits, 2, "[T, V_local]")
-    checks.check_options(entropy, backend)
     tokens, columns = logits.shape
-    checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, logits.device)
-    if topk_ids is not None:
-        checks.check_ids("topk_ids", topk_ids, 2, "[T, K]", tokens, logits.device)
-    if loss_mask is not None:
-        checks.check_loss_mask(loss_mask, tokens)
-        target_ids = torch.where(loss_mask, target_ids, 0)
-        topk_ids = None if topk_ids is None else torch.where(loss_mask[:, None], topk_ids, -1)
-        if isinstance(temperature, Tensor) and temperature.shape == loss_mask.shape:
-            temperature = torch.where(loss_mask, temperature, 1.0)
-    checks.check_sampling_masks(sampling_mask_ids, sampling_mask_counts, tokens, logits.device)
-    dtype = blocks.accumulation_dtype(logits.dtype)
-    request = Request(
+    request = Request.of(
+        logits,
+        tokens,
+        make_shard(columns, vocab_size, vocab_start, group, tiles),
         target_ids=target_ids,
         topk_ids=topk_ids,
-        masks=None
-        if sampling_mask_ids is None or sampling_mask_counts is None
-        else SamplingMasks.of(sampling_mask_ids, sampling_mask_counts, loss_mask),
-        shard=make_shard(columns, vocab_size, vocab_start, group, tiles),
-        scale=checks.inverse_temperature(temperature, tokens, logits.device, dtype),
+        temperature=temperature,
         entropy=entropy,
-        dtype=dtype,
+        backend=backend,
+        sampling_mask_ids=sampling_mask_ids,
+        sampling_mask_counts=sampling_mask_counts,
+        loss_mask=loss_mask,
         check=check,
-        backend=choose_backend(backend, logits.device),
     )
+    if loss_mask is not None:
+        request = request.cleaned(loss_mask)
     if inplace is None:
         base = logits._base
         inplace = not (logits.is_leaf or (base is not None and base.is_leaf))
@@ -127,12 +116,11 @@ def token_statistics(
 
 
 def _masked(output: Tensor, loss_mask: Tensor) -> Tensor:
-    kept = loss_mask if output.dim() == 1 else loss_mask[:, None]
-    return output.masked_fill(~kept, 0)
+    return output.masked_fill(~(loss_mask if output.dim() == 1 else loss_mask[:, None]), 0)
 
 
 def _writable(logits: Tensor) -> bool:
-    """Whether each element of logits has memory of its own that may be written here."""
+    """Return whether each element of logits has its own memory, which may be written here."""
     overlapping = any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True))
     return not overlapping and (not logits.is_inference() or torch.is_inference_mode_enabled())
 
@@ -140,13 +128,13 @@ def _writable(logits: Tensor) -> bool:
 class _Stored(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, request: Request, inplace: bool) -> tuple[Tensor | None, ...]:
-        ctx.set_materialize_grads(False)
         shard = request.shard
-        # .data: the bits are restored before anyone else looks, so autograd's version counter must not move.
+        ctx.inplace = inplace and _writable(logits)
+        # .data: the bits are restored before the call returns, so autograd's version counter must not change.
         z = logits.data if _writable(logits) else logits.clone()
-        own = request.masks is not None and not (inplace and _writable(logits))
-        if request.masks is not None:  # hidden logits are not restored: the counter moves, or nobody else has them
-            z = logits.clone() if own else logits.detach()
+        copied = request.masks is not None and not ctx.inplace
+        if request.masks is not None:  # hidden logits are not restored: the counter changes, or they are a copy
+            z = logits.clone() if copied else logits.detach()
             if shard.valid:
                 request.masks.hide_others(z[:, : shard.valid], shard.first)
 
@@ -166,25 +154,18 @@ class _Stored(torch.autograd.Function):
                 else:
                     empty_rows(rows)
 
-        ids, merged = request.forward(fill)
-        outputs = request.outputs(merged)
-        ctx.save_for_backward(z if own else logits)
-        ctx.request, ctx.ids, ctx.merged = request, ids, merged
-        ctx.inplace = inplace and _writable(logits)
-        metrics = outputs[4:] if request.entropy == "differentiable" else outputs[3:]
-        ctx.mark_non_differentiable(*(metric for metric in metrics if metric is not None))
-        return outputs
+        ctx.save_for_backward(z if copied else logits)
+        return request.forward(ctx, fill)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         request, shard = ctx.request, ctx.request.shard
-        found = request.coefficients(ctx.ids, ctx.merged, grads)
-        if found is None:
+        coefficients = request.coefficients(ctx, grads)
+        if coefficients is None:
             return None, None, None
-        coefficients, dead = found
         (logits,) = ctx.saved_tensors
-        # detach, not .data: the version counter moves, so a second use of the consumed logits raises.
+        # detach, not .data: the version counter changes, so a second use of the consumed logits raises.
         gradient = logits.detach() if ctx.inplace else logits.detach().clone()
         for columns in shard.valid_tiles():
             if columns.start < columns.stop:
@@ -193,9 +174,7 @@ class _Stored(torch.autograd.Function):
                     ctx.ids,
                     shard.first + columns.start,
                     request.scale,
-                    ctx.merged.other_max,
                     coefficients,
-                    dead,
                     large=shard.compiles(columns.stop - columns.start),
                 )
         gradient[:, shard.valid :] = 0

@@ -1,6 +1,7 @@
-"""The ids of each row, the target and then the top-K, and the columns of a block that they name.
+"""The ids of each row, the target and then the top K, and the columns of a block that they name.
 
-A slot is one position of [T, n], n = 1 + K. Two slots may name the same id, and a slot may be absent (-1).
+A slot is one position of [T, n], n = 1 + K. Two slots may name the same id, and a slot may be absent (-1). Example: the
+target 7 with the list [2, 7, -1] has ids [7, 2, 7, -1], counted [1, 1, 0, 0] and twin [0, 1, 0, 3].
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ _PAIRS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Slots:
-    """ids: [T, n] int64. present: ids >= 0. twin: [T, n] the slot that stands for all slots with this id,
-    None when n is 1. counted: present and standing for itself, so that each distinct id counts once."""
+    """The slots of T rows.
+
+    ids: [T, n] int64. present: ids >= 0. twin: [T, n] the first slot with the same id, None when n is 1. counted:
+    present and its own twin, so that each distinct id counts once.
+    """
 
     ids: Tensor
     present: Tensor
@@ -24,14 +28,14 @@ class Slots:
     twin: Tensor | None
 
     def sum_over_twins(self, values: Tensor) -> Tensor:
-        """[T, n] -> [T, n]: each slot receives the sum over the slots that name the same id."""
+        """Give each slot of values [T, n] the sum over the slots that name the same id."""
         if self.twin is None:
             return values
         return torch.zeros_like(values).scatter_add_(1, self.twin, values).gather(1, self.twin)
 
 
 def join_ids(target_ids: Tensor, topk_ids: Tensor | None) -> Tensor:
-    """[T, n] int64: the target, then the top-K."""
+    """Return [T, n] int64: the target, then the top K."""
     ids = target_ids.long().unsqueeze(1)
     if topk_ids is not None and topk_ids.shape[1]:
         ids = torch.cat((ids, topk_ids.long()), dim=1)
@@ -39,6 +43,7 @@ def join_ids(target_ids: Tensor, topk_ids: Tensor | None) -> Tensor:
 
 
 def find_slots(ids: Tensor) -> Slots:
+    """Find the slots of ids [T, n] that name the same id."""
     present = ids >= 0
     n = ids.shape[1]
     if n == 1:
@@ -63,12 +68,11 @@ def _scatter(block: Tensor, column: Tensor, values: Tensor) -> None:
 
 @dataclass(frozen=True)
 class LocalSlots:
-    """The slots whose column lies in one block of columns.
+    """The slots whose column is in one block of columns.
 
-    inside: [T, n]. column: [T, n], within the block; a slot outside the block repeats a column of the same
-    row that is inside, or column 0 if none is, so that scatters need no data-dependent shapes (no device
-    sync).
-    source: [T, n], the slot whose value belongs at `column`. any_inside: [T, 1].
+    inside: [T, n]. column: [T, n], within the block; a slot outside the block repeats a column of the same row that is
+    inside, or column 0 if none is, so that scatters need no data-dependent shapes (no device sync). source: [T, n], the
+    slot whose value belongs at `column`. any_inside: [T, 1].
     """
 
     inside: Tensor
@@ -80,21 +84,22 @@ class LocalSlots:
         """Write values[t, slot] to the slot's column of block [T, columns], in place."""
         if self.source is not None:
             values = values.gather(1, self.source)
-        kept = block.gather(1, self.column)
-        _scatter(block, self.column, torch.where(self.any_inside, values.to(block.dtype), kept))
+        before = block.gather(1, self.column)
+        _scatter(block, self.column, torch.where(self.any_inside, values.to(block.dtype), before))
 
     def hide(self, block: Tensor) -> Tensor:
-        """Set the slots' columns of block to -inf, in place. Returns what `show` needs to undo it."""
-        kept = block.gather(1, self.column)
-        _scatter(block, self.column, kept.masked_fill(self.any_inside, float("-inf")))
-        return kept
+        """Set the slots' columns of block to -inf, in place. Returns the logits, for `show` to restore them."""
+        hidden = block.gather(1, self.column)
+        _scatter(block, self.column, hidden.masked_fill(self.any_inside, float("-inf")))
+        return hidden
 
-    def show(self, block: Tensor, kept: Tensor) -> None:
-        _scatter(block, self.column, kept)
+    def show(self, block: Tensor, hidden: Tensor) -> None:
+        """Undo `hide`."""
+        _scatter(block, self.column, hidden)
 
 
 def local_slots(ids: Tensor, first: int, columns: int) -> LocalSlots:
-    """Slots of ids [T, n] (global) within the block [first, first + columns), columns > 0."""
+    """Find the slots of ids [T, n] (global) within the block [first, first + columns), columns > 0."""
     local = ids - first
     inside = (local >= 0) & (local < columns)
     if ids.shape[1] == 1:

@@ -1,8 +1,8 @@
 """The torch backend.
 
-A backend is a module with these four functions. The two passes over a block of the vocabulary: `forward` fills
-what the collective carries, `backward` turns logits into their gradient. The arithmetic on [T, n] between them:
-`merge` and `coefficients`.
+A backend is a module with four functions. `forward` and `backward` pass over a block of the vocabulary: the first fills
+the rows that the collective carries, the second turns logits into their gradient. `merge` and `coefficients` are the
+arithmetic on [T, n] between them.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ def forward(
 ) -> None:
     """Fill out [T, n + 3] with the logit of each slot in the block (0 elsewhere), then m, s, u.
 
-    block: [T, columns > 0] logits of columns [first, first + columns). It is written during the call (the slots'
-    columns become -inf) and with `restore` holds its old bits again at the end. large: see
-    compiled.worthwhile.
+    block: [T, columns > 0] logits of columns [first, first + columns). The slots' columns become -inf during the call;
+    with `restore` the block has its old bits at the end. large: see compiled.worthwhile.
     """
     n = ids.shape[1]
     slots = local_slots(ids, first, block.shape[1])
-    kept = slots.hide(block)
+    hidden = slots.hide(block)
     try:
-        out[:, :n] = kept.masked_fill(~slots.inside, 0.0)
+        out[:, :n] = hidden.masked_fill(~slots.inside, 0.0)
         blocks.block_sums(block, scale, out[:, n:], entropy, compiled=large)
     finally:
         if restore:
-            slots.show(block, kept)
+            slots.show(block, hidden)
 
 
 def backward(
@@ -48,19 +47,17 @@ def backward(
     ids: Tensor,
     first: int,
     scale: float | Tensor,
-    other_max: Tensor,
     coefficients: Coefficients,
-    dead: Tensor | None,
     *,
     large: bool,
 ) -> None:
-    """Overwrite block [T, columns > 0] of logits by their gradient. dead: [T] bool, rows that get 0."""
-    blocks.block_gradient(block, other_max, scale, coefficients.a, coefficients.b, dead, compiled=large)
+    """Overwrite block [T, columns > 0] of logits by their gradient."""
+    blocks.block_gradient(block, scale, coefficients, compiled=large)
     local_slots(ids, first, block.shape[1]).put(block, coefficients.slots)
 
 
 def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Merged:
-    """Summaries of all ranks [blocks, T, n + 3] -> statistics of the slots ids [T, n]."""
+    """Merge the rows of all ranks [blocks, T, n + 3] into statistics of the slots ids [T, n]."""
     return arithmetic.merge(rows, find_slots(ids), scale, entropy)
 
 
@@ -72,5 +69,5 @@ def coefficients(
     g_other: Tensor | None,
     g_entropy: Tensor | None,
 ) -> Coefficients:
-    """Gradients by the slots' log-probs [T, n], other_logprob and entropy [T] -> what `backward` writes."""
+    """Turn gradients by the slots' log-probs [T, n], other_logprob and entropy [T] into what `backward` writes."""
     return arithmetic.coefficients(merged, scale, g_slots, g_other, g_entropy)

@@ -1,6 +1,7 @@
 """The Triton backend: the functions of torch_backend, one launch each.
 
-The logits are read once forward, read once and written once backward. Importing this module needs Triton.
+The forward pass reads the logits once, the backward pass reads and writes them once. Importing this module needs
+Triton.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ CHUNK = 8
 
 @triton.jit
 def _without(z, place, offset, tile: tl.constexpr):
-    """z with -inf in the columns at `offset` [up to 32, a power of 2].
+    """Return z with -inf in the columns at `offset` [up to 32, a power of 2].
 
-    A warp holds 32 in one register of each thread and finds the least by itself, so more are walked 32 at a time.
+    32 offsets take one register of each thread of a warp, which finds their minimum by itself; more are processed 32 at
+    a time.
     """
     if offset.shape[1] > 1:
         left, right = tl.split(tl.reshape(offset, (offset.shape[0], offset.shape[1] // 2, 2)))
@@ -43,11 +45,11 @@ def _without(z, place, offset, tile: tl.constexpr):
 
 @triton.jit
 def _add_tile(z, place, m, s, u, scale, offset, tile: tl.constexpr, entropy: tl.constexpr):
-    """m, s, u [lanes] of a row after one more tile z [lanes, chunk], without the columns that `offset` names.
+    """Return m, s, u [lanes] of a row after one more tile z [lanes, chunk], without the columns that `offset` names.
 
-    Every lane of a thread keeps sums of its own, so that no thread waits for another inside the loop over tiles.
+    Every lane of a thread has its own sums, so that no thread waits for another inside the loop over tiles.
     place: [lanes, chunk] int32, the columns' offsets inside the tile. offset: int32, those of the row's ids, see
-    `_without`; the ones outside the tile are not in it. scale: log2(e) / tau, so u is in units of ln 2.
+    `_without`; offsets outside the tile are ignored. scale: log2(e) / tau, so u is in units of ln 2.
     """
     z = _without(z, place, offset, tile)
     top = tl.maximum(m, tl.max(z, axis=1))
@@ -57,7 +59,7 @@ def _add_tile(z, place, m, s, u, scale, offset, tile: tl.constexpr, entropy: tl.
     shift = (m - safe) * scale
     factor = tl.exp2(shift)
     if entropy:
-        # -inf times 0 would be NaN. The maximum drops a NaN here, and s reports it.
+        # -inf times 0 would be NaN. The maximum drops a NaN here; s reports it.
         u = factor * (u + tl.maximum(shift, -2.0e4) * s) + tl.sum(tl.maximum(d, -2.0e4) * e, axis=1)
     s = factor * s + tl.sum(e, axis=1)
     return top, s, u
@@ -82,10 +84,9 @@ def forward_kernel(
     entropy: tl.constexpr,
     acc: tl.constexpr,
 ):
-    # One program for each row, however few rows there are: a split would join sums in an order that depends on T.
-    # An SM holds 8 programs of 8 warps, so some thousand rows fill a GPU. With fewer, as many bytes are in flight as
-    # there are rows, and the call takes about as long as its longest row: of 152,064 columns 38 loads behind one
-    # another, tens of microseconds, less than the launches around it.
+    # One program for each row, even for few rows: a split would merge sums in an order that depends on T. An SM runs 8
+    # programs of 8 warps, so about a thousand rows fill a GPU. Fewer rows take about as long as one row: 38 loads in
+    # sequence for 152,064 columns, tens of microseconds, less than the launches around it.
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * row_stride
     summary = out + row * out_stride
@@ -115,7 +116,7 @@ def forward_kernel(
         z = tl.load(where, mask=place < columns - full * tile, other=float("-inf")).to(acc)
         m, s, u = _add_tile(z, place, m, s, u, log2, offset, tile, entropy)
 
-    # Not before the loop: ptxas then takes 50 instead of 38 instructions an owned id (sm100, 21 ids, entropy).
+    # After the loop: before it, ptxas takes 50 instead of 38 instructions for an owned id (sm100, 21 ids, entropy).
     score = tl.load(line + local * column_stride, mask=is_local, other=0.0)
     tl.store(summary + slot, score.to(acc), mask=slot < n)
     top = tl.max(m, axis=0)
@@ -174,7 +175,7 @@ def backward_kernel(
     else:
         tl.store(where, gradient, mask=place < inside)
 
-    # Top-K columns are written over the tile's own values, which this program's other threads may have stored.
+    # Top-K columns overwrite values of the tile, which other threads of this program may have stored.
     slot = tl.arange(0, n_padded)
     local = tl.load(ids + row * n + slot, mask=slot < n, other=-1) - first - start
     is_local = (slot < n) & (local >= 0) & (local < tl.minimum(inside, tile))
@@ -186,7 +187,7 @@ def backward_kernel(
 
 
 def _by_row(scale: float | Tensor, like: Tensor) -> tuple[Tensor, int]:
-    """1/tau as a tensor and its stride over rows."""
+    """Return 1/tau as a tensor, and its stride over rows."""
     if isinstance(scale, Tensor):
         return scale.contiguous(), 1
     return torch.full((1,), scale, dtype=like.dtype, device=like.device), 0
@@ -211,7 +212,7 @@ def forward(
     restore: bool,
     large: bool,
 ) -> None:
-    """As torch_backend.forward; the block is only read, so restore and large have no meaning here."""
+    """See torch_backend.forward; the block is only read, so restore and large have no effect."""
     tokens, columns = block.shape
     if tokens == 0:
         return
@@ -245,21 +246,19 @@ def backward(
     ids: Tensor,
     first: int,
     scale: float | Tensor,
-    other_max: Tensor,
     coefficients: Coefficients,
-    dead: Tensor | None,
     *,
     large: bool,
 ) -> None:
-    """As torch_backend.backward."""
+    """See torch_backend.backward."""
     tokens, columns = block.shape
     if tokens == 0:
         return
     n = ids.shape[1]
     tile = _tile(columns)
+    other_max, dead, b = coefficients.other_max, coefficients.dead, coefficients.b
     tau, tau_stride = _by_row(scale, other_max)
     mask = torch.zeros_like(other_max, dtype=torch.uint8) if dead is None else dead.to(torch.uint8)
-    b = coefficients.b
     with torch.cuda.device_of(block):
         backward_kernel[(tokens, triton.cdiv(columns, tile))](
             block,
@@ -285,7 +284,7 @@ def backward(
 
 
 def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Merged:
-    """As torch_backend.merge."""
+    """See torch_backend.merge."""
     if rows.dtype != torch.float32 or ids.shape[1] > triton_rows.MAX_SLOTS:
         return torch_backend.merge(rows, ids, scale, entropy)
     return triton_rows.merge(rows, ids.contiguous(), _by_row(scale, rows), entropy)
@@ -299,7 +298,7 @@ def coefficients(
     g_other: Tensor | None,
     g_entropy: Tensor | None,
 ) -> Coefficients:
-    """As torch_backend.coefficients."""
+    """See torch_backend.coefficients."""
     if merged.slots is not None:  # merged by the torch backend
         return torch_backend.coefficients(merged, ids, scale, g_slots, g_other, g_entropy)
     tau = _by_row(scale, merged.other_max)

@@ -1,7 +1,7 @@
-"""merge.py in Triton: the arithmetic on [T] and [T, n] in one launch each way instead of some hundred.
+"""merge.py in Triton: the arithmetic on [T] and [T, n] in one launch each way instead of about a hundred.
 
-On a GPU those launches, not the arithmetic, would be most of the time of a small shard. Same formulas, same
-results to rounding; merge.py explains them. fp32 only.
+On a GPU these launches, not the arithmetic, would take most of the time of a small shard. The formulas are those of
+merge.py, which explains them; results agree to rounding. fp32 only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_SLOTS = 64
 
 @triton.jit
 def _log1p(x):
-    # The GPU's log is only absolutely accurate near 1. Series of 2 artanh(x / (2 + x)), good to 1e-9 for |x| <= 1/2.
+    # Near 1 the GPU's log is accurate only absolutely. Series of 2 artanh(x / (2 + x)), good to 1e-9 for |x| <= 1/2.
     t = x / (2.0 + x)
     q = t * t
     p = 1.0 / 13 + q * (1.0 / 15 + q * (1.0 / 17))
@@ -38,7 +38,7 @@ def _expm1(x):
 
 @triton.jit
 def _floor(x):
-    """FLOOR of merge.py; keeps NaN."""
+    """Clamp to FLOOR of merge.py; NaN stays NaN."""
     return tl.where(x < -1.0e4, -1.0e4, x)
 
 
@@ -192,7 +192,7 @@ def _coefficients_kernel(
 
 
 def merge(rows: Tensor, ids: Tensor, tau: tuple[Tensor, int], entropy: bool) -> Merged:
-    """merge.merge for rows [blocks, T, n + 3] in fp32, n <= MAX_SLOTS. tau: 1/tau and its stride over rows."""
+    """See merge.merge; rows [blocks, T, n + 3] in fp32, n <= MAX_SLOTS. tau: 1/tau and its stride over rows."""
     blocks, tokens, width = rows.shape
     n = width - 3
     if rows.stride(2) != 1:
@@ -233,7 +233,7 @@ def coefficients(
     g_other: Tensor | None,
     g_entropy: Tensor | None,
 ) -> Coefficients:
-    """merge.coefficients, of what `merge` above returned."""
+    """See merge.coefficients; `merged` is a result of `merge` above."""
     tokens, n = g_slots.shape
     at_slots, a = torch.empty_like(g_slots), torch.empty_like(merged.other_max)
     b = None if g_entropy is None else torch.empty_like(a)
@@ -261,4 +261,4 @@ def coefficients(
                 with_entropy=g_entropy is not None,
                 num_warps=1 if n <= 32 else 4,
             )
-    return Coefficients(at_slots, a, b)
+    return Coefficients(at_slots, a, b, merged.other_max, merged.nonfinite)

@@ -29,16 +29,37 @@ def beside_others(row: torch.Tensor, before: int, behind: int) -> torch.Tensor:
     return torch.cat((others[:before], row, others[before:]))
 
 
+# The head's shapes: hidden [T, H] by the transposed weight, then the gradient [T, V] by the weight.
+HEAD = [(8, 37), (8, 3142), (512, 37), (1024, 128)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("width", "columns"), [(160, 480), (448, 160), (64, 64), (100, 33), (1024, 512)])
-def test_a_product_of_a_row(dtype, width, columns):
+@pytest.mark.parametrize(
+    ("width", "columns", "options", "transposed"),
+    [
+        *((*size, {}, True) for size in ((160, 480), (448, 160), (64, 64), (100, 33), (1024, 512))),
+        *((*size, {"tile": 128}, True) for size in HEAD),
+        *((columns, width, {"tile": 128}, False) for width, columns in HEAD),
+    ],
+)
+def test_a_product_of_a_row(dtype, width, columns, options, transposed):
+    """The last tile is nearly empty, and nearly full; one thread or two."""
+    tile = options.get("tile", ROWS)
+    options = options | {"dtype": dtype} if options else {}
     weight = noise(columns, width, dtype=dtype, seed=1).t() / width**0.5
+    weight = weight if transposed else weight.contiguous()
     row = noise(1, width, dtype=dtype)
-    alone = product(row, weight)
+    alone = product(row, weight, **options)
     torch.testing.assert_close(alone.float(), row.float() @ weight.float(), atol=AGREE[dtype], rtol=AGREE[dtype])
-    for before, behind, count in ((0, 1, 1), (1, 0, 2), (ROWS - 1, 3, 1), (ROWS, 0, 2), (77, 300, 2)):
+    for before, behind, count in ((0, 1, 1), (1, 0, 2), (tile - 1, 3, 1), (tile, 0, 2), (77, 300, 2), (3, 251, 2)):
         torch.set_num_threads(count)
-        assert torch.equal(product(beside_others(row, before, behind), weight)[before], alone[0])
+        assert torch.equal(product(beside_others(row, before, behind), weight, **options)[before], alone[0])
+
+
+def test_a_product_of_all_rows_at_once_differs():
+    """The reason for tiles. If this fails they may not be needed any more."""
+    rows, weight = noise(257, 64), noise(300, 64, seed=1).t()
+    assert not torch.equal(rows @ weight, torch.cat([row @ weight for row in rows.split(1)]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

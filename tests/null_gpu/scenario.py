@@ -76,10 +76,9 @@ def start_group(rank: int, size: int) -> None:
 
 @contextlib.contextmanager
 def _without_triton() -> Iterator[None]:
-    from dppo_megatron.vocab_parallel import linear, stored, torch_backend
+    from dppo_megatron.vocab_parallel import request, torch_backend
 
-    chosen = {"choose_backend": mock.Mock(return_value=torch_backend)}
-    with mock.patch.multiple(linear, **chosen), mock.patch.multiple(stored, **chosen):
+    with mock.patch.object(request, "choose_backend", return_value=torch_backend):
         yield
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +24,20 @@ class CountCollectives(TorchDispatchMode):
         if func.namespace == "c10d":
             self.found[func.name()] += 1
         return func(*args, **(kwargs or {}))
+
+
+class Largest(TorchDispatchMode):
+    """Measures the largest storage that any operation allocates."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func._schema.name.startswith("aten::_unsafe_view"):
+            given_storage = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+            if result.untyped_storage().data_ptr() not in given_storage:
+                self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
+        return result
 
 
 def shard_case(

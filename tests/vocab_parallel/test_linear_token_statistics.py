@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dppo_megatron.vocab_parallel import linear, linear_token_statistics, token_statistics
 from tests.support.ranks import Ranks
-from tests.support.shards import CountCollectives
+from tests.support.shards import CountCollectives, Largest
 from tests.support.statistics_reference import weighted
 
 TOKENS, WIDTH, COLUMNS, VOCAB, K = 12, 8, 40, 37, 5
@@ -208,24 +207,12 @@ def test_few_tokens_carry_loss(keep: int) -> None:
     assert not keep or (hidden.grad[mask] != 0).any()
 
 
-class _Widest(TorchDispatchMode):
-    """The largest number of elements that any operation returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.numel = max(self.numel, result.numel())
-        return result
-
-
 def test_logits_are_never_stored() -> None:
     hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(20000, 4, requires_grad=True)
     target = torch.randint(0, 20000, (64,))
-    with _Widest() as seen:
+    with Largest() as seen:
         linear_token_statistics(hidden, weight, target).logprob.sum().backward()
-    assert seen.numel < 64 * 20000 / 8
+    assert seen.nbytes < 4 * 64 * 20000 / 8
 
 
 @pytest.mark.parametrize("vocab", [50257, 32064, 151936, 128256, 15361, 1000])
@@ -250,7 +237,6 @@ def test_blocks_are_cut_where_a_matrix_product_is_aligned(vocab: int, world: int
         ({"bias": torch.zeros(8)}, r"bias must be \[V_local\] = \[9\]"),
         ({"loss_mask": torch.ones(3)}, "loss_mask must be bool"),
         ({"block_columns": 0}, "block_columns must be positive"),
-        ({"target_ids": torch.tensor([0, 1, 9])}, r"within \[0, 9\)"),
     ],
 )
 def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:

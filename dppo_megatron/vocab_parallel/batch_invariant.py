@@ -1,0 +1,56 @@
+"""The head whose logits and hidden gradients have the same bits in every batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dppo_megatron.common.row_math import product
+
+from .collectives import reduce_gradient
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+# Rows of a product: enough to fill the device, and few, because those that fill up the last tile are wasted.
+_TILE_CPU = 128
+_TILE_GPU = 512
+
+
+def invariant_mm(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return rows [T, A] @ matrix [A, B] + bias [B] in the dtype of rows; a row's bits do not depend on the others."""
+    return product(rows, matrix, bias, tile=_TILE_CPU if rows.is_cpu else _TILE_GPU, dtype=rows.dtype)
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return invariant_mm(hidden, weight.t())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad
+        d_hidden = invariant_mm(gradient, weight) if need_hidden else None
+        d_weight = torch.mm(gradient.t(), hidden) if need_weight else None
+        return d_hidden, d_weight
+
+
+def batch_invariant_logits(
+    hidden: Float[Tensor, "T H"], weight: Float[Tensor, "V_local H"], group: dist.ProcessGroup | None = None
+) -> Float[Tensor, "T V_local"]:
+    """Return hidden @ weight.T; a row and its hidden gradient have the same bits in every batch.
+
+    hidden [T, H] is replicated over `group`, weight [V_local, H] is this rank's rows; both have one dtype. The hidden
+    gradient is complete on return. The weight gradient is a sum over the rows, in the order that the library chooses.
+    Collectives: the backward pass issues an all-to-all and an all-gather of the hidden gradient; none without a group.
+    """
+    if group is not None and dist.get_world_size(group) > 1:
+        hidden = reduce_gradient(hidden, group, in_order=True)
+    return _Head.apply(hidden, weight)

@@ -1,0 +1,78 @@
+"""Sampling masks: rows whose distribution covers only some ids of the vocabulary.
+
+Top-p, top-k and min-p keep a set of tokens to draw from. The log-probs of drawn tokens are renormalised over that set,
+and the policy's log-probs must be too: its other logits count as -inf and get gradient 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingMasks:
+    """The sampling masks of T rows, end to end. A row without ids covers the whole vocabulary.
+
+    Example: three rows with the masks {4, 1, 6}, none and {0, 5} have ids [4, 1, 6, 0, 5], rows [0, 0, 0, 2, 2] and
+    restricted [True, False, True].
+
+    ids: [N] int64, global. rows: [N] int64, the row of each id. restricted: [T] bool, rows that have a mask. total: []
+    number of ids by the counts; -1 if a count is negative.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    restricted: Tensor
+    total: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, counts: Tensor) -> SamplingMasks:
+        """Build the masks from ids [N] and the number of them in each row, counts [T]. No synchronisation.
+
+        Counts that do not add up to N assign ids to wrong rows, but never to rows that do not exist.
+        """
+        counts = counts.long()
+        places = torch.arange(len(ids), device=counts.device)
+        rows = torch.searchsorted(counts.cumsum(0), places, right=True).clamp_(max=len(counts) - 1)
+        return cls(ids.long(), rows, counts > 0, torch.where((counts < 0).any(), -1, counts.sum()))
+
+    def select(self, chosen: Tensor) -> SamplingMasks:
+        """Return the masks of the rows [n] `chosen`, ascending. Synchronises with the device."""
+        place = torch.full_like(self.restricted, -1, dtype=torch.long)
+        place[chosen] = torch.arange(len(chosen), device=place.device)
+        selected = (place[self.rows] >= 0).nonzero().flatten()
+        ids = self.ids[selected]
+        total = torch.where(self.total < 0, self.total, self.total - len(self.ids) + len(ids))
+        return SamplingMasks(ids, place[self.rows[selected]], self.restricted[chosen], total)
+
+    def missing(self, target_ids: Tensor) -> Tensor:
+        """Return [T] bool: the row is restricted and its mask lacks the target."""
+        found = torch.zeros_like(target_ids, dtype=torch.int32)
+        found.index_add_(0, self.rows, (self.ids == target_ids[self.rows]).int())
+        return self.restricted & (found == 0)
+
+    def hide_others(self, block: Tensor, first: int) -> None:
+        """Set logits outside the masks to -inf, in place. block: [T, columns > 0] of columns [first, first + columns).
+
+        Example: the block of columns 4 to 7, first = 4, and the masks {4, 1, 6}, none and {0, 5} of the class:
+
+            logits            after
+            a b c d           a    -inf c    -inf     columns 4 and 6 are in the mask; id 1 is in another block
+            e f g h           e    f    g    h        a row without a mask
+            i j k l           -inf j    -inf -inf
+
+        Each id writes one column. An id of another block writes the final value of column 0 of its row, here `a` for
+        id 1 and -inf for id 0. So every row has a fixed number of writes, and the host needs no count from the device.
+        """
+        local = self.ids - first
+        inside = (local >= 0) & (local < block.shape[1])
+        column = torch.where(inside, local, 0)
+        at_front = torch.zeros_like(self.restricted, dtype=torch.int32).index_add_(0, self.rows, (local == 0).int())
+        hidden = float("-inf")
+        front = block[:, 0].masked_fill(self.restricted & (at_front == 0), hidden)
+        values = torch.where(inside, block[self.rows, column], front[self.rows])
+        block.masked_fill_(self.restricted.unsqueeze(1), hidden)
+        block.index_put_((self.rows, column), values)
