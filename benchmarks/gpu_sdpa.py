@@ -64,7 +64,7 @@ CALLS = {
 
 def attend(inputs: Inputs, call: Call) -> Results:
     """Return the output and the gradients of query, key and value of our module's call."""
-    from dppo_megatron.actor.cpu.attention import PackedAttention
+    from dppo_megatron.actor.local.attention import PackedAttention
 
     query, key, value, grad = inputs
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]

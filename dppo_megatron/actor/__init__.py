@@ -13,7 +13,7 @@ warnings.filterwarnings("ignore", module=r"megatron\.core\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
-from .cpu import without_cuda
+from . import without_cuda
 from .engine_library import load_problem
 
 # Megatron-core imports wandb for an inference server that is not used here: a quarter of the time to import it.

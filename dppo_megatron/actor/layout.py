@@ -19,7 +19,7 @@ from dppo_megatron.common.world_store import world_store
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
 
-from .cpu import without_cuda
+from . import without_cuda
 
 
 class LayoutError(ExpectedError, ValueError):

@@ -18,12 +18,11 @@ from dppo_megatron.vocab_parallel import batch_invariant_logits
 
 from . import megatron_version
 from .batch.packing import PackedSequences
-from .cpu.attention import PackedAttention
-from .cpu.exact import ExactAttention, multiply_exactly
-from .cpu.mlp import fuse_gates
-from .cpu.norm import RMSNorm
 from .experts import group_experts
 from .layout import Layout
+from .local.attention import PackedAttention
+from .local.exact import ExactAttention, multiply_exactly
+from .local.operators import RMSNorm
 from .lora import add_adapters
 from .model_config import machine_problems, model_problems, use_transformer_engine
 from .precision import fuse_weight_gradients
@@ -175,8 +174,6 @@ def _chunk(
     )
     if engine:
         fuse_weight_gradients(model.decoder)
-    else:
-        fuse_gates(model.decoder)
     if config.engine.exact:
         multiply_exactly(model)
     return model

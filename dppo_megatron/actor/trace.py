@@ -24,7 +24,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.types import TokenBatch
 
 from .actor import Actor
-from .cpu.rope import rotate
+from .local.operators import rotate
 
 OF_COLUMNS = SHARDED | {"logits"}  # of which a tensor-parallel rank holds its columns
 

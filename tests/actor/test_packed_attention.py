@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dppo_megatron.actor.batch.packing import PackedSequences
-from dppo_megatron.actor.cpu.attention import PackedAttention
-from dppo_megatron.actor.cpu.rope import rope_tables, rotate
-from dppo_megatron.actor.cpu.segments import plan_segments
+from dppo_megatron.actor.local.attention import PackedAttention
+from dppo_megatron.actor.local.operators import rotate
+from dppo_megatron.actor.local.segments import plan_segments
+from dppo_megatron.common.row_math import rope_tables
 
 LENGTHS = {
     "short": [3, 1, 16, 2, 9, 9, 16, 32],

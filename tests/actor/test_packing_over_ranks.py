@@ -9,8 +9,8 @@ import torch
 
 from dppo_megatron.actor.batch.context import gathered_places, rows_of_rank
 from dppo_megatron.actor.batch.packing import Packer, at_rows, filler
-from dppo_megatron.actor.cpu.attention import PackedAttention
-from dppo_megatron.actor.cpu.segments import plan_segments
+from dppo_megatron.actor.local.attention import PackedAttention
+from dppo_megatron.actor.local.segments import plan_segments
 from tests.support.actor_cases import VOCAB, pack, sequences
 
 
@@ -115,7 +115,7 @@ def test_a_gathered_plan_sees_what_each_query_may(monkeypatch):
     """PackedAttention of every context-parallel rank, the gather faked by the test, against one rank's."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from dppo_megatron.actor.cpu import attention
+    from dppo_megatron.actor.local import attention
 
     size, lengths = 2, torch.tensor([40, 4, 36, 8, 100])
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

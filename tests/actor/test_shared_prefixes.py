@@ -15,10 +15,10 @@ from dppo_megatron.actor import check_model
 from dppo_megatron.actor.batch.context import rows_of_rank
 from dppo_megatron.actor.batch.packing import PackedSequences, Packer
 from dppo_megatron.actor.batch.prefixes import shared_rows
-from dppo_megatron.actor.cpu.attention import PackedAttention
-from dppo_megatron.actor.cpu.rope import rope_tables
-from dppo_megatron.actor.cpu.segments import plan_segments
 from dppo_megatron.actor.flash import FlashAttention, plan_flash
+from dppo_megatron.actor.local.attention import PackedAttention
+from dppo_megatron.actor.local.segments import plan_segments
+from dppo_megatron.common.row_math import rope_tables
 from tests.actor.scenarios import update
 from tests.actor.scenarios.certified import PROMPTS, RESPONSE, SAMPLES, TEMPERATURE, certified
 from tests.support import flash as flash_on_the_cpu  # noqa: F401

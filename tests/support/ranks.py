@@ -173,7 +173,7 @@ def megatron_group(
     """
     from megatron.core import parallel_state, tensor_parallel
 
-    from dppo_megatron.actor.cpu import without_cuda
+    from dppo_megatron.actor import without_cuda
 
     without_cuda.install()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from dppo_megatron.actor.cpu.rope import inverse_frequencies, rope_tables
-from dppo_megatron.actor.cpu.segments import SegmentPlan, plan_segments
 from dppo_megatron.actor.flash import FlashPlan, can_use_flash, plan_flash
 from dppo_megatron.actor.layout import Layout
+from dppo_megatron.actor.local.segments import SegmentPlan, plan_segments
 from dppo_megatron.actor.model_config import dtype, use_transformer_engine
 from dppo_megatron.actor.precision import row_multiple
+from dppo_megatron.common.row_math import rope_tables
 from dppo_megatron.config.schema import Config
-from dppo_megatron.hf import HFModelConfig
+from dppo_megatron.hf import HFModelConfig, inverse_frequencies
 from dppo_megatron.objectives import sequence_ids_from_cu_seqlens
 from dppo_megatron.types import COLUMNS, TokenBatch, column_named
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dppo_megatron.actor.cpu.exact import ExactAttention
+from dppo_megatron.actor.local.exact import ExactAttention
 from dppo_megatron.engines.exact import Exact, Operators
 from dppo_megatron.vocab_parallel import compiled
 from tests.actor.scenarios.parts import train

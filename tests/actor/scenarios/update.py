@@ -133,11 +133,6 @@ def shared_prefixes(rank: Rank) -> Any:
                 results[family].append(
                     {
                         "rows": actor.packer(batch).token_ids.shape[1],
-                        "fused_gates": {
-                            type(layer.mlp).__name__
-                            for layer in actor.model_chunks[0].decoder.layers
-                            if "forward" in vars(layer.mlp)
-                        },
                         "tokens": stats.tokens,
                         "loss_tokens": stats.loss_tokens,
                         "logprobs": logprobs,

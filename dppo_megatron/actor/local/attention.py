@@ -19,7 +19,7 @@ from torch import Tensor
 from dppo_megatron.actor.batch.context import gather_rows
 from dppo_megatron.actor.flash import FlashAttention, FlashPlan
 
-from .rope import rotate
+from .operators import rotate
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float

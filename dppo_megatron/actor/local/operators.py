@@ -1,17 +1,22 @@
-"""RMSNorm for the local layer spec."""
+"""RMSNorm and rotary position embedding for the local layer spec, with gradients that keep little in memory."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from dppo_megatron.common.row_math import rms_norm
+from dppo_megatron.common.row_math import rms_norm, rotated
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Megatron's torch norm refuses sequence parallelism; this one marks its weight for the gradient reduction."""
+    """Megatron's torch norm rejects sequence parallelism; this one marks its weight for the gradient reduction."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -25,7 +30,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = w x / rms(x) in fp32. With n = x / rms(x): dx = (w g - n mean(w g n)) / rms(x), dw = sum(g n)."""
+    """Compute y = w x / rms(x) in fp32. With n = x / rms(x): dx = (w g - n mean(w g n)) / rms(x), dw = sum(g n)."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -41,3 +46,23 @@ class _RMSNorm(torch.autograd.Function):
         along = (inner * normed).mean(-1, keepdim=True)
         grad_x = torch.addcmul(inner, normed, along, value=-1).mul_(scale)
         return grad_x.to(grad.dtype), grad_weight, None
+
+
+def rotate(
+    x: Float[Tensor, "T h d"], cos: Float[Tensor, "T 1 d"], sin: Float[Tensor, "T 1 d"]
+) -> Float[Tensor, "T h d"]:
+    """Rotate the pairs (i, i + d/2) of each head by the angles of its row (the layout of Hugging Face weights)."""
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back, so only the tables are saved."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return rotated(grad, *ctx.saved_tensors, -1), None, None
