@@ -1,4 +1,4 @@
-"""The actor: one policy in Megatron-core on this rank, which trains on micro-batches and computes log-probs."""
+"""The policy in Megatron-core on this rank: it trains on micro-batches and computes log-probs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from .checkpoint import save_load
 from .checkpoint.sharded import ShardedSave
 from .checkpoint.writer import BackgroundWrite
 from .experts import describe_experts
-from .forward import LossStep
+from .forward import LossStep, reduce_reports
 from .layout import Layout
+from .lora import without_adapters
 from .loss_scale import LossScale
 from .model import PolicyModel, build_model
 from .model_config import shares_prefixes, transformer_config, use_transformer_engine
 from .optimizer import build_optimizer, build_schedule, learning_rate, optimizer_step, wrap_data_parallel
 from .parameter_gather import ParameterGather
-from .reduction import reduce_reports
 from .scoring import Scorer, Scores
 
 log = logging.getLogger(__name__)
@@ -55,17 +55,17 @@ class UpdateStats:
     loss: float  # sum(loss_weight * loss)
     grad_norm: float  # before clipping
     lr: float
-    skipped: bool  # gradients or logits were not finite; nothing was changed
-    skipped_in_a_row: int  # without those that overflowed
+    skipped: bool  # gradients or logits were not finite; nothing changed
+    skipped_in_a_row: int  # overflows do not count
     tokens: int
     loss_tokens: int
     nonfinite_tokens: int  # loss tokens whose logits were not finite
     metrics: dict[str, float]  # of the objective and the entropy, over the whole global batch
-    parts: dict[str, Metric]  # the same before their last step, to merge with other updates
-    masked: dict[int, int]  # token id -> how often it was outside the trust region, where it ever was
+    parts: dict[str, Metric]  # the same before the final division, to merge with other updates
+    masked: dict[int, int]  # token id -> how often it was outside the trust region, if ever
     forward_backward_s: float
     optimizer_s: float
-    loss_scale: float | None = None  # what the loss was multiplied by, in fp16
+    loss_scale: float | None = None  # factor of the loss, in fp16
     overflowed: bool = False  # skipped for gradients beyond fp16 at this scale, which was halved
 
 
@@ -82,7 +82,7 @@ class Actor:
         self.hf = read_hf_config(config.model.path)
         self.transformer = transformer_config(self.hf, config)
         self.model_chunks: list[PolicyModel] = build_model(self.hf, config, layout, self.transformer)
-        self.frozen_chunks: list[PolicyModel] = []  # of other policies on this rank, which `offloaded` takes along
+        self.frozen_chunks: list[PolicyModel] = []  # of other policies on this rank; `offloaded` moves them too
         self.model = wrap_data_parallel(self.model_chunks, self.transformer, config)
         # Denominators are inside loss_weight: the token count that the schedule gathers must not divide again.
         self.transformer.finalize_model_grads_func = _finalize_without_division
@@ -99,12 +99,12 @@ class Actor:
             on_host = offload.OptimizerOnHost(self.optimizer, self.model_chunks, layout.device)
             self.optimizer_on_device = on_host.on_device
         self.skipped_in_a_row = 0
-        self.lr_scale = 1.0  # of the schedule's learning rate in updates to come; a checkpoint keeps it
+        self.lr_scale = 1.0  # factor of the schedule's learning rate in later updates; a checkpoint stores it
         self.sharded_save = ShardedSave()
         self._writing: BackgroundWrite | None = None
         self.routing = RoutingReplay(self.hf, self.model_chunks) if config.rollout.routing_replay else None
         self.packer = Packer.of(self.hf, config, layout, self.routing.held_layers if self.routing else None)
-        self.shares_prefixes = shares_prefixes(self.hf, config)  # what micro-batches may say of their sequences
+        self.shares_prefixes = shares_prefixes(self.hf, config)  # whether micro-batches may share prompts
         self._scorer = Scorer(self.model, self.packer, layout, self.hf.vocab_size, config.train.micro_batch_tokens)
         self._forward_backward = partial(
             get_forward_backward_func(),
@@ -114,7 +114,7 @@ class Actor:
         )
 
     def describe(self) -> list[str]:
-        """Lines for the head of the log: model, precision, layers, kernels, layout."""
+        """Return the first lines of the log: model, precision, layers, kernels, layout."""
         m, hf = self.config.model, self.hf
         chosen = precision.implementations(transformer_engine_layers=use_transformer_engine(self.config))
         return [
@@ -127,7 +127,7 @@ class Actor:
         ]
 
     def num_parameters(self) -> int:
-        """Parameters held by this rank."""
+        """Return the number of parameters on this rank."""
         return sum(p.numel() for chunk in self.model_chunks for p in chunk.parameters())
 
     def _trained(self) -> str:
@@ -139,11 +139,11 @@ class Actor:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update."""
+        """Return the learning rate of the next update."""
         return learning_rate(self.optimizer) * self.lr_scale
 
     def load_hf(self, directory: str | Path) -> None:
-        """Replace the weights by those of an HF directory or a Megatron checkpoint; optimizer and schedule stay.
+        """Replace the weights by those of an HF directory or a Megatron checkpoint, but not optimizer and schedule.
 
         Raises ModelError listing every tensor that does not fit.
         """
@@ -152,7 +152,7 @@ class Actor:
             self.optimizer.reload_model_params()
 
     def load_start(self) -> None:
-        """Replace the weights by those that the run starts from, and adapters by those of `model.lora.adapter`."""
+        """Load the weights that the run starts from, and the adapters of `model.lora.adapter`."""
         self.load_hf(self.config.model.start)
         lora = self.config.model.lora
         if lora.r and lora.adapter is not None:
@@ -168,15 +168,15 @@ class Actor:
         another_follows: bool = False,
         observe: Callable[[MicroBatch, Tensor], None] | None = None,
     ) -> UpdateStats:
-        """One optimizer update on this data-parallel rank's `micro_batches`; all ranks of a replica pass the same.
+        """Run one optimizer update on this data-parallel rank's `micro_batches`, the same on all ranks of a replica.
 
-        The loss is sum(loss_weight * objective loss) over all micro-batches of all data-parallel ranks, and
-        so is the gradient: it does not depend on how the batch was split. Data-parallel ranks pass equally
-        many micro-batches. An update whose gradients or logits are not finite changes nothing and is reported
-        as skipped; gradients beyond fp16 lower the loss scale. `another_follows` promises that the next call is
-        this one again, with no use of the weights in between: they are then gathered behind its forward pass.
-        `observe`: see `LossStep`. Raises TrainingDiverged after `optimizer.max_skipped_in_a_row` skipped updates that
-        no smaller loss scale could avoid, ValueError without micro-batches.
+        The loss is sum(loss_weight * objective loss) over all micro-batches of all data-parallel ranks, so the gradient
+        does not depend on how the batch was split. Data-parallel ranks pass the same number of micro-batches. An update
+        whose gradients or logits are not finite changes nothing and is reported as skipped; gradients beyond fp16 lower
+        the loss scale. `another_follows` promises that the next call is this one again and that nothing uses the
+        weights in between: they are then gathered during its forward pass. `observe`: see `LossStep`. Raises
+        TrainingDiverged after `optimizer.max_skipped_in_a_row` skipped updates that no smaller loss scale could avoid,
+        ValueError without micro-batches.
         """
         with phase("forward_backward") as computing:
             prepared = self.packer.whole_rounds(micro_batches, whole_sequences=objective.needs_sequences)
@@ -242,24 +242,24 @@ class Actor:
         return stats
 
     def scores(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
-        """The current weights' log-probs of every micro-batch's tokens. Forward only; see `Scorer`."""
+        """Compute the current weights' log-probs of every micro-batch's tokens. Forward only; see `Scorer`."""
         self._gather.require_whole()
         return self._scorer(micro_batches, topk=topk)
 
     def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Log-probs [T] fp32 of every micro-batch's targets at its temperature, on the CPU; 0 where mask is False.
+        """Return fp32 log-probs [T] of each micro-batch's targets, at its temperature, on the CPU; 0 where masked out.
 
         Forward only, with the current weights; the same on every rank of a replica.
         """
         return [scores.logprob for scores in self.scores(micro_batches)]
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """Log-probs [S - 1] fp32, at temperature 1, of tokens 1.. of one sequence [S] given those before them."""
+        """Return fp32 log-probs [S - 1], at temperature 1, of tokens 1.. of one sequence [S]."""
         (logprobs,) = self.logprobs([sequence(token_ids)])
         return logprobs[:-1].numpy()
 
     def offloaded(self) -> AbstractContextManager[int]:
-        """Inside, the actor's memory and its `Reference`'s are on the host, for engines on the same GPU.
+        """Move the memory of the actor and its `Reference` to the host inside, for engines on the same GPU.
 
         See `offload.offloaded`.
         """
@@ -267,10 +267,10 @@ class Actor:
         return offload.offloaded([*self.model_chunks, *self.frozen_chunks], self.optimizer, self.layout.device)
 
     def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any], keep: int) -> None:
-        """Write everything that training needs to go on exactly, as `directory/step-NNNNNN`; keep the newest `keep`.
+        """Write everything that training needs to continue exactly, as `directory/step-NNNNNN`; keep the newest `keep`.
 
-        `state` is the caller's, JSON. With `checkpoint.asynchronous` the writing goes on behind it, and an error of
-        the one before is raised here. See `save_load.save`.
+        `state` is the caller's, JSON. With `checkpoint.asynchronous` it returns before the checkpoint is written, and
+        an error of the previous one is raised here. See `save_load.save`.
         """
         self._gather.require_whole()
         self.finish_checkpoint()
@@ -278,13 +278,13 @@ class Actor:
             self._writing = save_load.save(self, Path(directory), step, state, keep)
 
     def finish_checkpoint(self) -> None:
-        """Wait until the last checkpoint is complete. Raises CheckpointError when it failed or takes too long."""
+        """Wait until the last checkpoint is complete. Raises CheckpointError if it failed or takes too long."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             save_load.finish(writing)
 
     def settle_checkpoint(self) -> None:
-        """After an error in training: let the checkpoint in flight be completed. No collective, and raises nothing."""
+        """Complete a checkpoint that is being written, after an error in training. No collective; raises nothing."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             try:
@@ -293,9 +293,9 @@ class Actor:
                 log.error("the last checkpoint is lost: %s", error)
 
     def load_checkpoint(self, directory: Path) -> dict[str, Any] | None:
-        """Restore the newest whole checkpoint under `directory`; the caller's state, or None where there is none.
+        """Restore the newest complete checkpoint under `directory`; return the caller's state, None if there is none.
 
-        Raises CheckpointError when it does not fit this run. See `save_load.load`.
+        Raises CheckpointError if it does not fit this run. See `save_load.load`.
         """
         with self.optimizer_on_device():
             return save_load.load(self, Path(directory))
@@ -305,6 +305,33 @@ class Actor:
             torch.cuda.synchronize()
 
 
+class Reference:
+    """The reference policy of a KL penalty: `model.start`, frozen, in the layout of the actor, also in resumed runs.
+
+    It needs one more copy of the parameters on each rank, in `model.dtype`, without gradients and optimizer, and is
+    offloaded with the actor. With `model.lora` it needs no memory: it is the actor without its adapters.
+    Building it is collective. Raises ModelError listing every tensor that does not fit.
+    """
+
+    def __init__(self, actor: Actor):
+        config, layout = actor.config, actor.layout
+        chunks = actor.model_chunks
+        if not config.model.lora.r:
+            chunks = build_model(actor.hf, config, layout, transformer_config(actor.hf, config))
+            load_into(chunks, config.model.start, actor.hf)
+            for chunk in chunks:
+                chunk.requires_grad_(False)
+                chunk.eval()
+            actor.frozen_chunks += chunks
+        self._chunks = chunks
+        self._scorer = Scorer(chunks, actor.packer, layout, actor.hf.vocab_size, config.train.micro_batch_tokens)
+
+    def scores(self, micro_batches: Sequence[TokenBatch]) -> list[Scores]:
+        """Compute the start model's log-probs of every micro-batch's targets; see `Scorer`."""
+        with without_adapters(self._chunks):
+            return self._scorer(micro_batches)
+
+
 def _finalize_without_division(model: list, num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients, without its division by the number of tokens."""
+    """Reduce gradients as Megatron does, but without its division by the number of tokens."""
     finalize_model_grads(model, None, **kwargs)

@@ -2,7 +2,7 @@
 
 Megatron's SequentialMLP computes one expert after the other. Here a projection is one grouped product for all of them,
 and their adapters are two more. The frozen weights of a projection share one tensor [experts, outputs, inputs], and the
-`weight` of each expert is a view of it: load, export, offload and merge use the parameters that they know. A and B are
+`weight` of each expert is a view of it, so load, export, offload and merge work as without grouping. A and B are
 stacked in each forward pass.
 """
 
@@ -40,7 +40,7 @@ def group_experts(chunks: Sequence[nn.Module], config: Config) -> None:
         together = copy(experts.local_experts[0])  # Megatron's activation and settings
         together._modules = dict(together._modules) | {name: _Projection(experts, name) for name in _PROJECTIONS}
         experts.forward = partial(_forward, experts, together)
-    torch.cuda.empty_cache()  # the memory that the weights left is in pieces too small for what follows
+    torch.cuda.empty_cache()  # the freed blocks are too small for later allocations
 
 
 def why_sequential(chunks: Sequence[nn.Module], config: Config) -> str | None:
@@ -49,7 +49,7 @@ def why_sequential(chunks: Sequence[nn.Module], config: Config) -> str | None:
     if config.engine.exact:
         return "engine.exact computes each row as the engine does"
     if gpu and (config.model.dtype != "bf16" or gpu[0] not in (9, 10)):
-        # Elsewhere grouped_mm loops over the experts as well, and the host waits for their counts.
+        # Otherwise grouped_mm also loops over the experts, and the host waits for their counts.
         return "torch's kernel for grouped products needs bf16 and compute capability 9 or 10"
     for layers in ([getattr(e, name) for e in x.local_experts] for x in _experts(chunks) for name in _PROJECTIONS):
         if any(size * layers[0].weight.element_size() % _ALIGNMENT for size in layers[0].weight.shape):
@@ -73,7 +73,7 @@ def _experts(chunks: Sequence[nn.Module]) -> Iterator[SequentialMLP]:
 
 
 def _forward(experts: SequentialMLP, together: MLP, x: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-    """In place of SequentialMLP.forward: x [tokens, hidden] and probs [tokens] in the order of counts [experts]."""
+    """Replaces SequentialMLP.forward: x [tokens, hidden] and probs [tokens] in the order of counts [experts]."""
     if not len(x):  # the kernel takes no empty operand
         return SequentialMLP.forward(experts, x, counts, probs)
     if x.is_cuda and not counts.is_cuda:
@@ -97,7 +97,7 @@ class _Projection(nn.Module):
         out = product(x, shared_tensor(self.weights).mT)
         if not self.adapters or not (first := self.adapters[0]).enabled:
             return out, None
-        # Called, not read: a hook of each module waits for its gathered parameters.
+        # A call, because a hook of each module waits for its gathered parameters.
         a, b = map(torch.stack, zip(*(adapter() for adapter in self.adapters), strict=True))
         if first.owner is not None:
             b = spread(b, torch.stack([adapter.owner for adapter in self.adapters]))
@@ -108,7 +108,7 @@ class _Projection(nn.Module):
 
 
 def shared_tensor(weights: Sequence[nn.Parameter]) -> Tensor:
-    """Return the memory of `weights` as one tensor [experts, outputs, inputs]. Moves them there if they are apart."""
+    """Return the memory of `weights` as one tensor [experts, outputs, inputs]. Moves them there first if necessary."""
     first, size = weights[0].data, weights[0].nbytes
     places = [weight.data_ptr() - first.data_ptr() for weight in weights]
     if first.untyped_storage().nbytes() != len(weights) * size or places != list(range(0, len(weights) * size, size)):

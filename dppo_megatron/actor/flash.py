@@ -22,7 +22,7 @@ from dppo_megatron.actor.batch.context import gathered_places
 if TYPE_CHECKING:
     from jaxtyping import Int
 
-# Arguments of both operators: int32 bounds of the queries and of the keys of each segment, longest, dropout, causal.
+# Arguments of both operators: int32 bounds of queries and keys of each segment, longest of both, dropout, causal.
 Call = tuple[Tensor, Tensor, int, int, float, bool]
 
 

@@ -1,20 +1,30 @@
-"""One micro-batch through the policy: hidden states to per-token statistics, and those to a loss.
+"""One micro-batch through the policy: hidden states to per-token statistics, these to a loss, reports to totals.
 
-Megatron's schedules call `forward_step` on every stage and what it returns on the last one only.
+Megatron's schedules call `forward_step` on every stage, and the function that it returns only on the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from dppo_megatron.objectives import Metric, ObjectiveOutput, ObjectiveProtocol, TopKLogprobs, mean_metric
+from dppo_megatron.objectives import (
+    Metric,
+    ObjectiveOutput,
+    ObjectiveProtocol,
+    TopKLogprobs,
+    flatten_metrics,
+    mean_metric,
+    merge_metrics,
+    unflatten_metrics,
+)
 from dppo_megatron.types import TokenBatch
 from dppo_megatron.vocab_parallel import DeferredChecks, TokenStatistics, linear_token_statistics, token_statistics
 
@@ -29,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """What one micro-batch reports. Scalars are fp64 tensors on the device."""
+    """The report of one micro-batch. Scalars are fp64 tensors on the device."""
 
     loss: Tensor  # sum(loss_weight * loss)
     nonfinite: Tensor  # rows with non-finite logits
@@ -44,7 +54,7 @@ class LossStep:
     """`forward_step` of Megatron's schedules for one update with one objective.
 
     masked: [V] int64 on the device, how often each token id was outside the trust region, over all calls.
-    checks: to be read when all micro-batches are done, before their gradients are used.
+    checks: read them when all micro-batches are done, before their gradients are used.
     observe: called with each micro-batch and TOKEN_VALUES [4, n] fp32 of its loss rows, without gradient.
     """
 
@@ -60,9 +70,9 @@ class LossStep:
         return run_model(model, batch), partial(self.loss, batch, model)
 
     def loss(self, batch: MicroBatch, model: Any, output: Tensor) -> tuple[Tensor, Tensor, MicroBatchResult]:
-        """(loss to differentiate, token count 0, report). The count is unused: `loss_weight` holds the divisors.
+        """Return (loss to differentiate, token count 0, report). The count is unused: `loss_weight` has the divisors.
 
-        The host waits for the device nowhere in here: it prepares the next micro-batch meanwhile.
+        The host never waits for the device here, so it can prepare the next micro-batch.
         """
         objective, rows = self.objective, batch.loss
         stats = head_statistics(
@@ -144,7 +154,7 @@ def apply_objective(
 
 @dataclass(frozen=True)
 class LogprobStep:
-    """`forward_step` that only scores: collects fp32 log-probs [T, C] of each batch as given, 0 where mask is False.
+    """`forward_step` that only scores: collects fp32 log-probs [T, C] of each batch, 0 where mask is False.
 
     C = 1, the targets; with `topk` C = K + 2, the targets, the top-K ids and everything else. Rows of other
     context-parallel ranks are 0. checks: as in `LossStep`.
@@ -170,7 +180,7 @@ class LogprobStep:
 
 
 def run_model(model: Any, batch: MicroBatch) -> Tensor:
-    """Forward of one chunk (wrapped or not); on the last stage the head's output, see `PolicyModel`."""
+    """Run the forward pass of one chunk, wrapped or not; the last stage returns the head's output (`PolicyModel`)."""
     return model(
         input_ids=batch.token_ids,
         position_ids=batch.position_ids,
@@ -188,7 +198,7 @@ def head_statistics(
     topk: bool,
     entropy: Literal["none", "metric", "differentiable"],
 ) -> TokenStatistics:
-    """Statistics [n] of the last stage's output rows, the same on every tensor-parallel rank."""
+    """Return statistics [n] of the last stage's output rows, the same on every tensor-parallel rank."""
     policy: PolicyModel = unwrap_model(model)
     layout = step.layout
     statistics = partial(token_statistics, inplace=True)
@@ -206,7 +216,7 @@ def head_statistics(
         entropy=entropy,
         sampling_mask_ids=rows.sampling_mask_ids,
         sampling_mask_counts=rows.sampling_mask_counts,
-        tiles=layout.tensor_size if policy.exact else None,  # one a rank; with tiles nothing is compiled
+        tiles=layout.tensor_size if policy.exact else None,  # one tile per rank; with tiles nothing is compiled
         check=step.checks,
     )
 
@@ -214,13 +224,61 @@ def head_statistics(
 def _whole_sequences(
     batch: MicroBatch, stats: TokenStatistics, layout: Layout
 ) -> tuple[TokenBatch, TokenStatistics, slice]:
-    """(loss rows of all context-parallel ranks, their statistics, which of them are this rank's).
+    """Return (loss rows of all context-parallel ranks, their statistics, the slice of this rank's rows).
 
-    For objectives that look at whole sequences, of which each rank holds a part. Collectives: one all-gather for
-    each statistic, one reduce-scatter for its gradient.
+    For objectives that need whole sequences, of which each rank has a part. Collectives: one all-gather for each
+    statistic, one reduce-scatter for its gradient.
     """
-    counts = [max(1, len(rows)) for rows in batch.context_rows]  # a rank without loss rows computes one all the same
+    counts = [max(1, len(rows)) for rows in batch.context_rows]  # a rank without loss rows still computes one
     names = [f.name for f in fields(TokenStatistics) if f.name != "nonfinite" and getattr(stats, f.name) is not None]
     whole = {name: gather_unequal_rows(getattr(stats, name), counts, layout.context_group) for name in names}
     start = sum(counts[: layout.context_rank])
     return batch.whole, replace(stats, **whole), slice(start, start + counts[layout.context_rank])
+
+
+@dataclass(frozen=True)
+class UpdateTotal:
+    """Sums over all micro-batches of all data-parallel ranks; metrics on the CPU."""
+
+    loss: float
+    nonfinite: int
+    tokens: int
+    loss_tokens: int
+    metrics: dict[str, Metric]
+    masked: dict[int, int]  # token id -> count, where above 0
+
+
+def reduce_reports(
+    results: Sequence[MicroBatchResult], batches: Sequence[MicroBatch], masked: Tensor, layout: Layout
+) -> UpdateTotal:
+    """Add up the reports of an update. `results` is empty before the last pipeline stage. masked: see `LossStep`.
+
+    Collectives: three all-reduces over the data-parallel group on the last stage (none for a single replica),
+    then one broadcast along the pipeline.
+    """
+    total = _on_last_stage(results, batches, masked, layout) if layout.is_last_stage else None
+    if layout.pipeline_size > 1:
+        box = [total]
+        dist.broadcast_object_list(box, group_src=layout.pipeline_size - 1, group=layout.pipeline_group)
+        total = box[0]
+    return total
+
+
+def _on_last_stage(
+    results: Sequence[MicroBatchResult], batches: Sequence[MicroBatch], masked: Tensor, layout: Layout
+) -> UpdateTotal:
+    merged = merge_metrics([result.metrics for result in results])
+    metric_sums, maxima = flatten_metrics(merged)
+    counts = [sum(b.num_tokens for b in batches), sum(b.num_loss_tokens for b in batches)]
+    own = torch.stack([sum(r.loss for r in results), sum(r.nonfinite for r in results)])
+    sums = torch.cat([own, own.new_tensor(counts), metric_sums])
+    if layout.data_group.size() > 1:
+        dist.all_reduce(sums, group=layout.data_group)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=layout.data_group)
+        dist.all_reduce(masked, group=layout.data_group)
+    sums, maxima = sums.cpu(), maxima.cpu()
+    loss, nonfinite, tokens, loss_tokens = sums[:4].tolist()
+    metrics = unflatten_metrics(merged, sums[4:], maxima)
+    ids = masked.nonzero().flatten()
+    counts = dict(zip(ids.tolist(), masked[ids].tolist(), strict=True))
+    return UpdateTotal(loss, int(nonfinite), int(tokens), int(loss_tokens), metrics, counts)

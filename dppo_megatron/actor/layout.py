@@ -1,4 +1,4 @@
-"""Which part of the work this rank does: process groups, ranks and device, in one frozen object."""
+"""This rank's part of the work: process groups, ranks and device, in one frozen object."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LayoutError(ExpectedError, ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes, this rank's places, and the process groups that the actor itself talks over."""
+    """Sizes, this rank's positions, and the process groups that the actor uses directly."""
 
     rank: int
     world_size: int
@@ -42,23 +42,23 @@ class Layout:
     context_size: int
     context_rank: int
     data_parallel_size: int
-    data_parallel_rank: int  # which share of every batch this rank reads
+    data_parallel_rank: int  # number of the share of every batch that this rank reads
     expert_size: int
     expert_tensor_size: int
     tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
     context_group: dist.ProcessGroup
-    data_group: dist.ProcessGroup  # data x context parallel: ranks that hold the same dense weights
+    data_group: dist.ProcessGroup  # data x context parallel: ranks with the same dense weights
     expert_group: dist.ProcessGroup  # expert tensor x expert: ranks that exchange tokens in a layer with experts
     sequence_parallel: bool
 
     @property
     def is_last_stage(self) -> bool:
-        """True where the head and the loss live."""
+        """Return whether this rank computes the head and the loss."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Describe the layout in one line for the log."""
         tensor = f"tensor {self.tensor_size}" + (" + sequence" if self.sequence_parallel else "")
         pipeline = f"pipeline {self.pipeline_size}"
         if self.virtual_pipeline_size:
@@ -76,7 +76,7 @@ class Layout:
 
 
 def local_gpu(count: int, environment: Mapping[str, str]) -> int:
-    """Index of this rank's GPU among the `count` that it sees: LOCAL_RANK if they are those of all ranks of its node.
+    """Return the index of this rank's GPU among the `count` visible ones: LOCAL_RANK if all ranks of a node see them.
 
     0 if it sees one, which Slurm bound to it (`--gpus-per-task=1`). Raises LayoutError for any other number.
     """
@@ -106,10 +106,9 @@ def check_own_gpus(ranks: Ranks, node: str, uuid: str) -> None:
 def init_layout(config: Config) -> Layout:
     """Start torch.distributed (NCCL on CUDA, else gloo) and Megatron's groups; seed every generator with `run.seed`.
 
-    Rank, world size and rendezvous come from the environment, as torchrun and the launcher set them; one
-    process needs none. A collective that takes longer than `parallel.timeout_s` raises. Where torch.distributed
-    is already started, its process group is used as it is. Raises LayoutError when the environment does not match
-    the config.
+    Rank, world size and rendezvous come from the environment, as torchrun and the launcher set them; a single process
+    needs none. A collective that takes longer than `parallel.timeout_s` raises. If torch.distributed is already
+    started, its process group is used. Raises LayoutError if the environment does not match the config.
     """
     parallel = config.parallel
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -142,7 +141,7 @@ def init_layout(config: Config) -> Layout:
         store = world_store(timeout)
         place = {} if store is None else {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size}
         dist.init_process_group(backend, timeout=timeout, **place)
-        if cuda:  # before NCCL connects the ranks, and hangs or fails with an error of its own
+        if cuda:  # before NCCL connects the ranks, which would hang or fail with a less clear error
             check_own_gpus(Ranks(), socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -183,7 +182,7 @@ def init_layout(config: Config) -> Layout:
 
 
 def seed_everything(seed: int) -> None:
-    """Python, numpy, torch, and Megatron's tracker, which gives tensor-parallel ranks their own streams.
+    """Seed Python, numpy, torch, and Megatron's tracker, which gives tensor-parallel ranks different streams.
 
     Pipeline stages get different seeds, data-parallel replicas the same.
     """

@@ -1,19 +1,19 @@
-"""Adapters (`hf.lora`) beside Megatron's parallel linear layers, and the frozen weights that they leave.
+"""Adapters (`hf.lora`) of Megatron's parallel linear layers, and the frozen weights.
 
-An adapter runs in a forward hook of its layer, on the same input: hidden states [S, ..., inputs] of this rank. What it
-exchanges is of rank r, not of the layer's width. Collectives of its forward and backward pass, over the layer's group
-of n ranks:
+An adapter runs in a forward hook of its layer, on the same input: hidden states [S, ..., inputs] of this rank. It
+exchanges tensors of width r, not of the layer's width. Collectives of its forward; backward pass, over the layer's
+group of n ranks:
 
-| layer | sequence-parallel | else |
+| layer | sequence-parallel | otherwise |
 |---|---|---|
 | shards its outputs | gather A x along the sequence; reduce-scatter | none; all-reduce |
 | shards its inputs | reduce-scatter A x along the sequence; gather | all-reduce; none |
 | of experts | none; all-reduce of a gradient of A or B | the same |
 | whole on every rank | none | none |
 
-Under sequence parallelism the gradient of what all ranks hold (A where outputs are sharded, else B) is summed over them
-by Megatron at the end of an update, as that of a norm is. Tokens of experts are exchanged before and after the layer by
-Megatron's dispatcher, which adds up what the ranks return, forward and backward; so the adapter's parts add up too.
+Under sequence parallelism all ranks have A (if outputs are sharded) or B, and Megatron sums its gradient over them at
+the end of an update, like that of a norm. Megatron's dispatcher exchanges the tokens of experts before and after the
+layer and sums the ranks' results, forward and backward, so the adapter's parts are summed as well.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dppo_megatron.weights.fingerprint import MODULUS, bit_sum
 
 
 class ParallelAdapter(Adapter):
-    """The adapter of `layer`, one of Megatron's. Its parameters carry the marks by which Megatron reduces gradients."""
+    """The adapter of a Megatron layer. Its parameters have the attributes by which Megatron reduces gradients."""
 
     def __init__(self, entry: AdapterEntry, layer: nn.Module, *, scaling: float, seed: int):
         group = layer.tp_group
@@ -58,7 +58,7 @@ class ParallelAdapter(Adapter):
         own, common = (self.A, self.B) if entry.shards_inputs else (self.B, self.A)
         self._common = common if self._sharded else None
         if self._sharded or self._expert:
-            # What counts in the norm of the gradient: each rank's own part, and of what is common one.
+            # The norm of the gradient counts each rank's own part, and the common parameter once.
             set_tensor_model_parallel_attributes(own, True, 1 if entry.shards_inputs else 0, 1)
             if self._expert:
                 set_tensor_model_parallel_attributes(common, True, -1, 1)
@@ -90,7 +90,7 @@ class ParallelAdapter(Adapter):
         return linear(h, b)
 
     def reducing(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the operands of an expert, of one or stacked; the one that all ranks hold has its gradient summed."""
+        """Return an expert's A and B, single or stacked; the gradient of the one that all ranks have is summed."""
         if self._sharded and self.entry.shards_inputs:
             b = copy_to_tensor_model_parallel_region(b, self._group)
         elif self._sharded:
@@ -98,7 +98,7 @@ class ParallelAdapter(Adapter):
         return a, b
 
     def sharded(self) -> dict[str, Any]:
-        """A and B for Megatron's checkpoints: this rank's part of each, which any layout can load."""
+        """Return this rank's parts of A and B for Megatron's checkpoints, which load in any layout."""
         out = {}
         for name, entry in (("A", self.entry.a), ("B", self.entry.b)):
             parameter = getattr(self, name)
@@ -118,7 +118,7 @@ class ParallelAdapter(Adapter):
 
 
 def sharded_adapters(chunk: nn.Module) -> dict[str, Any]:
-    """What a checkpoint holds of a chunk with adapters, by the names of its own state."""
+    """Return the tensors of a chunk with adapters that a checkpoint stores, by the names in the chunk's state."""
     return {
         f"{name}.{which}": shard
         for name, module in chunk.named_modules()
@@ -128,7 +128,7 @@ def sharded_adapters(chunk: nn.Module) -> dict[str, Any]:
 
 
 def lora_problems(hf: HFModelConfig, config: Config) -> list[str]:
-    """Why `model.lora` cannot be had with this model and these settings, each `setting = value: why; remedy`."""
+    """Return why `model.lora` cannot be used with this model, each `setting = value: why; remedy`."""
     lora = config.model.lora
     if not lora.r:
         return []
@@ -137,9 +137,9 @@ def lora_problems(hf: HFModelConfig, config: Config) -> list[str]:
 
 
 def add_adapters(chunks: Sequence[nn.Module], hf: HFModelConfig, config: Config) -> None:
-    """Gives every layer that `model.lora.targets` names its adapter and freezes all other parameters. No collectives.
+    """Add an adapter to every layer that `model.lora.targets` names, and freeze all other parameters. No collectives.
 
-    For chunks that are not wrapped yet: data parallelism and optimizer then have nothing of what is frozen.
+    Call it before the chunks are wrapped, so that data parallelism and optimizer leave out the frozen parameters.
     """
     lora, weight_map = config.model.lora, WeightMap(hf)
     for chunk in chunks:
@@ -154,12 +154,12 @@ def add_adapters(chunks: Sequence[nn.Module], hf: HFModelConfig, config: Config)
             layer.add_module(ADAPTER, module)
             layer.register_forward_hook(_add)
         if config.model.recompute == "full" and chunk.pre_process:
-            # What is computed again gets gradients only where an input has one, and the embedding's is frozen.
+            # A recomputed layer gets gradients only if an input requires one, and the embedding is frozen.
             chunk.embedding.register_forward_hook(_with_gradient)
 
 
 def frozen_sum(chunks: Sequence[nn.Module], hf: HFModelConfig) -> str:
-    """Names the weights of the whole model beside its adapters: the same in every layout. Collective over all ranks."""
+    """Return a checksum of the frozen weights of the model, the same in every layout. Collective over all ranks."""
     ranks, own = ParallelRanks.current(), 0
     weight_map = WeightMap(hf, infer_layout(chunks, hf, ranks))
     for name, weight in named_weights(chunks):
@@ -173,7 +173,7 @@ def frozen_sum(chunks: Sequence[nn.Module], hf: HFModelConfig) -> str:
 
 
 def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> object:
-    """The forward hook: of Megatron's linear layers, which return (output, bias to be added later)."""
+    """Add the adapter in a forward hook; Megatron's linear layers return (output, bias to be added later)."""
     adapter = getattr(layer, ADAPTER)
     if not adapter.enabled:
         return output
@@ -188,7 +188,7 @@ def _with_gradient(_module: nn.Module, _inputs: object, output: Tensor) -> Tenso
 
 @contextmanager
 def without_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, `chunks` compute what the frozen weights do alone."""
+    """Disable the adapters of `chunks` inside."""
     adapters = list(adapters_of(chunks))
     for adapter in adapters:
         adapter.enabled = False

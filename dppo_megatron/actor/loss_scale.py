@@ -1,7 +1,7 @@
-"""The dynamic loss scale of fp16: gradients are computed of a multiple of the loss, and divided again in fp32.
+"""The dynamic loss scale of fp16: the loss is multiplied before the backward pass, and gradients are divided in fp32.
 
-Megatron's schedule multiplies the loss, once, where the backward pass begins (`TransformerConfig.grad_scale_func`); its
-optimizer divides what it has copied to fp32, before anything reads it, and looks for infinities on all ranks.
+Megatron's schedule multiplies the loss once, before the backward pass (`TransformerConfig.grad_scale_func`). Its
+optimizer divides the fp32 copies before anything reads them, and looks for infinities on all ranks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from dppo_megatron.config.loss_scale import LARGEST, LossScaleConfig
 
 
 class LossScale(DynamicGradScaler):
-    """Megatron's scaler, one for all parts of an optimizer, which keep it in checkpoints.
+    """Megatron's scaler, shared by all parts of an optimizer, which store it in checkpoints.
 
-    Megatron gives dense and expert parameters one each, of which only the first scales the loss. And it lets each
-    follow what its own part found: after an overflow of the experts alone, theirs would divide by another number than
-    the loss was multiplied by. Here all parts look first, and `follow` moves the scale, as the caller has decided for
-    all ranks.
+    Megatron gives dense and expert parameters one scaler each, of which only the first scales the loss, and updates
+    each by its own overflows. After an overflow of only the experts, theirs would divide by another number than the
+    factor of the loss. Here all parts check first, and then `follow` changes the scale, by a decision for all ranks.
     """
 
     def __init__(self, settings: LossScaleConfig):
@@ -29,20 +28,21 @@ class LossScale(DynamicGradScaler):
             growth_factor=2.0,
             backoff_factor=0.5,
             growth_interval=settings.growth_interval,
-            hysteresis=1,  # every overflow halves: an update that is lost costs rollouts
+            hysteresis=1,  # every overflow halves: a lost update costs rollouts
         )
 
     def serve(self, optimizer: MegatronOptimizer) -> None:
+        """Make all parts of `optimizer` use this scaler."""
         for part in optimizer.chained_optimizers:
             part.grad_scaler = self
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, on the device and without a wait."""
+        """Multiply the loss by the scale, on the device, without a synchronisation."""
         return loss * self.scale
 
     @property
     def value(self) -> float:
-        """The host waits for the device."""
+        """Return the scale. Synchronises with the device."""
         return float(self.scale)
 
     @property
@@ -50,9 +50,9 @@ class LossScale(DynamicGradScaler):
         return self.value > float(self.min_scale)
 
     def update(self, found_inf: bool) -> None:
-        """Nothing: Megatron calls it for one part when the next has yet to divide."""
+        """Do nothing: Megatron calls it for one part before the next part has divided."""
 
     def follow(self, *, overflow: bool) -> None:
-        """After an update: halves the scale, or counts towards its growth."""
+        """Halve the scale after an overflow; otherwise count the update towards its growth."""
         super().update(overflow)
-        self._scale = self._scale.clamp(max=LARGEST)  # without gradients nothing else would ever stop it
+        self._scale = self._scale.clamp(max=LARGEST)  # without gradients it would grow without limit

@@ -1,7 +1,7 @@
-"""What differs between Megatron-core releases, and which implementations this installation has.
+"""Differences between Megatron-core releases, and the implementations that this installation has.
 
-Written for 0.16 (Python 3.11) to 0.19, which imports Triton on CPUs too. Everything the rest of the package takes from
-Megatron under a changing name or signature is taken here.
+Supports 0.16 (Python 3.11) to 0.19, which imports Triton on CPUs too. Names and signatures of Megatron that change
+between releases are used only here.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from .engine_library import load_problem
+from .megatron_import import load_problem
 
 _OLDEST, _NEWEST = (0, 16), (0, 19)
 
 
 def unsupported_version() -> str | None:
-    """Why this Megatron-core release cannot be used, or None."""
+    """Return why this Megatron-core release cannot be used, or None."""
     release = tuple(int(part) for part in version.split(".")[:2])
     if _OLDEST <= release <= _NEWEST:
         return None
@@ -32,30 +32,30 @@ def unsupported_version() -> str | None:
 
 
 def has_transformer_engine() -> bool:
-    """Whether it is installed and loads."""
+    """Return whether TransformerEngine is installed and loads."""
     return not load_problem() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def engine_remedy() -> str:
-    """Why there is no TransformerEngine here, and the remedy."""
+    """Return why there is no TransformerEngine here, and the remedy."""
     if problem := load_problem():
         return f"it is installed but does not load ({problem}); install it again for this torch"
     return "it is not installed; install it"
 
 
 def has_nvidia_apex() -> bool:
-    """NVIDIA's apex, by its own extension module; the package index's `apex` is something else."""
+    """Return whether NVIDIA's apex is installed, by its extension module; `apex` of the package index is unrelated."""
     return importlib.util.find_spec("amp_C") is not None
 
 
 def has_fused_weight_gradient() -> bool:
-    """apex's kernel that adds weight gradients into the fp32 buffer; the head layer insists on it."""
+    """Return whether apex's kernel that adds weight gradients to the fp32 buffer exists; the head layer needs it."""
     return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Layers of this pipeline stage (and virtual stage), dense and expert layers where the config has them."""
-    # 0.16 sets it where TransformerEngine is absent too, and then builds instances of its classes.
+    """Return the layers of this pipeline stage (and virtual stage), dense and with experts, as in the config."""
+    # 0.16 sets it even without TransformerEngine, and then builds instances of its classes.
     multi_latent_attention.HAVE_TE = has_transformer_engine()
     return get_gpt_decoder_block_spec(
         config,
@@ -66,9 +66,9 @@ def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: in
 
 
 def replicated_linear() -> type:
-    """A linear layer that every tensor-parallel rank holds whole: what latent attention accepts beside sharded ones."""
+    """Return the class of linear layers that are not sharded, which latent attention accepts besides sharded ones."""
     if multi_latent_attention.Linear is None:
-        # From 0.17 on its name is left out where TransformerEngine is absent, though nothing of that is in it.
+        # From 0.17 on its name is missing without TransformerEngine, although it does not use TransformerEngine.
         from megatron.core.post_training.modelopt.layers import Linear
 
         multi_latent_attention.Linear = Linear
@@ -76,12 +76,12 @@ def replicated_linear() -> type:
 
 
 def drop_replay_registry() -> None:
-    """Forget the routers that registered themselves: Megatron's list of them is of the process, not of a model."""
+    """Clear Megatron's list of routers, which belongs to the process and not to a model."""
     RouterReplay.global_router_replay_instances.clear()
 
 
 def _select_accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those of `arguments` that this release's `function` takes."""
+    """Return those of `arguments` that this release's `function` accepts."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
 

@@ -1,4 +1,4 @@
-"""The policy: Megatron's GPTModel with packed attention, and a head that sees only rows that carry loss."""
+"""The policy: Megatron's GPTModel with packed attention, and a head that computes only rows with loss."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage projects the rows in `packed_seq_params.rows` only.
+    """GPTModel whose last stage projects only the rows in `packed_seq_params.rows`.
 
     forward(input_ids [1, T], position_ids [1, T], None, packed_seq_params=PackedSequences) returns
     - before the last stage: hidden states [T, 1, H] ([T / tp, 1, H] with sequence parallelism);
-    - on it, with `fused_head`: hidden states [n, H] of the rows, to be multiplied with `head_weight`; their
-      gradient must arrive complete, summed over the tensor-parallel group;
-    - on it, else: this rank's logits [n, V / tp], in the parameters' dtype or, with `fp32_head`, multiplied in fp32.
+    - on it, with `fused_head`: hidden states [n, H] of the rows, to be multiplied by `head_weight`; their gradient must
+      be complete when it arrives, summed over the tensor-parallel group;
+    - on it, otherwise: this rank's logits [n, V / tp], in the parameters' dtype or, with `fp32_head`, computed in fp32.
 
-    With `batch_invariant_head` a row's logits are the same bits whatever rows stand beside it. `exact` is for whoever
-    makes statistics of them: nothing may be compiled, for an engine computes the same in another process.
+    With `batch_invariant_head` a row's logits have the same bits in every batch. `exact`: statistics of the logits must
+    not use compiled code, because an engine computes the same in another process.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class PolicyModel(GPTModel):
         self.batch_invariant_head = batch_invariant_head
         self.exact = exact
         if self.post_process and batch_invariant_head:
-            # The module stays: Megatron hangs the gather of its parameters on it, and we the trace.
+            # The module stays: Megatron gathers parameters in its hooks, and `trace` records its output.
             self.output_layer.forward = self._batch_invariant_logits
         if self.post_process and fp32_head:
-            # The fused accumulation looks for the gradient buffer on the weight it is given, here a copy.
+            # The fused accumulation needs the gradient buffer of the weight that it is given, here a copy.
             self.output_layer.gradient_accumulation_fusion = False
         if self.post_process and self.config.sequence_parallel:
-            # The rows are gathered before the head; the gather's backward is the reduce-scatter.
+            # The rows are gathered before the head; the backward pass of the gather is the reduce-scatter.
             self.output_layer.sequence_parallel = False
             self.output_layer.disable_grad_reduce = True
 
@@ -81,7 +81,7 @@ class PolicyModel(GPTModel):
         if self.config.sequence_parallel:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states,
-                # The gradient of these two is already a sum.
+                # With these two the gradient is already a sum.
                 tensor_parallel_output_grad=not (self.fused_head or self.batch_invariant_head),
                 group=self.pg_collection.tp,
             )
@@ -95,12 +95,12 @@ class PolicyModel(GPTModel):
         return logits.squeeze(1)
 
     def _batch_invariant_logits(self, rows: Tensor, weight: Tensor) -> tuple[Tensor, None]:
-        """In place of ColumnParallelLinear.forward; adds no weight gradient to Megatron's buffer itself."""
+        """Replaces ColumnParallelLinear.forward; it does not add the weight gradient to Megatron's buffer."""
         return batch_invariant_logits(rows.squeeze(1), weight, self.pg_collection.tp).unsqueeze(1), None
 
 
 def check_model(config: Config) -> list[str]:
-    """Every reason why this machine cannot train `model.path` in the configured layout; empty = none.
+    """Return every reason why this machine cannot train `model.path` in the configured layout; empty = none.
 
     Each line is `setting = value: why; remedy`. Starts nothing and reads only `config.json`.
     """
@@ -113,7 +113,7 @@ def check_model(config: Config) -> list[str]:
 
 
 def build_model(hf: HFModelConfig, config: Config, layout: Layout, transformer: TransformerConfig) -> list[PolicyModel]:
-    """This rank's model chunks (one, or one per virtual stage), randomly initialised, on its device.
+    """Build this rank's model chunks (one, or one per virtual stage), randomly initialised, on its device.
 
     With `model.lora` only their adapters require gradients.
     """
@@ -134,7 +134,7 @@ def build_model(hf: HFModelConfig, config: Config, layout: Layout, transformer: 
         for layer in chunk.decoder.layers:
             if isinstance(layer.mlp, MoELayer) and layout.expert_tensor_size != layout.tensor_size:
                 for parameter in layer.mlp.experts.parameters():
-                    # Megatron marks expert-parallel experts alone so, and would reduce these over the wrong ranks.
+                    # Megatron marks only expert-parallel experts, and would reduce these over the wrong ranks.
                     parameter.allreduce = False
     return chunks
 
@@ -161,7 +161,7 @@ def _chunk(
         post_process=last,
         share_embeddings_and_output_weights=hf.tied_embeddings,
         # PackedAttention rotates by position id; with TransformerEngine Megatron does, in a fused kernel. Latent
-        # attention brings its own rotation.
+        # attention has its own rotation.
         position_embedding_type="rope" if engine and hf.mla is None else "none",
         rotary_base=hf.rope_theta,
         rope_scaling=hf.rope_type == "llama3",
@@ -180,15 +180,15 @@ def _chunk(
 
 
 def _use_own_modules(block: TransformerBlockSubmodules, core_attention: type[PackedAttention]) -> None:
-    """Norms and core attention of the local spec become ours."""
+    """Replace norms and core attention of the local spec."""
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
         modules, attention = layer.submodules, layer.submodules.self_attention.submodules
         attention.core_attention = core_attention
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(attention, name):
-                # Megatron shards them by rows and gathers, and then each rank keeps the gradient of its own heads
-                # alone for the rotated key that all heads share.
+                # Megatron shards them by rows and gathers, and then each rank has only the gradient of its own heads
+                # for the rotated key that all heads share.
                 setattr(attention, name, megatron_version.replicated_linear())
         for module, names in (
             (modules, ("input_layernorm", "pre_mlp_layernorm")),

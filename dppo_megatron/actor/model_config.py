@@ -1,4 +1,4 @@
-"""From a `config.json` and the run's settings to a Megatron TransformerConfig, or to every reason why not."""
+"""Turns a `config.json` and the run's settings into a Megatron TransformerConfig, or lists why that fails."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dppo_megatron.hf import HFModelConfig, ModelError
 from dppo_megatron.hf.transformer_fields import transformer_fields, uncompared_fields
 
 from . import megatron_version
-from .engine_library import load_problem
 from .lora import lora_problems
+from .megatron_import import load_problem
 from .precision import capability_problems, fuses_weight_gradient, installation_problems, precision_arguments, this_gpu
 
-# What Megatron-core's RotaryEmbedding takes for granted when it scales as Llama 3 does.
+# Constants of Megatron-core's RotaryEmbedding with Llama 3 scaling.
 _MEGATRON_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
@@ -28,47 +28,47 @@ def dtype(config: Config) -> torch.dtype:
 
 
 def use_transformer_engine(config: Config) -> bool:
-    """Which layer spec `model.layers` means on this machine. No adapter stands beside TransformerEngine's layers."""
+    """Return whether `model.layers` means TransformerEngine on this machine. Its layers have no adapters."""
     if config.model.layers == "auto":
         return torch.cuda.is_available() and megatron_version.has_transformer_engine() and not config.model.lora.r
     return config.model.layers == "transformer_engine"
 
 
 def overlaps_communication(config: Config) -> bool:
-    """What `parallel.overlap` means on this machine."""
+    """Return whether `parallel.overlap` is on for this machine."""
     return torch.cuda.is_available() if config.parallel.overlap is None else config.parallel.overlap
 
 
 def shares_prefixes(hf: HFModelConfig, config: Config) -> bool:
-    """What `train.share_prefixes` means for this model on this machine."""
+    """Return whether `train.share_prefixes` is on for this model on this machine."""
     wanted = config.train.share_prefixes
     return not prefix_problems(hf, config) if wanted is None else wanted
 
 
 def prefix_problems(hf: HFModelConfig, config: Config) -> list[str]:
-    """Why a micro-batch cannot compute a prompt once for all of its samples."""
+    """Return why a micro-batch cannot compute a prompt once for all of its samples."""
     remedy = "or set train.share_prefixes to false"
     why_not = (
         (
             use_transformer_engine(config),
-            "TransformerEngine's attention knows no sequence that continues rows of another; set model.layers to local",
+            "TransformerEngine's attention has no sequences that continue rows of another; set model.layers to local",
         ),
         (
             hf.mla is not None,
             "Megatron's latent attention rotates each packed sequence from position 0; use another model",
         ),
-        (config.parallel.context > 1, "ranks hold parts of each sequence; set parallel.context to 1"),
+        (config.parallel.context > 1, "ranks have parts of each sequence; set parallel.context to 1"),
         (config.engine.exact, "each row is computed as the engine does; set engine.exact to false"),
         (
             config.rollout.routing_replay,
-            "engines may route a prompt otherwise for each of its samples; set rollout.routing_replay to false",
+            "engines may route a prompt differently for each of its samples; set rollout.routing_replay to false",
         ),
     )
     return [f"train.share_prefixes = true: {why}, {remedy}" for is_so, why in why_not if is_so]
 
 
 def model_problems(hf: HFModelConfig, config: Config) -> list[str]:
-    """Every reason why `hf` cannot be trained here in the configured layout, each `setting = value: why; remedy`."""
+    """Return every reason why `hf` cannot be trained here, each `setting = value: why; remedy`."""
     problems = machine_problems(config) + _family_problems(hf, config) + _layout_problems(hf, config.parallel)
     if config.train.share_prefixes:
         problems += prefix_problems(hf, config)
@@ -76,7 +76,7 @@ def model_problems(hf: HFModelConfig, config: Config) -> list[str]:
 
 
 def transformer_config(hf: HFModelConfig, config: Config) -> TransformerConfig:
-    """The TransformerConfig of `hf` in the configured layout and precision.
+    """Return the TransformerConfig of `hf` in the configured layout and precision.
 
     Raises ModelError with all of `model_problems`.
     """
@@ -95,9 +95,9 @@ def transformer_config(hf: HFModelConfig, config: Config) -> TransformerConfig:
 
 
 def _expert_arguments(hf: HFModelConfig, config: Config) -> dict[str, Any]:
-    """How this run dispatches and computes experts; which ones there are is the HF config's (`transformer_fields`)."""
+    """Return how this run dispatches and computes experts; their sizes are in `transformer_fields`."""
     if hf.moe is None:
-        return {"moe_token_dispatcher_type": "alltoall"}  # packed lengths vary, for which Megatron insists on it
+        return {"moe_token_dispatcher_type": "alltoall"}  # Megatron requires it for packed lengths, which vary
     return {
         "moe_token_dispatcher_type": config.parallel.expert_dispatcher,
         "moe_router_dtype": "fp32" if config.model.router_dtype == "fp32" else None,
@@ -120,7 +120,7 @@ def _parallel_arguments(config: Config) -> dict[str, Any]:
         "expert_tensor_parallel_size": p.expert_tensor or p.tensor,
         "sequence_parallel": p.sequence,
         "variable_seq_lengths": p.pipeline > 1,  # packed micro-batches differ in length
-        # Megatron's batched exchange between virtual stages gives wrong numbers over gloo, without an error.
+        # Megatron's batched exchange between virtual stages gives silently wrong numbers over gloo.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         # The loss is already a sum over explicit global denominators: no division by ranks or micro-batches.
@@ -139,7 +139,7 @@ def _precision_arguments(hf: HFModelConfig, config: Config) -> dict[str, Any]:
         "use_cpu_initialization": not fused,
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
-        # Megatron's fused rotation of latent attention knows YaRN only.
+        # Megatron's fused rotation of latent attention supports only YaRN.
         "apply_rope_fusion": use_transformer_engine(config) and (hf.mla is None or hf.rope_type == "yarn"),
         "gradient_accumulation_fusion": fuses_weight_gradient(),
     }
@@ -154,7 +154,7 @@ def _recompute_arguments(config: Config) -> dict[str, Any]:
 
 
 def machine_problems(config: Config) -> list[str]:
-    """What this installation lacks, whatever the model."""
+    """Return why this installation cannot train any model with these settings."""
     out = []
     if reason := megatron_version.unsupported_version():
         out.append(reason)
@@ -168,7 +168,7 @@ def machine_problems(config: Config) -> list[str]:
 
 
 def _engine_problems(config: Config, *, cuda: bool) -> list[str]:
-    """Why the layers of TransformerEngine cannot be used. `auto` means them on a GPU, if they are installed."""
+    """Return why TransformerEngine's layers cannot be used. `auto` means them on a GPU, if they are installed."""
     out, layers, wanted = [], config.model.layers, config.model.layers == "transformer_engine"
     if wanted and not cuda:
         out.append("model.layers = transformer_engine: needs a CUDA device; set it to local or auto")
@@ -203,7 +203,7 @@ def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:
 
 
 def _yarn_problems(scaling: Mapping[str, Any]) -> list[str]:
-    """Where Megatron's YaRN would compute something else than transformers and the engines do."""
+    """Return settings with which Megatron's YaRN differs from transformers and the engines."""
     out = [f"rope_parameters.{name} = {scaling[name]}: Megatron-core has no such setting; models that use it are not "
            "supported" for name, default in (("attention_factor", None), ("truncate", True))
            if scaling.get(name, default) not in (None, default)]  # fmt: skip
@@ -216,7 +216,7 @@ def _yarn_problems(scaling: Mapping[str, Any]) -> list[str]:
 
 
 def _routing_problems(hf: HFModelConfig) -> list[str]:
-    """Where Megatron's router would choose or weigh experts otherwise than the model was trained to."""
+    """Return settings with which Megatron's router differs from the one that the model was trained with."""
     moe, out = hf.moe, []
     if moe.score_function == "sigmoid" and not moe.norm_topk_prob and moe.top_k > 1:
         out.append("norm_topk_prob = false: Megatron-core always rescales sigmoid scores; not supported")
@@ -243,7 +243,7 @@ def _layout_problems(hf: HFModelConfig, p: ParallelConfig) -> list[str]:
 
 
 def _stage_problems(num_layers: int, p: ParallelConfig) -> list[str]:
-    """Every stage, and every virtual stage of it, holds the same whole number of layers but those set apart."""
+    """Check that stages and virtual stages have equal numbers of layers, except those that are set apart."""
     out, virtual = [], p.virtual_pipeline or 1
     apart = {"first_stage_layers": p.first_stage_layers, "last_stage_layers": p.last_stage_layers}
     apart = {name: layers for name, layers in apart.items() if layers}

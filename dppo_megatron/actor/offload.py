@@ -1,7 +1,6 @@
-"""Memory of the actor on the host: all of it while engines generate on the same GPU, or the optimizer's between steps.
+"""Moves the actor's memory to the host: all of it while engines use the same GPU, or the optimizer's between steps.
 
-Storages are emptied and refilled in place, so every tensor, view and hook of Megatron's buffers is the same object
-before and after.
+Storages are emptied and refilled in place, so every tensor, view and hook of Megatron's buffers stays the same object.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ SMALLEST_PIECE = 1 << 20
 
 @contextmanager
 def offloaded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, device: torch.device) -> Iterator[int]:
-    """Inside, nothing of `chunks` and `optimizer` is on `device`, and they must not be used; yields the bytes freed.
+    """Free the memory of `chunks` and `optimizer` on `device` inside, where they must not be used; yields the bytes.
 
-    chunks: of the trained model and of frozen ones.
-
-    Afterwards parameters and optimizer state have the bits they had; gradients are 0, as at the start of every
-    update. No collectives. The host needs as much free memory (pinned, with CUDA).
+    chunks: of the trained model and of frozen ones. Afterwards parameters and optimizer state have the same bits as
+    before; gradients are 0, as at the start of every update. No collectives. The host needs as much free memory
+    (pinned, with CUDA).
     """
     kept = _Storages(_on(device, _contents(chunks, optimizer)))
     gradients = _Storages(_on(device, _gradients(chunks)), keep=False, but=kept)
@@ -41,10 +39,10 @@ def offloaded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, device:
 
 
 class OptimizerOnHost:
-    """Main parameters and Adam's state, which lie on the host except inside `on_device`: `optimizer.offload`.
+    """Keeps main parameters and Adam's state on the host except inside `on_device`: `optimizer.offload`.
 
-    Between two steps the device is left to activations. No bit changes. What the model's own parameters share
-    (an fp32 model has no main parameters beside them) stays. The host needs as much memory (pinned, with CUDA).
+    Between two steps activations can use their memory. No bit changes. Storages shared with the model's parameters
+    stay (an fp32 model has no separate main parameters). The host needs as much memory (pinned, with CUDA).
     """
 
     def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[nn.Module], device: torch.device):
@@ -53,7 +51,7 @@ class OptimizerOnHost:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Around everything that reads or writes them. No collectives. After an error they stay on the device."""
+        """Move them to the device inside. No collectives. After an error they stay there."""
         if self._away is not None:
             self._away.refill()
             self._away = None
@@ -91,7 +89,7 @@ def _on(device: torch.device, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 class _Storages:
-    """The distinct storages of some tensors, whole: a storage that holds anything of them is taken with all it has."""
+    """The distinct storages of some tensors; a storage is taken whole even if it also holds other tensors."""
 
     def __init__(self, tensors: Iterable[Tensor], *, keep: bool = True, but: _Storages | None = None):
         found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
@@ -102,7 +100,7 @@ class _Storages:
         self._sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
 
     def empty(self) -> int:
-        """Copies to the host where the contents are kept, and frees; the bytes freed."""
+        """Copy the contents to the host if they are kept, free the storages, and return the bytes freed."""
         for key, storage in self._storages.items():
             if self._keep:
                 cuda = storage.device.type == "cuda"
@@ -112,7 +110,7 @@ class _Storages:
                     host.copy_(piece, non_blocking=True)
         for storage in self._storages.values():
             if storage.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()  # the copies read what is freed now
+                torch.cuda.current_stream().synchronize()  # the copies must be complete before the memory is freed
             storage.resize_(0)
         return sum(self._sizes.values())
 
@@ -128,9 +126,10 @@ class _Storages:
 
 
 def host_pieces(nbytes: int) -> list[int]:
-    """Sizes that add up to `nbytes` and are powers of two, but for a last one below `SMALLEST_PIECE`.
+    """Return sizes that add up to `nbytes` and are powers of two, except a last one below `SMALLEST_PIECE`.
 
-    torch rounds every pinned allocation up to a power of two: in one piece, up to twice the memory.
+    torch rounds every pinned allocation up to a power of two: one piece could take twice the memory. 3.5 MiB give
+    pieces of 2, 1 and 0.5 MiB.
     """
     sizes = []
     while nbytes >= SMALLEST_PIECE:

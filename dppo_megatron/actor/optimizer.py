@@ -1,4 +1,4 @@
-"""Megatron's optimizer and learning-rate schedule from the config, and the step that refuses non-finite gradients."""
+"""Megatron's optimizer and learning-rate schedule, and the step, which skips non-finite gradients."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class StepResult:
     grad_norm: float
     lr: float
     skipped: bool
-    overflowed: bool  # skipped, and the loss scale was lowered for it
+    overflowed: bool  # skipped, and the loss scale was lowered
 
 
 def wrap_data_parallel(
     chunks: list[PolicyModel], transformer: TransformerConfig, config: Config
 ) -> list[DistributedDataParallel]:
-    """Megatron's DDP: fp32 gradient buffers, summed (never averaged) over data and context parallel ranks.
+    """Wrap chunks in Megatron's DDP: fp32 gradient buffers, summed, not averaged, over data and context parallel ranks.
 
     With `parallel.overlap` gradients are reduced during the backward pass, and new parameters of the distributed
     optimizer are gathered when `ParameterGather` decides.
@@ -48,14 +48,14 @@ def wrap_data_parallel(
         DistributedDataParallel(transformer, settings, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
-    if overlap:  # the schedules then reduce in the last micro-batch's backward pass alone
+    if overlap:  # the schedules then reduce only in the last micro-batch's backward pass
         waits = [chunk.no_sync for chunk in model]
         transformer.no_sync_func = waits if len(waits) > 1 else waits[0]
     return model
 
 
 def build_optimizer(model: list[DistributedDataParallel], config: Config) -> MegatronOptimizer:
-    """AdamW (TransformerEngine's, else apex's, else torch's) with fp32 main parameters; norms are not decayed."""
+    """Build AdamW (TransformerEngine's, else apex's, else torch's) with fp32 main parameters; norms are not decayed."""
     o = config.optimizer
     settings = MegatronOptimizerConfig(
         optimizer="adam",
@@ -74,12 +74,12 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
     optimizer = get_megatron_optimizer(settings, model, use_gloo_process_groups=False)
     if not torch.cuda.is_available():
         for group in optimizer.param_groups:
-            group["fused"] = True  # torch's: reads and writes the state once, not for each of nine operators
+            group["fused"] = True  # torch's own: it reads and writes the state once, not in each of nine operators
     return optimizer
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
-    """Linear warm-up over `warmup_updates` (update i of them applies lr (i + 1) / warmup), then the decay.
+    """Build a linear warm-up over `warmup_updates` (update i applies lr (i + 1) / warmup), then the decay.
 
     The decay ends at `min_lr` with the last update of the run.
     """
@@ -90,7 +90,7 @@ def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPar
         init_lr=o.lr / max(1, o.warmup_updates),
         max_lr=o.lr,
         min_lr=o.min_lr,
-        # num_steps counts the updates done, and the lr after it is set is the one of the next update.
+        # num_steps counts completed updates; the lr that it sets is that of the next update.
         lr_warmup_steps=max(0, o.warmup_updates - 1),
         lr_decay_steps=max(updates - 1, o.warmup_updates, 1),
         lr_decay_style=o.decay,
@@ -111,11 +111,11 @@ def optimizer_step(
     refuse: bool = False,
     loss_scale: LossScale | None = None,
 ) -> StepResult:
-    """Clip to the global norm, step, advance the schedule. All three are left out where the norm is not finite.
+    """Clip to the global norm, step, and advance the schedule, or skip all three if the norm is not finite.
 
-    `lr_scale` multiplies the schedule's rate for this step. `refuse` leaves all three out too, for a reason that lies
-    before the gradients. `loss_scale` is what they still are multiplied by; it follows what was found, unless
-    refused. Collective over all ranks, which take the same decision.
+    `lr_scale` multiplies the schedule's rate for this step. `refuse` skips all three as well, for a reason found before
+    the gradients. `loss_scale` is the factor that gradients still have; it follows the result, unless refused.
+    Collective over all ranks, which take the same decision.
     """
     lr = learning_rate(optimizer) * lr_scale
     found_inf = optimizer.prepare_grads()  # divides by the loss scale
@@ -129,17 +129,17 @@ def optimizer_step(
     if loss_scale is not None:
         loss_scale.follow(overflow=False)
     if clip > 0:
-        # Megatron's own step() would clip the same way, but offers no place between the norm and the update.
+        # Megatron's own step() clips the same way, but has no hook between the norm and the update.
         norm = torch.tensor(grad_norm, dtype=torch.float64)
         for part in optimizer.chained_optimizers:
             torch.nn.utils.clip_grads_with_norm_(part.get_parameters(), clip, norm)
     for group in optimizer.param_groups:
         group["lr"] *= lr_scale
     optimizer.step_with_ready_grads()
-    schedule.step(1)  # which sets the rate of every group anew
+    schedule.step(1)  # sets the rate of every group again
     return StepResult(grad_norm, lr, skipped=False, overflowed=False)
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:
-    """The schedule's rate for the next update."""
+    """Return the schedule's rate for the next update."""
     return float(optimizer.param_groups[0]["lr"])

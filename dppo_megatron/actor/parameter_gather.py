@@ -1,8 +1,8 @@
-"""New parameters gathered over data-parallel ranks while the next update's forward pass runs.
+"""Gathers new parameters over data-parallel ranks while the next update's forward pass runs.
 
-After a step of the distributed optimizer each rank holds new values of its own shard alone. Megatron gathers them at
-once, or bucket by bucket just before a module needs them. The second pays only between updates that follow one
-another: whoever else reads weights (engines, checkpoints, scoring) needs them whole.
+After a step of the distributed optimizer each rank has new values only of its own shard. Megatron gathers them at once,
+or bucket by bucket just before a module needs them. The second is only possible between consecutive updates: engines,
+checkpoints and scoring need all weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 
 class ParameterGather:
-    """Of the wrapped `chunks` of one rank; where they gather at once (`overlap_param_gather` off) it does nothing."""
+    """Controls the gather of one rank's wrapped `chunks`; does nothing if `overlap_param_gather` is off."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]):
         self._chunks = [chunk for chunk in chunks if chunk.use_forward_hook]
@@ -23,27 +23,27 @@ class ParameterGather:
             chunk.disable_forward_pre_hook(param_sync=False)
 
     def after_update(self, *, trains_next: bool) -> None:
-        """After an optimizer step: gathers now, or where the next pass is an update's, then. Collective."""
+        """Gather after an optimizer step: now or, with `trains_next`, in the next update. Collective."""
         self._outdated = bool(self._chunks) and trains_next
         if not trains_next:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
 
     def require_whole(self) -> None:
-        """Raises RuntimeError between an update that announced another one and that one."""
+        """Raise RuntimeError between an update with `another_follows` and the next update."""
         if self._outdated:
             raise RuntimeError("the last update was not the last of its step: parameters are not gathered yet")
 
     @contextmanager
     def behind_forward(self) -> Iterator[None]:
-        """Around an update's forward and backward passes, after its gradient buffers were set to zero.
+        """Gather during an update's forward pass inside; enter after its gradient buffers were set to zero.
 
         Collectives: one all-gather per bucket, where one is outstanding.
         """
         if not self._outdated:
             yield
             return
-        # The fused head reads its weight outside a module's forward pass, which no hook of Megatron's sees.
+        # The fused head reads its weight outside a module's forward pass, where Megatron has no hook.
         handles = [chunk.module.register_forward_hook(_finish(chunk)) for chunk in self._chunks]
         for chunk in self._chunks:
             chunk.enable_forward_pre_hook()

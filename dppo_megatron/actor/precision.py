@@ -1,4 +1,4 @@
-"""What numbers are computed in, what that needs of a GPU, and which implementation computes them."""
+"""The precision of computations, the GPUs that support it, and the implementations that compute it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One of TransformerEngine's FP8 recipes, under Megatron's name, and the first GPUs that compute it."""
+    """One of TransformerEngine's FP8 recipes, by Megatron's name, and the first GPUs that support it."""
 
     megatron: str
     capability: Capability
     scaling: str
-    rows: int  # a matrix product takes a multiple of so many
+    rows: int  # a matrix product needs a multiple of this number
 
 
 RECIPES: dict[str, Recipe] = {
@@ -33,12 +33,12 @@ RECIPES: dict[str, Recipe] = {
 
 
 def this_gpu() -> Capability | None:
-    """Compute capability of the device that this process uses; None without CUDA."""
+    """Return the compute capability of the device that this process uses; None without CUDA."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 def precision_arguments(config: Config) -> dict[str, Any]:
-    """The FP8 fields of a TransformerConfig: E4M3 forward, E5M2 for tensorwise gradients."""
+    """Return the FP8 fields of a TransformerConfig: E4M3 forward, E5M2 for tensorwise gradients."""
     if config.model.fp8 == "none":
         return {}
     recipe = RECIPES[config.model.fp8]
@@ -47,12 +47,12 @@ def precision_arguments(config: Config) -> dict[str, Any]:
 
 
 def row_multiple(config: Config) -> int:
-    """What the number of rows of every matrix product must be a multiple of; experts pad theirs themselves."""
+    """Return the number that divides the rows of every matrix product; experts pad their rows themselves."""
     return 1 if config.model.fp8 == "none" else RECIPES[config.model.fp8].rows
 
 
 def capability_problems(config: Config, capability: Capability | None) -> list[str]:
-    """Why a device of `capability` (None = CPU) cannot compute as configured; installation aside."""
+    """Return why a device of `capability` (None = CPU) cannot compute as configured; ignores the installation."""
     m = config.model
     if m.fp8 == "none":
         return []
@@ -70,7 +70,7 @@ def capability_problems(config: Config, capability: Capability | None) -> list[s
 
 
 def installation_problems(config: Config) -> list[str]:
-    """What `config` needs and is not installed here."""
+    """Return why this installation lacks a package that `config` needs."""
     if config.model.fp8 == "none" or megatron_version.has_transformer_engine():
         return []
     return [f"model.fp8 = {config.model.fp8}: needs TransformerEngine: {megatron_version.engine_remedy()}, or use none"]
@@ -78,12 +78,12 @@ def installation_problems(config: Config) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Implementations:
-    """Who computes what in this process, in Megatron's own order of preference."""
+    """The implementations in this process, in Megatron's order of preference."""
 
     layers: str  # norms, matrix products, attention
     optimizer: str  # Adam
     norms: str  # multi-tensor gradient norm and clipping
-    weight_gradient: str  # where weight gradients are added to the fp32 buffer
+    weight_gradient: str  # adds weight gradients to the fp32 buffer
 
     def __str__(self) -> str:
         return (
@@ -93,7 +93,7 @@ class Implementations:
 
 
 def implementations(*, transformer_engine_layers: bool) -> Implementations:
-    """TransformerEngine where it is installed, else NVIDIA's apex, else torch; on the CPU always torch.
+    """Return TransformerEngine if it is installed, else NVIDIA's apex, else torch; on the CPU always torch.
 
     apex is recognised by its own extension modules: the package index's `apex` is a web toolkit.
     """
@@ -107,16 +107,16 @@ def implementations(*, transformer_engine_layers: bool) -> Implementations:
 
 
 def fuses_weight_gradient() -> bool:
-    """Whether Megatron's own layers, of which the head is one, add weight gradients to the fp32 buffer in the matrix
-    product that makes them: apex's kernel does it, and without it they refuse the setting."""
+    """Return whether Megatron's own layers, such as the head, add weight gradients to the fp32 buffer inside the matrix
+    product: apex's kernel does it, and without it they reject the setting."""
     return torch.cuda.is_available() and megatron_version.has_fused_weight_gradient()
 
 
 def fuse_weight_gradients(layers: nn.Module) -> None:
-    """The same for TransformerEngine's layers, which need no apex for it.
+    """Let TransformerEngine's layers do the same, which need no apex for it.
 
-    Megatron has one setting for these and for its head. Without it each micro-batch's gradient would be rounded to the
-    parameters' dtype before it is added. Their modules read the attribute in every forward pass.
+    Megatron has one setting for these layers and its head. Without it each micro-batch's gradient would be rounded to
+    the parameters' dtype before it is added. Their modules read the attribute in every forward pass.
     """
     for module in layers.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -124,7 +124,7 @@ def fuse_weight_gradients(layers: nn.Module) -> None:
 
 
 def describe(config: Config) -> str:
-    """Dtypes of every part in one line, for the log."""
+    """Describe the dtypes of every part in one line, for the log."""
     m = config.model
     parts = [f"{m.dtype} parameters and activations"]
     if m.fp8 != "none":

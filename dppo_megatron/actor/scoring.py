@@ -1,4 +1,4 @@
-"""Forward-only passes: log-probs that given weights assign to the tokens of micro-batches."""
+"""Forward-only passes: log-probs of the tokens of micro-batches under given weights."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Scores:
     """One micro-batch scored at its temperature, fp32 on the CPU, 0 where mask is False.
 
-    logprob: of the targets. topk_logprob: of topk_ids, -inf where absent. other_logprob: of the mass of
-    everything that is neither. The last two are None unless requested.
+    logprob: of the targets. topk_logprob: of topk_ids, -inf where absent. other_logprob: of the mass of all other
+    tokens. The last two are None unless requested.
     """
 
     logprob: Float[Tensor, " T"]
@@ -36,7 +36,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores micro-batches with the weights that `chunks` (this rank's, wrapped or not) hold when called."""
+    """Scores micro-batches with the current weights of `chunks` (this rank's, wrapped or not)."""
 
     chunks: list
     packer: Packer
@@ -46,11 +46,11 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
-        """Collective; the same on every rank of a replica. topk: of the top-K ids too, which micro-batches of the last
-        pipeline stage must have.
+        """Run one forward pass and return the same scores on every rank of a replica.
 
-        One forward pass; with context parallelism a sum of each result over its ranks, with pipeline parallelism a
-        broadcast of each from the last stage, and of their width.
+        topk: also score the top-K ids, which micro-batches of the last pipeline stage must have. Collective: with
+        context parallelism a sum of each result over its ranks, with pipeline parallelism a broadcast of each result
+        and of their width from the last stage.
         """
         prepared = self.packer.whole_rounds(micro_batches)
         step = LogprobStep(self.vocab_size, self.layout, topk)
@@ -73,7 +73,7 @@ class Scorer:
         return [_scores(result.cpu(), topk) for result in results[: len(micro_batches)]]
 
     def _from_last_stage(self, results: list[Tensor], prepared: list[MicroBatch]) -> list[Tensor]:
-        """Only the last stage's micro-batches must have top-K ids, so it also says how many columns there are."""
+        """Broadcast the results; only the last stage knows their width, because only it must have top-K ids."""
         layout = self.layout
         columns = torch.tensor(results[0].shape[1] if layout.is_last_stage else 0, device=layout.device)
         dist.broadcast(columns, group_src=layout.pipeline_size - 1, group=layout.pipeline_group)

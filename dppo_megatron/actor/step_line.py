@@ -1,4 +1,4 @@
-"""The line of weights from those that a step started from to those that its updates led to, and places on it."""
+"""The line between the weights before and after a step, and points on it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class StepLine:
-    """`mark_start` before a step's first update; after its last, `go_to` puts the policy anywhere on the line.
+    """Call `mark_start` before a step's first update; after its last, `go_to` sets the policy to any point of the line.
 
-    Keeps two fp32 copies of this rank's main parameters on the host (pinned, with CUDA), the second from the first
-    `go_to` on.
+    It has two fp32 copies of this rank's main parameters on the host (pinned, with CUDA), the second only after the
+    first `go_to`.
     """
 
     def __init__(self, actor: Actor):
@@ -28,13 +28,13 @@ class StepLine:
         self._end_is_known = False
 
     def mark_start(self) -> None:
-        """No collectives."""
+        """Copy the weights at the start of a step. No collectives."""
         self._start = self._copy(self._start)
         self._end_is_known = False
 
     @torch.no_grad()
     def go_to(self, fraction: float) -> None:
-        """Weights start + fraction (end - start), computed in fp32 and rounded once to the model's dtype.
+        """Set the weights to start + fraction (end - start), computed in fp32 and rounded once to the model's dtype.
 
         0 gives the bits of the start. Collective: with a distributed optimizer one all-gather of the parameters.
         """
@@ -53,7 +53,7 @@ class StepLine:
 
     @torch.no_grad()
     def reset_moments(self) -> None:
-        """Adam as before its first update: moments 0, and its bias correction starts anew. No collectives."""
+        """Reset Adam to its state before the first update: moments and step 0. No collectives."""
         with self._actor.optimizer_on_device():
             for part in self._parts():
                 for state in part.optimizer.state.values():
@@ -66,7 +66,7 @@ class StepLine:
 
     @torch.no_grad()
     def _copy(self, copies: list[Tensor]) -> list[Tensor]:
-        """Into `copies`, which are made where there are none: pinned memory is slow to allocate."""
+        """Copy the pieces into `copies`, allocated only once because pinned memory is slow to allocate."""
         with self._actor.optimizer_on_device():
             pieces = list(self._pieces())
             pinned = self._actor.layout.device.type == "cuda"
@@ -76,7 +76,7 @@ class StepLine:
         return copies
 
     def _pieces(self) -> Iterator[Tensor]:
-        """What an update really moves: the fp32 parameters of this rank's share of the optimizer, flat and in pieces.
+        """Yield the fp32 parameters of this rank's share of the optimizer, flat and in pieces.
 
         A copy of a whole parameter would take up to twice its size, see `host_pieces`.
         """

@@ -1,7 +1,7 @@
-"""Values inside one forward pass of the policy, recorded by hooks under the names that engines give them.
+"""Records values inside one forward pass of the policy by hooks, under the names that engines use.
 
-Where values are given they take the place of the policy's own once those are recorded: every operator then reads what
-the engine's operator read, and what still differs is its own doing.
+Given values replace the policy's own after these are recorded. Every operator then has the same inputs as the engine's,
+so a difference in its output is caused by that operator.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from dppo_megatron.types import TokenBatch
 from .actor import Actor
 from .local.operators import rotate
 
-OF_COLUMNS = SHARDED | {"logits"}  # of which a tensor-parallel rank holds its columns
+OF_COLUMNS = SHARDED | {"logits"}  # a tensor-parallel rank has some columns of these
 
 
 class CannotTrace(ExpectedError, ValueError):
-    """The layout splits what would have to be compared as a whole."""
+    """The layout splits a sequence, which is compared as a whole."""
 
 
 def trace(actor: Actor, batch: TokenBatch, given: Trace | None = None) -> Trace:
-    """The pass that scores `batch`, one sequence; on rank 0 its trace, whole and in the order of Hugging Face's heads.
+    """Trace the pass that scores `batch`, one sequence; rank 0 returns it whole, in the order of Hugging Face's heads.
 
     Collective: besides the forward pass one gather of objects to rank 0. `given` is the same on all ranks.
     Raises `CannotTrace` under context parallelism.
     """
     if actor.layout.context_size > 1:
-        raise CannotTrace("parallel.context > 1: a rank holds parts of each sequence; set it to 1")
-    recorder = _Recorder(actor, len(batch.token_ids), given or {})
+        raise CannotTrace("parallel.context > 1: a rank has parts of each sequence; set it to 1")
+    recorder = _TraceRecorder(actor, len(batch.token_ids), given or {})
     with recorder.hooks():
         actor.scores([batch])
     return recorder.whole()
 
 
-class _Recorder:
+class _TraceRecorder:
     def __init__(self, actor: Actor, size: int, given: Trace):
         self._actor, self._layout = actor, actor.layout
         self._size = size
@@ -55,7 +55,7 @@ class _Recorder:
         self._trace: Trace = {}
 
     def whole(self) -> Trace:
-        """On rank 0 the values of all ranks of its replica."""
+        """Gather the values of all ranks of the first replica on rank 0."""
         layout = self._layout
         mine = (layout.pipeline_rank, layout.tensor_rank, self._trace) if layout.data_parallel_rank == 0 else None
         parts: list[Any] | None = [None] * layout.world_size if layout.rank == 0 else None
@@ -69,14 +69,14 @@ class _Recorder:
 
     def _joined(self, parts: list[Trace]) -> Trace:
         trace = joined(parts, OF_COLUMNS)
-        if self._layout.sequence_parallel:  # the other values lie by rows
+        if self._layout.sequence_parallel:  # the other values are sharded by rows
             trace |= {key: torch.cat([p[key] for p in parts]) for key in trace if key[1] not in OF_COLUMNS}
-        vocabulary = {key: self._actor.hf.vocab_size for key in trace if key[1] == "logits"}  # behind it padding
+        vocabulary = {key: self._actor.hf.vocab_size for key in trace if key[1] == "logits"}  # then padding
         return {key: value[: self._size, : vocabulary.get(key)] for key, value in trace.items()}
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """While inside, every value is recorded, and replaced by the one given."""
+        """Record every value inside, and replace it by the given one."""
         handles, restored = [], []
         for chunk in self._actor.model_chunks:
             handles += self._outside(chunk)
@@ -143,7 +143,7 @@ class _Recorder:
         return self._seen(layer, "router_logits", gating(hidden))
 
     def _qkv(self, layer: int, attention: Any, module: nn.Module, arguments: Any, output: Any) -> Any:
-        """Megatron lays the query heads of a group, its key and its value side by side."""
+        """Split Megatron's layout: the query heads of a group, its key and its value, then the next group."""
         groups = attention.num_query_groups_per_partition
         size = attention.hidden_size_per_attention_head
         heads = attention.num_attention_heads_per_partition // groups
@@ -155,7 +155,7 @@ class _Recorder:
     def _rotated(self, layer: int, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         query, key, value, *others = arguments
         packed = options["packed_seq_params"]
-        if packed.rope is not None:  # PackedAttention rotates what it is given: here, in its place
+        if packed.rope is not None:  # PackedAttention would rotate; done here instead
             query, key = (rotate(x, *packed.rope) for x in (query, key))
             options = options | {"packed_seq_params": replace(packed, rope=None)}
         query, key = (self._seen(layer, name, x) for name, x in (("q_rotated", query), ("k_rotated", key)))
@@ -166,7 +166,7 @@ class _Recorder:
         return torch.cat([self._seen(layer, name, part) for name, part in parts], dim=-1), *output[1:]
 
     def _seen(self, layer: int, operator: str, value: Tensor) -> Tensor:
-        """Records this rank's part; returns what the pass goes on with."""
+        """Record this rank's part and return the value for the rest of the pass."""
         rows = value.shape[0]
         self._trace[layer, operator] = value.detach().reshape(rows, -1).to("cpu", copy=True)
         given = self._given.get((layer, operator))

@@ -1,9 +1,7 @@
 """Megatron-core on a machine without CUDA: the one module that patches anything to make it run.
 
-Megatron-core writes "cuda" into its own source: literal devices, `.cuda()`, streams, the CUDA generator. Here
-those names mean the CPU. What a layer spec can replace (norms, core attention) is replaced there, not here.
-`import_without_compiled_fusions` comes before any other import of Megatron-core, `install` before the first class of
-it is built; both do nothing where CUDA is present.
+Megatron-core's source names CUDA: literal devices, `.cuda()`, streams, the CUDA generator. `install` makes these names
+mean the CPU; call it before the first class of Megatron-core is built. Layer specs replace norms and core attention.
 """
 
 from __future__ import annotations
@@ -30,31 +28,15 @@ def install() -> None:
     _patch_exchange_with_oneself()
 
 
-def import_without_compiled_fusions() -> None:
-    """Import Megatron-core with its jit_fuser off. A no-op where CUDA is available.
-
-    It is torch.compile, applied as a decorator while modules are imported: minutes of g++ for functions that
-    take microseconds here.
-    """
-    if torch.cuda.is_available():
-        return
-    compile_, torch.compile = torch.compile, _skip_compile
-    try:
-        from megatron.core import jit
-    finally:
-        torch.compile = compile_
-    jit.disable_jit_fuser()
-
-
 def _patch_devices() -> None:
-    """Mappings, gradient buffers and schedules allocate on `torch.cuda.current_device()` or "cuda"."""
+    """Mappings, gradient buffers and schedules allocate on `torch.cuda.current_device()` or "cuda"; use the CPU."""
     torch.cuda.current_device = _current_device
     torch.cuda.synchronize = _nothing
     _CudaMeansCpu().__enter__()
 
 
 def _patch_generators() -> None:
-    """Recompute and the RNG tracker save and restore the CUDA generator; the CPU's takes its place."""
+    """Recompute and the RNG tracker save and restore the CUDA generator; use the CPU's instead."""
     from megatron.core.tensor_parallel import random
 
     torch.cuda.get_rng_state = _get_rng_state
@@ -66,7 +48,7 @@ def _patch_generators() -> None:
 
 
 def _patch_streams() -> None:
-    """Pipeline exchange, the all-to-all dispatcher and checkpoints order work by streams and events."""
+    """Pipeline exchange, the all-to-all dispatcher and checkpoints use streams and events; make these do nothing."""
     torch.cuda.Stream = _Stream
     torch.cuda.Event = _Stream
     torch.cuda.current_stream = functools.partial(_Stream)
@@ -74,17 +56,17 @@ def _patch_streams() -> None:
 
 
 def _patch_experts() -> None:
-    """Two places in the mixture-of-experts code are written for a GPU with TransformerEngine only."""
+    """Two places in the mixture-of-experts code work only on a GPU with TransformerEngine."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    # Converts to numpy only what is on a GPU, and its callers then index numpy arrays.
+    # It converts only GPU tensors to numpy, but its callers index numpy arrays.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
     if not hasattr(moe_utils, "te_general_gemm"):  # read, but not imported without TransformerEngine
         moe_utils.te_general_gemm = None
 
 
 def _patch_uneven_exchange() -> None:
-    """Tokens for experts that are sharded over ranks are gathered unevenly, which NCCL can do and gloo refuses."""
+    """Tokens of sharded experts are gathered unevenly, which NCCL can do and gloo rejects."""
     from megatron.core.tensor_parallel import mappings
 
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -93,7 +75,7 @@ def _patch_uneven_exchange() -> None:
 
 
 def _patch_exchange_with_oneself() -> None:
-    """Gradients and parameters of a single replica go nowhere: NCCL then does nothing, gloo copies all of them."""
+    """A single replica exchanges nothing: NCCL then does nothing, but gloo copies gradients and parameters."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     buffers.dist_all_gather_func = functools.partial(_unless_in_place, buffers.dist_all_gather_func)
@@ -101,7 +83,7 @@ def _patch_exchange_with_oneself() -> None:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Literal device="cuda", `.cuda()`, pinned memory, and the type strings the optimizer compares with."""
+    """Map device="cuda", `.cuda()` and pinned memory to the CPU, and the type strings that the optimizer compares."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.cuda:
@@ -119,7 +101,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A stream or an event where everything is already in order."""
+    """A stream or an event on a device that runs everything in order."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -144,10 +126,6 @@ class _Stream:
 
     def query(self):
         return True
-
-
-def _skip_compile(function=None, **options):
-    return function or _skip_compile
 
 
 def _current_device() -> torch.device:

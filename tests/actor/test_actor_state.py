@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dppo_megatron.actor.checkpoint.errors import CheckpointError
+from dppo_megatron.actor.checkpoint.directory import CheckpointError
 from dppo_megatron.actor.checkpoint.writer import BackgroundWrite, HostFiles
 from dppo_megatron.actor.offload import host_pieces
 from tests.actor.scenarios import state as scenarios

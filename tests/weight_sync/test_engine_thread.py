@@ -7,7 +7,7 @@ import sys
 
 TRAINER = """
 import aiohttp
-from dppo_megatron.actor.checkpoint.errors import CheckpointError
+from dppo_megatron.actor.checkpoint.directory import CheckpointError
 from dppo_megatron.weight_sync.engine_thread import EngineThread
 
 class Engines:

@@ -1,1 +1,1 @@
-"""Exact checkpoints of a run: what they hold, how data-parallel ranks share writing them, writing while training."""
+"""Exact checkpoints of a run: their contents, shared writing by data-parallel ranks, writing while training."""

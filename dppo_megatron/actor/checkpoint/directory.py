@@ -1,10 +1,10 @@
-"""Names and retention of checkpoints on the disk.
+"""Names and retention of checkpoints on disk.
 
     checkpoints/step-000012/    weights and optimizer as shards, rng/, run.json (written last)
-    checkpoints/latest          name of the newest whole one, written after it
+    checkpoints/latest          name of the newest complete one, written after it
 
-A checkpoint is written as step-000012.tmp and renamed when every rank has finished, so whatever bears its final name
-is whole.
+A checkpoint is written as step-000012.tmp and renamed when every rank has finished, so one with a final name is
+complete.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.common.files import read_foreign_json, replace_directory, write_atomic, write_json
-
-from .errors import CheckpointError
+from dppo_megatron.errors import ExpectedError
 
 RNG = "rng"
 REMEDY = "remove the newest checkpoint to resume from the one before it"
 _RUN, _LATEST, _PREFIX, _TMP = "run.json", "latest", "step-", ".tmp"
+
+
+class CheckpointError(ExpectedError, RuntimeError):
+    """A checkpoint that cannot be written, or that does not fit this run, with every reason."""
 
 
 def final_path(directory: Path, step: int) -> Path:
@@ -31,7 +34,7 @@ def partial_path(final: Path) -> Path:
 
 
 def complete(partial: Path, final: Path, run: dict[str, Any], keep: int) -> None:
-    """Gives a checkpoint whose files are flushed its run.json and its name; removes all but the newest `keep`."""
+    """Write run.json, rename the flushed files to the final name, and remove all but the newest `keep`."""
     write_json(partial / _RUN, run, indent=1)
     replace_directory(partial, final)
     write_atomic(final.parent / _LATEST, final.name)
@@ -39,9 +42,10 @@ def complete(partial: Path, final: Path, run: dict[str, Any], keep: int) -> None
 
 
 def newest(directory: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint that `latest` names, else (a crash before it was written) the one with the highest step.
+    """Return the newest checkpoint and its run.json; None if there is none.
 
-    With its run.json; None where there is none. Raises CheckpointError when the files cannot be read.
+    It is the one that `latest` names or, if a crash prevented that, the one with the highest step. Raises
+    CheckpointError if the files cannot be read.
     """
     named = directory / _LATEST
     try:
@@ -56,7 +60,7 @@ def newest(directory: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def kept_steps(directory: Path) -> list[int]:
-    """Steps of the checkpoints that are whole, ascending."""
+    """Return the steps of the complete checkpoints, ascending."""
     return sorted(int(path.name.removeprefix(_PREFIX)) for path in _whole(directory))
 
 
@@ -65,7 +69,7 @@ def _whole(directory: Path) -> list[Path]:
 
 
 def _prune(directory: Path, newest: Path, keep: int) -> None:
-    """Older ones beyond `keep`, and what crashes left half written. Failing to remove must not stop a run."""
+    """Remove older ones beyond `keep`, and incomplete ones. A failure to remove must not stop a run."""
     older = [p for p in sorted(_whole(directory), reverse=True) if p != newest]
     for path in [*older[keep - 1 :], *directory.glob(f"{_PREFIX}*{_TMP}"), *directory.glob(f".{_PREFIX}*")]:
         shutil.rmtree(path, ignore_errors=True)

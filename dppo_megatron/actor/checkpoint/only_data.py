@@ -1,4 +1,4 @@
-"""Files of a checkpoint are read as data: a pickle among them that names anything else is refused before it runs.
+"""Reads files of a checkpoint only as data: a pickle that names anything else is rejected before it runs.
 
 Megatron and torch read `.metadata`, objects among the shards and TransformerEngine's states with plain pickle.
 """
@@ -25,21 +25,21 @@ from dppo_megatron.hf import ModelError
 from dppo_megatron.hf.torch_dist_metadata import read_again, read_checked
 from dppo_megatron.hf.torch_dist_place import MARKER, is_torch_dist
 
-from .errors import CheckpointError
+from .directory import CheckpointError
 
 COMMON = "common.pt"
-RECIPES = "transformer_engine.common.recipe"  # all that TransformerEngine's state names beside numbers
+RECIPES = "transformer_engine.common.recipe"  # the only names in TransformerEngine's state besides numbers
 _NUMPY = np.random.get_state()[1]
 _ARRAY = _NUMPY.__reduce__()[0]  # how numpy pickles an array
 _GENERATORS = [
     *((_ARRAY, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     *(np.ndarray, np.dtype, type(_NUMPY.dtype)),
 ]
-_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # what torch and `_Dry` refuse by name
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # the name that torch and `_DryUnpickler` reject
 
 
 def check_files(path: Path) -> str:
-    """Raises CheckpointError, naming the file, for one that Megatron would not read as tensors and numbers alone.
+    """Raise CheckpointError, naming the file, for one that holds more than tensors and numbers.
 
     Returns the digest of `.metadata`, for `checked_metadata`.
     """
@@ -50,14 +50,14 @@ def check_files(path: Path) -> str:
         _, digest = read_checked(path)
     except ModelError as error:
         raise CheckpointError("; ".join(f"{path}/{problem}" for problem in error.problems)) from None
-    if (path / COMMON).exists():  # Megatron-core 0.19 keeps what is in it among the shards
+    if (path / COMMON).exists():  # Megatron-core 0.19 stores its contents among the shards
         load_data(path / COMMON)
     return digest
 
 
 @contextmanager
 def checked_metadata(digest: str) -> Iterator[None]:
-    """In it torch parses the bytes of `.metadata` that were checked, or none: a file can be replaced in between."""
+    """Inside, torch parses only the bytes of `.metadata` that were checked; a file may be replaced in between."""
     theirs = FileSystemReader.read_metadata
 
     def read(self: FileSystemReader, *_: Any, **__: Any) -> Metadata:
@@ -74,7 +74,7 @@ def checked_metadata(digest: str) -> Iterator[None]:
 
 
 def load_data(path: Path) -> Any:
-    """What torch.save wrote, of tensors, arrays, numbers and text. Raises CheckpointError for anything else."""
+    """Load tensors, arrays, numbers and text that torch.save wrote. Raises CheckpointError for anything else."""
     try:
         with torch.serialization.safe_globals(_GENERATORS):
             return torch.load(path, weights_only=True, map_location="cpu")
@@ -83,12 +83,12 @@ def load_data(path: Path) -> Any:
 
 
 def data_only() -> AbstractContextManager[None]:
-    """Every torch.load in it admits data alone, also one whose caller wants it otherwise."""
+    """Inside, every torch.load accepts only data, whatever its caller asks for."""
     return environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="0")
 
 
 def reason(error: BaseException) -> str:
-    """In a line, without torch's advice to read the file otherwise."""
+    """Describe an error in one line, without torch's advice to read the file unsafely."""
     if found := _GLOBAL.search(str(error)):
         return f"it names {found[1]}, which is no data; not loaded"
     text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
@@ -96,14 +96,14 @@ def reason(error: BaseException) -> str:
 
 
 def check_extra_states(loaded: dict[str, Any], path: Path) -> None:
-    """TransformerEngine unpickles its `_extra_state` itself. Raises CheckpointError for one that names anything but
-    its recipes."""
+    """Raise CheckpointError for an `_extra_state` of TransformerEngine, which unpickles it, that names more than its
+    recipes."""
     for name, value in _flat(loaded):
         if not name.rpartition(".")[2].startswith("_extra_state"):
             continue
         try:
             if isinstance(value, Tensor) and value.numel():
-                _Dry(io.BytesIO(value.detach().cpu().numpy().tobytes())).load()
+                _DryUnpickler(io.BytesIO(value.detach().cpu().numpy().tobytes())).load()
             elif isinstance(value, io.BytesIO) and value.getbuffer().nbytes:
                 torch.load(io.BytesIO(value.getvalue()), weights_only=True)
         except Exception as error:
@@ -111,7 +111,7 @@ def check_extra_states(loaded: dict[str, Any], path: Path) -> None:
 
 
 class _Inert:
-    """Stands for an object of another package: it is made and filled, and does nothing."""
+    """Stands for an object of another package: it can be created and filled, and does nothing."""
 
     def __init__(self, *_arguments: object, **_settings: object):
         pass
@@ -120,8 +120,8 @@ class _Inert:
         pass
 
 
-class _Dry(pickle.Unpickler):
-    """Looks up what `pickle.loads` would, and makes nothing of it."""
+class _DryUnpickler(pickle.Unpickler):
+    """Looks up the names that `pickle.loads` would, and creates none of the objects."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -132,7 +132,7 @@ class _Dry(pickle.Unpickler):
 
 
 def _member(kind: type, name: str) -> _Inert:
-    """Of an enumeration, which Python 3.11.2 pickles by name."""
+    """Return a member of an enumeration, which Python 3.11.2 pickles by name."""
     if kind is not _Inert or name.startswith("_"):
         raise pickle.UnpicklingError(f"GLOBAL builtins.getattr of {name}")
     return _Inert()

@@ -1,11 +1,11 @@
 """The distributed optimizer's state in checkpoints: data-parallel ranks share it, in memory and in files.
 
-The files are those of Megatron's `fully_reshardable` format: for each parameter its main value and its moments in the
+The files have Megatron's `fully_reshardable` format: for each parameter its main value and its moments in the
 parameter's shape, which load in any layout. Megatron's own code gathers all of them on every rank. In megatron-core
-0.16.1, the newest for Python 3.11, it also reads them from wrong offsets where a buffer has several buckets with
-padding between them; https://github.com/NVIDIA/Megatron-LM/pull/5077 mends that, and a test of `tests/actor` fails when
-the installed release has it. Here each parameter has one rank that saves and loads it whole, its saver, and one
-exchange per bucket, in parts, brings the pieces from the ranks that hold them to the saver or back.
+0.16.1, the newest for Python 3.11, it also reads wrong offsets if a buffer has several buckets with padding between
+them; https://github.com/NVIDIA/Megatron-LM/pull/5077 fixes that, and a test of `tests/actor` fails when the installed
+release has the fix. Here one rank, the saver, saves and loads each parameter whole. One exchange per bucket, in parts,
+moves the pieces between the saver and the ranks that own them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ States = dict[str, Tensor]  # _STATES of one parameter, in its shape, fp32 on th
 
 
 def sharded_state_dict(part: DistributedOptimizer, weights: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-    """`part.sharded_state_dict` of what this rank saves. weights: the sharded state dict of the model.
+    """Return the `part.sharded_state_dict` of this rank's parameters. weights: the sharded state dict of the model.
 
-    `loading`: of empty tensors, for `load_states`. Else collective over the optimizer's data-parallel group. What is
-    saved goes straight to the host, by way of at most twice `EXCHANGE_BYTES` on the device.
+    `loading`: with empty tensors, for `load_states`. Otherwise collective over the optimizer's data-parallel group. The
+    saved state goes to the host and takes at most twice `EXCHANGE_BYTES` on the device.
     """
     state = part.state_dict()
-    saved = {number: (weight, _room(weight)) for number, weight in _saved_here(part).items()}
+    saved = {number: (weight, _empty_states(weight)) for number, weight in _saved_here(part).items()}
     if not loading:
         _exchange(part, saved, to_savers=True)
     shards, _ = extract_sharded_tensors_and_factories(weights)
@@ -51,7 +51,7 @@ def sharded_state_dict(part: DistributedOptimizer, weights: dict[str, Any], *, l
 
 
 def load_states(part: DistributedOptimizer, loaded: dict[int, States]) -> None:
-    """Give each rank its pieces of what the savers have loaded: the `param_state` of `sharded_state_dict`.
+    """Send each rank its pieces of the states that the savers loaded: the `param_state` of `sharded_state_dict`.
 
     Collective over the optimizer's data-parallel group.
     """
@@ -60,18 +60,20 @@ def load_states(part: DistributedOptimizer, loaded: dict[int, States]) -> None:
 
 
 def _saved_here(part: DistributedOptimizer) -> dict[int, nn.Parameter]:
-    """The parameters that this rank saves, by their number among all."""
+    """Return the parameters that this rank saves, by their number among all."""
     rank = part.data_parallel_group.rank()
     return {number: weight for number, (weight, saver) in enumerate(_savers(part).items()) if saver == rank}
 
 
-def _room(weight: nn.Parameter) -> States:
+def _empty_states(weight: nn.Parameter) -> States:
     return {name: torch.empty(weight.shape, dtype=torch.float32) for name in _STATES}
 
 
 def _savers(part: DistributedOptimizer) -> dict[nn.Parameter, int]:
-    """Each parameter, in an order that all ranks share, and its saver: the rank that has least so far, of the largest
-    first, so that all have nearly as much."""
+    """Return each parameter, in the same order on all ranks, and its saver.
+
+    The largest parameter not yet assigned goes to the rank with the smallest sum, so that all sums are similar.
+    """
     weights = [weight for buffer in part.buffers for weight in buffer.param_index_map]
     sizes = [0] * part.data_parallel_group.size()
     savers = dict.fromkeys(weights, 0)
@@ -83,15 +85,15 @@ def _savers(part: DistributedOptimizer) -> dict[nn.Parameter, int]:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """A stretch of a buffer of which each rank holds a part of `local` elements."""
+    """A part of a buffer, divided over the ranks: `local` elements on each."""
 
     local: int
     device: torch.device
-    weights: list[nn.Parameter]  # as they lie in it
+    weights: list[nn.Parameter]  # in order
     begins: list[int]
 
     def pieces(self, holder: int, first: int, end: int) -> Iterator[tuple[nn.Parameter, slice, int]]:
-        """What elements `first` to `end` of `holder`'s part are: of which parameter, and where its own piece begins."""
+        """Yield parameters in elements `first` to `end` of `holder`'s part, the slice, and where its piece begins."""
         start = holder * self.local
         first, end = start + first, start + end
         for index in range(max(0, bisect_right(self.begins, first) - 1), len(self.weights)):
@@ -120,16 +122,16 @@ def _buckets(part: DistributedOptimizer) -> Iterator[_Bucket]:
 
 @torch.no_grad()
 def _exchange(part: DistributedOptimizer, saved: dict[int, tuple[nn.Parameter, States]], *, to_savers: bool) -> None:
-    """Fill `saved` from the ranks' pieces, or the pieces from `saved`: all-to-alls of at most `EXCHANGE_BYTES`."""
+    """Fill `saved` from the ranks' pieces, or the pieces from `saved`, by all-to-alls of at most `EXCHANGE_BYTES`."""
     whole, savers = dict(saved.values()), _savers(part)
     group = part.data_parallel_group
     me, size = group.rank(), group.size()
-    # What all ranks give at once: one of them may be the saver of all of it.
+    # All ranks send this much at once, because one of them may be the saver of all of it.
     step = max(1, EXCHANGE_BYTES // (size * STATE_BYTES))
     buckets = list(_buckets(part))
     at_once = min(step, max(bucket.local for bucket in buckets))
     most_wanted = min(size * at_once, sum(weight.numel() for weight in whole))
-    room_held, room_wanted = (
+    held_buffer, wanted_buffer = (
         torch.empty(count * len(_STATES), device=buckets[0].device) for count in (at_once, most_wanted)
     )
     for bucket in buckets:
@@ -150,21 +152,21 @@ def _exchange(part: DistributedOptimizer, saved: dict[int, tuple[nn.Parameter, S
                 for holder in range(size)
             ]
             if to_savers:
-                _all_to_all(held, room_held, wanted, room_wanted, group)
+                _all_to_all(held, held_buffer, wanted, wanted_buffer, group)
             else:
-                _all_to_all(wanted, room_wanted, held, room_held, group)
+                _all_to_all(wanted, wanted_buffer, held, held_buffer, group)
 
 
 def _all_to_all(
     outgoing: list[list[Tensor]],
-    room_out: Tensor,
+    out_buffer: Tensor,
     incoming: list[list[Tensor]],
-    room_in: Tensor,
+    in_buffer: Tensor,
     group: dist.ProcessGroup,
 ) -> None:
-    """Flat tensors for and from each rank, on any device, by way of the rooms, which are on the group's."""
+    """Exchange flat tensors, on any device, through buffers on the device of the group."""
     sizes_out, sizes_in = ([sum(t.numel() for t in tensors) for tensors in side] for side in (outgoing, incoming))
-    given, received = room_out[: sum(sizes_out)], room_in[: sum(sizes_in)]
+    given, received = out_buffer[: sum(sizes_out)], in_buffer[: sum(sizes_in)]
     for place, tensor in _places(given, outgoing):
         place.copy_(tensor)
     dist.all_to_all_single(received, given, sizes_in, sizes_out, group=group)
@@ -178,7 +180,7 @@ def _places(flat: Tensor, sides: list[list[Tensor]]) -> Iterator[tuple[Tensor, T
 
 
 def _shard(weight_shard: Any, name: str, tensor: Tensor) -> Any:
-    """`weight_shard` with `tensor` for the weight; of the data-parallel ranks this one counts."""
+    """Return `weight_shard` with `tensor` in place of the weight, saved by this data-parallel rank."""
     changes = {
         "key": f"optimizer.state.{name}.{weight_shard.key}",
         "data": tensor,

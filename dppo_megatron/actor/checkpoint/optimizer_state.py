@@ -1,7 +1,7 @@
-"""Megatron's optimizer state as it is saved and loaded, whatever the layouts of the two.
+"""Saves Megatron's optimizer state, and loads it in another layout.
 
-Megatron can describe only state that exists, leaves out a torch optimizer's `step`, and saves what is not sharded as
-rank 0 had it; here is what follows from these three.
+It handles three limits of Megatron: it describes only state that exists, leaves out a torch optimizer's `step`, and
+saves the state that is not sharded only from rank 0.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from . import optimizer_shards
-from .errors import CheckpointError
+from .directory import CheckpointError
 
 
 def sharded_optimizer_state(
     optimizer: MegatronOptimizer, weights: dict[str, Any], metadata: dict[str, Any], *, loading: bool
 ) -> dict[Any, Any]:
-    """Sharded tensors that describe this rank's part; empty ones to load into with `loading`. Collective.
+    """Return sharded tensors that describe this rank's part, empty with `loading`. Collective.
 
     weights: the sharded state dict of the model. metadata: as Megatron's `sharded_state_dict` takes it.
     """
@@ -36,21 +36,21 @@ def sharded_optimizer_state(
 
 
 def host_copies(state: dict[Any, Any]) -> Iterator[Tensor]:
-    """What `sharded_optimizer_state` copied to the host, which is the checkpoint's alone."""
+    """Yield the copies on the host that `sharded_optimizer_state` made; only the checkpoint uses them."""
     for part in [state] if "optimizer" in state else state.values():
         for shards in part.get("param_state", {}).values():
             yield from (shard.data for shard in shards.values())
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
-    """Puts in place what was loaded into `sharded_optimizer_state`. Collective.
+    """Load the state that was read into `sharded_optimizer_state`. Collective.
 
-    Raises CheckpointError where, without the distributed optimizer, another number of ranks holds experts.
+    Raises CheckpointError if, without the distributed optimizer, another number of ranks has experts.
     """
     parts = _parts(optimizer)
     for part, state in zip(parts, _states_of_parts(parts, loaded), strict=True):
-        # Megatron copies every entry of the inner state, but a torch optimizer's `step` is not among the
-        # tensors it saved: that one comes with the groups, before the rest.
+        # Megatron copies every entry of the inner state, but did not save a torch optimizer's `step` as a tensor: it
+        # comes with the groups, before the rest.
         tensors = state.pop("param_state", {})
         _set_rates(part, state)
         part.load_state_dict(state)
@@ -67,18 +67,19 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -
 
 
 def _set_rates(part: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Those of `part` in what was loaded: Megatron-core 0.19 tells groups by them, and a run may change them."""
+    """Put the rates of `part` into the loaded state: Megatron-core 0.19 identifies groups by them, and a run may change
+    them."""
     own = part.optimizer.param_groups[0]  # the same in all
     for group in state.get("optimizer", state)["param_groups"]:
         group.update({name: own[name] for name in ("max_lr", "min_lr") if name in own})
 
 
 def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> list[dict[str, Any]]:
-    """State of each of this rank's optimizers.
+    """Return the state of each of this rank's optimizers.
 
-    Sharded tensors come as this rank described them, everything else as global rank 0 had it when it saved: for one
-    optimizer, or for one of the dense and one of the expert parameters by number. A rank has the second where it
-    holds experts of an expert-parallel group, so saver and loader may differ in that.
+    Sharded tensors are as this rank described them. Everything else is as global rank 0 saved it: for one optimizer,
+    or by number for an optimizer of dense and one of expert parameters. A rank has the second only if it has experts of
+    an expert-parallel group, so saver and loader may differ in that.
     """
     numbered = len(parts) > 1
     if not all(isinstance(part, DistributedOptimizer) for part in parts):
@@ -107,21 +108,21 @@ def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> 
 
 
 def _group_key(group: dict[str, Any]) -> tuple[Any, ...]:
-    """What differs between groups that an update treats differently."""
+    """Return the settings by which an update treats groups differently."""
     return tuple(group.get(name, group.get(f"pre_{name}")) for name in ("wd_mult", "lr_mult", "is_decoupled_lr"))
 
 
 def _add_missing_steps(inner: torch.optim.Optimizer) -> None:
-    """The plain optimizers leave out a step of 0."""
+    """Add a step of 0, which the plain optimizers leave out."""
     if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
         for state in inner.state.values():
             state.setdefault("step", torch.zeros((), dtype=torch.float32))
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers of dense and of expert parameters that hold any.
+    """Return the optimizers of dense and of expert parameters that have any.
 
-    A stage without experts has an empty one where other stages have them, which Megatron cannot describe.
+    A stage without experts has an empty one if other stages have experts; Megatron cannot describe it.
     """
     return [part for part in optimizer.chained_optimizers if _holds_parameters(part)]
 
@@ -130,12 +131,12 @@ def _holds_parameters(part: MegatronOptimizer) -> bool:
     if part.optimizer is None:
         return False
     if isinstance(part, DistributedOptimizer):
-        return bool(part.buffers)  # not of this rank's share alone: all that share a buffer must agree
+        return bool(part.buffers)  # not only of this rank's share: all ranks that share a buffer must agree
     return any(group["params"] for group in part.optimizer.param_groups)
 
 
 def materialise_state(optimizer: MegatronOptimizer) -> None:
-    """Adam state at step 0, as the first update would create it: Megatron can describe only state that exists."""
+    """Create Adam state at step 0, as the first update would: Megatron can describe only state that exists."""
     for part in _parts(optimizer):
         inner = part.optimizer
         if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):

@@ -1,21 +1,23 @@
 """Exact checkpoints: torch_dist shards of weights and optimizer, the schedule, the generators, the caller's state.
 
-With `checkpoint.asynchronous` a checkpoint is written while training goes on. Weights and optimizer load at another
-tensor, pipeline, expert or data-parallel size; the generators only at the same one, and are seeded afresh otherwise.
-With `model.lora` the weights are the adapters alone; the others come from `model.start` again.
-`directory` lists the files.
+With `checkpoint.asynchronous` a checkpoint is written while training continues. Weights and optimizer load at other
+tensor, pipeline, expert or data-parallel sizes. The generators load only at the same sizes; otherwise they are seeded
+again. With `model.lora` a checkpoint has only the adapters; the other weights come from `model.start`. `directory`
+lists the files.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -28,9 +30,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.errors import shown
 from dppo_megatron.hf import HFModelConfig, load_into
 
-from .directory import REMEDY, RNG, complete, final_path, newest, partial_path
-from .errors import CheckpointError
-from .generators import generators_state, set_generators
+from .directory import REMEDY, RNG, CheckpointError, complete, final_path, newest, partial_path
 from .only_data import check_extra_states, check_files, checked_metadata, data_only, load_data, reason
 from .optimizer_state import host_copies, load_optimizer_state, materialise_state, sharded_optimizer_state
 from .sharded import ShardedSave, load_sharded
@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 
 _FORMAT = 1
 _RECORDED = {"step": int, "state": dict, "updates": int, "skipped_in_a_row": int, "layout": dict, "run": dict}
-_FROZEN = "frozen"  # what names the weights that a checkpoint of adapters needs beside them
+_FROZEN = "frozen"  # checksum of the weights that the adapters of a checkpoint belong to
 
 
 class Checkpointed(Protocol):
-    """What a checkpoint holds of an actor."""
+    """The parts of an actor that a checkpoint stores."""
 
     config: Config
     layout: Layout
@@ -60,9 +60,9 @@ class Checkpointed(Protocol):
 def save(actor: Checkpointed, directory: Path, step: int, state: dict[str, Any], keep: int) -> BackgroundWrite | None:
     """Write `directory/step-NNNNNN`, point `latest` to it, then remove all but the newest `keep`.
 
-    Collective over all ranks, on storage they share. With `checkpoint.asynchronous` it returns when all of it is
-    copied to the host; see `finish`. Raises CheckpointError on every rank when any rank failed; the checkpoints
-    that were there before stay usable then.
+    Collective over all ranks, on storage they share. With `checkpoint.asynchronous` it returns when everything is
+    copied to the host; see `finish`. Raises CheckpointError on every rank if any rank failed; earlier checkpoints
+    stay usable then.
     """
     final = final_path(directory, step)
     partial = partial_path(final)
@@ -93,7 +93,7 @@ def save(actor: Checkpointed, directory: Path, step: int, state: dict[str, Any],
         actor.sharded_save.save(shards, partial, files)
         if layout.data_parallel_rank == 0 and layout.context_rank == 0:
             (partial / RNG).mkdir(exist_ok=True)
-            torch.save(generators_state(), partial / RNG / _rng_name(layout))
+            torch.save(_generators_state(), partial / RNG / _rng_name(layout))
             sync(partial / RNG / _rng_name(layout))
 
     def finish_write() -> None:
@@ -116,10 +116,10 @@ def finish(write: BackgroundWrite) -> None:
 
 
 def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
-    """Restore the newest whole checkpoint into `actor` and return the caller's state; None where there is none.
+    """Restore the newest complete checkpoint into `actor` and return the caller's state; None if there is none.
 
-    Collective over all ranks. Raises CheckpointError listing every difference between the run that saved it
-    and this one that would make the continuation another run.
+    Collective over all ranks. Raises CheckpointError listing every setting by which this run differs from the run that
+    saved it and which would change the result.
     """
     found = Ranks().from_rank_zero(lambda: newest(directory), f"the newest checkpoint in {directory}")
     if found is None:
@@ -142,7 +142,7 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}; {REMEDY}") from error
     check_extra_states(loaded, path)
     for index, chunk in enumerate(actor.model_chunks):
-        # What Megatron put together anew is freed.
+        # pop: frees the tensors that Megatron assembled.
         chunk.load_state_dict(loaded.pop(_model_key(index)), strict=not lora)
     load_optimizer_state(actor.optimizer, loaded["optimizer"])
     _set_rates(actor, path, run["run"])
@@ -152,15 +152,15 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
     actor.lr_scale = run.get("lr_scale", 1.0)  # earlier versions had none
     rng = path / RNG / _rng_name(actor.layout)
     if run["layout"] == _sizes(actor.layout) and rng.exists():
-        set_generators(load_data(rng))
+        _set_generators(load_data(rng))
     else:
-        log.warning("%s was saved in another layout: random generators are seeded afresh", path)
+        log.warning("%s was saved in another layout: random generators are seeded again", path)
         seed_everything(actor.config.run.seed + run["step"])
     return run["state"]
 
 
 def _sharded_state(actor: Checkpointed, *, loading: bool) -> dict[str, Any]:
-    """Sharded tensors of weights and optimizer, describing this rank's part of each."""
+    """Return sharded tensors of weights and optimizer that describe this rank's part of each."""
     metadata = {
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -178,14 +178,14 @@ def _model_key(index: int) -> str:
     return f"model{index}"
 
 
-# Saved with the optimizer's state, so another value in the config would be ignored without a word.
+# Saved with the optimizer's state, so another value in the config would be ignored silently.
 _OPTIMIZER_FIELDS = (
     "warmup_updates", "decay", "weight_decay", "beta1", "beta2", "eps",
 )  # fmt: skip
 
 
 def _identity(actor: Checkpointed) -> dict[str, Any]:
-    """What must be the same for the continuation to be the same run, by the name a user knows it under."""
+    """Return the settings that a continued run must share, by the names that a user knows."""
     config = actor.config
     return {
         **{f"model.path config.json {name}": value for name, value in actor.hf.identity().items()},
@@ -202,12 +202,12 @@ def _trained(config: Config) -> dict[str, Any]:
 
 
 def _rates(actor: Checkpointed) -> dict[str, float]:
-    """What a continued run may change, to go on from where another rate diverged."""
+    """Return the settings that a continued run may change, for example after the old rate diverged."""
     return {f"optimizer.{name}": getattr(actor.config.optimizer, name) for name in ("lr", "min_lr")}
 
 
 def _set_rates(actor: Checkpointed, path: Path, saved: dict[str, Any]) -> None:
-    """Those of the config, not those that came with the optimizer's groups."""
+    """Use the rates of the config, not those that were saved with the optimizer's groups."""
     for name, now in _rates(actor).items():
         if saved.get(name) != now:
             log.warning("%s = %s from here on: %s was saved with %s", name, now, path, saved.get(name))
@@ -253,3 +253,25 @@ def _write_on_all(ranks: Ranks, act: Callable[[], None], what: str) -> None:
         ranks.on_every_rank(act, what)
     except Exception as error:  # the same on every rank
         raise CheckpointError(f"{what} could not be written:\n  - {error}") from error
+
+
+def _generators_state() -> dict[str, Any]:
+    """Return the state of every random generator of this rank, the same on all data-parallel replicas.
+
+    The generators of experts differ between replicas, but draw nothing after initialisation.
+    """
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_generators(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

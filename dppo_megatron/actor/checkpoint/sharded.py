@@ -1,8 +1,9 @@
 """Megatron's torch_dist shards: saved by torch's own writer in this process, and loaded.
 
-Who saves what, and where it stands in the checkpoint, Megatron and torch work out from every rank's description of its
-shards, which each save would send to every rank. It follows from model and layout alone: the first save asks for it,
-those after it agree in a few bytes of each rank that nobody's shards are others, and write as the one before did.
+Megatron and torch derive from every rank's description of its shards which rank saves what, and at which place of the
+checkpoint. Each save would send all descriptions to every rank. The result depends only on model and layout, so only
+the first save gathers it. In later saves the ranks agree, in a few bytes each, that no shards have changed, and write
+as before.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .writer import Files
 
 
 class ShardedSave:
-    """Saves the shards of one actor, as often as it likes."""
+    """Saves the shards of one actor, any number of times."""
 
     def __init__(self) -> None:
         self._writer = _SaveInProcess()
@@ -41,13 +42,13 @@ class ShardedSave:
         self._described = b""
 
     def save(self, state: dict[str, Any], directory: Path, files: Files) -> None:
-        """torch_dist save into an existing empty directory. Collective; returns when `files` has every rank's part.
+        """Save in torch_dist format into an existing empty directory.
 
-        Data-parallel ranks share what all of them hold.
+        Data-parallel ranks share the shards that all of them have. Collective; returns when `files` has every part.
         """
         apply_factories(state)
         described = _digest(state)
-        strategy, self._strategy = self._strategy, None  # after an error nothing counts as known
+        strategy, self._strategy = self._strategy, None  # after an error the next save starts from scratch
         known = strategy is not None and described == self._described
         if not all(Ranks().gather(known, "whether the shards are those of the last checkpoint")):
             strategy, known = self._begin(), False
@@ -61,45 +62,45 @@ class ShardedSave:
     def _begin(self) -> FullyParallelSaveStrategyWrapper | _SaveInProcess:
         self._writer = _SaveInProcess()
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        if group.size() == 1:  # nobody to share with, but Megatron would check each time what cannot differ
+        if group.size() == 1:  # no rank to share with, but Megatron would check this each time
             return self._writer
         return FullyParallelSaveStrategyWrapper(self._writer, group, do_cache_distribution=True)
 
 
 def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """torch_dist load into the shards that `state` describes. Collective."""
+    """Load torch_dist shards into those that `state` describes. Collective."""
     with _torch_failures_as_errors():
         return dist_checkpointing.load(state, str(directory))
 
 
 def _digest(state: dict[str, Any]) -> bytes:
-    """Of what this rank's shards are, not of what is in them."""
+    """Return a digest of the descriptions of this rank's shards, not of their contents."""
     shards = [repr(value.without_data()) for value in nested_values(state) if isinstance(value, ShardedBase)]
     return hashlib.sha256("\n".join(shards).encode()).digest()
 
 
 @dataclass
-class _Known:
-    """What a save worked out: of this rank, and on rank 0 of all."""
+class _SaveRecord:
+    """Plans and results of a save: of this rank, and on rank 0 of all ranks."""
 
-    plan: SavePlan  # as this rank made it
-    agreed: SavePlan  # as it was given back
+    plan: SavePlan  # made by this rank
+    agreed: SavePlan  # returned by the coordinator
     results: list[WriteResult]
     metadata: Metadata | None
     results_of_all: list[list[WriteResult]]
 
 
 class _SaveInProcess(torch_dist.TorchDistSaveShardedStrategy):
-    """Megatron's own save forks writers and starts a manager process even when it waits for them.
+    """Writes the same shards in the same format as Megatron's save, in this process.
 
-    That costs seconds, needs psutil (without it the save hangs) and a guarded __main__, and forks a process
-    that has communication threads. Same shards, same format, written by this process.
+    Megatron's save forks writers and starts a manager process even if it waits for them. That takes seconds, needs
+    psutil (without it the save hangs) and a guarded __main__, and forks a process that has communication threads.
     """
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
         self.files = Files()
-        self._known: _Known | None = None
+        self._known: _SaveRecord | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
         ranks = Ranks()
@@ -118,7 +119,7 @@ class _SaveInProcess(torch_dist.TorchDistSaveShardedStrategy):
             return
         plan = planner.plan
         torch.distributed.checkpoint.save(state, storage_writer=writer, planner=planner)
-        self._known = _Known(plan, writer.plan, writer.results, writer.metadata, writer.results_of_all)
+        self._known = _SaveRecord(plan, writer.plan, writer.results, writer.metadata, writer.results_of_all)
 
     def _write_as_before(self, planner: _Planner, writer: _Writer, ranks: Ranks) -> None:
         known = self._known
@@ -128,7 +129,7 @@ class _SaveInProcess(torch_dist.TorchDistSaveShardedStrategy):
             before, known.results = known.results, writer.write(planner.finish_plan(known.agreed), planner).value()
             return known.results == before
 
-        if not all(ranks.on_every_rank(write, what)):  # objects among the shards have other sizes
+        if not all(ranks.on_every_rank(write, what)):  # objects among the shards changed in size
             everyones = [None] * ranks.size if ranks.rank == 0 else None
             torch.distributed.gather_object(known.results, everyones)
             known.results_of_all = everyones or []
@@ -136,7 +137,7 @@ class _SaveInProcess(torch_dist.TorchDistSaveShardedStrategy):
 
 
 class _Planner(torch_dist.MCoreSavePlanner):
-    """Gives torch's writer the memory that `files` may keep."""
+    """Passes torch's writer memory that `files` may keep."""
 
     def __init__(self, files: Files):
         super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -148,9 +149,9 @@ class _Planner(torch_dist.MCoreSavePlanner):
 
 
 class _Writer(torch.distributed.checkpoint.FileSystemWriter):
-    """Remembers what it did.
+    """Remembers its plan and results.
 
-    Ranks that have written wait for the others in no collective, which would have the time-out of training's.
+    Ranks that have written wait for the others in the store, not in a collective with the time-out of training.
     """
 
     def __init__(self, directory: Path, files: Files):
@@ -179,7 +180,7 @@ class _Writer(torch.distributed.checkpoint.FileSystemWriter):
 
 @contextmanager
 def _torch_failures_as_errors() -> Iterator[None]:
-    """torch raises what is no `Exception`, with every rank's traceback."""
+    """Raise OSError for torch's CheckpointException, which is no `Exception` and has every rank's traceback."""
     try:
         yield
     except torch.distributed.checkpoint.CheckpointException as failed:

@@ -1,9 +1,9 @@
-"""Writing a checkpoint while training goes on: files held in host memory, and the thread that writes them.
+"""Writes a checkpoint while training continues: files in host memory, and the thread that writes them.
 
-What a rank saves is copied to the host at a step boundary, in the form of its files, so that nothing that training
-changes afterwards can reach the disk. From there on ranks coordinate through the directory alone, never in a collective
-beside those of training: each announces that its files are written, and rank 0 then completes the checkpoint.
-A thread, because Megatron's asynchronous save forks, which a process with CUDA and NCCL threads does not survive:
+At a step boundary each rank copies its files to host memory, so that later training cannot change them. Afterwards
+ranks coordinate only through the directory, never in a collective next to those of training: each writes a note when
+its files are on disk, and rank 0 then completes the checkpoint. It uses a thread because Megatron's asynchronous save
+forks, which a process with CUDA and NCCL threads does not survive:
 https://docs.pytorch.org/docs/stable/notes/multiprocessing.html#cuda-in-multiprocessing
 """
 
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from dppo_megatron.common.files import SteadyFile, write_atomic
 from dppo_megatron.hf.safetensors_file import bytes_of
 
-from .errors import CheckpointError
+from .directory import CheckpointError
 
 _FIRST_POLL_S, _POLL_S = 0.02, 1.0  # the storage may be slow to list, and there may be thousands of ranks
 _ANNOUNCED, _FAILED, _MOVED = "written-by", "failed", "moved"
@@ -37,15 +37,15 @@ class Files(FileSystem):
     """A file system for torch's checkpoint writer."""
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """Of `tensors` and their views `hold` need not make copies: nobody else writes them, or needs them later."""
+        """Let `hold` keep `tensors` and their views without a copy: nothing else writes or needs them later."""
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """What the writer is to write for `tensor`."""
+        """Return the tensor that the writer writes for `tensor`."""
         return tensor
 
 
 class DiskFiles(Files):
-    """Files end on the device; `moved` is called as they grow."""
+    """Files on disk; `moved` is called as they grow."""
 
     def __init__(self, moved: Callable[[], None]) -> None:
         self._moved = moved
@@ -56,8 +56,8 @@ class DiskFiles(Files):
             yield file
 
 
-class _Kept(io.RawIOBase):
-    """A file as the pieces it was written in. Those in `held`, by their address, it keeps as they are, not copied."""
+class _MemoryFile(io.RawIOBase):
+    """A file as a list of written pieces. It keeps the tensors in `held`, found by address, without a copy."""
 
     def __init__(self, held: dict[int, Tensor]):
         self._held = held
@@ -76,7 +76,7 @@ class _Kept(io.RawIOBase):
         return self._size
 
     def close(self) -> None:
-        """Whoever writes it closes it, and the contents stay."""
+        """Keep the contents: torch closes the file after writing it."""
 
     def drain(self) -> Iterator[bytes | memoryview]:
         while self._pieces:
@@ -84,13 +84,13 @@ class _Kept(io.RawIOBase):
 
 
 class HostFiles(Files):
-    """Files are kept in memory; `write` puts them on the disk.
+    """Files in memory; `write` writes them to disk.
 
-    Tensors are held once, as they are: torch.save hands their memory on, and what is held is of nobody else.
+    Each tensor is stored once, without a copy by torch.save, which passes its memory on.
     """
 
     def __init__(self) -> None:
-        self._files: dict[Path, _Kept] = {}
+        self._files: dict[Path, _MemoryFile] = {}
         self._adopted: set[int] = set()  # the beginnings of storages
         self._held: dict[int, Tensor] = {}  # until they are written, by address
 
@@ -101,7 +101,7 @@ class HostFiles(Files):
         tensor = tensor.detach()
         own = tensor.is_cpu and tensor.untyped_storage().data_ptr() in self._adopted
         if own and tensor.is_contiguous() and tensor.numel():
-            # A storage of just these bytes: torch.save writes the whole one behind a view.
+            # A storage of only these bytes: torch.save would write the whole storage of a view.
             tensor = torch.frombuffer(bytes_of(tensor), dtype=tensor.dtype).view(tensor.shape)
         else:
             tensor = tensor.to("cpu", copy=True)
@@ -109,8 +109,8 @@ class HostFiles(Files):
         return tensor
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[_Kept]:
-        stream = self._files[Path(path)] = _Kept(self._held)
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[_MemoryFile]:
+        stream = self._files[Path(path)] = _MemoryFile(self._held)
         yield stream
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
@@ -123,7 +123,7 @@ class HostFiles(Files):
         del self._files[Path(path)]
 
     def write(self, moved: Callable[[], None] = lambda: None) -> None:
-        """Each file whole and synced; its memory is freed as it is. `moved` is called whenever more is there."""
+        """Write and sync each file and free its memory. `moved` is called after each part."""
         while self._files:
             path, stream = self._files.popitem()
             with SteadyFile(path, moved) as file:
@@ -132,10 +132,10 @@ class HostFiles(Files):
 
 
 class BackgroundWrite:
-    """The writing of one checkpoint on this rank.
+    """Writes one checkpoint on this rank.
 
-    partial: the directory that all ranks write into; `complete` renames it, on rank 0, when all have. A crash leaves
-    it under its partial name, which nothing reads. timeout_s: the longest wait in which no rank writes anything.
+    partial: the directory that all ranks write into; `complete` renames it, on rank 0, when all have written. After a
+    crash it keeps its partial name, which nothing reads. timeout_s: the longest time in which no rank writes anything.
     """
 
     def __init__(
@@ -144,16 +144,16 @@ class BackgroundWrite:
         self._files, self._partial, self._complete = files, partial, complete
         self._rank, self._ranks, self._timeout_s = rank, ranks, timeout_s
         self._error: Exception | None = None
-        self._moved_at = self._told_at = time.monotonic()
+        self._moved_at = self._touched_at = time.monotonic()
         self._seen = 0.0
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self, alive: Callable[[], None] = lambda: None) -> None:
-        """Returns when the checkpoint is complete, on every rank at about the same time. No collective.
+        """Return when the checkpoint is complete, on every rank at about the same time. No collective.
 
-        Calls `alive` while bytes are written. Raises what went wrong on any rank, or CheckpointError when nobody writes
-        anything for as long as its time-out.
+        Calls `alive` while bytes are written. Raises the error of any rank, or CheckpointError if no rank writes
+        anything for `timeout_s`.
         """
         while self._thread.is_alive():
             seen = self._moved_at
@@ -161,7 +161,7 @@ class BackgroundWrite:
             if self._moved_at > seen:
                 alive()
             if time.monotonic() - self._moved_at > self._timeout_s + 2 * _POLL_S:
-                raise self._late()
+                raise self._timed_out()
         if self._error is not None:
             raise self._error
 
@@ -179,26 +179,26 @@ class BackgroundWrite:
                 self._until(lambda: not self._partial.exists())
         except Exception as error:
             self._error = error
-            self._tell(error)
+            self._report(error)
 
     def _moved(self) -> None:
-        """More of this rank's bytes are on the disk, which the others see by the time of a file."""
+        """Record that this rank has written more bytes, and touch a file that the other ranks watch."""
         self._moved_at = time.monotonic()
-        if self._moved_at - self._told_at > _POLL_S:
-            self._told_at = self._moved_at
+        if self._moved_at - self._touched_at > _POLL_S:
+            self._touched_at = self._moved_at
             (self._partial / _MOVED).touch()
 
     def _look(self) -> None:
         try:
             seen = (self._partial / _MOVED).stat().st_mtime
-        except FileNotFoundError:  # nobody had to wait yet, or all is complete
+        except FileNotFoundError:  # no rank had to wait yet, or the checkpoint is complete
             return
         if seen != self._seen:
             self._seen, self._moved_at = seen, time.monotonic()
 
     def _written_notes(self) -> list[Path]:
         try:
-            names = os.listdir(self._partial)  # a glob would look twice, and may find it renamed in between
+            names = os.listdir(self._partial)  # a glob would read it twice, and it may be renamed in between
         except FileNotFoundError:
             return []
         return [self._partial / name for name in names if name.startswith(_ANNOUNCED)]
@@ -210,12 +210,12 @@ class BackgroundWrite:
                 raise CheckpointError(f"{self._partial.name}: {(self._partial / _FAILED).read_text()}")
             self._look()
             if time.monotonic() - self._moved_at > self._timeout_s:
-                raise self._late()
+                raise self._timed_out()
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S)
 
-    def _tell(self, error: Exception) -> None:
-        """The others need not wait for the time-out. Where nothing can be written, they do."""
+    def _report(self, error: Exception) -> None:
+        """Leave a note, so that the other ranks do not wait for the time-out. They do if it cannot be written."""
         note = self._partial / _FAILED
         try:
             if not note.exists():
@@ -223,7 +223,7 @@ class BackgroundWrite:
         except OSError:
             pass
 
-    def _late(self) -> CheckpointError:
+    def _timed_out(self) -> CheckpointError:
         written = {note.name.rpartition("-")[2] for note in self._written_notes()}
         missing = [str(rank) for rank in range(self._ranks) if str(rank) not in written]
         return CheckpointError(

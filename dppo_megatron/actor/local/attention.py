@@ -1,10 +1,9 @@
 """Core attention for packed sequences (THD) from plain torch operators, for the local layer spec.
 
-Megatron's own local attention refuses packed sequences. Here sequences of similar length are padded side by
-side and given to one causal SDPA per length group: the padding lies behind every real token of its row, so
-causality alone keeps it out and the result is that of each sequence by itself. Which rows go where is
-`PackedSequences.plan`. Sequences of which only a part is computed here have a mask in the place of causality.
-On GPUs in 16 bits `actor.flash` needs neither padding nor mask.
+Megatron's own local attention rejects packed sequences. Here sequences of similar length are padded to one batch for
+one causal SDPA per group. Padding follows the real tokens of its row, so causality hides it, and the result is that of
+each sequence by itself. `PackedSequences.plan` assigns the rows (see `segments`). Sequences of which this rank computes
+only a part use a mask instead of causality. On GPUs in 16 bits `actor.flash` needs neither padding nor mask.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class PackedAttention(MegatronModule):
         if packed.rope is not None:
             query, key = (rotate(x, *packed.rope) for x in (query, key))
         plan, width, flash = packed.plan, value.shape[-1], isinstance(packed.plan, FlashPlan)
-        if flash and width < query.shape[-1]:  # of latent attention; the kernel has one size for all
+        if flash and width < query.shape[-1]:  # latent attention; the kernel needs one size for all
             value = F.pad(value, (0, query.shape[-1] - width))
         keys, values = key, value
         if self.context_group is not None:
@@ -88,8 +87,8 @@ class PackedAttention(MegatronModule):
         value: Float[Tensor, "n g L v"],
         seen: Bool[Tensor, "n 1 Q L"] | None,
     ) -> Float[Tensor, "n h Q v"]:
-        """`seen`: which keys each query sees; None = those up to its own."""
-        if query.is_cuda:  # for grouped heads in fp32, or with a mask, torch has only a kernel that stores all scores
+        """Attend to the keys `seen` by each query; None = those up to its own position."""
+        if query.is_cuda:  # with grouped heads in fp32, or a mask, torch only has a kernel that stores all scores
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=seen, is_causal=seen is None, scale=self.scale, enable_gqa=True
@@ -97,8 +96,8 @@ class PackedAttention(MegatronModule):
 
 
 class _Pad(torch.autograd.Function):
-    """[T, ...] -> [N, ...]. Padding receives no gradient (no real query sees it). So the backward is a gather from the
-    place of each row or, where `rows` lie at more `places` than one, their sum."""
+    """Pad [T, ...] to [N, ...]. Padding gets no gradient, because no real query sees it. So the backward pass gathers
+    from the place of each row or, if `rows` are at several `places`, sums over them."""
 
     @staticmethod
     def forward(ctx, x, pad_rows, places, rows):
@@ -116,7 +115,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """[N, ...] -> [T, ...]."""
+    """Remove the padding, [N, ...] to [T, ...]."""
 
     @staticmethod
     def forward(ctx, x, packed_rows):

@@ -1,10 +1,12 @@
-"""`engine.exact` on the trainer's side: a forward pass whose rows do not depend on each other (`common.row_math`).
+"""`engine.exact` in the trainer: a forward pass whose rows do not depend on each other (`common.row_math`).
 
-Gradients are those of the same functions, by the operators of every other run.
+Gradients are those of the same functions, computed by the operators of every other run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from .attention import PackedAttention
 
 
 class ExactAttention(PackedAttention):
-    """In the place of SDPA, whose sums over keys depend on how many queries are computed at once."""
+    """Replaces SDPA, whose sums over keys depend on the number of queries in the call."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
         if seen is not None:
@@ -45,27 +47,19 @@ class _Attention(torch.autograd.Function):
 
 
 def multiply_exactly(model: nn.Module) -> None:
-    """From now on Megatron's linear layers of `model` multiply by `row_math.product` in the forward pass."""
+    """Make Megatron's linear layers of `model` multiply by `row_math.product` in the forward pass."""
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-            module._forward_impl = _Exactly(module._forward_impl)
+            module._forward_impl = partial(_with_exact_product, module._forward_impl)
 
 
-class _Exactly:
-    """The forward pass of a layer, whose one call of `torch.matmul` is the product. Its backward pass has others.
-
-    Raises RuntimeError where Megatron multiplies in another way.
-    """
-
-    def __init__(self, forward: Any):
-        self._forward = forward
-
-    def __call__(self, *arguments: Any, **options: Any) -> Tensor:
-        with _Products() as products:
-            out = self._forward(*arguments, **options)
-        if products.made != 1:
-            raise RuntimeError(f"engine.exact: a layer of this Megatron-core calls torch.matmul {products.made} times")
-        return out
+def _with_exact_product(forward: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+    """Run the forward pass of a layer, whose one call of `torch.matmul` is the product. Raises RuntimeError if not."""
+    with _Products() as products:
+        out = forward(*arguments, **options)
+    if products.made != 1:
+        raise RuntimeError(f"engine.exact: a layer of this Megatron-core calls torch.matmul {products.made} times")
+    return out
 
 
 class _Products(TorchFunctionMode):

@@ -1,4 +1,19 @@
-"""Which packed rows lie side by side when attention is computed: made once for a micro-batch, not once for a layer."""
+"""Plans which packed rows are padded to one batch for attention, once for a micro-batch and not once for a layer.
+
+Example: a prompt of 3 rows and its two samples of 2 rows and 1 row, packed as rows 0..2 | 3 4 | 5, so `bounds` are
+[0, 3, 5, 6] and `prefixes` [[0, 0], [0, 3], [0, 3]]. The prompt is one group. The samples, which continue it, are
+another: 2 queries and 5 keys each, padded by repeating a segment's last row.
+
+    group      queries (rows)     keys (rows)
+    prompt     0 1 2              0 1 2            a whole sequence: queries and keys are the same rows
+    samples    3 4                0 1 2 3 4        the prompt's keys, then the sample's own
+               5 5                0 1 2 5 5        the last column is padding
+
+    groups ((1, 3, 3), (2, 2, 5)), pad_rows [0 1 2 3 4 5 5], packed_rows [0 1 2 3 4 5],
+    keys.pad_rows [0 1 2 0 1 2 3 4 0 1 2 5 5], keys.positions [0 1 2 3 4 3 3]
+
+A query sees the keys up to its position, so no query sees the padding.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +29,21 @@ from dppo_megatron.actor.batch.context import gathered_places, rows_of_rank
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
-_SHORT = 32  # segments up to here share one group: padding them costs less than another call
+_SHORT = 32  # shorter segments share one group: padding costs less than another call
 _FILL = 0.7  # a longer group admits segments of at least this share of its longest
 
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Where each packed row lies in the padded layout, and back.
+    """The place of each packed row in the padded layout, and back.
 
-    `groups` are (segments n, padded queries Q, padded keys L) in order; together they have N = sum(n Q) padded
-    rows. A segment is a sequence, or what is computed of it here. Where it is the whole, Q = L and keys lie where
-    queries do; where any is not, `keys` says where all of them lie.
+    `groups` are (segments n, padded queries Q, padded keys L) in order, with N = sum(n Q) padded rows. A segment is a
+    sequence, or the part of it that is computed here. If all segments are whole sequences, keys have the places of
+    queries, Q = L, and `keys` is None.
     """
 
     groups: tuple[tuple[int, int, int], ...]
-    pad_rows: Int[Tensor, " N"]  # packed row at each padded place; behind its end a segment repeats its last
+    pad_rows: Int[Tensor, " N"]  # packed row at each padded place; a segment repeats its last row as padding
     packed_rows: Int[Tensor, " T"]  # padded place of each packed row
     keys: SegmentKeys | None = None
 
@@ -39,12 +54,12 @@ class SegmentPlan:
 
 @dataclass(frozen=True)
 class SegmentKeys:
-    """Keys and values at M' padded places, made of M rows: this rank's or all context-parallel ranks'."""
+    """Keys and values at M' padded places, from M rows: of this rank or of all context-parallel ranks."""
 
     pad_rows: Int[Tensor, " M'"]  # row at each padded place
-    positions: Int[Tensor, " N"]  # position in its sequence of each padded query: it sees the keys up to there
-    places: Int[Tensor, " K"]  # padded places that hold a key
-    rows: Int[Tensor, " K"] | None = None  # which row it is; None: K = M, and places are those of the rows in order
+    positions: Int[Tensor, " N"]  # position of each padded query in its sequence: it sees the keys up to there
+    places: Int[Tensor, " K"]  # padded places of real keys
+    rows: Int[Tensor, " K"] | None = None  # their rows; None: K = M, and places are in the order of the rows
 
     def to(self, device: torch.device) -> SegmentKeys:
         rows = None if self.rows is None else self.rows.to(device)
@@ -60,8 +75,8 @@ def plan_segments(
     """Group the segments bounded by `bounds` (first 0, last T) by length. All tensors are on the CPU.
 
     prefixes: first row and number of the rows that a segment continues: it sees their keys, then its own. 0 rows, or
-    None: it is a whole sequence. With context parallelism, which cannot have prefixes, `bounds` are those of whole
-    sequences, of which this rank holds `context.rows_of_rank`. Raises ValueError for an empty segment.
+    None: a whole sequence. With context parallelism, which excludes prefixes, `bounds` are those of whole sequences, of
+    which this rank has `context.rows_of_rank`. Raises ValueError for an empty segment.
     """
     starts, own = bounds[:-1].long(), bounds.long().diff()
     if bool((own <= 0).any()):
@@ -92,22 +107,22 @@ def plan_segments(
 
 @dataclass(frozen=True)
 class _Padded:
-    """Segments one under the other, each group padded to its longest: N places."""
+    """Segments in order, each group padded to its longest: N places."""
 
     longest: list[int]  # of each group
-    rows: Int[Tensor, " N"]  # packed row; behind its end a segment repeats its last
-    columns: Int[Tensor, " N"]  # of its segment, as far as it goes
+    rows: Int[Tensor, " N"]  # packed row; a segment repeats its last row as padding
+    columns: Int[Tensor, " N"]  # within its segment, at most its last
     segments: Int[Tensor, " N"]
     real: Bool[Tensor, " N"]  # not padding
 
     def places(self) -> Int[Tensor, " T"]:
-        """Of each row, where every row has one."""
+        """Return the place of each row; every row must have one."""
         held = self.real.nonzero().flatten()
         return torch.empty_like(held).index_copy_(0, self.rows[held], held)
 
 
 def _side_by_side(starts: Tensor, lengths: Tensor, counts: Sequence[int], prefixes: Tensor | None = None) -> _Padded:
-    """Segments of `lengths`, `counts` of them in each group; prefixes [S, 2] are their first rows, else `starts`."""
+    """Pad segments of `lengths`, `counts` of them in each group; prefixes [S, 2] are rows that they continue."""
     parts, first = [], 0
     for count in counts:
         group = torch.arange(first, first + count)[:, None]
@@ -125,8 +140,10 @@ def _side_by_side(starts: Tensor, lengths: Tensor, counts: Sequence[int], prefix
 
 
 def _by_length(lengths: Int[Tensor, " S"], continuing: Bool[Tensor, " S"]) -> tuple[Tensor, list[int]]:
-    """(order of the segments, longest first, how many of them go side by side each time); no group mixes those that
-    continue others and those that do not."""
+    """Return the order of the segments, longest first, and the sizes of their groups.
+
+    Segments that continue others are in other groups than whole sequences.
+    """
     order, counts = [], []
     for chosen in (~continuing, continuing):
         indices = chosen.nonzero().flatten()
@@ -137,7 +154,7 @@ def _by_length(lengths: Int[Tensor, " S"], continuing: Bool[Tensor, " S"]) -> tu
 
 
 def _group_sizes(lengths: Int[Tensor, " S"]) -> list[int]:
-    """How many of the segments, longest first, go side by side each time."""
+    """Return the sizes of the groups of segments, longest first."""
     counts, first = [], 0
     while first < len(lengths):
         longest = int(lengths[first])

@@ -1,0 +1,70 @@
+"""The import of Megatron-core, which depends on what is imported before it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from functools import cache
+
+import torch
+
+_ENGINE = "transformer_engine"
+
+
+def import_megatron() -> None:
+    """Import Megatron-core; call it before any other import of it."""
+    # Megatron-core warns at import about packages that are not installed (Actor.describe lists the substitutes), and
+    # calls torch by names that a newer torch renames. Neither belongs in a run's log.
+    warnings.filterwarnings("ignore", module=r"megatron\.core\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+    # It imports wandb for an inference server that is not used here: a quarter of its import time.
+    if hides_wandb := "wandb" not in sys.modules:
+        sys.modules["wandb"] = None
+    try:
+        load_problem()
+        _disable_compiled_fusions()
+        import megatron.core  # noqa: F401
+    finally:
+        if hides_wandb:
+            del sys.modules["wandb"]
+
+
+@cache
+def load_problem() -> str:
+    """Import TransformerEngine. Return its error if it is installed and does not load, otherwise "".
+
+    Megatron-core catches only ImportError, but TransformerEngine raises FileNotFoundError without its torch library
+    and OSError without CUDA's. After any error each later import raises ModuleNotFoundError, so that local layers work.
+    """
+    if importlib.util.find_spec(_ENGINE) is None:
+        return ""
+    try:
+        importlib.import_module(f"{_ENGINE}.pytorch")
+    except Exception as error:
+        for name in [name for name in sys.modules if name.partition(".")[0] == _ENGINE]:
+            del sys.modules[name]
+        sys.modules[_ENGINE] = None
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _disable_compiled_fusions() -> None:
+    """Turn Megatron-core's jit_fuser off where CUDA is absent.
+
+    It is torch.compile, applied as a decorator while modules are imported: minutes of g++ for functions that take
+    microseconds on a CPU.
+    """
+    if torch.cuda.is_available():
+        return
+    compile_, torch.compile = torch.compile, _skip_compile
+    try:
+        from megatron.core import jit
+    finally:
+        torch.compile = compile_
+    jit.disable_jit_fuser()
+
+
+def _skip_compile(function=None, **options):
+    return function or _skip_compile
