@@ -109,9 +109,8 @@ def run_task(task: str, root: Path) -> dict[str, float]:
 
 
 def do(task: str, hf: Path, megatron: Path, target: Path) -> None:
-    from dppo_megatron.convert.job import Worker
+    from dppo_megatron.convert.job import Worker, convert
     from dppo_megatron.convert.layout import TargetLayout
-    from dppo_megatron.convert.processes import convert
     from dppo_megatron.convert.to_hf import ToHF
     from dppo_megatron.convert.to_megatron import ToMegatron
 

@@ -48,7 +48,7 @@ def problems(config: Config) -> list[str]:
             p.tensor > 2,
             f"of more than two ranks gloo adds in an order of its own; set parallel.tensor (now {p.tensor}) to 1 or 2",
         ),
-        (p.context > 1, "ranks hold parts of each sequence; set parallel.context to 1"),
+        (p.context > 1, "ranks have parts of each sequence; set parallel.context to 1"),
         (
             config.rollout.has_sampling_mask,
             "log-probs over what top-p, top-k and min-p left are the engine's own; set them to 1, -1 and 0",

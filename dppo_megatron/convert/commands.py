@@ -1,4 +1,4 @@
-"""`dppo-megatron convert ...`: options to a conversion, its table, its verification."""
+"""The commands `dppo-megatron convert ...`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Quantization(StrEnum):
 
 
 class VerificationFailed(ExpectedError, RuntimeError):
-    """The two sides of a conversion do not compute the same."""
+    """The two sides of a conversion compute different logits."""
 
 
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="directory to make; must not exist")]
@@ -55,7 +55,7 @@ def hf_to_megatron(
 ) -> None:
     """Hugging Face directory -> Megatron torch_dist checkpoint (weights only).
 
-    The sizes decide the files, one for each rank that is the source of weights; the checkpoint loads at any sizes.
+    The sizes decide the files, one for each rank that saves weights; the checkpoint loads at any sizes.
     """
     from .layout import TargetLayout
     from .to_megatron import ToMegatron
@@ -80,7 +80,7 @@ def megatron_to_hf(
     resume: Resume = False,
     nproc: Processes = 1,
 ) -> None:
-    """Megatron torch_dist checkpoint, saved in whatever layout -> complete Hugging Face directory."""
+    """Megatron torch_dist checkpoint, saved in any layout -> complete Hugging Face directory."""
     from .files import checkpoint_at, template_for
 
     checkpoint = checkpoint_at(source)
@@ -126,7 +126,7 @@ def _to_hf(source, destination, template, dtype, quantization, shard_gb):
 
 
 def _convert(build, nproc: int, dry_run: bool, resume: bool, to_verify: tuple[Path, Path] | None) -> None:
-    from .processes import convert
+    from .job import convert
 
     if dry_run:
         conversion = build()

@@ -1,4 +1,4 @@
-"""What identifies the files a conversion reads, and where the HF side of a Megatron checkpoint is."""
+"""Fingerprints of a conversion's source files, and the HF directory of a Megatron checkpoint."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dppo_megatron.run_dir import RunDir
 
 
 def fingerprint_of(directory: Path) -> dict[str, Any]:
-    """Size and time of change of every file: equal fingerprints mean that nothing was written in between."""
+    """Return size and modification time of every file: equal fingerprints mean that no file was written in between."""
     files = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(directory.iterdir()) if p.is_file()}
     return {"directory": str(directory.resolve()), "files": files}
 
 
 def checkpoint_at(path: Path) -> Path:
-    """`path` itself, or the newest checkpoint where it is the `checkpoints` directory of a run, or the run.
+    """Return `path` itself, or the newest checkpoint if it is a run or its `checkpoints` directory.
 
-    Raises `ModelError` where there is no Megatron checkpoint.
+    Raises `ModelError` if there is no Megatron checkpoint.
     """
     for directory in (path, path / "checkpoints"):
         latest = directory / "latest"
@@ -34,9 +34,9 @@ def checkpoint_at(path: Path) -> Path:
 
 
 def template_for(checkpoint: Path) -> Path:
-    """The HF directory whose config.json and tokenizer belong to a checkpoint: inside it, or its run's model.path.
+    """Return the HF directory with a checkpoint's config.json and tokenizer: inside it, or its run's model.path.
 
-    Raises `ModelError` where neither is there, `ConfigError` where the run's config cannot be read.
+    Raises `ModelError` if neither is there, `ConfigError` if the run's config cannot be read.
     """
     if (inside := model_directory(checkpoint)) != checkpoint:
         return inside

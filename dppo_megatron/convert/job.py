@@ -1,15 +1,15 @@
-"""Running a conversion: shards divided among processes, a receipt for each finished one, one rename at the end.
+"""Runs a conversion: shards divided among processes, a receipt for each finished shard, one rename at the end.
 
-    .NAME.writing/                the directory being made, beside its destination
+    .NAME.writing/                the directory in progress, next to its destination
         <shards>
-        .conversion/job.json      what is being made of what; written first
-        .conversion/<shard>.json  one per finished shard, written when its bytes are on the disk
-        .conversion/failed.<rank> why a process failed
-        .conversion/writing.*/    a shard in the making, of one process alone; renamed when it is on the disk
+        .conversion/job.json      source and settings; written first
+        .conversion/<shard>.json  receipt of a finished shard, written when its bytes are on disk
+        .conversion/failed.<rank> the error of a process
+        .conversion/writing.*/    a shard in progress, of one process; renamed when it is on disk
 
-Processes communicate through this directory alone: each takes the shards whose number is its rank modulo their
-count, and process 0 waits for the others' receipts and publishes. A killed conversion loses only the shards in the
-making. One that was started twice writes a shard twice, but never into a file that has its receipt.
+Processes communicate only through this directory. Each takes the shards whose number is its rank modulo the number of
+processes; process 0 waits for all receipts and renames. A killed conversion loses only the shards in progress. A
+conversion that was started twice writes a shard twice, but never into a file that has a receipt.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import contextlib
 import ctypes
 import fcntl
 import json
+import multiprocessing
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dppo_megatron.common.files import output, write_json
+from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import HFModelConfig, ModelError
 from dppo_megatron.hf.safetensors_writer import check_space, publish, refuse_existing, staging_of
 
@@ -42,11 +45,11 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
 
 class Conversion(Protocol):
-    """What is converted to what. Every process builds the same one; that reads headers only and refuses bad sources."""
+    """A conversion. Every process builds the same one, which reads only headers and rejects bad sources."""
 
     source: Path
     destination: Path
-    config: HFModelConfig  # of what is converted
+    config: HFModelConfig  # of the model
     shards: list[str]  # file names, in the order of their numbers
 
     @property
@@ -54,25 +57,25 @@ class Conversion(Protocol):
         """Size of all shards, approximately."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """JSON that is equal for two attempts exactly when their shards belong to one result."""
+        """Return JSON that is equal for two attempts exactly if their shards belong together."""
 
     def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
-        """Writes one shard to the disk and returns what `finish` needs of it, JSON. Calls `tick` now and then."""
+        """Write one shard to disk and return its record for `finish`, JSON. Calls `tick` now and then."""
 
     def finish(self, staging: Path, records: list[dict[str, Any]]) -> None:
-        """Adds what belongs to the whole, when all shards lie in `staging`."""
+        """Add the files of the whole model, when all shards are in `staging`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Which of the converting processes this is."""
+    """The rank of this process among the converting processes."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def from_environment(cls) -> Worker:
-        """As torchrun (RANK) or srun (SLURM_PROCID) set it; alone where neither started this process."""
+        """Read the variables of torchrun (RANK) or srun (SLURM_PROCID); a single process without them."""
         for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
             if rank in os.environ and size in os.environ:
                 return cls(int(os.environ[rank]), int(os.environ[size]))
@@ -80,7 +83,7 @@ class Worker:
 
 
 def prepare(conversion: Conversion, resume: bool) -> None:
-    """Makes the staging directory, or with `resume` checks that the one left behind is of this conversion.
+    """Create the staging directory, or with `resume` check that the existing one is of this conversion.
 
     Raises `ModelError` for an existing destination, an interrupted conversion without `resume`, one that was of
     other files or settings, and too little disk space.
@@ -94,17 +97,17 @@ def prepare(conversion: Conversion, resume: bool) -> None:
         made = staging.with_name(f"{staging.name}.{os.getpid()}")
         (made / _NOTES).mkdir(parents=True)
         write_json(made / _NOTES / _JOB, job)
-        made.rename(staging)  # other processes see it with its job or not at all
+        made.rename(staging)  # atomic: other processes never see it without its job
         return
     if not resume:
         raise ModelError(
             str(conversion.destination),
-            [f"a conversion to it runs or was interrupted; continue with --resume, or remove {staging} to begin anew"],
+            [f"a conversion to it runs or was interrupted; continue with --resume, or remove {staging} to start again"],
         )
     _refuse_other_job(staging, job)
     for note in (staging / _NOTES).glob("failed.*"):
         note.unlink()
-    # Of this host: whether another's process still runs cannot be seen from here. Publishing removes the others.
+    # Only of this host, because processes of other hosts are not visible. The final step removes the others.
     for left in (staging / _NOTES).glob(f"{_WRITING}{socket.gethostname()}.*"):
         if not _is_running(int(left.name.split(".")[-2])):
             shutil.rmtree(left)
@@ -113,12 +116,11 @@ def prepare(conversion: Conversion, resume: bool) -> None:
 
 
 def run(conversion: Conversion, worker: Worker, progress: Progress, watch: Callable[[], None] = lambda: None) -> None:
-    """Writes this worker's shards; worker 0 then waits for the others and publishes. `prepare` comes first.
+    """Write this worker's shards; worker 0 then waits for the others and renames. Call `prepare` first.
 
-    `watch` is called while waiting and may raise.
-    Raises what stops a shard, on worker 0 also `ModelError` with the reasons of the others, naming the shards
-    that made no progress for ten minutes, or because another worker 0 is running. What was finished stays for
-    `--resume`.
+    `watch` is called while waiting and may raise. Raises the error of a shard; on worker 0 also `ModelError` with the
+    errors of the others, with the shards that made no progress for ten minutes, or because another worker 0 is running.
+    Finished shards stay for `--resume`.
     """
     staging = staging_of(conversion.destination)
     with _lock_job(staging) if worker.rank == 0 else contextlib.nullcontext():
@@ -132,12 +134,12 @@ def _run(conversion: Conversion, worker: Worker, staging: Path, progress: Progre
 
     def tick() -> None:
         if _trim is not None:
-            _trim(0)  # weights of 1 to 32 MB fragment its heap, which would grow with the model
+            _trim(0)  # weights of 1 to 32 MB fragment the heap, which would grow with the model
         progress.show(lambda: _bytes_written(staging, conversion.shards))
 
     todo = [index for index in own if _receipt(staging, conversion.shards[index]) is None]
     if worker.rank > 0 and conversion.destination.exists():
-        return  # nothing was left for this process, and process 0 has published already
+        return  # no shard was left for this process, and process 0 has already renamed
     try:
         for index in todo:
             _write_shard(conversion, index, staging, tick)
@@ -156,7 +158,7 @@ def _run(conversion: Conversion, worker: Worker, staging: Path, progress: Progre
 
 @contextlib.contextmanager
 def _lock_job(staging: Path) -> Iterator[None]:
-    """Refuses a second process 0: one would publish what the other is still writing."""
+    """Reject a second process 0, which would rename while the other is still writing."""
     with (staging / _NOTES / _JOB).open("r+") as job:
         try:
             fcntl.flock(job, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,7 +170,7 @@ def _lock_job(staging: Path) -> Iterator[None]:
 
 
 def _write_shard(conversion: Conversion, index: int, staging: Path, tick: Callable[[], None]) -> None:
-    """One shard under a name of its own, then, whole and on the disk, under its final one; then the receipt."""
+    """Write one shard under a temporary name, rename it when it is on disk, then write the receipt."""
     shard, notes = conversion.shards[index], staging / _NOTES
     prefix = f"{_WRITING}{socket.gethostname()}.{os.getpid()}."
     with tempfile.TemporaryDirectory(dir=notes, prefix=prefix) as directory:
@@ -199,12 +201,12 @@ def _refuse_other_job(staging: Path, job: dict[str, Any]) -> None:
     if differing:
         raise ModelError(
             str(staging),
-            [f"cannot be resumed: {', '.join(differing)} changed since it was begun; remove it to start afresh"],
+            [f"cannot be resumed: {', '.join(differing)} changed since it was begun; remove it to start again"],
         )
 
 
 def _receipt(staging: Path, shard: str) -> dict[str, Any] | None:
-    """The receipt of a shard that is complete, else None."""
+    """Return the receipt of a complete shard, else None."""
     try:
         receipt = json.loads((staging / _NOTES / f"{shard}.json").read_text())
         return receipt if (staging / shard).stat().st_size == receipt["nbytes"] else None
@@ -213,7 +215,7 @@ def _receipt(staging: Path, shard: str) -> dict[str, Any] | None:
 
 
 def _bytes_written(staging: Path, shards: list[str]) -> int:
-    """Bytes of all processes so far."""
+    """Return the bytes of all processes so far."""
     in_the_making = (staging / _NOTES).glob(f"{_WRITING}*/*")
     return sum(_size(path) for path in (*(staging / shard for shard in shards), *in_the_making))
 
@@ -255,3 +257,51 @@ def _wait_for_others(staging: Path, shards: list[str], worker: Worker, poll: Cal
             raise ModelError(str(staging), [f"{shard}: waited for its process, {waited}" for shard in missing])
         poll()
         time.sleep(_POLL_S)
+
+
+def convert(
+    build: Callable[[], Conversion], *, resume: bool = False, processes: int = 1, worker: Worker | None = None
+) -> Conversion | None:
+    """Run the conversion that `build` returns; `build` must be picklable if `processes` > 1.
+
+    `worker` is the rank of this process; default: from the environment, else the first of `processes`. Returns the
+    conversion on rank 0, None on the other ranks of torchrun or srun. Raises `ModelError` as `build`, `prepare` and
+    `run` do.
+    """
+    worker = worker or Worker.from_environment()
+    if worker.size > 1:
+        processes = 1  # torchrun or srun started them
+    elif processes > 1:
+        worker = Worker(0, processes)
+    conversion = build()
+    if worker.rank == 0:
+        prepare(conversion, resume)
+    context = multiprocessing.get_context("spawn")
+    others = [
+        context.Process(target=_work, args=(build, Worker(rank, processes)), daemon=True)
+        for rank in range(1, processes)
+    ]
+
+    def watch() -> None:
+        for rank, other in enumerate(others, 1):
+            if other.exitcode:
+                raise ModelError("conversion", [f"process {rank} of {processes} ended with exit code {other.exitcode}"])
+
+    for other in others:
+        other.start()
+    try:
+        with Progress(conversion.destination.name, conversion.nbytes, silent=worker.rank > 0) as progress:
+            run(conversion, worker, progress, watch)
+    finally:
+        for other in others:
+            other.terminate()  # on success it has nothing left to do
+            other.join()
+    return conversion if worker.rank == 0 else None
+
+
+def _work(build: Callable[[], Conversion], worker: Worker) -> None:
+    conversion = build()
+    try:
+        run(conversion, worker, Progress("", conversion.nbytes, silent=True))
+    except ExpectedError:
+        sys.exit(1)  # process 0 reports it

@@ -1,4 +1,4 @@
-"""How a Megatron checkpoint is divided into files: one for each rank of a layout that is the source of weights."""
+"""The division of a Megatron checkpoint into files: one for each rank that saves weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dppo_megatron.hf import Entry, HFModelConfig
 class TargetLayout:
     """Parallel sizes of the ranks that the files are written for.
 
-    Megatron loads the checkpoint at any other size too; at this one each rank reads one file. Where the stages do
-    not divide the layers, some have one more than others.
+    Megatron loads the checkpoint at any other sizes too; at these each rank reads one file. If the stages do not divide
+    the layers, some stages have one more than others.
     """
 
     tensor: int = 1
@@ -22,11 +22,11 @@ class TargetLayout:
 
     @property
     def expert_tensor_size(self) -> int:
-        """Tensor-parallel size of the experts."""
+        """The tensor-parallel size of the experts."""
         return self.expert_tensor or self.tensor
 
     def problems(self, config: HFModelConfig) -> list[str]:
-        """Every reason why a model cannot be laid out so, each `option = value: why`."""
+        """Return every reason why a model does not fit this layout, each `option = value: why`."""
         out = [
             f"{name} = {size}: must be at least 1"
             for name, size in (
@@ -60,7 +60,7 @@ class TargetLayout:
         return out
 
     def source_ranks(self, config: HFModelConfig) -> list[SourceRank]:
-        """The ranks whose weights are saved, stage by stage: the first data-parallel replica."""
+        """Return the ranks that save weights, stage by stage: the first data-parallel replica."""
         width = self.tensor if config.moe is None else max(self.tensor, self.expert_tensor_size * self.expert)
         return [SourceRank(self, stage, rank) for stage in range(self.pipeline) for rank in range(width)]
 
@@ -74,7 +74,7 @@ class SourceRank:
     rank: int
 
     def shard_of(self, entry: Entry, config: HFModelConfig) -> tuple[int, int] | None:
-        """This rank's index in the group that shards an entry, and its size; None where it has no shard of it."""
+        """Return this rank's index in the group that shards an entry, and its size; None without a shard."""
         layout = self.layout
         if entry.rule.duplicate or self._stage_of(entry, config) != self.stage:
             return None

@@ -1,4 +1,4 @@
-"""How far a conversion is, on the terminal of the person who waits for it."""
+"""Progress of a conversion on the terminal or in the log."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bars
 
 _EVERY_S = 0.2
-_LINE_EVERY_S = 30.0  # where there is no terminal: a log should not be full of bars
+_LINE_EVERY_S = 30.0  # in a log, where there is no bar
 
 
 class Progress:
-    """A bar on a terminal, a line now and then in a log, nothing when silent. A context manager."""
+    """Shows a bar on a terminal, a line now and then in a log, nothing if silent. A context manager."""
 
     def __init__(self, what: str, nbytes: int, *, silent: bool = False):
         self._what, self._nbytes, self._silent = what, nbytes, silent
@@ -28,7 +28,7 @@ class Progress:
             self._task = self._bars.add_task(what, total=nbytes)
 
     def show(self, written: Callable[[], int]) -> None:
-        """Shows what `written` returns, if the last time is long enough ago."""
+        """Show the bytes that `written` returns, at most every few seconds."""
         now = time.monotonic()
         if self._silent or now - self._shown < (_EVERY_S if self._bars else _LINE_EVERY_S):
             return

@@ -1,4 +1,4 @@
-"""A Megatron checkpoint, or another Hugging Face directory, as a complete Hugging Face directory."""
+"""Converts a Megatron checkpoint, or another Hugging Face directory, to a complete Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .files import fingerprint_of
 
 
 class ToHF:
-    """A `Conversion` (see `job`). Files hold whole weights and at most `shard_bytes` (one weight at least).
+    """A `Conversion` (see `job`). Files have whole weights and at most `shard_bytes`, but at least one weight.
 
-    `template` has config.json and tokenizer. `dtype` None keeps that of each tensor, bf16 for FP8;
-    `quantization` "fp8_block" stores the projections as block-scaled FP8. Raises `ModelError` with every weight
-    that the source lacks or has in another shape.
+    `template` has config.json and tokenizer. `dtype` None keeps the dtype of each tensor, bf16 for FP8; `quantization`
+    "fp8_block" stores the projections as block-scaled FP8. Raises `ModelError` with every weight that the source lacks
+    or has in another shape.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ToHF:
         }
 
     def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
-        """Writes one file. Raises `ModelError` naming every tensor in it that is not finite."""
+        """Write one file. Raises `ModelError` naming every tensor in it that is not finite."""
         announced = {name: info for entry in self._groups[index] for name, info in self._written_info(entry).items()}
         not_finite = []
         with SafetensorsFile(path, announced) as file:
@@ -88,7 +88,7 @@ class ToHF:
         copy_metadata(self._template, staging, self._main_dtype(), quantization)
 
     def table(self) -> Iterator[str]:
-        """A line per Megatron tensor: what it becomes, and in which file."""
+        """Yield a line per Megatron tensor: its HF tensors and their file."""
         for file, group in zip(self.shards, self._groups, strict=True):
             for entry in group:
                 for name, info in self._written_info(entry).items():
@@ -96,7 +96,7 @@ class ToHF:
                     yield f"{entry.megatron} -> {name} {list(info.shape)} {dtype} in {file}"
 
     def _main_dtype(self) -> torch.dtype:
-        """What config.json names: the dtype of most bytes that are not quantised."""
+        """Return the dtype for config.json: that of most bytes that are not quantised."""
         sizes: dict[torch.dtype, int] = {}
         for group in self._groups:
             for entry in group:
@@ -105,7 +105,7 @@ class ToHF:
         return max(sizes, key=lambda dtype: sizes[dtype])
 
     def _group_entries(self) -> list[list[Entry]]:
-        """Entries in order, divided into files. A fused weight stays in one: its parts are read at once."""
+        """Divide the entries into files, in order. A fused weight stays in one file: its parts are read at once."""
         groups: list[list[Entry]] = []
         filled = 0
         for entry in self._map.entries():
@@ -121,7 +121,7 @@ class ToHF:
 
     def _cast(self, name: str, info: TensorInfo) -> torch.Tensor:
         tensor = self._weights.tensor(name)
-        # Quantised from the dtype of the source: a cast before would only add to the error.
+        # Quantised from the dtype of the source: another cast before it would add to the error.
         return tensor if self._quantization and fp8.is_quantized(name) else tensor.to(info.dtype)
 
     def _written_info(self, entry: Entry) -> dict[str, TensorInfo]:

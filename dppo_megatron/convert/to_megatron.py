@@ -1,4 +1,4 @@
-"""A Hugging Face directory (FP8 too) as a Megatron torch_dist checkpoint, weight by weight."""
+"""Converts a Hugging Face directory (FP8 too) to a Megatron torch_dist checkpoint, weight by weight."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dppo_megatron.hf.weight_source import cast_problem, source_problems
 from .files import fingerprint_of
 from .layout import SourceRank, TargetLayout
 
-_OVERHEAD = 4096  # of a stored tensor: the archive around it, its metadata
+_OVERHEAD = 4096  # bytes of a stored tensor's archive and metadata
 
 
 class ToMegatron:
-    """A `Conversion` (see `job`). One file for each source rank of `layout`.
+    """A `Conversion` (see `job`) to one file for each source rank of `layout`.
 
-    `dtype` None keeps that of each tensor, bf16 for FP8. Raises `ModelError` with every missing, unexpected and
+    `dtype` None keeps the dtype of each tensor, bf16 for FP8. Raises `ModelError` with every missing, unexpected and
     misshaped tensor and every size that does not divide.
     """
 
@@ -46,7 +46,6 @@ class ToMegatron:
 
     @property
     def nbytes(self) -> int:
-        """What will be written, nearly."""
         return sum(
             self._stored_dtype(entry, name).itemsize * torch.Size(shape).numel() + _OVERHEAD
             for entry in self._map.entries()
@@ -55,7 +54,6 @@ class ToMegatron:
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for shards of two attempts to belong together."""
         layout = self.layout
         return {
             "source": fingerprint_of(self.source),
@@ -64,7 +62,7 @@ class ToMegatron:
         }
 
     def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
-        """Writes the file of one rank. Raises `ModelError` naming every tensor in it that is not finite."""
+        """Write the file of one rank. Raises `ModelError` naming every tensor in it that is not finite."""
         not_finite = []
         with TorchDistFile(path) as file:
             for entry, (rank, size) in self._shards_on(self._ranks[index]):
@@ -90,7 +88,7 @@ class ToMegatron:
         write_torch_dist_metadata(staging, chunks)
 
     def table(self) -> Iterator[str]:
-        """A line per HF tensor: what it becomes, and in which file."""
+        """Yield a line per HF tensor: its Megatron tensor and file."""
         for entry in self._map.entries():
             if entry.rule.duplicate:
                 continue
@@ -108,12 +106,12 @@ class ToMegatron:
         return possible_locations(entry, self.config, layers_stacked=self._layers_stacked)
 
     def _shape(self, entry: Entry) -> tuple[int, ...]:
-        """Shape of the whole Megatron tensor of one layer and expert."""
+        """Return the shape of the whole Megatron tensor of one layer and expert."""
         parts = {t.name: torch.empty(t.shape, device="meta") for t in entry.hf}
         return tuple(self._map.to_megatron(entry, parts).shape)
 
     def _shards_on(self, source: SourceRank) -> Iterator[tuple[Entry, tuple[int, int]]]:
-        """Entries of which `source` has a shard, with its rank in the group that shards them and the group's size."""
+        """Yield the entries with a shard on `source`, its rank in the group that shards them, and the group's size."""
         for entry in self._map.entries():
             if (shard := source.shard_of(entry, self.config)) is not None:
                 yield entry, shard

@@ -1,6 +1,6 @@
-"""Whether a Hugging Face directory and a Megatron checkpoint are the same function: logits, and the first difference.
+"""Compares the logits of a Hugging Face directory and a Megatron checkpoint, and finds the first layer that differs.
 
-Both models are whole in the memory of this machine, in fp32.
+Both models need the memory of one process, in fp32.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from dppo_megatron.hf.load import load_into
 from dppo_megatron.hf.safetensors_file import TensorInfo
 from dppo_megatron.hf.weight_source import open_weights
 
-from .job import Worker
-from .processes import convert
+from .job import Worker, convert
 from .to_hf import ToHF
 
-TOLERANCE = 1e-4  # of the largest magnitude: far above fp32 rounding, far below any misplaced weight
+TOLERANCE = 1e-4  # of the largest magnitude: far above fp32 rounding, far below the effect of a misplaced weight
 _TOKENS = 64
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Outputs of two models on the same tokens."""
+    """The difference between the outputs of two models on the same tokens."""
 
     logits: float  # largest absolute difference
     scale: float  # largest absolute logit
@@ -47,10 +46,10 @@ class Comparison:
 
 
 def verify(hf_dir: Path, checkpoint: Path, tokens: int = _TOKENS) -> Comparison:
-    """Compares transformers' model of `hf_dir` with the trainer's Megatron model of `checkpoint` on random tokens.
+    """Compare transformers' model of `hf_dir` with the trainer's Megatron model of `checkpoint` on random tokens.
 
-    Where one side stores a weight in fewer bits (bf16, FP8), the other side is rounded likewise: what is compared
-    is the conversion, not the rounding. Raises `ModelError` for a model that the trainer cannot build here.
+    If one side stores a weight in fewer bits (bf16, FP8), the other side is rounded in the same way, so that the result
+    shows the conversion and not the rounding. Raises `ModelError` for a model that the trainer cannot build here.
     """
     config = read_hf_config(hf_dir)
     count = min(tokens, config.max_position_embeddings)
@@ -62,7 +61,7 @@ def verify(hf_dir: Path, checkpoint: Path, tokens: int = _TOKENS) -> Comparison:
 
 
 def compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float = TOLERANCE) -> Comparison:
-    """`expected` and `found`: name -> output [T, ...] in the order of computation, "logits" last."""
+    """Compare outputs [T, ...] by name, in the order of computation, "logits" last."""
     differs_at = None
     for name, right in expected.items():
         left = found[name][: len(right)]
@@ -78,7 +77,7 @@ def compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], toleran
 
 @torch.no_grad()
 def outputs_of_transformers(hf_dir: Path, ids: Tensor, rounded_as: WeightSource) -> dict[str, Tensor]:
-    """Outputs of each part of the model in `hf_dir`, its weights rounded as they are in `rounded_as`."""
+    """Return the output of each part of the model in `hf_dir`, with weights rounded as in `rounded_as`."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -99,7 +98,7 @@ def outputs_of_transformers(hf_dir: Path, ids: Tensor, rounded_as: WeightSource)
 def outputs_of_megatron(
     hf_dir: Path, ids: Tensor, checkpoint: Path, rounded_as: SafetensorsDirectory
 ) -> dict[str, Tensor]:
-    """Outputs of each part of the trainer's model of `checkpoint`, its weights rounded as they are in `rounded_as`."""
+    """Return the output of each part of the trainer's model of `checkpoint`, rounded as in `rounded_as`."""
     from dppo_megatron.actor import Actor, check_model, init_layout
     from dppo_megatron.hf.megatron_model import unwrap
 
@@ -126,7 +125,7 @@ def outputs_of_megatron(
 
 @contextlib.contextmanager
 def record_outputs(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Name -> the last output of each module while the context is open (of several, the first)."""
+    """Yield a dict that collects the last output of each module by name; of a tuple, its first value."""
     outputs: dict[str, Tensor] = {}
 
     def hook(name: str) -> Any:
@@ -145,7 +144,7 @@ def record_outputs(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]
 
 @contextlib.contextmanager
 def _full_precision(hf_dir: Path, config: HFModelConfig) -> Iterator[Path]:
-    """`hf_dir`, or for an FP8 one a dequantised copy beside it: transformers reads FP8 only with further packages."""
+    """Yield `hf_dir`, or a dequantised copy of an FP8 one: transformers needs further packages to read FP8."""
     if config.quantization is None:
         yield hf_dir
         return
@@ -156,7 +155,7 @@ def _full_precision(hf_dir: Path, config: HFModelConfig) -> Iterator[Path]:
 
 
 class _RoundedWeights:
-    """The weights of `source` rounded to what `stored` has of them; a `WeightSource`."""
+    """The weights of `source` rounded to the dtypes of `stored`; a `WeightSource`."""
 
     def __init__(self, source: WeightSource, stored: SafetensorsDirectory):
         self._source, self._stored = source, stored.tensors
@@ -191,7 +190,7 @@ def _trainer_config(hf_dir: Path):
 
 @contextlib.contextmanager
 def _without_rank_variables() -> Iterator[None]:
-    """Hides the variables of torchrun: the model is built in this process alone."""
+    """Hide the variables of torchrun inside: only this process builds the model."""
     saved = {name: os.environ.pop(name) for name in _RANK_VARIABLES if name in os.environ}
     try:
         yield

@@ -1,9 +1,11 @@
-"""Where a weight lies in a Megatron torch_dist checkpoint: the key of a global tensor and an index into it.
+"""The location of a weight in a Megatron torch_dist checkpoint: the key of a global tensor and an index into it.
 
-Megatron stores a global tensor per parameter, whatever the layout that saved it. It stacks the layers of a homogeneous
-model along a first axis and gives each layer of any other model its own key. To Megatron a model is homogeneous unless
-`moe_layer_freq` is a list, as it is in the trainer's models with experts: a checkpoint of a model whose layers all have
-experts may have either form. Experts are always stacked.
+Megatron stores a global tensor per parameter, regardless of the layout that saved it. It stacks the layers of a
+homogeneous model along a first axis and gives each layer of any other model its own key. A model is homogeneous unless
+`moe_layer_freq` is a list, as in the trainer's models with experts. So a checkpoint of a model whose layers all have
+experts may have either form. Experts are always stacked. Example: expert 3 of layer 2 in a model of 4 layers with 8
+experts is tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"][2, 3] of a [4, 8, ...] tensor, or without
+stacked layers tensors["decoder.layers.2.mlp.experts.experts.linear_fc1.weight"][3].
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from .rules import Entry
 
 _LAYER = re.compile(r"^decoder\.layers\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.|\.experts\.(?=linear_fc[12]\.weight\d+$)")
-# The local layer spec saves its norms under the names of the TransformerEngine spec, so that either loads them.
+# The local layer spec saves its norms under the names of the TransformerEngine spec, so that both load them.
 _SAVED_SPELLINGS = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
@@ -33,7 +35,7 @@ class StoredAt:
 
 
 def possible_locations(entry: Entry, config: HFModelConfig, *, layers_stacked: bool) -> list[StoredAt]:
-    """Where a weight may lie, by the names of both layer specs; the first is the local spec's."""
+    """Return the possible locations of a weight by the names of both layer specs, the local spec first."""
     spellings = [name.format(layer=entry.layer, expert=entry.expert) for name in entry.rule.megatron]
     for local, saved in _SAVED_SPELLINGS.items() if config.mla is None else ():
         spellings += [name.replace(local, saved) for name in spellings if local in name]
@@ -41,7 +43,7 @@ def possible_locations(entry: Entry, config: HFModelConfig, *, layers_stacked: b
 
 
 def stacks_layers(config: HFModelConfig) -> bool:
-    """Whether the trainer's model of this config stacks its layers."""
+    """Return whether the trainer's model of this config stacks its layers."""
     return config.moe is None
 
 

@@ -1,4 +1,4 @@
-"""The error of this package: a model directory or a tensor set that must not be used, with every reason."""
+"""The error of this package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dppo_megatron.errors import ExpectedError, listing
 
 
 class ModelError(ExpectedError, ValueError):
-    """Every problem found with one model, one line each: what, and the remedy where there is one."""
+    """A model directory or a set of tensors that cannot be used, with every problem on a line."""
 
     def __init__(self, source: str, problems: Sequence[str]):
         self.source = source

@@ -1,4 +1,4 @@
-"""FLOPs of a model's matrix products, two for each multiply-add: the one formula of the plan and of the metrics."""
+"""FLOPs of a model's matrix products, two for each multiply-add, for the plan and the metrics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Work(NamedTuple):
     """A forward pass over all ranks. Sequences of 3 and 4 tokens: 7 rows, 6 + 10 = 16 pairs."""
 
     rows: int  # tokens that pass through the layers
-    pairs: int  # (query, key) that causal attention needs: L (L + 1) / 2 of a sequence of L tokens
-    head_rows: int  # tokens that carry loss; no other logits are computed
+    pairs: int  # (query, key) in causal attention: L (L + 1) / 2 for a sequence of L tokens
+    head_rows: int  # tokens with loss; no other logits are computed
 
 
 class ModelFlops(NamedTuple):
@@ -41,12 +41,15 @@ class ModelFlops(NamedTuple):
         )
 
     def forward(self, work: Work) -> int:
-        """One pass without gradients."""
+        """Return the FLOPs of one pass without gradients."""
         return (self.row + self.adapter_row) * work.rows + self.pair * work.pairs + self.head_row * work.head_rows
 
     def update(self, work: Work) -> int:
-        """Forward and backward: three forward passes, without recompute. With LoRA the model's own weights need no
-        gradient, so their products count twice; those of adapters and attention count three times."""
+        """Return the FLOPs of forward and backward passes: three forward passes, without recompute.
+
+        With LoRA the model's own weights need no gradient, so their products count twice; those of adapters and
+        attention count three times.
+        """
         frozen = self.row * work.rows + self.head_row * work.head_rows if self.adapter_row else 0
         return 3 * self.forward(work) - frozen
 

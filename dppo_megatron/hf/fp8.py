@@ -1,8 +1,8 @@
 """Block-scaled FP8 weights in the layout of DeepSeek-V3's files, which vLLM, SGLang and transformers load.
 
-A quantised `x.weight` [R, C] is e4m3, and beside it lies `x.weight_scale_inv` [ceil(R / 128), ceil(C / 128)] fp32:
-the number to multiply each 128 x 128 block with. Only the projections of the layers are quantised; embeddings,
-head, norms, routers and biases keep their dtype.
+A quantised `x.weight` [R, C] is e4m3. Its scales `x.weight_scale_inv` [ceil(R / 128), ceil(C / 128)], fp32, multiply
+each 128 x 128 block. Only the projections of the layers are quantised; embeddings, head, norms, routers and biases keep
+their dtype.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _PROJECTION = re.compile(r"model\.layers\.\d+\..*proj(_with_mqa)?\.weight")
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`weight` [R, C] as e4m3 [R, C] and its inverse scales [ceil(R / 128), ceil(C / 128)] fp32.
+    """Return `weight` [R, C] as e4m3 [R, C] and its inverse scales [ceil(R / 128), ceil(C / 128)] fp32.
 
-    The largest magnitude of each block becomes 448; every value is the nearest one that e4m3 has. A block of
+    The largest magnitude of each block becomes 448; every value is rounded to the nearest e4m3 value. A block of
     zeros gets the scale 1. Raises `ValueError` for values that are not finite.
     """
     rows, columns = weight.shape
     scales = torch.empty(_blocks(rows, BLOCK), _blocks(columns, BLOCK), device=weight.device)
     out = torch.empty(rows, columns, dtype=E4M3, device=weight.device)
-    bands = zip(weight.split(BLOCK), out.split(BLOCK), scales, strict=True)  # fp32 copies of one stay small
+    bands = zip(weight.split(BLOCK), out.split(BLOCK), scales, strict=True)  # the fp32 copy of one band is small
     for band, band_out, band_scales in bands:
         blocks = torch.nn.functional.pad(band.float(), (0, -columns % BLOCK)).view(band.shape[0], -1, BLOCK)
         largest = blocks.abs().amax(dim=(0, 2))
-        # Below the smallest normal number a quotient would lose its digits, or become 0 and the values infinite.
+        # Below the smallest normal number a scale would lose digits, or become 0 and the values infinite.
         scale = (largest / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny).masked_fill_(largest == 0, 1.0)
-        scaled = blocks / scale[:, None]  # at most 448 and a rounding, which the cast removes
+        scaled = blocks / scale[:, None]  # at most 448 up to rounding, which the cast removes
         band_out.copy_(scaled.view(band.shape[0], -1)[:, :columns])
         band_scales.copy_(scale)
     if not torch.isfinite(scales).all():
@@ -52,7 +52,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(
     weight: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.bfloat16, block: tuple[int, int] = (BLOCK, BLOCK)
 ) -> Tensor:
-    """The values [R, C] that e4m3 `weight` [R, C] and `scale_inv` stand for; products in fp32, then cast."""
+    """Return the values [R, C] of e4m3 `weight` [R, C] times `scale_inv`, multiplied in fp32, then cast."""
     rows, columns = weight.shape
     out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
     for index, scales in enumerate(scale_inv.float()):
@@ -62,17 +62,17 @@ def dequantize(
 
 
 def is_quantized(name: str) -> bool:
-    """Whether an export in FP8 quantises the HF tensor `name`."""
+    """Return whether an export in FP8 quantises the HF tensor `name`."""
     return _PROJECTION.fullmatch(name) is not None
 
 
 def quantize_projections(
     tensors: Iterable[tuple[str, Tensor]], *, emulated: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors with every projection replaced by its e4m3 weight and the scales beside it.
+    """Yield the tensors, each projection as its e4m3 weight followed by its scales.
 
-    `emulated`: by the values that these stand for, in the projection's own dtype. Exhausts `tensors`, whose
-    iteration may be collective, before it raises `ModelError` naming every tensor that is not finite.
+    `emulated`: as the product of the two, in the projection's own dtype. Exhausts `tensors`, whose iteration may be
+    collective, before it raises `ModelError` naming every tensor that is not finite.
     """
     problems = []
     for name, tensor in tensors:
@@ -94,7 +94,7 @@ def quantize_projections(
 
 
 def quantized_info(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """What `quantize_projections` makes of tensors, by their dtype and shape alone."""
+    """Return dtype and shape of the tensors that `quantize_projections` yields."""
     out = {}
     for name, info in tensors.items():
         if not is_quantized(name):
@@ -106,7 +106,7 @@ def quantized_info(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def quantization_config(config: HFModelConfig) -> dict[str, Any]:
-    """`quantization_config` of config.json for what `quantize_projections` writes."""
+    """Return `quantization_config` of config.json for the output of `quantize_projections`."""
     layers = range(config.num_layers)
     routers = [f"model.layers.{layer}.mlp.gate" for layer in layers if config.is_moe_layer(layer)]
     return {
@@ -119,9 +119,9 @@ def quantization_config(config: HFModelConfig) -> dict[str, Any]:
 
 
 class Fp8Weights:
-    """A block-scaled FP8 directory read as if it were not quantised; a `WeightSource`.
+    """Reads a block-scaled FP8 directory as if it were not quantised; a `WeightSource`.
 
-    `dtype` is what the quantised tensors become. Raises `ModelError` for another quantisation, and for weights
+    `dtype` is that of the dequantised tensors. Raises `ModelError` for another quantisation, and for weights
     without scales, scales without weights and scales of the wrong shape, all listed.
     """
 

@@ -1,7 +1,4 @@
-"""A model as its `config.json` describes it, typed: the weight map and the model builder see the same facts.
-
-`parse_config` makes it of the file.
-"""
+"""The typed content of `config.json`, which `parse_config` reads; weight map and model builder share it."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-# How weights are stored or initialised, and ids of the tokenizer: no part of the function that the model computes.
+# Storage and initialisation of weights, and token ids: they do not change the function of the model.
 _NOT_OF_THE_MODEL = (
     "initializer_range", "dtype", "bos_token_id", "eos_token_ids", "pad_token_id", "quantization", "source", "raw",
     "max_position_embeddings", "mtp_layers",
 )  # fmt: skip
-# Keys of config.json for layers behind the model, which are neither loaded nor exported.
+# Keys of config.json for layers after the model, which are neither loaded nor exported.
 MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
@@ -70,7 +67,7 @@ class HFModelConfig:
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # parameters of a non-default rope_type
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
-    mtp_layers: int = 0  # multi-token prediction layers stored behind the model; never loaded nor exported
+    mtp_layers: int = 0  # multi-token prediction layers stored after the model; never loaded nor exported
     initializer_range: float = 0.02
     dtype: str | None = None  # "float32" | "bfloat16" | ...: the dtype of the weights, as the file names it
     bos_token_id: int | None = None
@@ -81,9 +78,9 @@ class HFModelConfig:
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal for two configs to describe the same model, in the types that JSON gives back.
+        """Return the fields that are equal for two configs of the same model, in the types that JSON returns.
 
-        Fields of experts and latent attention are named `moe.top_k`; models without have none of them.
+        Fields of experts and latent attention have names like `moe.top_k`; other models do not have them.
         """
         found: dict[str, Any] = {}
         for f in fields(self):
@@ -95,5 +92,5 @@ class HFModelConfig:
         return json.loads(json.dumps(found))
 
     def is_moe_layer(self, layer: int) -> bool:
-        """True where the global layer index `layer` holds experts."""
+        """Return whether the layer with the global index `layer` has experts."""
         return self.moe is not None and self.moe.layers[layer]

@@ -1,4 +1,4 @@
-"""Filling Megatron model chunks from a model directory or a checkpoint, or refusing before anything is half done."""
+"""Fills Megatron model chunks from a model directory or a checkpoint, after checking all of it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .agreement import disagreements
 from .errors import ModelError
 from .hf_config import HFModelConfig
 from .megatron_model import ParallelRanks, has_ends, infer_layout, local_layers, named_weights
 from .parse_config import read_hf_config
 from .rules import Entry
 from .torch_dist_place import model_directory
+from .transformer_fields import disagreements
 from .weight_map import WeightMap
 from .weight_source import WeightSource, cast_problem, open_weights, source_problems
 
@@ -27,19 +27,18 @@ def load_into(
     ranks: ParallelRanks | None = None,
     source: WeightSource | None = None,
 ) -> WeightMap:
-    """Fills every local parameter of `model_chunks` from `hf_dir`; returns the map it used.
+    """Fill every local parameter of `model_chunks` from `hf_dir`; return the weight map.
 
-    `hf_dir` is a Hugging Face directory, FP8 included, or a Megatron checkpoint saved in whatever layout;
-    `source` takes the place of the weights in it.
-    `model_chunks` are GPTModels or their DDP / Float16Module wrappers: one, or one per virtual pipeline
-    stage. Each rank reads only the bytes of its own tensor, pipeline and expert shard, and casts to the
-    parameter's dtype. No collectives. Padded vocabulary rows become zero. An optimizer with its own fp32
-    copy must reload it afterwards (`optimizer.reload_model_params()`).
+    `hf_dir` is a Hugging Face directory, FP8 included, or a Megatron checkpoint saved in any layout; `source` replaces
+    its weights. `model_chunks` are GPTModels or their DDP / Float16Module wrappers: one, or one per virtual pipeline
+    stage. Each rank reads only the bytes of its own tensor, pipeline and expert shard, and casts to the parameter's
+    dtype. No collectives. Padded vocabulary rows become zero. An optimizer with its own fp32 copy must reload it
+    afterwards (`optimizer.reload_model_params()`).
 
-    Raises `ModelError` listing every missing, unexpected or misshaped tensor, every parameter without a
-    counterpart, every HF tensor without a parameter and every field where the model's TransformerConfig
-    differs from config.json, before any parameter is written; and, after writing, every tensor that is not finite,
-    or not in the parameter's dtype.
+    Raises `ModelError` before any parameter is written, listing every missing, unexpected or misshaped tensor, every
+    parameter without a counterpart, every HF tensor without a parameter and every field where the model's
+    TransformerConfig differs from config.json. After writing it raises for every tensor that is not finite, or
+    overflows the parameter's dtype.
     """
     config = config or read_hf_config(model_directory(hf_dir))
     ranks = ranks or ParallelRanks.current()
@@ -65,7 +64,7 @@ def load_into(
 
 
 def _match(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> tuple[list[tuple[Entry, Tensor]], list[str]]:
-    """Local weights with their entries, and what is left over on either side."""
+    """Match local weights with their entries; also return the mismatches of both sides."""
     weights, problems, filled = [], [], set()
     for name, weight in named_weights(model_chunks):
         try:
@@ -84,7 +83,7 @@ def _match(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> tuple[li
 
 
 def _expected(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> list[Entry]:
-    """Entries that this rank's layers and ends must have."""
+    """Return the entries that this rank's layers and ends must have."""
     first, last = has_ends(model_chunks)
     ends = weight_map.end_entries()
     out = [e for e in ends if (first if e.megatron.startswith("embedding.") else last) and not e.rule.duplicate]
@@ -94,7 +93,7 @@ def _expected(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> list[
 
 
 def _shape_problem(weight_map: WeightMap, entry: Entry, weight: Tensor, ranks: ParallelRanks) -> str | None:
-    """Compares shapes on meta tensors: nothing is read."""
+    """Compare shapes on meta tensors, without reading."""
     group = ranks.expert_tensor if entry.is_expert else ranks.tensor
     parts = {t.name: torch.empty(t.shape, device="meta") for t in entry.hf}
     try:

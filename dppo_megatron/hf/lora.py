@@ -1,9 +1,9 @@
-"""LoRA on Megatron's linear layers, of which some fuse several of Hugging Face's: adapters, and their tensors in PEFT.
+"""LoRA adapters of Megatron's linear layers, some of which fuse several of Hugging Face's, and PEFT's tensors.
 
 For each layer of Hugging Face PEFT adds (alpha / r) B A x to W x, with A [r, inputs] and B [outputs, r]
-(https://arxiv.org/abs/2106.09685, equation 3). A fused layer keeps the A's one below another; each of its outputs
-belongs to one layer of Hugging Face, so its B has as many rows as its weight, is sharded as that one by the same rule
-of the family's table, and each row multiplies the A of its own layer alone. That is PEFT's sum, and not another one.
+(https://arxiv.org/abs/2106.09685, equation 3). A fused layer stacks the A's; each of its outputs
+belongs to one layer of Hugging Face. So its B has as many rows as its weight, is sharded by the same rule of the
+family's table, and each row multiplies only the A of its own layer. The sum is the same as PEFT's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """Tensors of one shape one below another, the same on every rank: the A's of a layer that shards its outputs."""
+    """Stacked tensors of one shape, the same on every rank: the A's of a layer that shards its outputs."""
 
     count: int
     replicated = True
@@ -43,8 +43,8 @@ class Stacked:
 
 
 @dataclass(frozen=True, slots=True)
-class Some:
-    """`op` of which only the parts numbered `chosen` are stored, and the others are 0: the B of a layer in part."""
+class PartlyStored:
+    """`op` with only the parts numbered `chosen` stored and the others 0: B of a layer with targets in part."""
 
     op: Operation
     rows: tuple[int, ...]  # of all parts
@@ -69,7 +69,7 @@ class Some:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEntry:
-    """The adapter of one weight: entries of its A and its B, whose HF names are those that PEFT gives its files."""
+    """The adapter of one weight: entries of its A and B, with the names of PEFT's files as HF names."""
 
     weight: str  # global Megatron name
     a: Entry
@@ -81,7 +81,7 @@ class AdapterEntry:
 
 
 def adapter_entry(entry: Entry, targets: Sequence[str], r: int) -> AdapterEntry | None:
-    """The adapter of a weight; None where it is no linear layer's or none of `targets` names it."""
+    """Return the adapter of a weight; None if it is not of a linear layer or `targets` does not name it."""
     if not is_linear(entry):
         return None
     chosen = [index for index, tensor in enumerate(entry.hf) if _is_target(tensor.name, targets)]
@@ -92,7 +92,7 @@ def adapter_entry(entry: Entry, targets: Sequence[str], r: int) -> AdapterEntry 
     if isinstance(op, Sharded) and op.dim == 1:
         a_op, op = op, Replicated()
     elif len(chosen) < len(entry.hf):
-        op = Some(op, tuple(tensor.shape[0] for tensor in entry.hf), tuple(chosen))
+        op = PartlyStored(op, tuple(tensor.shape[0] for tensor in entry.hf), tuple(chosen))
     tensors = [entry.hf[index] for index in chosen]
 
     def part(which: str, op: Operation, shapes: list[tuple[int, ...]]) -> Entry:
@@ -112,7 +112,7 @@ def adapter_entry(entry: Entry, targets: Sequence[str], r: int) -> AdapterEntry 
 
 
 def is_linear(entry: Entry) -> bool:
-    """Whether the weight is that of a linear layer which an adapter can stand beside: no norm, router or vocabulary."""
+    """Return whether the weight is of a linear layer that may have an adapter: no norm, router or vocabulary."""
     tensor = entry.hf[0]
     router = tensor.name.endswith(".mlp.gate.weight")
     return (
@@ -125,7 +125,7 @@ def is_linear(entry: Entry) -> bool:
 
 
 def target_problems(weight_map: WeightMap, targets: Sequence[str]) -> list[str]:
-    """Which of `targets` name no linear layer, and which decoder layers would have no adapter; one line each."""
+    """List the `targets` that name no linear layer, and the decoder layers without an adapter, one line each."""
     layers = {
         layer: [t.name for entry in weight_map.layer_entries(layer, [0]) if is_linear(entry) for t in entry.hf]
         for layer in range(weight_map.config.num_layers)
@@ -141,7 +141,7 @@ def target_problems(weight_map: WeightMap, targets: Sequence[str]) -> list[str]:
 
 
 def _is_target(name: str, targets: Sequence[str]) -> bool:
-    """As PEFT matches a list: the name of the layer, or its end from a dot on."""
+    """Match as PEFT does for a list: the name of the layer, or its end after a dot."""
     layer = "." + name.removesuffix(_WEIGHT)
     return any(layer.endswith("." + target) for target in targets)
 
@@ -149,9 +149,9 @@ def _is_target(name: str, targets: Sequence[str]) -> bool:
 class Adapter(nn.Module):
     """This rank's part of one layer's adapter, in the dtype and on the device of its `weight` [rows, columns].
 
-    A [n r, columns]: n layers of Hugging Face that are targets. B [rows, r]. `owner` [rows, n] is 1 where an output
-    belongs to a layer, or None where all belong to one. A and B start as PEFT's do, A the same whatever the layout:
-    uniform within 1 / sqrt(inputs), from `seed` and its name; B 0.
+    A [n r, columns]: n target layers of Hugging Face. B [rows, r]. `owner` [rows, n] is 1 if an output belongs to a
+    layer; None if all belong to one. A and B are initialised like PEFT's: A uniform within 1 / sqrt(inputs), from
+    `seed` and its name, the same in every layout; B 0.
     """
 
     def __init__(self, entry: AdapterEntry, weight: Tensor, *, scaling: float, rank: int, size: int, seed: int):
@@ -165,30 +165,30 @@ class Adapter(nn.Module):
         zeros = [torch.zeros(tensor.shape) for tensor in entry.b.hf]
         self.B = nn.Parameter(entry.b.op.to_shard(zeros, rank, size).to(**like).contiguous())
         owner = None
-        if len(entry.b.hf) > 1 or isinstance(entry.b.op, Some):
+        if len(entry.b.hf) > 1 or isinstance(entry.b.op, PartlyStored):
             numbers = [torch.full((tensor.shape[0], 1), float(n + 1)) for n, tensor in enumerate(entry.b.hf)]
             numbered = entry.b.op.to_shard(numbers, rank, size)
             owner = (numbered == torch.arange(1, len(numbers) + 1)).to(**like)
         self.register_buffer("owner", owner, persistent=False)
 
     def outputs(self) -> Tensor:
-        """[rows, n r]: B where a row meets the A of its own layer, 0 elsewhere."""
+        """Return [rows, n r]: B in the columns of a row's own layer, 0 in the others."""
         return self.B if self.owner is None else spread(self.B, self.owner)
 
     def merged(self, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """This rank's part of W + (alpha / r) B A, added in fp32 and rounded once, to `dtype` or `weight`'s."""
+        """Return this rank's part of W + (alpha / r) B A, added in fp32 and rounded once, to `dtype` or `weight`'s."""
         whole = weight.to(torch.float32, copy=True)
         whole.addmm_(self.outputs().float(), self.A.float(), alpha=self.scaling)
         return whole.to(dtype or weight.dtype)
 
 
 def spread(b: Tensor, owner: Tensor) -> Tensor:
-    """[..., rows, n r] of b [..., rows, r]: zero but for the A of the layer that a row has in owner [..., rows, n]."""
+    """Spread b [..., rows, r] to [..., rows, n r]: zero except for the layer that owner [..., rows, n] marks."""
     return (owner[..., None] * b[..., None, :]).flatten(-2)
 
 
 def adapters_of(model_chunks: Sequence[nn.Module]) -> Iterator[Adapter]:
-    """Those on this rank, in an order that all ranks of a tensor-parallel group share."""
+    """Yield the adapters on this rank, in an order that all ranks of a tensor-parallel group share."""
     for chunk in map(unwrap, model_chunks):
         yield from (module for module in chunk.modules() if isinstance(module, Adapter))
 

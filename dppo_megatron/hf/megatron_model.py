@@ -1,6 +1,6 @@
-"""What this package reads off live Megatron model chunks: global parameter names, ranks, layout.
+"""Reads live Megatron model chunks: global parameter names, ranks, layout.
 
-Megatron is used here only, and only through attributes that all its versions have.
+In `hf` only this module uses Megatron, and only attributes that all supported versions have.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.weight)(\d+)(?=\.|$)")
 _EXPERT_BIAS = ".mlp.router.expert_bias"
 
-ADAPTER = "lora"  # name of the module inside a linear layer that holds its adapter
+ADAPTER = "lora"  # name of the adapter module inside a linear layer
 
 
 @dataclass(frozen=True, slots=True)
 class ShardGroup:
-    """Ranks that hold the shards of one parameter. `group` is None where there is only one."""
+    """The ranks that have the shards of one parameter. `group` is None if there is only one."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -42,7 +42,7 @@ class ParallelRanks:
 
     @classmethod
     def current(cls) -> ParallelRanks:
-        """From Megatron's `parallel_state`; one process alone where torch.distributed is not initialised."""
+        """Read Megatron's `parallel_state`; a single process if torch.distributed is not initialised."""
         if not (dist.is_available() and dist.is_initialized()):
             alone = ShardGroup(None, 0, 1)
             return cls(alone, alone, True, True)
@@ -61,7 +61,7 @@ def _shard_group(group: dist.ProcessGroup) -> ShardGroup:
 
 
 def unwrap(chunk: nn.Module) -> nn.Module:
-    """The GPTModel inside DistributedDataParallel and Float16Module."""
+    """Return the GPTModel inside DistributedDataParallel and Float16Module."""
     while not hasattr(chunk, "decoder"):
         if not isinstance(getattr(chunk, "module", None), nn.Module):
             raise TypeError(f"{type(chunk).__name__} is neither a GPTModel nor a wrapper of one")
@@ -70,7 +70,7 @@ def unwrap(chunk: nn.Module) -> nn.Module:
 
 
 def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Local parameters, and the routers' expert biases, under their GLOBAL layer and expert indices. No adapters.
+    """Yield local parameters and the routers' expert biases under GLOBAL layer and expert indices, without adapters.
 
     The order is the same on all ranks of a tensor-parallel group.
     """
@@ -81,7 +81,7 @@ def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tens
 
 
 def local_layers(model_chunks: Sequence[nn.Module]) -> dict[int, list[int] | None]:
-    """Global layer index -> global indices of this rank's experts in it (None for a dense layer)."""
+    """Map the global index of each local layer to the global indices of its local experts (None if it is dense)."""
     layers = {}
     for chunk in map(unwrap, model_chunks):
         for layer in chunk.decoder.layers:
@@ -91,13 +91,13 @@ def local_layers(model_chunks: Sequence[nn.Module]) -> dict[int, list[int] | Non
 
 
 def has_ends(model_chunks: Sequence[nn.Module]) -> tuple[bool, bool]:
-    """Whether the embedding, and whether the final norm and head, are on this rank."""
+    """Return whether the embedding, and whether the final norm and head, are on this rank."""
     chunks = [unwrap(chunk) for chunk in model_chunks]
     return any(chunk.pre_process for chunk in chunks), any(chunk.post_process for chunk in chunks)
 
 
 def infer_layout(model_chunks: Sequence[nn.Module], config: HFModelConfig, ranks: ParallelRanks) -> MegatronLayout:
-    """Reads the padded vocabulary and whether MLA down-projections are sharded off the local shapes."""
+    """Infer from local shapes the padded vocabulary and whether MLA down-projections are sharded."""
     padded = config.vocab_size
     shard_mla_down = False
     for chunk in map(unwrap, model_chunks):
@@ -117,7 +117,7 @@ def _weights(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def global_name(name: str, layers: nn.ModuleList) -> str:
-    """A chunk's own name of something in it, with the indices that its layer and expert have in the model."""
+    """Replace the layer and expert indices in a chunk's name by those of the whole model."""
     match = _LOCAL_LAYER.match(name)
     if match is None:
         return name

@@ -1,8 +1,8 @@
-"""How one Megatron tensor is merged from Hugging Face tensors and sharded over tensor-parallel ranks.
+"""Operations that merge Hugging Face tensors into a Megatron tensor and shard it over tensor-parallel ranks.
 
-Every operation is pure and has only sizes. A rank's shard is the merge of its slice of each part, so `to_shard`
-reads only the bytes of that rank (parts may be views of a memory-mapped file). Shapes are `[rows, columns]` of a
-linear weight, `[rows]` of a bias or norm.
+Every operation is pure and has only sizes. A rank's shard merges its slice of each part, so `to_shard` reads only the
+bytes of that rank (parts may be views of a memory-mapped file). Shapes are `[rows, columns]` of a linear weight,
+`[rows]` of a bias or norm.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch import Tensor
 
 
 class Operation(Protocol):
-    """HF parts <-> tensor-parallel shards of one Megatron tensor. No collectives; device and dtype kept."""
+    """Converts between HF parts and shards of one Megatron tensor. No collectives; keeps dtype and device."""
 
     @property
     def replicated(self) -> bool:
-        """True where every tensor-parallel rank holds the whole tensor."""
+        """Whether every tensor-parallel rank has the whole tensor."""
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        """The tensor of rank `rank` of `size`. Raises `ValueError` where sizes do not divide."""
+        """Return the tensor of rank `rank` of `size`. Raises `ValueError` if sizes do not divide."""
 
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The HF parts from the shards of all ranks, in rank order."""
+        """Return the HF parts from the shards of all ranks, in rank order."""
 
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
-        """What rank `rank` of `size` holds of the whole Megatron tensor: contiguous blocks with their offsets in it.
+        """Return the blocks of the whole Megatron tensor on rank `rank` of `size`, with their offsets.
 
-        Nothing for ranks other than 0 of a replicated tensor. Raises `ValueError` as `to_shard` does.
+        Empty for a replicated tensor on ranks other than 0. Raises `ValueError` as `to_shard` does.
         """
 
 
@@ -44,12 +44,12 @@ class Piece:
     dim: int = 0
 
     def with_tensor(self, tensor: Tensor) -> Piece:
-        """Another tensor, such as a cast one, at the same offset."""
+        """Return a piece with another tensor, such as a cast one, at the same offset."""
         return Piece(tensor, self.start, self.dim)
 
 
 def slice_of(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """View of the `rank`-th of `size` equal pieces along `dim`."""
+    """Return a view of the `rank`-th of `size` equal pieces along `dim`."""
     length, remainder = divmod(tensor.shape[dim], size)
     if remainder:
         raise ValueError(f"dimension {dim} of shape {tuple(tensor.shape)} does not divide over {size} ranks")
@@ -92,7 +92,7 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True)
 class GateUp:
-    """SwiGLU's first layer. Rank r has [gate_r; up_r]: each part is sharded by itself, so the split is local."""
+    """SwiGLU's first layer. Rank r has [gate_r; up_r]: each part is sharded separately, so the split is local."""
 
     replicated = False
 
@@ -104,7 +104,7 @@ class GateUp:
         return tuple(_cat(part, 0) for part in zip(*halves, strict=True))
 
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
-        """Megatron keeps the whole gate before the whole up, so that any number of ranks can shard them."""
+        """Return pieces with the whole gate before the whole up, so that any number of ranks can shard them."""
         slices = [slice_of(part, 0, rank, size) for part in parts]
         gate_rows = parts[0].shape[0]
         return [Piece(s, i * gate_rows + rank * s.shape[0]) for i, s in enumerate(slices)]
@@ -114,8 +114,8 @@ class GateUp:
 class QKV:
     """Queries, keys and values interleaved by query group: [q of group 0, k_0, v_0, q of group 1, ...].
 
-    Works on weights `[rows, columns]` and biases `[rows]`. With fewer groups than ranks Megatron splits the
-    whole interleaved tensor evenly, through the middle of a group.
+    For weights `[rows, columns]` and biases `[rows]`. With fewer groups than ranks Megatron splits the interleaved
+    tensor evenly, even inside a group.
     """
 
     num_heads: int
@@ -150,10 +150,9 @@ class QKV:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Embedding or output head, rows sharded over ranks after zero rows were appended up to `padded_size`.
+    """Embedding or output head; zero rows are appended up to `padded_size`, then ranks shard the rows.
 
-    Zero rows of the head give logit 0 to ids that no tokenizer has; the loss must mask them (its
-    `vocab_size`).
+    Zero rows of the head give logit 0 to ids that no tokenizer has; the loss must mask them (its `vocab_size`).
     """
 
     size: int
@@ -174,7 +173,7 @@ class Vocabulary:
         return (_cat(shards, 0)[: self.size],)
 
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
-        """Stored without padding, in nearly equal pieces: readers pad to the size they need."""
+        """Return nearly equal pieces without padding: readers pad to the size that they need."""
         rows = -(-self.size // size)
         start = min(rank * rows, self.size)
         return [Piece(parts[0][start : start + rows], start)] if start < self.size else []

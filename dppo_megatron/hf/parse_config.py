@@ -1,6 +1,6 @@
-"""Reading `config.json` of a Hugging Face model directory, with every problem reported at once.
+"""Reads `config.json` of a Hugging Face model directory and reports every problem at once.
 
-Not by transformers' AutoConfig: it fills in what a file leaves out without a word, and takes any value of any type.
+It does not use transformers' AutoConfig, which silently fills in missing keys and accepts values of any type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .families import FAMILIES, Family
 from .hf_config import HFModelConfig
 from .raw_config import ROPE_TYPES, RawConfig, RopeSettings, read_fields
 
-# Features that would change the arithmetic without changing any tensor's name: the only value, and what it excludes.
+# Features that change the arithmetic but no tensor's name: the only supported value, and the reason.
 _ONLY = {
     "hidden_act": ("silu", "only silu is supported"),
     "use_sliding_window": (False, "sliding-window attention is not supported"),
@@ -26,13 +26,13 @@ _ONLY = {
     "mlp_bias": (False, "biases in the feed-forward layers are not supported"),
     "rope_interleave": (True, "only interleaved rotary embeddings are supported"),
 }
-_ROPE_NAMES = ("rope_theta", "rope_type", "type")  # what HFModelConfig.rope_scaling does not repeat
+_ROPE_NAMES = ("rope_theta", "rope_type", "type")  # not repeated in HFModelConfig.rope_scaling
 
 Rope = tuple[float, str, dict[str, Any]]  # base, type, settings of a type that is not "default"
 
 
 def read_hf_config(directory: str | Path) -> HFModelConfig:
-    """Reads and validates `directory/config.json`.
+    """Read and validate `directory/config.json`.
 
     Raises `ModelError` naming every problem: missing directory or file, invalid JSON, unsupported
     architecture, missing or ill-typed fields, sizes that do not divide, arithmetic that is not implemented.
@@ -53,7 +53,7 @@ def read_hf_config(directory: str | Path) -> HFModelConfig:
 
 
 def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFModelConfig:
-    """The typed view of an already parsed `config.json`. Raises `ModelError` as `read_hf_config` does."""
+    """Return the typed content of a parsed `config.json`. Raises `ModelError` as `read_hf_config` does."""
     if not isinstance(raw, Mapping):
         raise ModelError(source, [f"the top level must be an object, found {type(raw).__name__}"])
     family = _family(raw, source)
@@ -116,7 +116,7 @@ def _family(raw: Mapping[str, Any], source: str) -> Family:
 
 
 def _size_problems(fields: RawConfig, family: Family, config: HFModelConfig) -> list[str]:
-    """Sizes that contradict one another."""
+    """List sizes that contradict one another."""
     hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
     out = []
     if config.moe is not None and config.moe.top_k > config.moe.num_experts:
@@ -129,16 +129,16 @@ def _size_problems(fields: RawConfig, family: Family, config: HFModelConfig) -> 
 
 
 def _rope(fields: RawConfig, family: Family, problems: list[str]) -> Rope:
-    """Base, type and scaling from transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`)."""
+    """Return base, type and scaling from transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`)."""
     spellings = {"rope_scaling": fields.rope_scaling, "rope_parameters": fields.rope_parameters}
     found = [_rope_settings(name, given, fields, family, problems) for name, given in spellings.items() if given]
     if len(found) == 2 and found[0] != found[1]:
-        problems.append("rope_scaling and rope_parameters: they differ; remove the one that is not meant")
+        problems.append("rope_scaling and rope_parameters: they differ; remove the wrong one")
     return found[0] if found else (fields.rope_theta, "default", {})
 
 
 def _rope_settings(name: str, given: Mapping[str, Any], fields: RawConfig, family: Family, problems: list[str]) -> Rope:
-    """Of one of the two spellings; `rope_theta` may stand beside either."""
+    """Read one of the two spellings; either may come with `rope_theta`."""
     if nested := [key for key, value in given.items() if isinstance(value, Mapping)]:
         problems.append(f"{name}: settings for kinds of layers ({', '.join(nested)}) are not supported")
     rope_type = given.get("rope_type") or given.get("type") or "default"

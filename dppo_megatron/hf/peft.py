@@ -36,7 +36,7 @@ from .weight_source import all_finite, export_problem, shape_problems
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
-# What PEFT computes otherwise than (alpha / r) B A x where it is set.
+# Settings with which PEFT computes something else than (alpha / r) B A x.
 _OTHER_ADAPTERS = (
     "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias",
     "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
@@ -44,7 +44,7 @@ _OTHER_ADAPTERS = (
 
 
 def adapter_shapes(config: HFModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of an adapter, in PEFT's names."""
+    """Return the shape of every tensor of an adapter, by PEFT's name."""
     entries = (adapter_entry(entry, lora.targets, lora.r) for entry in WeightMap(config).entries())
     return {t.name: t.shape for entry in entries if entry for part in (entry.a, entry.b) for t in part.hf}
 
@@ -61,10 +61,10 @@ def save_peft(
     folded: bool = False,
     observe: Callable[[str, Tensor], None] | None = None,
 ) -> None:
-    """Writes the adapters of `model_chunks` to a directory that PEFT and engines load. Collective over all ranks.
+    """Write the adapters of `model_chunks` to a directory that PEFT and engines load. Collective over all ranks.
 
-    `base`: the model that they are for. `folded`: every B is (alpha / r) B and alpha is r, so that engines hold what is
-    written, whenever they multiply by alpha / r. All else: as in `save_hf`.
+    `base`: their base model. `folded`: every B is (alpha / r) B and alpha is r, so that an engine has the written
+    values even if it multiplies by alpha / r. Everything else is as in `save_hf`.
     """
     directory, everyone = Path(directory), Ranks()
     turns = Turns(everyone, f"writes to {directory}")
@@ -72,7 +72,7 @@ def save_peft(
     expected = {name: TensorInfo(stored, shape) for name, shape in adapter_shapes(config, lora).items()}
 
     def write(staging: Path) -> list[Part]:
-        # Small beside a model: the source ranks keep what they gather, so that no rank waits for a disk.
+        # Adapters are small, so the source ranks gather all of them first and no rank waits for a disk.
         exported = dict(export_adapters(model_chunks, config, dtype, before_gather=turns, folded=folded))
         if problems := [p for name, tensor in exported.items() if (p := export_problem(name, tensor))]:
             raise ModelError(str(directory), problems)
@@ -94,9 +94,9 @@ def save_peft(
 def load_peft(
     model_chunks: Sequence[nn.Module], directory: str | Path, config: HFModelConfig, lora: LoraConfig
 ) -> None:
-    """Fills the adapters of `model_chunks` from a directory in PEFT's format. No collectives.
+    """Fill the adapters of `model_chunks` from a directory in PEFT's format. No collectives.
 
-    Raises `ModelError` listing every setting and tensor of it that is not that of `lora`, before any is written.
+    Raises `ModelError` before any is written, listing every setting and tensor that differs from `lora`.
     """
     file = Path(directory) / ADAPTER_WEIGHTS
     if problems := adapter_problems(directory, config, lora):
@@ -107,7 +107,7 @@ def load_peft(
 
 
 def fill_adapters(model_chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor], config: HFModelConfig) -> None:
-    """Gives every adapter its part of `tensors`, in PEFT's names. Raises `ModelError`."""
+    """Fill every adapter with its part of `tensors`, by PEFT's names. Raises `ModelError`."""
     ranks, weight_map = ParallelRanks.current(), WeightMap(config)
     not_finite = [name for name, tensor in tensors.items() if not all_finite(tensor)]
     if not_finite:
@@ -120,7 +120,7 @@ def fill_adapters(model_chunks: Sequence[nn.Module], tensors: Mapping[str, Tenso
 
 
 def adapter_problems(directory: str | Path, config: HFModelConfig, lora: LoraConfig) -> list[str]:
-    """Why the adapter in `directory` is not one of `lora` for this model, one line each; reads no tensor."""
+    """Return why the adapter in `directory` does not fit `lora` and this model, one line each; reads no tensor."""
     directory = Path(directory)
     try:
         saved = read_foreign_json(directory / ADAPTER_CONFIG)
@@ -141,7 +141,7 @@ def adapter_problems(directory: str | Path, config: HFModelConfig, lora: LoraCon
         out.append(f"{ADAPTER_CONFIG}: bias = {saved['bias']!r} is not supported; only none is")
     unlike = shape_problems(adapter_shapes(config, lora), found)
     if unlike:
-        unlike[0] += "; model.lora.r and model.lora.targets must be those that it was made with"
+        unlike[0] += "; use the model.lora.r and model.lora.targets that it was made with"
     return out + unlike
 
 
@@ -150,7 +150,7 @@ def _tensors(adapter: Adapter) -> list[HFTensor]:
 
 
 def _join(staging: Path, parts: Sequence[Part], moved: Callable[[], None]) -> None:
-    """The parts become the one file that PEFT reads."""
+    """Join the parts into the single file that PEFT reads."""
     tensors: dict[str, Tensor] = {}
     for part in parts:
         with safe_open(staging / part.file, framework="pt") as opened:

@@ -1,4 +1,4 @@
-"""A model directory with random weights, made without network: the start of a policy, and of tests."""
+"""Creates a model directory with random weights, without network, to start a policy or a test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_random_hf_model(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
 ) -> HFModelConfig:
-    """Writes `directory` with config.json and random weights that transformers and the engines load.
+    """Write `directory` with config.json and random weights that transformers and the engines load.
 
     `config_dict` is the content of config.json; it must name one supported architecture in `architectures`.
     `model_type` and the rotary base in the spelling of both transformers 4 and 5 are filled in. Linear
@@ -62,7 +62,7 @@ def make_random_hf_model(
 
 
 def complete_config(config_dict: Mapping[str, Any], config: HFModelConfig) -> dict[str, Any]:
-    """`config_dict` with what readers require and a hand-written config may leave out."""
+    """Add keys that readers require and a hand-written config may leave out."""
     rope = {"rope_theta": config.rope_theta, "rope_type": config.rope_type, **config.rope_scaling}
     filled = {
         "model_type": config.family,

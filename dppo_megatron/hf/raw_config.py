@@ -1,4 +1,4 @@
-"""`config.json` as pydantic reads it: types, bounds, and transformers' defaults for absent keys."""
+"""The pydantic schema of `config.json`: types, bounds, and transformers' defaults for absent keys."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _TYPES = {
 
 
 class _Fields(BaseModel):
-    # Strict: "64" is no size and true no number. A null counts as absent.
+    # Strict: "64" is not a size and true is not a number. A null counts as absent.
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class RawConfig(_Fields):
-    """The keys that every family has. A family with more of them derives its own class and overrides the methods."""
+    """The keys that every family has. A family with more keys derives a class and overrides the methods."""
 
     hidden_size: Size
     num_hidden_layers: Layers
@@ -54,19 +54,19 @@ class RawConfig(_Fields):
     quantization_config: dict[str, Any] | None = None
 
     def experts(self) -> MoEConfig | None:
-        """The experts of the model; None = a dense model."""
+        """Return the experts of the model; None = a dense model."""
         return None
 
     def latent_attention(self) -> MLAConfig | None:
-        """The sizes of latent attention; None = grouped queries."""
+        """Return the sizes of latent attention; None = grouped queries."""
         return None
 
     def mtp_layers(self) -> int:
-        """Multi-token prediction layers stored behind the model."""
+        """Return the number of multi-token prediction layers stored after the model."""
         return 0
 
     def problems(self, given: Mapping[str, Any]) -> list[str]:
-        """What the types do not show, one line each. `given` is the file as read, nulls included."""
+        """Return problems that the types do not show, one line each. `given` is the file as read, nulls included."""
         return []
 
 
@@ -98,10 +98,10 @@ ROPE_TYPES: Mapping[str, type[RopeSettings]] = {"default": RopeSettings, "llama3
 
 
 def read_fields(model: type[M], given: Mapping[str, Any], problems: list[str], prefix: str = "") -> M:
-    """`given` as `model`.
+    """Validate `given` as `model`.
 
-    Every field that is missing or wrong adds a line to `problems`, its name after `prefix`. It is then read as
-    absent, or as 1 where it is required, so that all the problems of a file are found in one go.
+    Every field that is missing or wrong adds a line to `problems`, its name after `prefix`. It is then read as absent,
+    or as 1 if it is required, so that one pass finds all problems of a file.
     """
     present = {name: value for name, value in given.items() if value is not None}
     try:

@@ -1,4 +1,4 @@
-"""Rotary frequencies that a config.json describes; the model is built with them and compared with them."""
+"""Rotary frequencies of a config.json, to build a model and to compare one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def inverse_frequencies(hf: HFModelConfig, dim: int | None = None) -> Float[Tensor, " d/2"]:
-    """Angle per position of each rotated pair, fp32, as transformers computes it for `hf.rope_type`.
+    """Return the angle per position of each rotated pair, fp32, as transformers computes it for `hf.rope_type`.
 
     `dim` is how many of a head's dimensions are rotated; default: all of them.
     """
@@ -31,7 +31,7 @@ def inverse_frequencies(hf: HFModelConfig, dim: int | None = None) -> Float[Tens
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
+    """Stretch long wavelengths by `factor`, keep short ones and blend between them (Llama 3.1)."""
     factor = scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]

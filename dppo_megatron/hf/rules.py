@@ -1,4 +1,4 @@
-"""The nouns of the weight map: a rule for many parameters, and its instance for one layer and expert."""
+"""The types of the weight map: a rule for many parameters, and its instance for one layer and expert."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class HFTensor:
 
 @dataclass(frozen=True, slots=True)
 class MegatronLayout:
-    """What the Megatron model decides about its shapes and the HF config does not."""
+    """Shapes of the Megatron model that do not follow from the HF config."""
 
     padded_vocab_size: int  # rows of the embedding over all tensor-parallel ranks
     shard_mla_down: bool = False  # MLA down-projections sharded by rows (local spec), else replicated (TE)
 
 
 def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
-    """Rows of the embedding over all ranks: equal shards, and for real vocabularies a multiple of 128 on each."""
+    """Return the rows of the embedding over all ranks: equal shards, of a multiple of 128 for real vocabularies."""
     unit = tensor_size * (_SHARD_UNIT if vocab_size >= _SMALL_VOCAB else 1)
     return -(-vocab_size // unit) * unit
 
@@ -69,5 +69,5 @@ class Entry:
 
     @property
     def is_expert(self) -> bool:
-        """True where the expert-tensor-parallel group shards this parameter, not the tensor-parallel one."""
+        """Whether the expert-tensor-parallel group shards this parameter, not the tensor-parallel one."""
         return self.rule.is_expert

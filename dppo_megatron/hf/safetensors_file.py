@@ -1,6 +1,6 @@
-"""One safetensors file written tensor by tensor: the header is known first, so nothing waits in memory.
+"""Writes one safetensors file tensor by tensor: the header is known first, so no tensor waits in memory.
 
-Our own writer, because `safetensors.torch.save_file` takes all tensors of a file at once
+`safetensors.torch.save_file` needs all tensors of a file at once
 (https://github.com/safetensors/safetensors/issues/291). It also makes numpy views of tensors on the CPU, after which
 PyTorch can no longer free the storage of a live parameter, as offloading does.
 """
@@ -38,7 +38,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor without reading it."""
+    """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -49,14 +49,15 @@ class TensorInfo:
 
 
 def info_of(tensor: Tensor) -> TensorInfo:
+    """Return dtype and shape of `tensor`."""
     return TensorInfo(tensor.dtype, tuple(tensor.shape))
 
 
 class SafetensorsFile:
-    """Writes `tensors` to `path`, in any order, straight to their offsets in the file.
+    """Writes `tensors` to `path`, in any order, directly to their offsets in the file.
 
-    As a context manager it ends with every byte on the disk, if it is `durable`, and calls `moved` whenever some more
-    are. Raises `ValueError` for a tensor that was not announced so, and on leaving for one that was not written.
+    On exit every byte is on disk, if it is `durable`; it calls `moved` after each part. Raises `ValueError` for a
+    tensor with another dtype or shape than announced, and on exit for one that was not written.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class SafetensorsFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes one tensor; a contiguous one on the CPU is not copied."""
+        """Write one tensor; a contiguous one on the CPU is not copied."""
         announced = self._missing.pop(name, None)
         if announced != info_of(tensor):
             raise ValueError(f"{name}: {info_of(tensor)}, announced as {announced}")
@@ -109,9 +110,9 @@ class SafetensorsFile:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in row order, not copied where it is contiguous and on the CPU."""
+    """Return the bytes of a tensor in row order, without a copy if it is contiguous and on the CPU."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    # Not by numpy, which makes a storage that may be a live parameter's unfit for `Actor.offloaded` on a CPU.
+    # Not by numpy, whose view would make a live parameter's storage unfit for `Actor.offloaded` on a CPU.
     raw = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     raw.owner = flat
     return memoryview(raw)

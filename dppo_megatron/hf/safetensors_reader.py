@@ -1,4 +1,4 @@
-"""Lazy reading of a Hugging Face safetensors directory: tensors are views of the files, which safetensors maps."""
+"""Reads a Hugging Face safetensors directory lazily: tensors are views of memory-mapped files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .safetensors_file import DTYPES, TensorInfo
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
-_MAPPED_BYTES = 8 << 20  # read before `release` closes the files: opening one again parses its header again
+_MAPPED_BYTES = 8 << 20  # `release` closes files after reading this much: opening one again parses its header again
 
 
 class SafetensorsDirectory:
@@ -54,7 +54,7 @@ class SafetensorsDirectory:
         return self._tensors
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor on the CPU, a view of the mapped file (writing to it changes no file)."""
+        """Return the tensor on the CPU, a view of the mapped file (writing to it changes no file)."""
         file = self._file_of[name]
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
@@ -62,13 +62,13 @@ class SafetensorsDirectory:
         return self._open[file].get_tensor(name)
 
     def release(self) -> None:
-        """Closes the files when a few MB were read: their pages are freed with the last tensor returned before."""
+        """Close the files after reading a few MB: their pages are freed with the last returned tensor."""
         if self._read_bytes >= _MAPPED_BYTES:
             self._open.clear()
             self._read_bytes = 0
 
     def _index(self, problems: list[str]) -> dict[Path, list[str] | None]:
-        """File -> the names that the index places there; None where there is no index and the file's header decides."""
+        """Map each file to its names in the index; None without an index, when the file's header decides."""
         single, index = self.directory / SINGLE_FILE, self.directory / INDEX_FILE
         if single.is_file():
             return {single: None}
@@ -87,7 +87,7 @@ class SafetensorsDirectory:
         names: dict[Path, list[str] | None] = {}
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
-                problems.append(f"{INDEX_FILE}: {name}: {shown(file)} is no name of a file beside it")
+                problems.append(f"{INDEX_FILE}: {name}: {shown(file)} is not a file name in the directory")
                 continue
             names.setdefault(self.directory / file, []).append(name)
         absent = sorted(file for file in names if not file.is_file())
@@ -96,12 +96,12 @@ class SafetensorsDirectory:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Tensors of one safetensors file. Raises `ModelError` when it is malformed, truncated or of unknown types."""
+    """Return the tensors of one safetensors file. Raises `ModelError` if it is malformed or has unknown types."""
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
             found = {name: TensorInfo(DTYPES[at.get_dtype()], tuple(at.get_shape())) for name, at in slices.items()}
-        with file.open("rb") as opened:  # safetensors takes the last of several tensors of one name
+        with file.open("rb") as opened:  # of several tensors of one name safetensors uses the last
             json.loads(opened.read(int.from_bytes(opened.read(8), "little")), object_pairs_hook=each_once)
         return found
     except (SafetensorError, OSError) as error:

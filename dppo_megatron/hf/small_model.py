@@ -1,4 +1,4 @@
-"""Small models made on the spot, without a network, for `dppo-megatron init`, examples, studies and tests."""
+"""Creates small models without a network, for `dppo-megatron init`, examples, studies and tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = {  # 0.8 M parameters; heads and groups divide by a tensor-parallel size
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,  # the narrowest that the engines' CPU attention has
+    "head_dim": 32,  # the narrowest that the engines' CPU attention supports
     "initializer_range": 0.05,  # the usual 0.02 leaves so narrow a model on a plateau for 150 updates
 }
 CHAT_TEMPLATE = """\

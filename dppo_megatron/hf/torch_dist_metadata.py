@@ -1,6 +1,6 @@
-"""`.metadata` of a torch_dist checkpoint: a pickle, read so that nothing but descriptions of tensors can come of it.
+"""Reads `.metadata` of a torch_dist checkpoint, a pickle, so that it can only yield descriptions of tensors.
 
-torch reads it with `pickle.load`, which runs whatever code the file names.
+torch reads it with `pickle.load`, which runs any code that the file names.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"  # of 0.15 and b
 _ADMITTED |= {(_MEGATRON, "MCoreMetadata"): Metadata, (_MEGATRON, "MCoreSavePlan"): planner.SavePlan}
 _ADMITTED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}
 _ADMITTED |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-# Where it was written, which nobody reads: text will do.
+# The path where it was written, which is not read: any path type will do.
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 _ADMITTED |= {(module, name): PurePath for module in ("pathlib", "pathlib._local") for name in _PATHS}
-# Of what it made itself a pickle sets fields. Set on a class, a function or a member of an enumeration they would stay,
-# and the same bytes could name something else when torch reads them after us.
+# A pickle may set fields only of objects that it created. Those of a class, a function or an enumeration's member would
+# persist, and the same bytes could mean something else when torch reads them again.
 _FILLED = {kind for kind in _ADMITTED.values() if isinstance(kind, type) and not issubclass(kind, (Enum, PurePath))}
 
 
 def _fill(unpickler: Any) -> None:
     target = unpickler.stack[-2]
     if type(target) not in _FILLED:
-        raise pickle.UnpicklingError(f"sets fields of {target!r:.100}, which it did not make; not loaded")
+        raise pickle.UnpicklingError(f"sets fields of {target!r:.100}, which it did not create; not loaded")
     pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
 
 
-class _Unpickler(pickle._Unpickler):  # the one in Python: that in C lets nobody look before it sets fields
+class _Unpickler(pickle._Unpickler):  # in Python: the one in C has no hook before it sets fields
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _fill}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -72,20 +72,22 @@ class _Quick(pickle.Unpickler):
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Raises `ModelError`, naming the file, for one that cannot be read, holds anything but descriptions of tensors, or
-    places tensors outside `directory`."""
+    """Read the descriptions of tensors.
+
+    Raises `ModelError`, naming the file, if it cannot be read, has anything else, or places tensors outside `directory`.
+    """
     return read_checked(directory)[0]
 
 
 def read_checked(directory: Path) -> tuple[Metadata, str]:
-    """`read_metadata`, and a digest of its bytes for `read_again`."""
+    """Return `read_metadata`, and a digest of its bytes for `read_again`."""
     digest = ""
     try:
         content = (directory / METADATA).read_bytes()
         digest = hashlib.sha256(content).hexdigest()
         found = _Unpickler(io.BytesIO(content)).load()
         problem = _problem(found)
-    except Exception as error:  # of bytes that are no pickle, any
+    except Exception as error:  # bytes that are no pickle raise many types
         problem = f"cannot be read: {error!r}"[:500]
     if problem:
         raise ModelError(str(directory), [f"{METADATA}: {problem}"])
@@ -93,7 +95,7 @@ def read_checked(directory: Path) -> tuple[Metadata, str]:
 
 
 def read_again(directory: Path, digest: str) -> Metadata:
-    """The same by the unpickler in C. Raises `ModelError` where the bytes are not those that were checked."""
+    """Read it again with the unpickler in C. Raises `ModelError` if the bytes are not those that were checked."""
     content = (directory / METADATA).read_bytes()
     if not hmac.compare_digest(hashlib.sha256(content).hexdigest(), digest):
         raise ModelError(str(directory), [f"{METADATA}: was changed after it was checked; not loaded"])
@@ -101,7 +103,7 @@ def read_again(directory: Path, digest: str) -> Metadata:
 
 
 def _problem(found: Any) -> str | None:
-    """Why these are not the parts of a checkpoint, of the types that readers take them for."""
+    """Return why these are not the parts of a checkpoint, of the types that readers expect."""
     if type(found) is not Metadata:
         return f"holds a {type(found).__name__}, not a checkpoint's metadata"
     for key, stored in found.state_dict_metadata.items():

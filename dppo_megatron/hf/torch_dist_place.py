@@ -1,4 +1,4 @@
-"""What tells a torch_dist checkpoint from a Hugging Face directory; its reader takes a second to import."""
+"""Distinguishes torch_dist checkpoints from Hugging Face directories, without their reader's slow import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODEL = "model"  # directory inside a converted checkpoint: config.json, tokeniz
 
 
 def is_torch_dist(directory: str | Path) -> bool:
-    """Whether `directory` is a Megatron checkpoint in the torch_dist format."""
+    """Return whether `directory` is a Megatron checkpoint in the torch_dist format."""
     try:
         return read_foreign_json(Path(directory) / MARKER).get("sharded_backend") == "torch_dist"
     except (OSError, ValueError):
@@ -19,6 +19,6 @@ def is_torch_dist(directory: str | Path) -> bool:
 
 
 def model_directory(directory: str | Path) -> Path:
-    """Where config.json and tokenizer are: inside a converted checkpoint, else in the HF directory itself."""
+    """Return the directory of config.json and tokenizer: inside a converted checkpoint, else the HF directory."""
     inside = Path(directory) / MODEL
     return inside if is_torch_dist(directory) and inside.is_dir() else Path(directory)

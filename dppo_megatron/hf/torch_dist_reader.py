@@ -1,13 +1,14 @@
-"""Megatron's torch_dist checkpoints read as Hugging Face tensors, from whatever layout saved them.
+"""Reads Megatron's torch_dist checkpoints, saved in any layout, as Hugging Face tensors.
 
-Our own reader, because `torch.distributed.checkpoint.load` fills tensors that are all allocated beforehand
+`torch.distributed.checkpoint.load` fills tensors that must all be allocated beforehand
 (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), and Megatron's `dist_checkpointing.load` also needs
-the model and its process groups. Here the metadata is read, and each tensor is mapped from its file when it is
-needed: a conversion takes the memory of one weight and no process group.
+the model and its process groups. This reader reads the metadata and maps each tensor from its file on demand, so a
+conversion needs the memory of one weight and no process group.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import mmap
 from collections.abc import Mapping
@@ -34,11 +35,11 @@ from .torch_dist_place import MODEL
 from .weight_map import WeightMap
 
 _SKIPPED = "optimizer."
-_RUN, _RUN_FIELD = "run.json", "model.path config.json "  # what a training run records beside its shards
+_RUN, _RUN_FIELD = "run.json", "model.path config.json "  # a training run's record in its checkpoint
 
 
 class TorchDistWeights:
-    """The weights of a checkpoint under their HF names; a `WeightSource`. Optimizer state is skipped.
+    """The weights of a checkpoint by HF name, without optimizer state; a `WeightSource`.
 
     Tensors have the dtype they were saved in. Raises `ModelError` listing every weight of `config` that the
     checkpoint lacks or has in another shape, weights that are in no file, and absent or truncated files.
@@ -57,7 +58,7 @@ class TorchDistWeights:
         self._tensors: dict[str, TensorInfo] = {}
         self._last: tuple[Entry, dict[str, Tensor]] | None = None
         if any(f".{ADAPTER}." in key for key in self._stored):
-            what = "holds adapters alone (model.lora); take the model or the adapter that its run ends with"
+            what = "holds only adapters (model.lora); use the model or the adapter that its run ends with"
             raise ModelError(str(directory), [what])
         problems = (
             recorded_differences(self.directory, config) + self._locate() + self._unknown() + self._file_problems()
@@ -70,10 +71,10 @@ class TorchDistWeights:
         return self._tensors
 
     def tensor(self, name: str) -> Tensor:
-        """One HF tensor on the CPU. The parts of a fused weight (QKV, gate and up) are kept for the next calls."""
+        """Return one HF tensor on the CPU. The other parts of a fused weight are kept for the next calls."""
         entry = self._entries[name]
         if self._last is None or self._last[0] is not entry:
-            self._last = None  # frees the tensors before their successors are read
+            self._last = None  # frees the old tensors before the next are read
             self._last = entry, self._map.to_hf(entry, self._whole(entry))
         return self._last[1][name]
 
@@ -117,7 +118,7 @@ class TorchDistWeights:
         return None
 
     def _unknown(self) -> list[str]:
-        """Weights that this model does not have: the checkpoint is of another one."""
+        """List weights that this model does not have."""
         known = {
             at.key
             for entry in self._map.entries()
@@ -141,7 +142,7 @@ class TorchDistWeights:
         return problems
 
     def _whole(self, entry: Entry) -> Tensor:
-        """The global Megatron tensor of one entry, from all the chunks that make it up."""
+        """Assemble the global Megatron tensor of one entry from its chunks."""
         at = self._at[entry.megatron]
         stored = self._stored[at.key]
         depth = len(at.index)
@@ -164,7 +165,7 @@ class TorchDistWeights:
         return out
 
     def _chunks_at(self, at: StoredAt) -> list[int]:
-        """Numbers of the chunks that hold a part of one weight: a stack of experts has tens of thousands of them."""
+        """Return the numbers of the chunks of one weight; a stack of experts has tens of thousands of chunks."""
         if at.key not in self._chunks:
             depth, found = len(at.index), {}
             for number, chunk in enumerate(self._stored[at.key].chunks):
@@ -175,10 +176,10 @@ class TorchDistWeights:
         return self._chunks[at.key].get(at.index, [])
 
     def _chunk(self, index: MetadataIndex) -> Tensor:
-        """One stored chunk, a view of the mapped file."""
+        """Return one stored chunk, a view of the mapped file."""
         stored = self._storage[index]
         mapped = self._mapped(stored.relative_path)
-        # Shape, strides and the offset of the bytes are in a small zip archive that torch.save wrote there.
+        # torch.save wrote shape, strides and the offset of the bytes into a small zip archive.
         record = _Slice(mapped, stored.offset, stored.length)
         with FakeTensorMode():
             fake = torch.load(record, weights_only=True)
@@ -198,7 +199,7 @@ class TorchDistWeights:
 
 
 def recorded_differences(directory: Path, config: HFModelConfig) -> list[str]:
-    """Every field of the model where the checkpoint's record differs from `config`: shapes do not show all."""
+    """List every field of the model where the checkpoint's record differs from `config`; shapes do not show all."""
     wanted = config.identity()
     found: Mapping[str, Any] = {}
     if (directory / MODEL).is_dir():
@@ -215,33 +216,25 @@ def recorded_differences(directory: Path, config: HFModelConfig) -> list[str]:
     ]
 
 
-class _Slice:
-    """Read-only file over a part of a mapped file."""
+class _Slice(io.RawIOBase):
+    """A read-only file of a part of a mapped file."""
 
     def __init__(self, mapped: mmap.mmap, start: int, length: int):
         self._view = memoryview(mapped)[start : start + length]
         self._position = 0
 
-    def read(self, size: int = -1) -> bytes:
-        stop = len(self._view) if size is None or size < 0 else min(self._position + size, len(self._view))
-        out = bytes(self._view[self._position : stop])
-        self._position = stop
-        return out
-
     def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
+        data = self._view[self._position : self._position + len(buffer)]
         buffer[: len(data)] = data
+        self._position += len(data)
         return len(data)
-
-    def readline(self, size: int = -1) -> bytes:
-        raise OSError("not a text file")
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._position = offset + (0, self._position, len(self._view))[whence]
         return self._position
 
-    def tell(self) -> int:
-        return self._position
+    def readable(self) -> bool:
+        return True
 
     def seekable(self) -> bool:
         return True

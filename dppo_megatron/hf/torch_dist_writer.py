@@ -1,9 +1,9 @@
-"""Megatron torch_dist checkpoints written piece by piece: weights only, by any process and in any order.
+"""Writes Megatron torch_dist checkpoints piece by piece: weights only, by any process and in any order.
 
-Our own writer, because `torch.distributed.checkpoint.save` takes a state dict that is whole in memory and plans all
-files in one process group (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html). The files are those that
-it writes, so Megatron's `dist_checkpointing.load` reads them at any tensor, pipeline and expert size. `.metadata`
-lists their contents and is made last from what every writer recorded.
+`torch.distributed.checkpoint.save` needs a whole state dict in memory and plans all files in one process group
+(https://docs.pytorch.org/docs/stable/distributed.checkpoint.html). This writer's files have the same format, so
+Megatron's `dist_checkpointing.load` reads them at any tensor, pipeline and expert size. `.metadata` lists the contents
+and is written last, from the records of all writers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .operations import Piece
 from .safetensors_file import bytes_of
 from .torch_dist_place import MARKER
 
-_ALIGNMENT = 64  # torch.save aligns tensors within its archive; the archive must begin so for mapped reads
+_ALIGNMENT = 64  # torch.save aligns tensors within its archive; for mapped reads the archive must be aligned too
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Chunk:
 
 
 class TorchDistFile:
-    """One file of chunks. As a context manager it ends with every byte on the disk; `chunks` lists its contents."""
+    """One file of chunks; `chunks` lists its contents. On exit every byte is on disk."""
 
     def __init__(self, path: Path):
         self.chunks: list[Chunk] = []
@@ -67,12 +67,12 @@ class TorchDistFile:
         self._file = path.open("wb")
 
     def write(self, locations: Sequence[StoredAt], shape: Sequence[int], piece: Piece) -> None:
-        """Appends `piece` of a weight of the given whole shape. `locations` are the names of that one weight."""
+        """Append `piece` of a weight with the whole shape `shape`. `locations` are the names of that weight."""
         at = locations[0]
         depth = len(at.index)
         start = [0] * len(shape)
         start[piece.dim] = piece.start
-        # A view of its own bytes: torch.save writes the whole storage behind a view.
+        # A storage of only these bytes: torch.save would write the whole storage of a view.
         flat = torch.frombuffer(bytes_of(piece.tensor), dtype=torch.uint8).view(piece.tensor.dtype)
         tensor = flat.view(*[1] * depth, *piece.tensor.shape)
         self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
@@ -104,7 +104,7 @@ class TorchDistFile:
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """The archive's checksums cost as much as the writing, and torch never reads them."""
+    """Turn off the archive's checksums inside: they take as long as writing, and torch never reads them."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -114,7 +114,7 @@ def _without_checksums() -> Iterator[None]:
 
 
 def write_torch_dist_metadata(directory: Path, chunks: Iterable[Chunk]) -> None:
-    """Makes `directory`, which holds the files of `chunks`, a checkpoint. Raises `ValueError` for tensors with gaps."""
+    """Turn `directory` with the files of `chunks` into a checkpoint. Raises `ValueError` for tensors with gaps."""
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     covered: dict[str, int] = {}
@@ -132,7 +132,7 @@ def write_torch_dist_metadata(directory: Path, chunks: Iterable[Chunk]) -> None:
     gaps = [key for key, stored in tensors.items() if covered[key] != stored.size.numel()]
     if gaps:
         raise ValueError(f"these tensors were not written completely: {', '.join(gaps)}")
-    torch.save({}, directory / "common.pt")  # what Megatron stores once: nothing without training state
+    torch.save({}, directory / "common.pt")  # objects that Megatron stores once; none without training state
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     config |= {"common_backend": "torch", "common_backend_version": 1}
     metadata = Metadata(state_dict_metadata=tensors, storage_data=storage)

@@ -1,19 +1,21 @@
-"""The one table of what config.json means in Megatron's TransformerConfig.
-
-The trainer builds its model with these fields, and `agreement` compares a given model with them.
-"""
+"""The table from config.json to Megatron's TransformerConfig: to build a model, and to compare a given one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+from torch import nn
 
 from .hf_config import HFModelConfig
+from .megatron_model import unwrap
+from .rope import inverse_frequencies
 
 
 def transformer_fields(config: HFModelConfig) -> dict[str, Any]:
-    """Fields of TransformerConfig (with latent attention: MLATransformerConfig) that decide what the model computes."""
+    """Return the fields of TransformerConfig (or MLATransformerConfig) that decide the arithmetic of the model."""
     return {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -34,10 +36,10 @@ def transformer_fields(config: HFModelConfig) -> dict[str, Any]:
 
 
 def uncompared_fields(config: HFModelConfig) -> dict[str, Any]:
-    """Fields to build with that `agreement` does not compare.
+    """Return fields for building a model that `disagreements` does not compare.
 
-    They matter in training alone, have no meaning for this attention, or can be written in several ways.
-    No balancing loss, and the correction bias stays as it was loaded: RL adds nothing to the routing.
+    They matter only in training, have no meaning for this attention, or can be written in several ways. There is no
+    balancing loss, and the correction bias keeps its loaded value: RL adds nothing to the routing.
     """
     fields: dict[str, Any] = {
         "hidden_dropout": 0.0,
@@ -60,7 +62,7 @@ def _grouped_queries(config: HFModelConfig) -> dict[str, Any]:
 
 
 def _latent_attention(config: HFModelConfig) -> dict[str, Any]:
-    """Latent attention rotates inside Megatron, so its rotary settings are fields too."""
+    """Return the fields of latent attention, with its rotary settings: Megatron rotates inside it."""
     mla = config.mla
     return {
         "q_lora_rank": mla.q_lora_rank,
@@ -75,12 +77,12 @@ def _latent_attention(config: HFModelConfig) -> dict[str, Any]:
 
 
 def _yarn(config: HFModelConfig) -> dict[str, Any]:
-    """Settings that config.json leaves out are those of transformers."""
+    """Return the fields of YaRN; settings missing from config.json have the defaults of transformers."""
     given = config.rope_scaling
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": float(given["factor"]),
-        # Positions that the model was trained on before YaRN stretched them.
+        # Positions in training, before YaRN extended them.
         "original_max_position_embeddings": int(
             given.get("original_max_position_embeddings") or config.max_position_embeddings
         ),
@@ -103,8 +105,46 @@ def _experts(config: HFModelConfig) -> dict[str, Any]:
         "moe_router_group_topk": moe.topk_groups,
     }
     if moe.score_function == "softmax":
-        # Softmax of the selected logits alone is softmax of all, rescaled to sum to 1.
+        # Softmax of only the selected logits equals softmax of all, rescaled to sum to 1.
         fields["moe_router_pre_softmax"] = not moe.norm_topk_prob
     if moe.routed_scaling_factor != 1.0:
         fields["moe_router_topk_scaling_factor"] = moe.routed_scaling_factor
     return fields
+
+
+def disagreements(model_chunks: Sequence[nn.Module], config: HFModelConfig) -> list[str]:
+    """Return every field where the TransformerConfig of the chunks differs from `config`, one line each.
+
+    Chunks without a `config` attribute, and fields that a Megatron version does not have, are skipped.
+    """
+    out = []
+    for chunk in map(unwrap, model_chunks):
+        megatron = getattr(chunk, "config", None)
+        for name, wanted in transformer_fields(config).items():
+            found = getattr(megatron, name, wanted)
+            if found != wanted:
+                out.append(_line(name, found, wanted))
+        rotary_base = getattr(chunk, "rotary_base", config.rope_theta)
+        if rotary_base != config.rope_theta:
+            out.append(_line("rotary_base", rotary_base, config.rope_theta))
+        out += _frequencies(chunk, config)
+    return sorted(set(out))
+
+
+def _frequencies(chunk: nn.Module, config: HFModelConfig) -> list[str]:
+    """Compare the rotary frequencies: Megatron scales them with constants that no field shows."""
+    found = getattr(getattr(chunk, "rotary_pos_emb", None), "inv_freq", None)
+    if found is None or config.rope_type not in ("default", "llama3"):
+        return []
+    wanted = inverse_frequencies(config, config.mla.qk_rope_head_dim if config.mla else config.head_dim)
+    if found.shape == wanted.shape and torch.allclose(found.cpu().float(), wanted, rtol=1e-4, atol=0):
+        return []
+    scaling = ", ".join(f"{k} = {v}" for k, v in config.rope_scaling.items())
+    return [
+        f"rotary frequencies of the Megatron model are not those of rope_type = {config.rope_type!r}, rope_theta = "
+        f"{config.rope_theta:g}{', ' if scaling else ''}{scaling} in config.json"
+    ]
+
+
+def _line(name: str, found: Any, wanted: Any) -> str:
+    return f"{name} = {found!r} in the Megatron model, {wanted!r} by config.json"

@@ -21,8 +21,8 @@ _ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # writ
 class WeightMap:
     """Names, shapes and tensor-parallel shards of one model. Pure: no files, no process groups, no model instance.
 
-    `layout` has what the HF config does not define; by default the vocabulary is not padded. Megatron names have
-    GLOBAL layer and expert indices (`megatron_model.named_weights` makes them) and may be those of the local or of the
+    `layout` has the shapes that the HF config does not define; by default the vocabulary is not padded. Megatron names
+    have GLOBAL layer and expert indices (see `megatron_model.named_weights`) and the spelling of the local or of the
     TransformerEngine layer spec.
     """
 
@@ -42,7 +42,7 @@ class WeightMap:
         self._ignored = re.compile("|".join((_ROTARY_BUFFERS, *behind)))
 
     def entry(self, megatron_name: str) -> Entry:
-        """The entry of a parameter. Raises `KeyError` with the family's name where there is none."""
+        """Return the entry of a parameter. Raises `KeyError` with the family's name if there is none."""
         layer, template = _extract(_LAYER, megatron_name, "{layer}")
         expert, template = _extract(_EXPERT, template, "{expert}")
         for rule in self._by_name.get(template, ()):
@@ -51,7 +51,7 @@ class WeightMap:
         raise KeyError(f"{megatron_name}: no HF counterpart in family {self.config.family}")
 
     def entries(self) -> Iterator[Entry]:
-        """Every entry once, under the local spec's name: embedding, layers in order, final norm, head."""
+        """Yield every entry once, by the local spec's name: embedding, layers in order, final norm, head."""
         first, *last = self.end_entries()
         yield first
         for layer in range(self.config.num_layers):
@@ -59,12 +59,12 @@ class WeightMap:
         yield from last
 
     def end_entries(self) -> list[Entry]:
-        """Entries outside the layers: embedding, final norm, head."""
+        """Return the entries outside the layers: embedding, final norm, head."""
         rules = [rule for rule in self._rules if rule.layers is None]
         return [_instance(rule, rule.megatron[0], None, None) for rule in rules]
 
     def layer_entries(self, layer: int, experts: Sequence[int] | None = None) -> Iterator[Entry]:
-        """Entries of one layer, of all experts or of those with the given global indices."""
+        """Yield the entries of one layer, of all experts or of those with the given global indices."""
         for rule in self._rules:
             if rule.layers is None or layer not in rule.layers:
                 continue
@@ -73,15 +73,15 @@ class WeightMap:
                 yield _instance(rule, rule.megatron[0].format(layer=layer, expert=expert), layer, expert)
 
     def hf_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor a complete HF directory of this model holds."""
+        """Return the shape of every tensor in a complete HF directory of this model, by name."""
         return {t.name: t.shape for entry in self.entries() if not entry.rule.duplicate for t in entry.hf}
 
     def is_ignored(self, hf_name: str) -> bool:
-        """True for names that a directory may hold and the model does not need."""
+        """Return whether a directory may have the name although the model does not need it."""
         return self._ignored.fullmatch(hf_name) is not None
 
     def to_megatron(self, entry: Entry, hf_tensors: Mapping[str, Tensor], tp_rank: int = 0, tp_size: int = 1) -> Tensor:
-        """The local tensor of rank `tp_rank` of `tp_size`: tensor-parallel, for experts expert-tensor-parallel.
+        """Return the local tensor of rank `tp_rank` of `tp_size`: tensor-parallel, for experts expert-tensor-parallel.
 
         May be a view of an input. Raises `ModelError` for absent or misshaped inputs and sizes that do not divide.
         """
@@ -98,10 +98,10 @@ class WeightMap:
             raise ModelError(entry.megatron, [str(error)]) from None
 
     def to_hf(self, entry: Entry, shards: Tensor | Sequence[Tensor]) -> dict[str, Tensor]:
-        """HF tensors from the whole Megatron tensor, or from the shards of all ranks in rank order.
+        """Return HF tensors from the whole Megatron tensor, or from the shards of all ranks in rank order.
 
-        A replicated parameter needs one shard only. May return views of the inputs. Raises `ModelError`
-        where the shards do not make up the HF shapes.
+        A replicated parameter needs only one shard. May return views of the inputs. Raises `ModelError` if the shards
+        do not have the HF shapes.
         """
         shards = [shards] if isinstance(shards, Tensor) else list(shards)
         try:

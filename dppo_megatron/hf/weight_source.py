@@ -1,4 +1,4 @@
-"""Where weights come from: HF names and shapes, whatever the files behind them."""
+"""Sources of weights: HF names and shapes, for all kinds of files."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class WeightSource(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What there is, without reading it."""
+        """Dtype and shape by name, without reading tensors."""
 
     def tensor(self, name: str) -> Tensor:
-        """One whole tensor on the CPU; may be a view of a mapped file."""
+        """Return one whole tensor on the CPU; it may be a view of a mapped file."""
 
     def release(self) -> None:
-        """Frees the memory of mapped pages, but for a few MB, as soon as the tensors returned before are deleted."""
+        """Free the memory of mapped pages, except a few MB, once the tensors returned so far are deleted."""
 
 
 def open_weights(
     directory: str | Path, config: HFModelConfig, dequantized: torch.dtype = torch.float32
 ) -> WeightSource:
-    """The weights in a Megatron checkpoint, an FP8 or a plain HF directory, in HF names.
+    """Open the weights of a Megatron checkpoint, an FP8 or a plain HF directory, by HF names.
 
-    `dequantized` is the dtype that FP8 weights are read as.
+    `dequantized` is the dtype for FP8 weights.
 
     Raises `ModelError` for files that cannot be read, a quantisation that is not supported, and a Megatron
     checkpoint of another model.
@@ -55,7 +55,7 @@ def open_weights(
 
 
 def source_problems(weight_map: WeightMap, source: WeightSource) -> list[str]:
-    """Every missing, misshaped and unexpected tensor, one line each, and a tied head that is stored and differs."""
+    """List every missing, misshaped and unexpected tensor, and a stored tied head that differs, one line each."""
     out = header_problems(weight_map, source)
     # Some writers store the tied head too. A different one must not be dropped silently.
     stored_twice = weight_map.config.tied_embeddings and {_HEAD, _EMBEDDING} <= source.tensors.keys()
@@ -65,7 +65,7 @@ def source_problems(weight_map: WeightMap, source: WeightSource) -> list[str]:
 
 
 def header_problems(weight_map: WeightMap, source: WeightSource) -> list[str]:
-    """Of these what shows without reading a tensor."""
+    """List those `source_problems` that show without reading a tensor."""
     tied = weight_map.config.tied_embeddings
 
     def may_be_there(name: str) -> bool:
@@ -79,7 +79,7 @@ def shape_problems(
     found: Mapping[str, TensorInfo],
     may_be_there: Callable[[str], bool] = lambda name: False,
 ) -> list[str]:
-    """Every missing, misshaped and unexpected tensor, one line each."""
+    """List every missing, misshaped and unexpected tensor, one line each."""
     out = []
     for name, shape in expected.items():
         if name not in found:
@@ -91,7 +91,7 @@ def shape_problems(
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """One pass without a temporary of the tensor's size: NaN and infinities show in the extremes."""
+    """Return whether all values are finite: NaN and infinities show in the extremes, without a large temporary."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
     low, high = torch.aminmax(tensor)
@@ -99,13 +99,13 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def overflow_problem(*names: str) -> str:
-    """Of tensors some values of which a cast to fp16 makes infinite."""
+    """Describe tensors with values that a cast to fp16 makes infinite."""
     remedy = "use bf16 (model.dtype, engine.dtype or --dtype)"
     return f"{', '.join(names)}: holds values beyond 65504, the largest of fp16; {remedy}"
 
 
 def cast_problem(entry: Entry, before: Iterable[Tensor], after: Iterable[Tensor]) -> str | None:
-    """Why a weight must not be stored as it was cast; None where it may."""
+    """Return why a cast weight must not be stored; None if it may."""
     if all(map(all_finite, after)):
         return None
     names = [t.name for t in entry.hf]
@@ -113,7 +113,7 @@ def cast_problem(entry: Entry, before: Iterable[Tensor], after: Iterable[Tensor]
 
 
 def export_problem(name: str, tensor: Tensor) -> str | None:
-    """Why `tensor` must not be published: a value beyond fp16 shows in it, or in the scale (fp32) of its FP8 values."""
+    """Return why `tensor` must not be published: a value beyond fp16 in it, or in the fp32 scale of its FP8 values."""
     if tensor.dtype not in (torch.float16, torch.float32) or all_finite(tensor):
         return None
     return overflow_problem(name) if tensor.dtype == torch.float16 else f"{name}: {_NOT_FINITE}"

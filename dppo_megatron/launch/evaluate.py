@@ -126,8 +126,7 @@ def _as_hugging_face(model: Path, directory: Path) -> Path:
     """
     if (model / "config.json").is_file():
         return model
-    from dppo_megatron.convert.job import Worker
-    from dppo_megatron.convert.processes import convert
+    from dppo_megatron.convert.job import Worker, convert
     from dppo_megatron.convert.to_hf import ToHF
 
     converted = directory / "weights"

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config
-from dppo_megatron.convert.job import Worker
-from dppo_megatron.convert.processes import convert
+from dppo_megatron.convert.job import Worker, convert
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.engines.serving import start_model
 from dppo_megatron.errors import ExpectedError

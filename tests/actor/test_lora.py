@@ -232,7 +232,7 @@ def test_a_checkpoint_continues_in_other_layouts_and_no_other_run(ranks, models,
     same = {"lora": {"r": lora.R, "alpha": lora.ALPHA}}
     given = directory, same, str(tmp_path / "exchanged")
     assert "adapters of other weights" in run_scenario(ranks(1), lora.refused, models, tmp_path / "x", *given)
-    with pytest.raises(ModelError, match="holds adapters alone"):
+    with pytest.raises(ModelError, match="holds only adapters"):
         open_weights(directory / "step-000002", read_hf_config(models / "qwen3_moe"))
 
 

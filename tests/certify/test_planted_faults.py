@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from dppo_megatron.certify.command import certify
 from dppo_megatron.certify.report import exceeds, text
-from dppo_megatron.convert.job import Worker
+from dppo_megatron.convert.job import Worker, convert
 from dppo_megatron.convert.layout import TargetLayout
-from dppo_megatron.convert.processes import convert
 from dppo_megatron.convert.to_megatron import ToMegatron
 from tests.support.engines import engine_config, make_model, running_server
 

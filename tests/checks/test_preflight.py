@@ -13,9 +13,8 @@ import pytest
 
 from dppo_megatron.checks import data, preflight, reward
 from dppo_megatron.config import Config, ConfigError
-from dppo_megatron.convert.job import Worker
+from dppo_megatron.convert.job import Worker, convert
 from dppo_megatron.convert.layout import TargetLayout
-from dppo_megatron.convert.processes import convert
 from dppo_megatron.convert.to_megatron import ToMegatron
 from dppo_megatron.hf import make_random_hf_model
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dppo_megatron.convert.job import convert as convert_in_process
 from dppo_megatron.convert.layout import TargetLayout
-from dppo_megatron.convert.processes import convert as convert_in_process
 from dppo_megatron.convert.to_megatron import ToMegatron
 from dppo_megatron.hf import ModelError
 from tests.convert.scenarios import Case, load_with_megatron, save_with_actor

@@ -17,7 +17,7 @@ import json, sys
 from functools import partial
 from pathlib import Path
 from dppo_megatron.convert.layout import TargetLayout
-from dppo_megatron.convert.processes import convert
+from dppo_megatron.convert.job import convert
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.convert.to_megatron import ToMegatron
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.convert import job, processes
+from dppo_megatron.convert import job
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.progress import Progress
 from dppo_megatron.convert.to_megatron import ToMegatron
@@ -55,7 +55,7 @@ def interrupted(models, tmp_path, monkeypatch) -> tuple[Path, Path]:
     with monkeypatch.context() as patched:
         patched.setattr(ToMegatron, "write_shard", fail)
         with pytest.raises(KeyboardInterrupt):
-            processes.convert(partial(ToMegatron, source, tmp_path / "target", TargetLayout(pipeline=4)))
+            job.convert(partial(ToMegatron, source, tmp_path / "target", TargetLayout(pipeline=4)))
     return source, tmp_path / "target"
 
 
@@ -137,12 +137,12 @@ def test_resuming_while_the_first_still_runs_is_refused(models, tmp_path, monkey
     def meanwhile(self, index, path, tick):
         if index == 2:
             with pytest.raises(ModelError, match="another conversion is writing there") as refused:
-                processes.convert(build, resume=True, worker=job.Worker())
+                job.convert(build, resume=True, worker=job.Worker())
             refusals.append(refused)
         return write(self, index, path, tick)
 
     monkeypatch.setattr(ToMegatron, "write_shard", meanwhile)
-    assert processes.convert(build, worker=job.Worker()) is not None
+    assert job.convert(build, worker=job.Worker()) is not None
     assert len(refusals) == 1
 
 
@@ -211,11 +211,11 @@ def test_processes_without_work_end_whenever_they_come(models, tmp_path, monkeyp
 
     monkeypatch.setattr(job, "_START_TIMEOUT_S", 0.2)
     build = partial(ToMegatron, models / "qwen3", tmp_path / "target", TargetLayout())
-    assert processes.convert(build, worker=job.Worker(1, 2)) is None  # before the first began: one shard, two processes
-    assert processes.convert(build, worker=job.Worker(0, 2)) is not None
-    assert processes.convert(build, worker=job.Worker(1, 2)) is None  # after it has published
+    assert job.convert(build, worker=job.Worker(1, 2)) is None  # before the first began: one shard, two processes
+    assert job.convert(build, worker=job.Worker(0, 2)) is not None
+    assert job.convert(build, worker=job.Worker(1, 2)) is None  # after it has published
     four = partial(ToMegatron, models / "qwen3", tmp_path / "target", TargetLayout(pipeline=4))
-    assert processes.convert(four, worker=job.Worker(1, 2)) is None
+    assert job.convert(four, worker=job.Worker(1, 2)) is None
 
 
 def test_nproc_does_not_multiply_what_torchrun_started(models, tmp_path, convert, monkeypatch):

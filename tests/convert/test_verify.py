@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dppo_megatron.convert.job import convert as convert_in_process
 from dppo_megatron.convert.layout import TargetLayout
-from dppo_megatron.convert.processes import convert as convert_in_process
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.convert.to_megatron import ToMegatron
 from tests.support.model_directories import edit_weights, write_model

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from dppo_megatron import hf
-from dppo_megatron.convert.job import Worker
-from dppo_megatron.convert.processes import convert
+from dppo_megatron.convert.job import Worker, convert
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.hf import fp8
 from tests.support.fakes.chunk import fake_chunk, ranks

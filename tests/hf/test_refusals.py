@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dppo_megatron import hf
-from dppo_megatron.hf.agreement import disagreements
+from dppo_megatron.hf.transformer_fields import disagreements
 from tests.support.fakes.chunk import fake_chunk, put, ranks
 from tests.support.models import CONFIGS
 

@@ -1,4 +1,4 @@
-"""Rows shared by decoder-only families. Each function gives the rows of one part of the model."""
+"""Rules shared by decoder-only families. Each function returns the rules of one part of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dppo_megatron.hf.rules import HFTensor, MegatronLayout, Rule
 def decoder_rules(
     config: HFModelConfig, layout: MegatronLayout, attention: tuple[Rule, ...] | None = None
 ) -> tuple[Rule, ...]:
-    """Every row of a decoder whose layers are dense or have experts. `attention` None: grouped queries."""
+    """Return every rule of a decoder whose layers are dense or have experts. `attention` None: grouped queries."""
     sparse = tuple(i for i in range(config.num_layers) if config.is_moe_layer(i))
     dense = tuple(i for i in range(config.num_layers) if not config.is_moe_layer(i))
     return (
@@ -22,49 +22,34 @@ def decoder_rules(
 
 
 def ends(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
-    """Embedding, final norm and output head."""
+    """Return the rules of embedding, final norm and output head."""
     table = (config.vocab_size, config.hidden_size)
     op = Vocabulary(config.vocab_size, layout.padded_vocab_size)
     embedding = HFTensor("model.embed_tokens.weight", table)
+    final_norm = HFTensor("model.norm.weight", (config.hidden_size,))
     head = embedding if config.tied_embeddings else HFTensor("lm_head.weight", table)
     return (
         Rule(("embedding.word_embeddings.weight",), (embedding,), op),
-        Rule(
-            ("decoder.final_layernorm.weight",),
-            (HFTensor("model.norm.weight", (config.hidden_size,)),),
-            Replicated(),
-        ),
-        # With tied embeddings the last pipeline stage holds its own copy of the embedding under this name.
+        Rule(("decoder.final_layernorm.weight",), (final_norm,), Replicated()),
+        # With tied embeddings the last pipeline stage has its own copy of the embedding under this name.
         Rule(("output_layer.weight",), (head,), op, duplicate=config.tied_embeddings),
     )
 
 
 def grouped_query_attention(config: HFModelConfig) -> tuple[Rule, ...]:
-    """Input norm, fused QKV with or without bias, per-head query and key norms, output projection."""
+    """Return the rules of input norm, fused QKV (and bias), per-head query and key norms, output projection."""
     layers = all_layers(config)
     hidden, dim = config.hidden_size, config.head_dim
     rows = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
     qkv = QKV(config.num_heads, config.num_kv_heads, dim)
     fused = "self_attention.linear_qkv"
+    weights = tuple((f"self_attn.{p}_proj.weight", (n, hidden)) for p, n in rows.items())
+    out = (("self_attn.o_proj.weight", (hidden, rows["q"])),)
+    norms = ("input_layernorm.weight", f"{fused}.layer_norm_weight")
     rules = [
-        norm(
-            layers,
-            ("input_layernorm.weight", f"{fused}.layer_norm_weight"),
-            "input_layernorm.weight",
-            hidden,
-        ),
-        layer_rule(
-            layers,
-            (f"{fused}.weight",),
-            tuple((f"self_attn.{p}_proj.weight", (n, hidden)) for p, n in rows.items()),
-            qkv,
-        ),
-        layer_rule(
-            layers,
-            ("self_attention.linear_proj.weight",),
-            (("self_attn.o_proj.weight", (hidden, config.num_heads * dim)),),
-            Sharded(1),
-        ),
+        norm(layers, norms, "input_layernorm.weight", hidden),
+        layer_rule(layers, (f"{fused}.weight",), weights, qkv),
+        layer_rule(layers, ("self_attention.linear_proj.weight",), out, Sharded(1)),
     ]
     if config.qkv_bias:
         biases = tuple((f"self_attn.{p}_proj.bias", (n,)) for p, n in rows.items())
@@ -76,43 +61,46 @@ def grouped_query_attention(config: HFModelConfig) -> tuple[Rule, ...]:
 
 
 def dense_mlp(config: HFModelConfig, layers: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Pre-MLP norm and SwiGLU feed-forward of the dense layers."""
+    """Return the rules of pre-MLP norm and SwiGLU feed-forward of the dense layers."""
     names = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+    linear = ("mlp.linear_fc1.weight",), ("mlp.linear_fc2.weight",)
     return (
         norm(layers, names, "post_attention_layernorm.weight", config.hidden_size),
-        *swiglu(config, layers, "mlp.linear_fc1.weight", "mlp.linear_fc2.weight", "mlp", config.ffn_hidden_size),
+        *swiglu(config, layers, *linear, "mlp", config.ffn_hidden_size),
     )
 
 
 def swiglu(
-    config: HFModelConfig, layers: tuple[int, ...], fc1: str, fc2: str, hf_prefix: str, ffn: int
+    config: HFModelConfig,
+    layers: tuple[int, ...],
+    fc1: tuple[str, ...],
+    fc2: tuple[str, ...],
+    hf_prefix: str,
+    ffn: int,
+    experts: int = 0,
 ) -> tuple[Rule, ...]:
-    """Gate and up fused into `fc1`, down as `fc2`, of one dense or shared feed-forward of width `ffn`."""
+    """Return the rules of feed-forwards of width `ffn`: gate and up fused into `fc1`, down as `fc2`."""
     hidden = config.hidden_size
     gate_up = tuple((f"{hf_prefix}.{p}_proj.weight", (ffn, hidden)) for p in ("gate", "up"))
+    down = ((f"{hf_prefix}.down_proj.weight", (hidden, ffn)),)
     return (
-        layer_rule(layers, (fc1,), gate_up, GateUp()),
-        layer_rule(layers, (fc2,), ((f"{hf_prefix}.down_proj.weight", (hidden, ffn)),), Sharded(1)),
+        layer_rule(layers, fc1, gate_up, GateUp(), experts=experts),
+        layer_rule(layers, fc2, down, Sharded(1), experts=experts),
     )
 
 
 def routed_experts(config: HFModelConfig, layers: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Pre-MLP norm, router, experts: one module each (local spec) or one numbered weight each (grouped)."""
+    """Return the rules of pre-MLP norm, router and experts.
+
+    Experts are one module each (local spec) or one numbered weight each (grouped).
+    """
     moe, hidden = config.moe, config.hidden_size
-    ffn = moe.ffn_hidden_size
-    prefix = "mlp.experts.{expert}"
-    gate_up = tuple((f"{prefix}.{p}_proj.weight", (ffn, hidden)) for p in ("gate", "up"))
-    down = ((f"{prefix}.down_proj.weight", (hidden, ffn)),)
+    router = (("mlp.gate.weight", (moe.num_experts, hidden)),)
+    linear = _expert_names("linear_fc1"), _expert_names("linear_fc2")
     return (
         norm(layers, ("pre_mlp_layernorm.weight",), "post_attention_layernorm.weight", hidden),
-        layer_rule(
-            layers,
-            ("mlp.router.weight",),
-            (("mlp.gate.weight", (moe.num_experts, hidden)),),
-            Replicated(),
-        ),
-        layer_rule(layers, _expert_names("linear_fc1"), gate_up, GateUp(), experts=moe.num_experts),
-        layer_rule(layers, _expert_names("linear_fc2"), down, Sharded(1), experts=moe.num_experts),
+        layer_rule(layers, ("mlp.router.weight",), router, Replicated()),
+        *swiglu(config, layers, *linear, "mlp.experts.{expert}", moe.ffn_hidden_size, moe.num_experts),
     )
 
 
@@ -133,7 +121,7 @@ def layer_rule(
     experts: int = 0,
     keep_dtype: bool = False,
 ) -> Rule:
-    """A row for the given layers; names are relative to the layer on both sides."""
+    """Return a rule for the given layers; names are relative to the layer on both sides."""
     return Rule(
         tuple(f"decoder.layers.{{layer}}.{name}" for name in megatron),
         tuple(HFTensor(f"model.layers.{{layer}}.{name}", shape) for name, shape in hf),

@@ -15,7 +15,7 @@ from dppo_megatron.hf.rules import MegatronLayout, Rule
 from .common import all_layers, decoder_rules, layer_rule, norm, swiglu
 from .family import Family
 
-# Keys that readers fill in differently where they are absent. For the first, null is an answer too.
+# Keys for which readers have different defaults. Those of the first line may be null.
 _NULLABLE = ("q_lora_rank", "n_shared_experts", "n_group", "topk_group")
 _STATED = ("first_k_dense_replace", "routed_scaling_factor")
 _ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -76,24 +76,20 @@ class DeepseekV3Config(RawConfig):
 
 def rules(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
     sparse = tuple(i for i in range(config.num_layers) if config.is_moe_layer(i))
+    bias = (("mlp.gate.e_score_correction_bias", (config.moe.num_experts,)),)
     out = [
         *decoder_rules(config, layout, latent_attention(config, layout)),
-        layer_rule(
-            sparse,
-            ("mlp.router.expert_bias",),
-            (("mlp.gate.e_score_correction_bias", (config.moe.num_experts,)),),
-            Replicated(),
-            keep_dtype=True,  # readers expect fp32: bf16 would change which experts are selected
-        ),
+        # Readers expect fp32: bf16 would change the selection of experts.
+        layer_rule(sparse, ("mlp.router.expert_bias",), bias, Replicated(), keep_dtype=True),
     ]
     if shared := config.moe.shared_ffn_hidden_size:
-        fc1, fc2 = (f"mlp.shared_experts.linear_{fc}.weight" for fc in ("fc1", "fc2"))
+        fc1, fc2 = ((f"mlp.shared_experts.linear_{fc}.weight",) for fc in ("fc1", "fc2"))
         out += swiglu(config, sparse, fc1, fc2, "mlp.shared_experts", shared)
     return tuple(out)
 
 
 def latent_attention(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
-    """Multi-head latent attention. Heads are contiguous on both sides, so every projection is sharded as it is."""
+    """Return the rules of multi-head latent attention. Heads are contiguous on both sides, so no rule reorders rows."""
     layers, mla = all_layers(config), config.mla
     hidden, heads = config.hidden_size, config.num_heads
     by_head = Sharded(0)

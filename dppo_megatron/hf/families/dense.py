@@ -1,4 +1,4 @@
-"""Dense families: the same layers, apart from biases and norms in attention."""
+"""Dense families: they differ only in biases and norms of attention."""
 
 from __future__ import annotations
 

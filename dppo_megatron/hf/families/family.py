@@ -1,4 +1,4 @@
-"""What a model family is: how its config.json is read, and which rules map its parameters."""
+"""The description of a model family: the schema of its config.json, and the rules for its parameters."""
 
 from __future__ import annotations
 
