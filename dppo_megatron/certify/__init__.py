@@ -1,1 +1,1 @@
-"""How far engine and trainer are apart, and which operator is the first to differ."""
+"""Measures the difference between engine and trainer, and finds the first operator that differs."""

@@ -1,4 +1,4 @@
-"""`dppo-megatron certify`: an engine and the trainer's ranks on this machine, started for one measurement."""
+"""`dppo-megatron certify`: starts an engine and the trainer's ranks on this machine for one measurement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POLL_S = 0.1
 
 
 class CertifyError(ExpectedError, RuntimeError):
-    """The ranks did not come to an end of the measurement."""
+    """The ranks did not complete the measurement."""
 
 
 def certify(
@@ -41,11 +41,12 @@ def certify(
     urls: Sequence[str] = (),
     report: Callable[[str], None] = lambda line: None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Where the certificate is, and what it says: `model.path` served by one engine against the trainer's own layout.
+    """Compare `model.path` in one engine and in the trainer's layout; return the certificate's path and content.
 
     The engine is that of the config, started here, or the first of `urls`. With `run` both have the weights of that
-    run's newest checkpoint, as with `model.weights` those: the trainer loads them and publishes them to the engine.
-    Raises `ConfigError`, `CertifyError` with the last lines of a rank that failed, and what `running_engines` raises.
+    run's newest checkpoint, otherwise those of `model.weights` if set: the trainer loads them and publishes them to the
+    engine. Raises `ConfigError`, `CertifyError` with the last lines of a rank that failed, and the errors of
+    `running_engines`.
     """
     checkpoint = config.model.weights if run is None else checkpoint_at(RunDir(run).checkpoints)
     lora = config.model.lora
@@ -86,19 +87,16 @@ def _run_ranks(config: Config, run: RunDir, arguments: tuple[str, ...], report: 
     try:
         for plan in rank_plans(config, "rank", arguments):
             ranks.append(launcher.start(plan))
-        while any(rank.poll() is None for rank in ranks):
+        running = ranks
+        while running:
+            running = [rank for rank in ranks if rank.poll() is None]
             shown = _show(run.root / PROGRESS, shown, report)
             for rank in ranks:
                 if rank.poll():
                     raise CertifyError(_why(f"{rank.name} ended: {exit_reason(rank.poll())}", rank))
-            if time.monotonic() > deadline:
-                late = next(rank for rank in ranks if rank.poll() is None)
-                raise CertifyError(_why(f"{late.name} did not end within {LIMIT_S:.0f} s", late))
+            if running and time.monotonic() > deadline:
+                raise CertifyError(_why(f"{running[0].name} did not end within {LIMIT_S:.0f} s", running[0]))
             time.sleep(POLL_S)
-        for rank in ranks:
-            if rank.poll():
-                raise CertifyError(_why(f"{rank.name} ended: {exit_reason(rank.poll())}", rank))
-        _show(run.root / PROGRESS, shown, report)
     finally:
         launcher.end(ranks, GRACE_S)
 

@@ -1,4 +1,4 @@
-"""Two traces of one sequence, operator by operator, and two sets of log-probs."""
+"""Compares two traces of one sequence, operator by operator, and two sets of log-probs."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ LAST = ("final_residual", "final_norm", "logits")
 """Operators in the order of the computation."""
 
 ROUNDINGS = {4: 32.0, 2: 1.0}
-"""By bytes of the dtype: a difference of more roundings is more than another order of computation makes. Sums are kept
-in fp32, so that order costs many machine epsilons of it, and none of 16 bits but the last rounding."""
+"""By bytes of the dtype: the largest difference, in roundings, that another order of computation explains. Sums are in
+fp32, so the order changes them by many machine epsilons of fp32; in 16 bits it changes only the last rounding."""
 SHARES = (1e-6, 1e-4, 1e-2)
-NOT_A_NUMBER = 1 << 31  # ULPs between a number and none
+NOT_A_NUMBER = 1 << 31  # ULPs between a number and NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Difference:
     differing: int  # elements whose bits differ; a zero equals a zero of the other sign
     max_ulp: int  # in the coarser of the two dtypes
     largest: float  # absolute difference
-    roundings: float  # root mean square of the difference in that of the values, in machine epsilons of the dtype
+    roundings: float  # rms of the difference over rms of the values, in machine epsilons of the dtype
     bytes: int  # of the coarser dtype
     problem: str = ""  # why it could not be compared
 
@@ -75,8 +75,10 @@ class Difference:
 
 
 def compare(engine: Trace, trainer: Trace) -> list[Difference]:
-    """Of every value that both recorded, in the order of the computation; nothing where there is no trainer's.
-    Raises `ExpectedError` where none of them is inside a layer."""
+    """Compare every value that both recorded, in the order of the computation; empty without the trainer's.
+
+    Raises `ExpectedError` if none of them is inside a layer.
+    """
     keys = sorted(engine.keys() & trainer.keys(), key=_place)
     if trainer and all(layer == OUTSIDE for layer, _ in keys):
         counts = f"the engine recorded {len(engine)} values and the trainer {len(trainer)}, none of a layer is in both"
@@ -85,16 +87,16 @@ def compare(engine: Trace, trainer: Trace) -> list[Difference]:
 
 
 def ulp_distance(a: Float[Tensor, ...], b: Float[Tensor, ...]) -> Int[Tensor, ...]:
-    """Numbers between `a` and `b` in their dtype, fp32 or of 16 bits; 0 for two that are none, NOT_A_NUMBER for one."""
+    """Count the numbers between `a` and `b` in fp32 or 16 bits; 0 if both are NaN, NOT_A_NUMBER if one is."""
     distance = (_ordered(a) - _ordered(b)).abs()
     none = a.isnan().long() + b.isnan().long()
     return torch.where(none == 2, 0, torch.where(none == 1, NOT_A_NUMBER, distance))
 
 
 def logprob_table(engine: Float[np.ndarray, " n"], trainer: Float[np.ndarray, " n"]) -> dict[str, float]:
-    """What n sampled tokens say of the two policies. `kl`: of the engine's from the trainer's, estimated by k3, nats.
+    """Compare the log-probs of n sampled tokens. `kl`: KL(engine, trainer) in nats, estimated by k3.
 
-    k3 (Schulman, Approximating KL divergence, 2020): the mean of r - 1 - ln r over samples of the engine's, with
+    k3 (Schulman, Approximating KL divergence, 2020): the mean of r - 1 - ln r over samples of the engine, with
     r = p_trainer / p_engine.
     """
     log_ratio = trainer.astype(np.float64) - engine.astype(np.float64)
@@ -112,7 +114,7 @@ def logprob_table(engine: Float[np.ndarray, " n"], trainer: Float[np.ndarray, " 
 
 
 def _ordered(values: Tensor) -> Tensor:
-    """int64 in the order of the numbers, without a gap; both zeros are 0."""
+    """Map numbers to consecutive int64 in their order; both zeros are 0."""
     size = values.dtype.itemsize
     bits = values.contiguous().view(torch.int32 if size == 4 else torch.int16).long()
     return torch.where(bits < 0, -(bits & ((1 << (8 * size - 1)) - 1)), bits)

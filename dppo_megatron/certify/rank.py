@@ -1,4 +1,4 @@
-"""`dppo-megatron certify` on one trainer rank; rank 0 also talks to the engine and writes the certificate."""
+"""`dppo-megatron certify` on one trainer rank; rank 0 also calls the engine and writes the certificate."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ from .compare import Difference, compare, logprob_table
 
 CERTIFICATE = "certificate.json"
 LIMIT_S = 3600.0  # of the whole measurement
-SAMPLES = 4  # of a prompt at most: training computes a prompt once for all samples of its group
-TRACED = 512  # tokens at most: a trace is some tens of hidden states of every token and layer
-PROGRESS = "progress.log"  # a line when a part of the work begins
+SAMPLES = 4  # per prompt at most: training computes a prompt once for all samples of its group
+TRACED = 512  # tokens at most: a trace has tens of hidden states for every token and layer
+PROGRESS = "progress.log"  # a line for each part of the work
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One response, and what the engine says of it by other ways than the one it was sampled by."""
+class ScoredResponse:
+    """One response, and its log-probs when the engine scores it instead of sampling it."""
 
     prompt: Prompt  # of P tokens
     rollout: Rollout
-    alone: np.ndarray  # [P + R - 1] fp32 at temperature 1, scored in a pass of its own
+    alone: np.ndarray  # [P + R - 1] fp32 at temperature 1, scored in a separate pass
     beside: np.ndarray  # the same, scored together with all others
 
 
 def run_rank(config: Config, url: str, prompts: int, checkpoint: Path | None = None) -> None:
-    """Measures, and writes `CERTIFICATE` to `run.dir`. The environment says which rank this is, as for a trainer.
+    """Measure and write `CERTIFICATE` to `run.dir`. The environment has the rank, as for a trainer.
 
-    With `checkpoint` these are its weights, which the engine gets from here by the transport of the config; as it gets
-    those of the start model where a run would round them on the way (`engine.quantization: fp8_block_emulated`).
+    With `checkpoint` the trainer loads its weights and publishes them to the engine by the transport of the config. It
+    also publishes the start model if a run would round its weights (`engine.quantization: fp8_block_emulated`).
     """
     run = RunDir(config.run.dir)
     authenticate(read_secret(config))
     layout = init_layout(config)
-    ranks = Ranks(LIMIT_S)  # rank 0 bounds what it asks the engine; who started the ranks ends them all when one fails
+    ranks = Ranks(LIMIT_S)  # rank 0 limits its calls of the engine; the command ends all ranks if one fails
     ranks.begin_attempt()
     setup_logging(f"rank-{layout.rank}", run.root)
     actor = Actor(config, layout)
@@ -83,7 +83,7 @@ def run_rank(config: Config, url: str, prompts: int, checkpoint: Path | None = N
 
 
 def _publish(config: Config, actor: Actor, rank: int) -> str:
-    """To the engine, as after an update; the name of the transport."""
+    """Publish the weights to the engine, as after an update; return the name of the transport."""
     run, engines, tokens = RunDir(config.run.dir), None, None
     if rank == 0:
         engines = EngineThread(lambda: LiveEngines(config, lambda: engine_services(config, run), build_engine))
@@ -100,7 +100,7 @@ class _Measurement:
         self._config, self._actor, self._ranks, self._url = config, actor, ranks, url
 
     def certificate(self, prompts: int) -> dict[str, Any]:
-        """The same on every rank but for the operators, which rank 0 alone knows."""
+        """Measure; the result is the same on every rank, except the operators, which only rank 0 has."""
         self._say(f"sampling answers to {prompts} prompts")
         head, samples = self._on_engine(lambda engine: self._sample(engine, prompts), "the engine's samples")
         self._say(f"scoring {sum(len(s.rollout.token_ids) for s in samples)} tokens")
@@ -115,7 +115,7 @@ class _Measurement:
             **self._operators(*worst),
         }
 
-    async def _sample(self, engine: Engine, prompts: int) -> tuple[dict[str, Any], list[Sample]]:
+    async def _sample(self, engine: Engine, prompts: int) -> tuple[dict[str, Any], list[ScoredResponse]]:
         config, rollout = self._config, self._config.rollout
         info = await engine.check_compatible(config, vocab_size=self._actor.hf.vocab_size)
         tokenizer = load_tokenizer(config.model.path, self._actor.hf.vocab_size)
@@ -142,10 +142,12 @@ class _Measurement:
         alone = [await engine.score(token_ids) for token_ids in whole]
         beside = await asyncio.gather(*map(engine.score, whole))
         head = {"engine": info.engine, "engine_dtype": info.dtype, "engine_model": info.model}
-        return head, [Sample(*one, a, b) for one, a, b in zip(sampled, alone, beside, strict=True)]
+        return head, [ScoredResponse(*one, a, b) for one, a, b in zip(sampled, alone, beside, strict=True)]
 
-    def _logprobs(self, samples: Sequence[Sample]) -> tuple[dict[str, Any], list[dict[str, Any]], tuple[Sample, int]]:
-        """The tables, every token's log-prob, and the token that differs most: its sample and place in the response."""
+    def _logprobs(
+        self, samples: Sequence[ScoredResponse]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]], tuple[ScoredResponse, int]]:
+        """Return the tables, every token's log-prob, and the token that differs most: its sample and position."""
         rollout = self._config.rollout
         given = {"advantage": 1.0, "temperature": rollout.temperature, "replay_routing": rollout.routing_replay}
         at_run = [TokenSequence.of_rollout(s.prompt, s.rollout, loss_weight=1.0, **given) for s in samples]
@@ -186,8 +188,8 @@ class _Measurement:
             (samples[worst], place),
         )
 
-    def _operators(self, sample: Sample, place: int) -> dict[str, Any]:
-        """Of the pass up to the token that differs most, or of its first TRACED tokens."""
+    def _operators(self, sample: ScoredResponse, place: int) -> dict[str, Any]:
+        """Compare the operators of the pass up to the token that differs most, of at most TRACED tokens."""
         prompt = sample.prompt.token_ids
         token_ids = np.concatenate([prompt, sample.rollout.token_ids[: place + 1]])[:TRACED]
         found = {"traced_tokens": len(token_ids)}
@@ -204,7 +206,7 @@ class _Measurement:
             return found | {"operators": f"not available: {given}"}
         batch = sequence(token_ids, sample.rollout.routed_experts)
         try:
-            recorded = trace(self._actor, batch)  # of other ranks than 0 nothing
+            recorded = trace(self._actor, batch)  # empty on ranks other than 0
         except CannotTrace as error:
             return found | {"operators": f"not available: {error}"}
         free = compare(given, recorded)
@@ -218,15 +220,15 @@ class _Measurement:
             "beyond_rounding": beyond,
         }
 
-    def _packed(self, own: list[TokenSequence], samples: Sequence[Sample], share: bool) -> list[np.ndarray]:
-        """Log-probs [R] of each response, packed as one update of training would; with `share` prompts once."""
+    def _packed(self, own: list[TokenSequence], samples: Sequence[ScoredResponse], share: bool) -> list[np.ndarray]:
+        """Return log-probs [R] of each response, packed as in an update; with `share` each prompt once."""
         groups, lengths = ([s.prompt.position for s in samples], [len(s.prompt.token_ids) for s in samples])
         prefixes = Prefixes(np.array(groups), np.array(lengths)) if share else None
         (plan,) = plan_micro_batches(list(map(len, own)), 1, self._config.train.micro_batch_tokens, prefixes)
         return self._score(own, plan, share)
 
     def _score(self, own: list[TokenSequence], plan: Sequence[list[int]] = (), share: bool = False) -> list[np.ndarray]:
-        """The same by micro-batches of a plan; without one each sequence in a pass of its own."""
+        """Return log-probs [R] by the micro-batches of a plan; without one each sequence in a separate pass."""
         plan = plan or [[index] for index in range(len(own))]
         batches = [pack([own[i] for i in indices], share_prefixes=share) for indices in plan]
         found: dict[int, np.ndarray] = {}
@@ -250,7 +252,7 @@ class _Measurement:
             append_line(RunDir(self._config.run.dir).root / PROGRESS, line)
 
     def _on_engine(self, call: Callable[[Engine], Awaitable[Result]], what: str) -> Result:
-        """What rank 0 learns of the engine, on every rank."""
+        """Call the engine on rank 0 and return the result on every rank."""
 
         async def once() -> Result:
             engine = build_engine(self._config, self._url)

@@ -1,4 +1,4 @@
-"""A certificate as text."""
+"""Formats a certificate as text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def text(certificate: Mapping[str, Any]) -> str:
 
 
 def exceeds(certificate: Mapping[str, Any], within: float) -> bool:
-    """Whether a sampled token's log-prob differs by more than `within` nats; one that is no number does."""
+    """Return whether a sampled token's log-prob differs by more than `within` nats, or is NaN."""
     return not sampled(certificate)["largest"] <= within
 
 
 def sampled(certificate: Mapping[str, Any]) -> Mapping[str, float]:
-    """The table of the log-probs that training compares."""
+    """Return the table of the log-probs that training compares."""
     return next(iter(certificate["logprobs"].values()))
 
 
@@ -63,7 +63,7 @@ def _lines(certificate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _kinds(own: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Of each kind of operator that differs in any layer, the layer where it differs most."""
+    """Yield the layer with the largest difference, for each kind of operator that differs."""
     worst: dict[str, Mapping[str, Any]] = {}
     for entry in own:
         if entry["differing"]:

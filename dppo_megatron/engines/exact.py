@@ -1,8 +1,8 @@
-"""`engine.exact` inside a server on a CPU: its model's operators become the trainer's arithmetic (`common.row_math`).
+"""`engine.exact` in a server on a CPU: its model's operators use the trainer's arithmetic (`common.row_math`).
 
-vLLM and SGLang name their modules alike; the seams that are each one's own are in `vllm/extension/exact_server.py` and
-`sglang/plugin/exact_server.py`. Where the trainer's ranks hold shards, products and log-probs are those of the shards,
-put together in the ranks' order. In need of torch alone.
+vLLM and SGLang have the same module names; the hooks of each are in `vllm/extension/exact_server.py` and
+`sglang/plugin/exact_server.py`. If the trainer's ranks have shards, products and log-probs are computed by shard and
+combined in rank order. Depends only on torch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ VARIABLE = "DPPO_EXACT"  # of the server's environment
 
 
 class NoExactOperator(RuntimeError):
-    """The model has a layer that has no counterpart here; it is raised while the server loads it."""
+    """The model has a layer without an exact operator; raised while the server loads the model."""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """What the server must know of the trainer."""
+    """The settings of the trainer that a server needs."""
 
     tensor: int  # its tensor-parallel ranks
     frequencies: tuple[float, ...]  # of the rotary embedding
@@ -44,7 +44,7 @@ class Exact:
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Operators | None:
-    """None without `engine.exact`."""
+    """Read the operators from the server's environment; None without `engine.exact`."""
     text = environment.get(VARIABLE)
     return None if text is None else Operators(Exact(**json.loads(text)))
 
@@ -57,8 +57,10 @@ class Operators:
         self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # of all positions up to the last one seen
 
     def install(self, model: nn.Module) -> None:
-        """From now on `model` norms, rotates and activates so; products, attention and head follow by the server's own
-        seams. Raises `NoExactOperator` with the first layer that is none of these."""
+        """Replace norms, rotary embeddings and activations of `model`; the server's hooks replace the others.
+
+        Raises `NoExactOperator` with the first layer that is none of these.
+        """
         for name, module in model.named_children():
             self._install(name, module)
 
@@ -72,15 +74,15 @@ class Operators:
             module.forward = self.activation
         elif kind not in _ELSEWHERE:
             if "layers." in name and not any(module.children()):
-                raise NoExactOperator(f"engine.exact: {name} ({kind}) has no operator that the trainer has too")
+                raise NoExactOperator(f"engine.exact: {name} ({kind}) has no counterpart in the trainer")
             for child, inside in module.named_children():
                 self._install(f"{name}.{child}", inside)
 
     def linear(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[T, K] -> [T, N]: what `layer` multiplies, as the trainer's ranks would and in the order that they add."""
+        """Multiply [T, K] by the weight of `layer` to [T, N], by the trainer's shards and added in rank order."""
         kind, ranks = type(layer).__name__, self._exact.tensor
         if kind not in _PRODUCTS:
-            raise NoExactOperator(f"engine.exact: {kind} is no product that the trainer has too")
+            raise NoExactOperator(f"engine.exact: {kind} has no counterpart in the trainer")
         if kind in _HEADS:
             return self.head(x, layer.weight)
         if kind == "RowParallelLinear":
@@ -93,7 +95,7 @@ class Operators:
         return out if bias is None else out + bias
 
     def _columns(self, x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
-        """Of fused projections, of each of which every rank holds an equal share."""
+        """Multiply by fused projections; every rank has an equal share of each."""
         ranks = self._exact.tensor
         if ranks == 1:
             return product(x, weight.t())
@@ -103,21 +105,21 @@ class Operators:
         return torch.cat([part for parts in zip(*outs, strict=True) for part in parts], dim=-1)
 
     def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Logits [T, rows of weight]; those behind the vocabulary are 0."""
+        """Return logits [T, rows of weight]; those after the vocabulary are 0."""
         exact, rows = self._exact, weight[: self._exact.vocab_size]
         hidden = hidden.float() if exact.fp32_head else hidden
         logits = torch.cat([product(hidden, self._shard(rows, rank).t()) for rank in range(exact.tensor)], dim=-1)
         return F.pad(logits[:, : exact.vocab_size], (0, len(weight) - len(rows)))
 
     def _shard(self, rows: Tensor, rank: int) -> Tensor:
-        """With the rows of padding that the rank has."""
+        """Return the rows of a rank, with its padding."""
         columns = self._exact.shard_columns
         own = rows[rank * columns : (rank + 1) * columns]
         return F.pad(own, (0, 0, 0, columns - len(own)))
 
     def activation(self, x: Tensor) -> Tensor:
-        """silu(gate) * up, of each rank's columns by themselves: torch rounds silu otherwise at the end of a row whose
-        width is no multiple of a vector's."""
+        """Return silu(gate) * up, separately for each rank's columns: torch rounds silu differently at the end of a row
+        whose width is not a multiple of a vector's."""
         gates, ups = (part.chunk(self._exact.tensor, dim=-1) for part in x.chunk(2, dim=-1))
         return torch.cat([F.silu(gate) * up for gate, up in zip(gates, ups, strict=True)], dim=-1)
 
@@ -136,7 +138,7 @@ class Operators:
         return cos[positions], sin[positions]
 
     def logprobs(self, logits: Tensor, ids: Tensor, temperature: Tensor | None = None) -> Tensor:
-        """fp32 [T, 1 + K] of ids [T, 1 + K], the target and the top K, as the trainer's ranks merge them.
+        """Return fp32 log-probs [T, 1 + K] of ids [T, 1 + K], the target and the top K, merged as in the trainer.
 
         logits: [T, V] before temperature; temperature: [T], default 1.
         """
@@ -148,7 +150,7 @@ class Operators:
         for rank, out in enumerate(rows):
             first = rank * exact.shard_columns
             block = logits[:, first : min(first + exact.shard_columns, exact.vocab_size)].clone()
-            # Nothing is compiled: compiled code may round otherwise in the trainer's process.
+            # large=False: compiled code may round differently in the trainer's process.
             torch_backend.forward(block, ids, first, scale, out, entropy=False, restore=False, large=False)
         return torch_backend.merge(rows, ids, scale, entropy=False).logprob
 
@@ -160,10 +162,10 @@ def attend(
     counts: Tensor,
     scale: float,
 ) -> Tensor:
-    """[T, h, d]: attention of requests whose new tokens lie end to end in `query`, over what is cached of them.
+    """Return [T, h, d]: attention of requests over their cache, with their new tokens end to end in `query`.
 
-    counts [n]: new tokens of each; lengths [n]: all of it, those included. cached(requests [m], L) gives keys and
-    values [m, L, g, d] of the first L positions, whatever lies behind a request's length.
+    counts [n]: new tokens of each request; lengths [n]: all tokens, the new ones included. cached(requests [m], L)
+    returns keys and values [m, L, g, d] of the first L positions, with any values after a request's length.
     """
     out = torch.empty_like(query)
     starts = counts.cumsum(0) - counts
@@ -175,7 +177,7 @@ def attend(
         longest = int(of_members.max())
         rows = (starts[members][:, None] + torch.arange(count)).flatten()
         keys, values = cached(members, longest)
-        # What lies behind the length may be no number, and 0 times it would be none.
+        # Values after the length may be NaN, and 0 times NaN is NaN.
         behind = torch.arange(longest) >= of_members[:, None]
         values = values.masked_fill(behind[:, :, None, None], 0.0)
         queries = query[rows].view(len(members), count, *query.shape[1:])
@@ -186,7 +188,7 @@ def attend(
 _ROTARY = {"RotaryEmbedding", "Llama3RotaryEmbedding"}
 _HEADS = {"ParallelLMHead", "VocabParallelEmbedding"}
 _PRODUCTS = {"QKVParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear", *_HEADS}
-_ELSEWHERE = {"Attention", "RadixAttention", *_PRODUCTS}  # leaves of layers that the server's own seams reach
+_ELSEWHERE = {"Attention", "RadixAttention", *_PRODUCTS}  # layers that the server's hooks replace
 
 
 def _fused(layer: Any) -> list[int]:

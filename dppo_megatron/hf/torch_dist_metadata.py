@@ -74,7 +74,8 @@ class _Quick(pickle.Unpickler):
 def read_metadata(directory: Path) -> Metadata:
     """Read the descriptions of tensors.
 
-    Raises `ModelError`, naming the file, if it cannot be read, has anything else, or places tensors outside `directory`.
+    Raises `ModelError`, naming the file, if it cannot be read, has anything else, or places tensors elsewhere than in
+    `directory`.
     """
     return read_checked(directory)[0]
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from dppo_megatron.certify.rank import Sample, _Measurement
+from dppo_megatron.certify.rank import ScoredResponse, _Measurement
 from dppo_megatron.types import Prompt, Rollout, TokenBatch
 from tests.support.actor_cases import VOCAB
 from tests.support.actor_ranks import Rank
@@ -26,7 +26,7 @@ def _measured(rank: Rank, dtype: str) -> tuple[dict[str, Any], list[TokenBatch]]
     known = AutoModelForCausalLM.from_pretrained(rank.models / "qwen3", dtype=torch.float32)
     generator = np.random.default_rng(0)
 
-    def sample(prompt: Prompt) -> Sample:
+    def sample(prompt: Prompt) -> ScoredResponse:
         response = generator.integers(0, VOCAB, RESPONSE, dtype=np.int32)
         tokens = torch.from_numpy(np.concatenate([prompt.token_ids, response]).astype(np.int64))
         with torch.no_grad():
@@ -35,7 +35,7 @@ def _measured(rank: Rank, dtype: str) -> tuple[dict[str, Any], list[TokenBatch]]
             torch.log_softmax(logits / t, -1).gather(1, tokens[1:, None])[:, 0].numpy() for t in (1.0, TEMPERATURE)
         )
         rollout = Rollout(response, at_run[-RESPONSE:], np.zeros(RESPONSE, np.int32), "stop")
-        return Sample(prompt, rollout, at_one, at_one)
+        return ScoredResponse(prompt, rollout, at_one, at_one)
 
     prompts = [
         Prompt(n, n, generator.integers(0, VOCAB, size, dtype=np.int32), "", "") for n, size in enumerate(PROMPTS)
