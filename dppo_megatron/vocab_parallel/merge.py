@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .topk import Slots
+from .topk import Slots, find_slots
 
 # exp of it is 0 even in float64, and 0 times it is 0: stands for -inf where that would give NaN.
 FLOOR = -1.0e4
@@ -87,8 +87,12 @@ def add_rows(rows: Tensor, block: Tensor, scale: float | Tensor) -> None:
     rows[:, -3:] = join_sums(torch.stack((rows[:, -3:], block[:, -3:])), scale)
 
 
-def merge(rows: Tensor, slots: Slots, scale: float | Tensor, entropy: bool) -> Merged:
-    """Merge rows [blocks, T, n + 3] of all ranks, in order, into statistics. scale: 1/tau, a float or [T]."""
+def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Merged:
+    """Merge rows [blocks, T, n + 3] of all ranks, in order, into statistics of the slots ids [T, n].
+
+    scale: 1/tau, a float or [T].
+    """
+    slots = find_slots(ids)
     scores = ordered_sum(rows[:, :, :-3])
     m, s = rows[:, :, -3], rows[:, :, -2]
     other_max, d, w = _rescale(m, m.amax(dim=0), scale)
@@ -148,6 +152,7 @@ class Coefficients:
 
 def coefficients(
     merged: Merged,
+    _ids: Tensor,
     scale: float | Tensor,
     g_slots: Tensor,
     g_other: Tensor | None,

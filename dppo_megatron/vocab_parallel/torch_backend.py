@@ -10,9 +10,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import blocks
-from . import merge as arithmetic
-from .merge import Coefficients, Merged
-from .topk import find_slots, local_slots
+from .merge import Coefficients, coefficients, merge
+from .topk import local_slots
+
+__all__ = ["backward", "coefficients", "forward", "merge"]
 
 
 def forward(
@@ -47,27 +48,10 @@ def backward(
     ids: Tensor,
     first: int,
     scale: float | Tensor,
-    coefficients: Coefficients,
+    found: Coefficients,
     *,
     large: bool,
 ) -> None:
     """Overwrite block [T, columns > 0] of logits by their gradient."""
-    blocks.block_gradient(block, scale, coefficients, compiled=large)
-    local_slots(ids, first, block.shape[1]).put(block, coefficients.slots)
-
-
-def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Merged:
-    """Merge the rows of all ranks [blocks, T, n + 3] into statistics of the slots ids [T, n]."""
-    return arithmetic.merge(rows, find_slots(ids), scale, entropy)
-
-
-def coefficients(
-    merged: Merged,
-    ids: Tensor,
-    scale: float | Tensor,
-    g_slots: Tensor,
-    g_other: Tensor | None,
-    g_entropy: Tensor | None,
-) -> Coefficients:
-    """Turn gradients by the slots' log-probs [T, n], other_logprob and entropy [T] into what `backward` writes."""
-    return arithmetic.coefficients(merged, scale, g_slots, g_other, g_entropy)
+    blocks.block_gradient(block, scale, found, compiled=large)
+    local_slots(ids, first, block.shape[1]).put(block, found.slots)

@@ -13,32 +13,16 @@ from tests.support.actor_ranks import run_scenario
 from tests.support.ranks import Ranks
 
 
-def name_of(scenario) -> str:
-    return scenario.__name__
-
-
 def assert_same_run(got: dict, expected: dict, *, rtol: float = 1e-5) -> None:
     for name in ("loss", "grad_norm", "masked", "entropy"):
         assert got[name] == pytest.approx(expected[name], rel=rtol, abs=1e-6), name
     torch.testing.assert_close(got["logprobs"], expected["logprobs"], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        update.tensor,
-        update.tensor_fused,
-        update.sequence,
-        update.sequence_fused_recompute,
-        update.data,
-        update.data_plain_optimizer,
-        update.pipeline,
-        update.pipeline_virtual,
-    ],
-    ids=name_of,
-)
+@pytest.mark.parametrize("layout", update.LAYOUTS)
 def test_two_ranks_train_as_one(one_rank, two_ranks, layout):
-    expected, got = one_rank(update.alone), two_ranks(layout)
+    expected = one_rank(update.alone_tied if layout.startswith("tied") else update.alone)
+    got = two_ranks(update.layouts)[layout]
     assert_same_run(got, expected)
     assert got["tokens"] == expected["tokens"]
     assert got["loss_tokens"] == expected["loss_tokens"]
@@ -56,20 +40,11 @@ def test_ids_of_another_model_are_named_before_they_reach_the_device(one_rank):
         assert f"{name} of micro-batch 1 must be within" in messages[name]
 
 
-@pytest.mark.parametrize("layout", [update.tensor_tied, update.pipeline_tied], ids=name_of)
-def test_tied_embeddings(one_rank, two_ranks, layout):
-    assert_same_run(two_ranks(layout), one_rank(update.alone_tied))
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [checkpoint.tensor_from_one_rank, checkpoint.data_from_one_rank, checkpoint.pipeline_from_one_rank],
-    ids=name_of,
-)
-def test_a_checkpoint_of_one_rank_continues_in_another_layout(one_rank, two_ranks, layout):
-    expected, got = one_rank(update.alone)["continued"], two_ranks(layout)
-    assert got["state"] == {"step": 3}
-    assert_same_run(got, expected)
+def test_a_checkpoint_of_one_rank_continues_in_another_layout(one_rank, two_ranks):
+    expected = one_rank(update.alone)["continued"]
+    for got in two_ranks(checkpoint.from_one_rank):
+        assert got["state"] == {"step": 3}
+        assert_same_run(got, expected)
 
 
 def test_scores_of_top_k_ids_and_of_the_reference(one_rank, two_ranks):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.actor.scenarios.parts import everywhere, fingerprint, same, topk, train
+from tests.actor.scenarios.parts import everywhere, fingerprint, resumed, same, topk, train
 from tests.support.actor_cases import actor_config, pack, sequences
 from tests.support.actor_ranks import Rank
 from tests.support.crafted import RunsCode
@@ -103,28 +103,18 @@ def unwritable(rank: Rank) -> Any:
             return str(error)
 
 
-def tensor_from_one_rank(rank: Rank) -> Any:
-    return _from_checkpoint(rank, tensor=2)
-
-
-def pipeline_from_one_rank(rank: Rank) -> Any:
-    return _from_checkpoint(rank, pipeline=2)
-
-
-def data_from_one_rank(rank: Rank) -> Any:
-    return _from_checkpoint(rank)
-
-
-def _from_checkpoint(rank: Rank, **parallel) -> Any:
-    """Continue from the checkpoint that one rank saved after three updates."""
-    with rank.actor(**parallel) as actor:
-        state = actor.load_checkpoint(rank.models.parent / "from_one_rank")
-        return {"state": state, **train(actor, sequences(seed=1), updates=2)}
+def from_one_rank(rank: Rank) -> Any:
+    """Continue in several layouts from the checkpoint that one rank saved after three updates."""
+    results = []
+    for layout in ({"tensor": 2}, {}, {"pipeline": 2}):
+        with rank.actor(**layout) as actor:
+            state = actor.load_checkpoint(rank.models.parent / "from_one_rank")
+            results.append({"state": state, **train(actor, sequences(seed=1), updates=2)})
+    return results
 
 
 def resume(rank: Rank) -> Any:
-    """Save, go on; load, go on: the same bits on every rank, in each layout."""
-    results = {}
+    """Save and continue, load and continue, in each layout: see `resumed`."""
     layouts: dict[str, dict] = {"data": {}, "data_plain": {"distributed_optimizer": False}}
     if rank.world_size == 1:
         layouts["bf16"] = {"settings": {"dtype": "bf16"}}
@@ -140,21 +130,7 @@ def resume(rank: Rank) -> Any:
             "bf16": {"tensor": 2, "settings": {"dtype": "bf16"}},
         }
     optimizer = {"decay": "linear", "warmup_updates": 3, "weight_decay": 0.1}
-    for name, parallel in layouts.items():
-        directory = rank.directory / name
-        with rank.actor(optimizer=optimizer, **parallel) as actor:
-            train(actor, sequences(), updates=2)
-            actor.save_checkpoint(directory, 2, {"step": 2}, keep=1)
-            expected = train(actor, sequences(seed=1), updates=2)
-            bits = fingerprint(actor)
-            draws = torch.rand(3)
-        with rank.actor(optimizer=optimizer, **parallel) as actor:
-            state = actor.load_checkpoint(directory)
-            got = train(actor, sequences(seed=1), updates=2)
-            equal = torch.tensor(same(bits, fingerprint(actor)) and torch.equal(draws, torch.rand(3)))
-            torch.distributed.all_reduce(equal, op=torch.distributed.ReduceOp.MIN)
-        results[name] = (state, bool(equal), expected["loss"] == got["loss"])
-    return results
+    return {name: resumed(rank, name, {"optimizer": optimizer, **layout}) for name, layout in layouts.items()}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from dppo_megatron.objectives import build_objective
-from tests.actor.scenarios.parts import fingerprint, same, train
+from tests.actor.scenarios.parts import resumed, train
 from tests.support.actor_cases import micro_batches, pack, sequences
 from tests.support.actor_ranks import Rank
 
@@ -175,7 +175,7 @@ def frozen(rank: Rank) -> list[dict[str, Any]]:
 
 
 def resume(rank: Rank) -> dict[str, Any]:
-    """Save, go on; load, go on: the same bits on every rank. And the checkpoint of one rank in every layout."""
+    """Save and continue, load and continue, in each layout: see `resumed`."""
     layouts: dict[str, dict] = {"experts": {"model": "qwen3_moe"}, "bf16": {"settings": settings(dtype="bf16")}}
     if rank.world_size == 2:
         layouts |= {
@@ -186,24 +186,13 @@ def resume(rank: Rank) -> dict[str, Any]:
             "apart": {"model": "qwen3_moe", "expert": 2},
             "latent": {"model": "deepseek", "tensor": 2, "sequence": True, "settings": settings(LATENT)},
         }
-    results = {}
-    for name, given in layouts.items():
-        given = {"settings": settings(), **given}
-        with rank.actor(**given) as actor:
-            fill(actor)
-            train(actor, sequences(), updates=2)
-            actor.save_checkpoint(rank.directory / name, 2, {"step": 2}, keep=1)
-            expected = train(actor, sequences(seed=1), updates=2)
-            bits = fingerprint(actor)
-        with rank.actor(**given) as actor:
-            for parameter in (p for chunk in actor.model_chunks for p in chunk.parameters()):
-                parameter.data.zero_()  # the base comes back too
-            state = actor.load_checkpoint(rank.directory / name)
-            got = train(actor, sequences(seed=1), updates=2)
-            equal = torch.tensor(same(bits, fingerprint(actor)))
-            torch.distributed.all_reduce(equal, op=torch.distributed.ReduceOp.MIN)
-        results[name] = (state, bool(equal), expected["loss"] == got["loss"])
-    return results
+
+    def lose_all(actor: Any) -> None:
+        for parameter in (p for chunk in actor.model_chunks for p in chunk.parameters()):
+            parameter.data.zero_()  # the base comes back too
+
+    given = {name: {"settings": settings(), **layout} for name, layout in layouts.items()}
+    return {name: resumed(rank, name, layout, fill, lose_all) for name, layout in given.items()}
 
 
 def continued(rank: Rank, layout: dict[str, Any], directory: Path, step: int) -> dict[str, Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from dppo_megatron.objectives import build_objective
-from tests.support.actor_cases import micro_batches, pack
+from tests.support.actor_cases import micro_batches, pack, sequences
+from tests.support.actor_ranks import Rank
 
 
 def topk():
@@ -52,3 +56,25 @@ def everywhere(fact: bool) -> bool:
     value = torch.tensor(fact)
     torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN)
     return bool(value)
+
+
+def resumed(
+    rank: Rank,
+    name: str,
+    given: dict[str, Any],
+    start: Callable[[Any], object] = lambda actor: None,
+    lose: Callable[[Any], object] = lambda actor: None,
+) -> tuple[Any, bool, bool]:
+    """Save and continue; load and continue: the state, and whether the bits (with random numbers) and losses agree."""
+    with rank.actor(**given) as actor:
+        start(actor)
+        train(actor, sequences(), updates=2)
+        actor.save_checkpoint(rank.directory / name, 2, {"step": 2}, keep=1)
+        expected = train(actor, sequences(seed=1), updates=2)
+        bits, draws = fingerprint(actor), torch.rand(3)
+    with rank.actor(**given) as actor:
+        lose(actor)
+        state = actor.load_checkpoint(rank.directory / name)
+        got = train(actor, sequences(seed=1), updates=2)
+        equal = everywhere(same(bits, fingerprint(actor)) and torch.equal(draws, torch.rand(3)))
+    return state, equal, expected["loss"] == got["loss"]

@@ -331,56 +331,31 @@ def schedules(rank: Rank) -> Any:
 
 # ---- two ranks
 
-
-def tensor(rank: Rank) -> Any:
-    with rank.actor(tensor=2) as actor:
-        return train(actor, sequences())
-
-
-def tensor_tied(rank: Rank) -> Any:
-    with rank.actor("tied", tensor=2) as actor:
-        return train(actor, sequences())
-
-
-def tensor_fused(rank: Rank) -> Any:
-    with rank.actor(tensor=2, settings={"logits": "fused"}) as actor:
-        return train(actor, sequences())
-
-
-def sequence(rank: Rank) -> Any:
-    with rank.actor(tensor=2, sequence=True) as actor:
-        return train(actor, sequences())
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor": 2},
+    "tensor_fused": {"tensor": 2, "settings": {"logits": "fused"}},
+    "sequence": {"tensor": 2, "sequence": True},
+    "sequence_fused_recompute": {
+        "tensor": 2,
+        "sequence": True,
+        "settings": {"logits": "fused", "recompute": "full"},
+    },
+    "data": {},
+    "data_plain_optimizer": {"distributed_optimizer": False},
+    "pipeline": {"pipeline": 2},
+    "pipeline_virtual": {"pipeline": 2, "virtual_pipeline": 2},
+    "tied_tensor": {"model": "tied", "tensor": 2},
+    "tied_pipeline": {"model": "tied", "pipeline": 2},
+}
 
 
-def sequence_fused_recompute(rank: Rank) -> Any:
-    settings = {"logits": "fused", "recompute": "full"}
-    with rank.actor(tensor=2, sequence=True, settings=settings) as actor:
-        return train(actor, sequences())
-
-
-def data(rank: Rank) -> Any:
-    with rank.actor() as actor:
-        return train(actor, sequences())
-
-
-def data_plain_optimizer(rank: Rank) -> Any:
-    with rank.actor(distributed_optimizer=False) as actor:
-        return train(actor, sequences())
-
-
-def pipeline(rank: Rank) -> Any:
-    with rank.actor(pipeline=2) as actor:
-        return train(actor, sequences())
-
-
-def pipeline_tied(rank: Rank) -> Any:
-    with rank.actor("tied", pipeline=2) as actor:
-        return train(actor, sequences())
-
-
-def pipeline_virtual(rank: Rank) -> Any:
-    with rank.actor(pipeline=2, virtual_pipeline=2) as actor:
-        return train(actor, sequences())
+def layouts(rank: Rank) -> Any:
+    """Three updates in every layout of two ranks."""
+    results = {}
+    for name, layout in LAYOUTS.items():
+        with rank.actor(**layout) as actor:
+            results[name] = train(actor, sequences())
+    return results
 
 
 assert VOCAB % 2  # the padded head is part of what is tested
