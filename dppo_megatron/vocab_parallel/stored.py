@@ -57,13 +57,13 @@ def token_statistics(
         group: tensor-parallel process group (gloo or NCCL); None = logits have the whole vocabulary.
         entropy: "none" skips it, "metric" returns it without gradient, "differentiable" with gradient.
         backend: "torch", "triton", or "auto": Triton for CUDA tensors where it is installed, else torch.
-        sampling_mask_ids: [N] int32 or int64 global ids, the sampling masks of all rows end to end: the tokens that top-p, top-k
-            and min-p kept to draw the target from. Statistics of a row are then of the distribution over its mask
-            (the renormalised softmax), and the logits outside get gradient 0. A target outside its mask raises; a
-            top-K id outside counts as non-finite, so pass it as -1. With `inplace` the logits outside the masks
-            become -inf in the forward pass; without, the logits are copied.
-        sampling_mask_counts: [T] number of ids of each row; 0 = the row covers the whole vocabulary. None = all rows do.
-            Masks {5, 7}, none and {2}: sampling_mask_ids [5, 7, 2], sampling_mask_counts [2, 0, 1].
+        sampling_mask_ids: [N] int32 or int64 global ids, the concatenated sampling masks of all rows: the tokens that
+            top-p, top-k and min-p left to sample the target from. Statistics of a row are then of the distribution
+            over its mask (the renormalized softmax), and the logits outside get gradient 0. A target outside its mask
+            raises; a top-K id outside counts as non-finite, so pass it as -1. With `inplace` the logits outside the
+            masks become -inf in the forward pass; without, the logits are copied.
+        sampling_mask_counts: [T] number of ids of each row; 0 = the row covers the whole vocabulary. None = all rows
+            do. Masks {5, 7}, none and {2}: sampling_mask_ids [5, 7, 2], sampling_mask_counts [2, 0, 1].
         loss_mask: [T] bool. Rows where it is False have 0 in every statistic, send no gradient, and may have any
             target, -100 too, and any temperature. None = all rows.
         vocab_start: first global id of this rank's shard, for shards of different sizes.
