@@ -1,4 +1,4 @@
-"""Live progress of a run for whoever started it: a bar in a terminal, plain lines in a log file."""
+"""Shows the progress of a run: a bar in a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
 from .logs import duration, plain_text
 from .names import accuracies, is_step_record
 from .tail import JsonlFollower
-from .views import LiveView, PlainView
 
 Record = Mapping[str, Any]
 
@@ -35,16 +40,70 @@ COLUMNS = (
     Column("throughput/mfu", "MFU", 5, ".1%", ""),
     Column("time/step_s", "", 6, ".1f", " s/step"),
 )
-_PACE_STEPS = 20  # steps whose pace predicts the time left
-_REDRAW_S = 1.0  # the countdown moves even when nothing arrives
+_PACE_STEPS = 20  # the pace of these last steps predicts the time left
+_REDRAW_S = 1.0  # the countdown moves even without new records
+
+
+class PlainView:
+    """Prints one flushed line after the other in the encoding of the stream."""
+
+    def __init__(self, stream: TextIO, interval_s: float):
+        self._stream = stream
+        self._interval_s = interval_s
+        self._last: float | None = None
+
+    def line(self, text: str) -> None:
+        """Write one line."""
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        self._stream.flush()
+
+    def step_line(self, text: str, at: float, last: bool) -> None:
+        """Write a step's line if the interval has passed, the step is the last, or a resumed run has gone back."""
+        if last or self._last is None or not 0 <= at - self._last < self._interval_s:
+            self._last = at
+            self.line(text)
+
+    def show(self, step: int, total: int, left: str, values: str) -> None:
+        """Do nothing, since plain output cannot redraw."""
+
+    def close(self) -> None:
+        self._stream.flush()
+
+
+class LiveView:
+    """Redraws two lines at the bottom of the terminal; other lines scroll above. It starts no thread."""
+
+    def __init__(self, stream: TextIO):
+        self._console = Console(file=stream, force_terminal=True, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._live.start()
+
+    def show(self, step: int, total: int, left: str, values: str) -> None:
+        head = Table.grid(padding=(0, 1), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True, justify="right")
+        bar = ProgressBar(total=total, completed=step)
+        head.add_row(Text(f"step {step}/{total}", "bold"), bar, Text(left, "cyan"))
+        self._live.update(Group(head, Text(values)), refresh=True)
+
+    def step_line(self, text: str, at: float, last: bool) -> None:
+        """Do nothing, since the bar already shows the step."""
+
+    def line(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def close(self) -> None:
+        self._live.stop()
 
 
 class ProgressView:
-    """Shows what a trainer writes to metrics.jsonl. A context manager; `close` restores the terminal.
+    """Shows the records that a trainer appends to metrics.jsonl. A context manager; `close` restores the terminal.
 
-    In a terminal: a line with bar and time left, one with the latest values. Elsewhere (a SLURM log, CI): a
-    plain line per step, at most one every `plain_interval_s`, without control codes. Evaluations get lines of
-    their own. `samples`: of a step. Output that fails (a closed pipe) silences the view and never stops the run.
+    A terminal gets a line with a bar and the time left, and one with the latest values. Other outputs (a Slurm log, CI)
+    get a plain line per step, at most one every `plain_interval_s`, without control codes. An evaluation gets its own
+    line. samples: number of samples in a step. Failing output (a closed pipe) disables the view; the run continues.
     """
 
     def __init__(
@@ -62,10 +121,10 @@ class ProgressView:
         self._refresh()
 
     def poll(self, path: str | Path) -> bool:
-        """Shows what was appended to `path` since the last call; True if anything was.
+        """Show the records appended to `path` since the last call, and return whether there were any.
 
-        Cheap enough for 20 calls a second. Of records that were there at the first call, or that a resumed
-        run kept, only the latest is shown.
+        An idle call costs less than 1 ms. Of the records present at the first call, or kept by a resumed run, only the
+        latest is shown.
         """
         first = self._follower is None or self._follower.path != Path(path)
         if self._follower is None or first:
@@ -76,17 +135,17 @@ class ProgressView:
             self._evals.clear()
             for record in records[:-1]:
                 self._absorb(record)
-            self._pace.clear()  # the pace of an earlier attempt predicts nothing
+            self._pace.clear()  # the pace of an earlier attempt does not predict this one
         for record in records[-1:] if first or restarted else records:
             self.update(record)
         if first or restarted:
-            self._pace.clear()  # nor does the pause until the next step
+            self._pace.clear()  # the pause until the next step is no pace either
         if records or time.monotonic() - self._drawn_at > _REDRAW_S:
             self._refresh()
         return bool(records)
 
     def update(self, record: Record) -> None:
-        """Shows one record."""
+        """Show one record."""
         self._absorb(record)
         step, at = int(record["step"]), float(record["time"])
         if is_step_record(record):
@@ -97,7 +156,7 @@ class ProgressView:
             self._draw(lambda view: view.line(self._eval_line(step, evaluated)))
 
     def note(self, text: str) -> None:
-        """Shows a line of the launcher's own, above the bar; control codes in it are removed."""
+        """Show a message of the launcher above the bar, without its control codes."""
         for line in map(plain_text, text.splitlines()):
             self._draw(lambda view, line=line: view.line(line))
 
@@ -187,7 +246,7 @@ def _evaluation(record: Record) -> dict[str, Any]:
 def _values(record: Record, aligned: bool) -> Iterator[str]:
     for column in COLUMNS:
         if column.metric not in record or (column.label == "loss" and "rollout/reward_mean" in record):
-            continue  # the loss is worth showing only where there is no reward
+            continue  # the loss is shown only without a reward
         value = record[column.metric]
         text = "n/a" if value is None else format(value, column.form)
         text = (text.rjust(column.width) if aligned else text) + column.unit

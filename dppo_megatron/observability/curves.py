@@ -1,4 +1,4 @@
-"""The curves of one run, or of several laid over each other: six small panels in one PNG."""
+"""Draws the curves of one run, or of several overlaid, as six small panels in one PNG."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .names import STEP_PARTS, accuracies
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette: told apart by colour-blind readers and in print.
+# Okabe and Ito's palette, distinguishable by colour-blind readers and in print.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 _GREY = "#666666"
 _STYLE = {
@@ -41,7 +41,7 @@ _STYLE = {
 
 
 def draw_curves(runs: Sequence[History], path: Path) -> None:
-    """Writes the PNG. One run: colours tell quantities apart; several: they tell runs apart."""
+    """Write the PNG. Colours distinguish quantities for one run, and runs for several."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # no pyplot: no display, no global state
     from matplotlib.lines import Line2D
@@ -79,8 +79,7 @@ def _title(run: History) -> str:
 def _draw_reward(axes: Axes, runs: Sequence[History]) -> None:
     rewarded = any(run.series("rollout/reward_mean") for run in runs)
     axes.set_title("reward" if rewarded else "loss")
-    for index, run in enumerate(runs):
-        _draw_curve(axes, run.series("rollout/reward_mean" if rewarded else "train/loss"), _colour(index))
+    _draw_metric(axes, runs, "rollout/reward_mean" if rewarded else "train/loss")
 
 
 def _draw_accuracy(axes: Axes, runs: Sequence[History]) -> None:
@@ -88,7 +87,7 @@ def _draw_accuracy(axes: Axes, runs: Sequence[History]) -> None:
     axes.margins(y=0.12)
     _percent_axis(axes)
     for index, run in enumerate(runs):
-        names = accuracies({name for row in run.rows.values() for name in row})
+        names = accuracies(run.names)
         for number, (name, label) in enumerate(names.items()):
             series = run.series(name)
             colour = _colour(number if len(runs) == 1 else index)
@@ -115,10 +114,10 @@ def _draw_masked(axes: Axes, runs: Sequence[History]) -> None:
 
 
 def _draw_mismatch(axes: Axes, runs: Sequence[History]) -> None:
-    axes.set_title("engine-trainer mismatch (nats)" if len(runs) == 1 else "engine-trainer mismatch (KL, nats)")
-    for index, run in enumerate(runs):
-        _draw_curve(axes, run.series("mismatch/kl"), _colour(index), "KL" if len(runs) == 1 else None)
-    if len(runs) == 1:
+    one = len(runs) == 1
+    axes.set_title(f"engine-trainer mismatch ({'nats' if one else 'KL, nats'})")
+    _draw_metric(axes, runs, "mismatch/kl", "KL" if one else None)
+    if one:
         largest = runs[0].series("mismatch/max_abs_logprob_difference")
         _draw_curve(axes, largest, _colour(1), "largest log-prob difference")
     _wide_axis(axes)
@@ -126,19 +125,16 @@ def _draw_mismatch(axes: Axes, runs: Sequence[History]) -> None:
 
 def _draw_grad_norm(axes: Axes, runs: Sequence[History]) -> None:
     axes.set_title("gradient norm before clipping")
-    for index, run in enumerate(runs):
-        _draw_curve(axes, run.series("train/grad_norm"), _colour(index))
+    _draw_metric(axes, runs, "train/grad_norm")
     _wide_axis(axes)
 
 
 def _draw_time(axes: Axes, runs: Sequence[History]) -> None:
-    """Seconds of a step; of one run by part, parts below 2 % in `other`."""
+    """Draw the seconds of a step; for one run by part, with parts below 2 % in `other`."""
     axes.set_title("seconds per step")
     step = runs[0].series("time/step_s")
     if len(runs) > 1 or not step:
-        for index, run in enumerate(runs):
-            _draw_curve(axes, run.series("time/step_s"), _colour(index))
-        return
+        return _draw_metric(axes, runs, "time/step_s")
     layers = {}
     for name in STEP_PARTS:
         part = dict(zip(*runs[0].series(name), strict=True))
@@ -156,8 +152,13 @@ def _draw_time(axes: Axes, runs: Sequence[History]) -> None:
 _PANELS = (_draw_reward, _draw_accuracy, _draw_masked, _draw_mismatch, _draw_grad_norm, _draw_time)
 
 
+def _draw_metric(axes: Axes, runs: Sequence[History], name: str, label: str | None = None) -> None:
+    for index, run in enumerate(runs):
+        _draw_curve(axes, run.series(name), _colour(index), label)
+
+
 def _draw_curve(axes: Axes, series: Series, colour: str, label: str | None = None, style: object = "-") -> None:
-    """Thin raw values behind their running mean, where there are enough to be noisy."""
+    """Draw the running mean, with thin raw values behind it where there are enough to be noisy."""
     window = len(series.values) // 25
     if window >= 2:
         axes.plot(series.steps, series.values, color=colour, lw=0.8, alpha=0.25)
@@ -168,7 +169,7 @@ def _draw_curve(axes: Axes, series: Series, colour: str, label: str | None = Non
 
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over `window` values on either side, of those that there are."""
+    """Return the mean over up to `window` values on either side of each value."""
     near = np.ones(2 * window + 1)
     return np.convolve(values, near, "same") / np.convolve(np.ones_like(values), near, "same")
 
@@ -182,7 +183,7 @@ def _percent_axis(axes: Axes) -> None:
 
 
 def _wide_axis(axes: Axes) -> None:
-    """Logarithmic where the values span much; from zero elsewhere. A KL of few tokens can be estimated below 0."""
+    """Use a logarithmic axis for values over a factor of 30, else start at 0. A KL of few tokens can be below 0."""
     values = np.concatenate([line.get_ydata() for line in axes.lines] or [[]])
     positive = values[values > 0]
     if len(positive) and positive.max() > 30 * positive.min():

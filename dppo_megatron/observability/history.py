@@ -1,4 +1,4 @@
-"""A finished or running run as the report sees it: its settings and its metrics by step."""
+"""The settings and the metrics by step of a finished or running run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CONFIG_FILE = "config.yaml"
 
 
 class ReportError(ExpectedError, ValueError):
-    """There is nothing to report on."""
+    """Raised where there is nothing to report on."""
 
 
 class Series(NamedTuple):
-    """One metric over the steps that have a finite value of it."""
+    """Values of one metric over the steps that recorded a finite one."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
@@ -45,7 +45,7 @@ class Series(NamedTuple):
         return max(self.values, default=None)
 
     def at_start(self, count: int) -> float | None:
-        """Mean of the first `count` values."""
+        """Return the mean of the first `count` values."""
         return Series(self.steps[:count], self.values[:count]).mean
 
     def at_end(self, count: int) -> float | None:
@@ -54,26 +54,32 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """`rows`: step -> all metrics recorded for it. `config`: the resolved config as plain YAML, perhaps of
-    another version of this package.
+    """The records of one run.
+
+    rows: step -> all its metrics. config: the resolved config as plain YAML, perhaps of another version of the package.
     """
 
     label: str
     config: dict[str, Any]
     rows: dict[int, dict[str, float | None]]
-    times: tuple[float, ...]  # of the records, as written
-    masked: tuple[dict[str, Any], ...] = ()  # of each step, the tokens masked most
+    times: tuple[float, ...]  # Unix seconds of the records, in the order of the file
+    masked: tuple[dict[str, Any], ...] = ()  # the most masked tokens of each step
 
     def series(self, name: str) -> Series:
         found = {step: row[name] for step, row in sorted(self.rows.items()) if row.get(name) is not None}
         return Series(tuple(found), tuple(found.values()))
 
     @property
+    def names(self) -> set[str]:
+        """Names of all recorded metrics."""
+        return {name for row in self.rows.values() for name in row}
+
+    @property
     def steps(self) -> list[int]:
         return sorted(step for step, row in self.rows.items() if is_step_record(row))
 
     def setting(self, dotted: str, *kinds: type) -> Any:
-        """A setting of the resolved config, None where it has none, or none of `kinds` where any are given."""
+        """Return a setting of the resolved config; None where it is absent or of none of the types `kinds`."""
         node: Any = self.config
         for key in dotted.split("."):
             node = node.get(key) if isinstance(node, dict) else None
@@ -81,7 +87,7 @@ class History:
 
 
 def load_history(run_dir: Path, label: str) -> History:
-    """Raises ReportError when the run has recorded nothing."""
+    """Read the metrics and settings of a run. Raises ReportError when the run has recorded nothing."""
     rows: dict[int, dict[str, float | None]] = {}
     times = []
     for record in read_metrics(run_dir / METRICS_FILE):
@@ -96,7 +102,7 @@ def load_history(run_dir: Path, label: str) -> History:
 
 
 def read_settings(run_dir: Path) -> dict[str, Any]:
-    """Empty where there is no config, or none that can be read: the curves do not depend on it."""
+    """Read the run's config; return an empty tree where it is absent or damaged, since the curves do not need it."""
     path = run_dir / CONFIG_FILE
     try:
         return read_tree(path)[0] if path.is_file() else {}
@@ -105,7 +111,7 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
 
 
 def labels(run_dirs: Sequence[Path]) -> list[str]:
-    """Directory names, with as much of the path before them as tells them apart."""
+    """Return the directory names, each with as many parent directories as make the labels unique."""
     paths = [path.resolve().parts for path in run_dirs]
     for depth in range(1, max(map(len, paths)) + 1):
         names = ["/".join(parts[-depth:]) for parts in paths]

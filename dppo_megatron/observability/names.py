@@ -28,7 +28,7 @@ class MetricInfo(NamedTuple):
     meaning: str
 
 
-_TRAIN = (
+_ROWS = (
     ("train/loss", "1", "loss, mean over the step's updates"),
     ("train/grad_norm", "1", "global gradient norm before clipping, mean over updates that did not overflow"),
     ("train/lr", "1", "learning rate of the step's last update"),
@@ -44,8 +44,6 @@ _TRAIN = (
     ("train/entropy", "nats", "policy entropy, mean over trained tokens"),
     ("train/entropy_positive", "nats", "the same over trained tokens with advantage > 0"),
     ("train/entropy_negative", "nats", "the same over trained tokens with advantage < 0"),
-)
-_POLICY = (
     ("policy/masked_share", "share", "tokens masked by the trust region, of those with advantage != 0"),
     ("policy/masked_share_positive", "share", "the same among tokens with advantage > 0"),
     ("policy/masked_share_negative", "share", "the same among tokens with advantage < 0"),
@@ -58,20 +56,15 @@ _POLICY = (
     ("policy/divergence_max", "method's", "its largest value among the step's trained tokens"),
     ("policy/ratio_min", "1", "smallest importance ratio, as the method defines it, before cap and floor"),
     ("policy/ratio_max", "1", "largest importance ratio, as the method defines it, before cap and floor"),
-)
-_BOUND = (  # DPPO's theorem 3.2 and appendix B.3, see trainer/metrics.py; for rewards of at most 1 in size
+    # DPPO's theorem 3.2 and appendix B.3, see trainer/metrics.py; for rewards of at most 1 in size
     ("bound/quadratic", "reward", "2 T (T - 1) D^2: T longest response, D largest |pi - mu| of a trained token"),
     ("bound/linear", "reward", "4 x the sum of TV over a response, mean over the trained responses"),
-)
-_ACCEPTANCE = (
     ("acceptance/divergence", "method's", "divergence of the policy after the step, as it was accepted"),
     ("acceptance/divergence_whole", "method's", "divergence after the step's updates, before anything was taken back"),
     ("acceptance/bound", "method's", "acceptance.bound"),
     ("acceptance/fraction", "share", "of the step that was kept; 1 = all of it, 0 = taken back"),
     ("acceptance/lr_scale", "share", "of the schedule's learning rate that the step's updates had"),
     ("acceptance/rejected", "count", "places on the step's line that were beyond the bound"),
-)
-_MISMATCH = (
     ("mismatch/kl", "nats", "KL(rollout || trainer), mean over the trained tokens of the step's first update"),
     ("mismatch/kl_positive", "nats", "the same over those with advantage > 0"),
     ("mismatch/kl_negative", "nats", "the same over those with advantage < 0"),
@@ -84,13 +77,9 @@ _MISMATCH = (
     ("moe/routing_replay_disagreement", "share", "replayed experts that the trainer would not have chosen"),
     ("probe/mean_abs_logprob_difference", "nats", "weight check after a publish: mean log-prob difference"),
     ("probe/max_abs_logprob_difference", "nats", "weight check after a publish: largest log-prob difference"),
-)
-_PUBLISH = (
     ("publish/bytes", "bytes", "size of what was published: the weights, what changed of them, or the adapters"),
     ("publish/bytes_per_s", "bytes/s", "publish/bytes / seconds of exporting and loading them"),
     ("publish/changed_share", "share", "elements with other bits than before, where they alone were published"),
-)
-_ROLLOUT = (
     ("rollout/reward_mean", "reward", "mean over the samples of the batch"),
     ("rollout/reward_failed", "count", "samples whose verifier raised or timed out"),
     ("rollout/response_tokens_mean", "tokens", "tokens that the policy sampled, mean over the samples"),
@@ -114,22 +103,18 @@ _ROLLOUT = (
     ("rollout/invalid_samples", "count", "groups refused because an engine returned invalid samples, then retried"),
     ("rollout/dropped_groups", "count", "groups without signal that dynamic sampling replaced"),
     ("rollout/generated_tokens_per_s", "tokens/s", "response tokens of all engines while generating"),
-)
-_ENVIRONMENT = (
     ("environment/turns_mean", "count", "turns of the policy in a trajectory, mean"),
     ("environment/max_turns_share", "share", "trajectories ended by environment.max_turns"),
     ("environment/rewritten_histories", "count", "times a chat template changed earlier turns, so that a branch began"),
     ("environment/replayed_turns", "count", "turns of an earlier process or environment that were not sampled again"),
-)
-_ENGINE = (
     ("engine/serving", "count", "engines that served when the step's last group was done"),
     ("engine/deaths", "count", "times an engine was declared dead since the last record"),
     ("engine/restarts", "count", "times an engine came back as another instance"),
     ("engine/caught_up", "count", "times the orchestrator verified an engine's weights itself"),
     ("engine/retried_requests", "count", "requests sent again because an engine failed"),
     ("engine/unconfirmed", "count", "engines that a publish could not verify because they did not answer"),
-)
-_STEP_PARTS = (  # disjoint; what time/step_s holds beyond them is "other"
+    ("time/step_s", "s", "wall time of the step"),
+    # disjoint; what time/step_s holds beyond them is "other"
     ("time/wait_s", "s", "part of the step: waiting for its rollouts"),
     ("time/read_s", "s", "part of the step: reading and packing its rollouts"),
     ("time/recompute_s", "s", "part of the step: old log-probs, by the weights the step starts from"),
@@ -139,25 +124,15 @@ _STEP_PARTS = (  # disjoint; what time/step_s holds beyond them is "other"
     ("time/acceptance_s", "s", "part of the step: measuring how far it went, and taking back what is too far"),
     ("time/publish_s", "s", "part of the step: new weights to the engines"),
     ("time/checkpoint_s", "s", "part of the step: saving a checkpoint"),
-)
-_PUBLISH_PARTS = (
     ("time/publish_export_s", "s", "part of publish: gathering and writing the weights"),
     ("time/publish_load_s", "s", "part of publish: the engines load them"),
     ("time/publish_probe_s", "s", "part of publish: the weight check"),
-)
-_PUBLISH_PAUSE = (("time/publish_pause_s", "s", "part of publish_load: longest time an engine sampled nothing"),)
-_TIME = (
-    ("time/step_s", "s", "wall time of the step"),
-    *_STEP_PARTS,
-    *_PUBLISH_PARTS,
-    *_PUBLISH_PAUSE,
+    ("time/publish_pause_s", "s", "part of publish_load: longest time an engine sampled nothing"),
     ("time/generate_s", "s", "engines: first request to last group of the step; may overlap training"),
     ("time/eval_s", "s", "greedy evaluation; not in the step"),
     ("throughput/tokens_per_s", "tokens/s", "train/tokens / time/step_s"),
     ("throughput/tflops_per_gpu", "TFLOP/s", "model FLOPs / seconds of updates and log-prob passes / trainer ranks"),
     ("throughput/mfu", "share", "the same over the GPU's peak in model.dtype or FP8; absent where that is unknown"),
-)
-_EVAL = (
     ("eval/accuracy", "share", "greedy answers to data.eval of reward >= eval.pass_reward; step 0 = start policy"),
     ("eval/reward_mean", "reward", "mean reward of the greedy answers; one that was not graded counts as 0"),
     (
@@ -168,25 +143,9 @@ _EVAL = (
     ("eval/response_tokens_mean", "tokens", "mean length of the greedy answers"),
     ("eval/prompts", "count", "held-out prompts"),
 )
-
-METRICS = tuple(
-    MetricInfo(*row)
-    for row in (
-        *_TRAIN,
-        *_POLICY,
-        *_BOUND,
-        *_ACCEPTANCE,
-        *_MISMATCH,
-        *_PUBLISH,
-        *_ROLLOUT,
-        *_ENVIRONMENT,
-        *_ENGINE,
-        *_TIME,
-        *_EVAL,
-    )
-)
-STEP_PARTS = tuple(name for name, _, _ in _STEP_PARTS)
-PUBLISH_PARTS = tuple(name for name, _, _ in _PUBLISH_PARTS)
+METRICS = tuple(MetricInfo(*row) for row in _ROWS)
+STEP_PARTS = tuple(name for name, _, meaning in _ROWS if meaning.startswith("part of the step:"))
+PUBLISH_PARTS = tuple(name for name, _, meaning in _ROWS if meaning.startswith("part of publish:"))
 
 
 def evaluated_sets(record: Mapping[str, Any]) -> set[str]:

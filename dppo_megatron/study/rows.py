@@ -46,7 +46,7 @@ def make_row(cell: Cell, file: StudyFile, *, failed: str | None, seconds: float)
         history = History(cell.name, {}, {}, ())
     metric = history.series(file.metric)
     if failed is None and not metric:
-        names = ", ".join(sorted({name for row in history.rows.values() for name in row}))
+        names = ", ".join(sorted(history.names))
         raise ReportError(f"metric = {file.metric}: {cell.name} did not record it; name one of {names}")
     first, final, best = (metric.values[0], metric.values[-1], metric.max) if metric else (None, None, None)
     collapsed = failed is not None or (metric and not _held(metric.values, file.collapse))

@@ -20,7 +20,7 @@ from dppo_megatron.doctor.vocabulary import Vocabulary
 from dppo_megatron.errors import bounded
 from dppo_megatron.observability.history import History, labels
 from dppo_megatron.observability.names import METRICS
-from dppo_megatron.observability.summary import summary_rows
+from dppo_megatron.observability.report import summary_rows
 from dppo_megatron.run_dir import RunDir
 
 from .rows import COLUMNS, Answers, Columns, Training, answer_rows, training_rows
@@ -108,7 +108,7 @@ def _table(training: Training, answers: Answers, detailed: Collection[int], trai
 def _curves(history: History) -> dict[str, np.ndarray]:
     """`steps` [N] int32 and of every metric fp32 [N], NaN where a step has none."""
     steps = sorted(history.rows)
-    names = sorted({name for row in history.rows.values() for name in row})
+    names = sorted(history.names)
     found = {name: np.array([_number(history.rows[s].get(name)) for s in steps], np.float32) for name in names}
     return {"steps": np.array(steps, np.int32), **{f"m:{bounded(name)}": values for name, values in found.items()}}
 
@@ -119,7 +119,7 @@ def _number(value: float | None) -> float:
 
 def _head(source: Source, answers: Answers) -> dict[str, Any]:
     history = source.history
-    recorded = {name for row in history.rows.values() for name in row}
+    recorded = history.names
     return {
         "title": history.label,
         "path": str(source.root.resolve()),

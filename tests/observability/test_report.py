@@ -12,7 +12,7 @@ from rich.console import Console
 from dppo_megatron.common.files import OutputError
 from dppo_megatron.observability.history import ReportError, labels, load_history
 from dppo_megatron.observability.report import _markdown, as_text, write_report
-from dppo_megatron.observability.summary import summary_rows, time_rows
+from dppo_megatron.observability.report import summary_rows, time_rows
 
 
 @pytest.fixture
