@@ -72,14 +72,13 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
     """Say what is wrong with a run: what, since which step, the evidence, what to do. Exit 1 when anything is."""
-    import dataclasses
     import json
 
     from dppo_megatron.doctor import diagnose, text
 
     found = diagnose(run_dir)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in found.findings.values()], indent=1))
+        typer.echo(json.dumps([finding.as_dict() for finding in found.findings.values()], indent=1))
     else:
         typer.echo(text(found))
     raise typer.Exit(1 if found.findings else 0)

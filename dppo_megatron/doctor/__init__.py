@@ -1,7 +1,7 @@
-"""What is wrong with a run, from its metrics and its bank: what, since which step, the evidence and the remedy.
+"""Finds problems of a run in its metrics and its bank, each with its first step, the evidence and a remedy.
 
-A sign is a function of one step and of what came before it, so a run that is going on and one that ended are judged by
-the same code. docs/doctor.md lists the signs.
+A check reads one step and the numbers of the steps before, so a running and an ended run are examined alike.
+docs/doctor.md lists the checks.
 """
 
 from .diagnosis import Examination, Finding, diagnose, text

@@ -1,8 +1,8 @@
-"""The signs in a table, and how a run is examined: step by step, whether it ended or goes on."""
+"""Examines a run step by step, after its end or while it goes on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,74 +13,57 @@ from dppo_megatron.observability.names import is_step_record
 from dppo_megatron.observability.tail import JsonlFollower
 from dppo_megatron.run_dir import RunDir
 
-from . import signs_of_rollouts, signs_of_training
-from .steps import Past, Step
-from .vocabulary import Vocabulary
-
-SIGNS = (
-    signs_of_rollouts.constant_reward,
-    signs_of_training.no_learning_signal,
-    signs_of_training.reward_stands_still,
-    signs_of_training.rewards_failed,
-    signs_of_rollouts.cloned_samples,
-    signs_of_rollouts.other_temperature,
-    signs_of_rollouts.other_tokenizer,
-    signs_of_rollouts.wrong_special_tokens,
-    signs_of_training.truncated,
-    signs_of_training.out_of_turns,
-    signs_of_training.length_exploded,
-    signs_of_training.entropy_collapsed,
-    signs_of_training.everything_masked,
-    signs_of_training.stale_beyond_bound,
-    signs_of_training.non_finite,
-    signs_of_rollouts.routes_missing,
-    signs_of_training.differs_from_the_start,
-    signs_of_training.weights_did_not_arrive,
-    signs_of_training.mismatch_grows,
-)
+from .checks import CHECKS
+from .steps import ExaminedStep, Past
+from .tokenizer_file import TokenizerFile
 
 
 @dataclass
 class Finding:
-    """One sign of a run. `evidence` is of the step `since`, the first that showed it."""
+    """One problem of a run. `evidence` comes from the step `since`, the first with the problem."""
 
-    sign: str
+    name: str
     since: int
     last: int
-    steps: int  # that showed it
+    steps: int  # number of steps with the problem
     evidence: str
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.sign}: {self.evidence} (step {self.since}); {self.remedy}"
+        return f"{self.name}: {self.evidence} (step {self.since}); {self.remedy}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for `doctor --json`, with the name under its published key `sign`."""
+        fields = asdict(self)
+        return {"sign": fields.pop("name"), **fields}
 
 
 NO_STEP = Finding("no step", 0, 0, 0, "", "remove the cause, then `train --resume`")
 
 
 class Examination:
-    """Follows a run. Reads the bank's index and a few tokens of every step; keeps a few numbers of each."""
+    """Follows a run. Reads the bank's index and a few tokens of every step, and keeps a few numbers of each step."""
 
     def __init__(self, run_dir: Path | str):
         self._run = RunDir(Path(run_dir))
         self._follower = JsonlFollower(self._run.metrics)
         self.findings: dict[str, Finding] = {}
-        self.unread = ""  # why rollouts were not looked at
+        self.unread = ""  # why some rollouts were not read
         self._begin()
 
     def _begin(self) -> None:
-        self._rows: dict[int, dict[str, Any]] = {}  # of steps that were not examined yet
+        self._rows: dict[int, dict[str, Any]] = {}  # of steps not examined yet
         self._past = Past()
         self.examined = 0  # last step
-        self._source: _Source | None = None
+        self._source: _ExaminedRun | None = None
 
     def advance(self, *, rollouts: bool = True) -> list[Finding]:
-        """Examines the steps since the last call; returns what they show for the first time.
+        """Examine the steps since the last call, and return the findings that they show for the first time.
 
-        rollouts: look into the bank, some milliseconds a step; else the metrics alone are judged.
+        rollouts: also read the bank, which costs some milliseconds a step.
         """
         records, restarted = self._follower.poll()
-        if restarted:  # a resumed run repeats steps; what it was found to have stays said
+        if restarted:  # a resumed run repeats steps; earlier findings stay
             self._begin()
         for record in records:
             if isinstance(step := record.get("step"), int) and step > self.examined:
@@ -96,27 +79,27 @@ class Examination:
 
     def _examine(self, number: int, row: dict[str, Any], rollouts: bool) -> list[Finding]:
         if self._source is None:
-            self._source = _Source(self._run)
+            self._source = _ExaminedRun(self._run)
         step, new = self._source.step(number, row, rollouts), []
-        for sign in SIGNS:
+        for name, look, remedy in CHECKS:
             try:
-                evidence = sign.look(step, self._past)
-            except BankError as error:  # gone or damaged bytes; the trainer says so itself
+                evidence = look(step, self._past)
+            except BankError as error:  # missing or damaged bytes, which the trainer reports itself
                 self.unread, evidence = str(error), None
             if evidence is None:
                 continue
-            if found := self.findings.get(sign.name):
+            if found := self.findings.get(name):
                 found.last, found.steps = number, found.steps + 1
             else:
-                new.append(Finding(sign.name, number, number, 1, evidence, sign.remedy))
-        self.findings |= {found.sign: found for found in new}
+                new.append(Finding(name, number, number, 1, evidence, remedy))
+        self.findings |= {found.name: found for found in new}
         self.unread = self.unread or self._source.problem
         self._past.add(step)
         return new
 
 
-class _Source:
-    """What a run's steps are made from: config, bank and tokenizer."""
+class _ExaminedRun:
+    """Builds the examined steps from a run's config, bank and tokenizer."""
 
     def __init__(self, run: RunDir):
         self._setting = setting = load_history(run.root, run.root.name).setting
@@ -124,12 +107,12 @@ class _Source:
         self._groups = 0 if supervised else max(0, setting("rollout.prompts_per_step", int) or 0)
         self._reader = BankReader(setting("rollout.bank", str) or run.bank)
         model = setting("model.path", str)
-        self._vocabulary = Vocabulary.load(run.model(model) or Path(model or ""))
+        self._tokenizer = TokenizerFile.load(run.model(model) or Path(model or ""))
         self.problem = ""
 
-    def step(self, number: int, row: dict[str, Any], rollouts: bool) -> Step:
+    def step(self, number: int, row: dict[str, Any], rollouts: bool) -> ExaminedStep:
         entries = self._entries(number) if rollouts else []
-        return Step(number, row, entries, self._reader.read, self._setting, self._vocabulary)
+        return ExaminedStep(number, row, entries, self._reader.read, self._setting, self._tokenizer)
 
     def _entries(self, number: int) -> list[BankEntry]:
         reader, last = self._reader, number * self._groups
@@ -143,7 +126,7 @@ class _Source:
 
 
 def diagnose(run_dir: Path | str) -> Examination:
-    """Examines all steps of a run, or the logs of one without a step. Raises `ReportError` when they name no cause."""
+    """Examine all steps of a run, or the logs of a run without a step. Raises `ReportError` when they name no cause."""
     examination, run = Examination(run_dir), RunDir(Path(run_dir))
     examination.advance()
     examination.close()
@@ -152,16 +135,16 @@ def diagnose(run_dir: Path | str) -> Examination:
         logs = sorted(run.logs.glob("*.log"), key=lambda log: log.stat().st_mtime)
         if not (cause := next(filter(None, map(root_cause, logs)), None)):
             raise ReportError(f"{run.metrics} holds no step: name the directory of a run that trained")
-        examination.findings[NO_STEP.sign] = replace(NO_STEP, evidence=cause)
+        examination.findings[NO_STEP.name] = replace(NO_STEP, evidence=cause)
     return examination
 
 
 def text(examination: Examination) -> str:
-    """For people: what, since when, evidence, what to do."""
+    """Return the findings as text: name, steps, evidence and remedy."""
     lines = []
     for found in sorted(examination.findings.values(), key=lambda finding: finding.since):
         span = f"step {found.since}" if found.last == found.since else f"steps {found.since} to {found.last}"
-        lines += [f"{found.sign}: {span} ({found.steps})", f"  {found.evidence}", f"  -> {found.remedy}"]
+        lines += [f"{found.name}: {span} ({found.steps})", f"  {found.evidence}", f"  -> {found.remedy}"]
     if examination.unread:
         lines.append(f"rollouts were not all looked at: {examination.unread}")
     return "\n".join(lines) or f"nothing found in {examination.examined} steps"

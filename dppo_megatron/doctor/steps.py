@@ -1,4 +1,4 @@
-"""One training step as the signs see it: its metrics, the index lines of its groups, and some of their tokens."""
+"""One training step as the checks read it, and the numbers kept of the steps before."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import numpy as np
 from dppo_megatron.bank import BankEntry
 from dppo_megatron.types import RolloutGroup
 
-from .vocabulary import Vocabulary
+from .tokenizer_file import TokenizerFile
 
-RECENT = 10  # steps that "before" is judged by
+RECENT = 10  # steps that count as recent
 
 
 @dataclass(frozen=True)
-class Step:
-    """`read(entry, samples, parts)` -> group; `setting("a.b", *kinds)` -> the run's, None where its config has none."""
+class ExaminedStep:
+    """`read(entry, samples, parts)` returns a group; `setting("a.b", *kinds)` a setting of the run, or None."""
 
     number: int
     metrics: Mapping[str, float | None]
     entries: Sequence[BankEntry]
     read: Callable[[BankEntry, Sequence[int], Sequence[str]], RolloutGroup]
     setting: Callable[..., Any]
-    vocabulary: Vocabulary | None  # None: model.path has no tokenizer.json
+    tokenizer: TokenizerFile | None  # None: model.path has no tokenizer.json
 
     def value(self, name: str) -> float | None:
         found = self.metrics.get(name)
@@ -34,7 +34,7 @@ class Step:
 
     @cached_property
     def rewards(self) -> np.ndarray:
-        """[all trajectories that have one] fp32"""
+        """fp32 [trajectories with a reward]."""
         each = [(entry, entry.first_of_trajectories) for entry in self.entries]
         parts = [entry.rewards[first][~entry.reward_failed[first]] for entry, first in each]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
@@ -46,7 +46,7 @@ class Step:
 
 @dataclass
 class Past:
-    """What the steps before left: their metrics, and of their groups no more than a few numbers."""
+    """The metrics of the earlier steps, and a few numbers of their groups."""
 
     metrics: list[Mapping[str, float | None]] = field(default_factory=list)
     reward_means: list[float] = field(default_factory=list)  # of steps that have rewards
@@ -54,7 +54,7 @@ class Past:
     highest_reward: float = -np.inf
     newest_versions: list[int] = field(default_factory=list)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: ExaminedStep) -> None:
         self.metrics.append(step.metrics)
         rewards, mean = step.rewards, step.value("rollout/reward_mean")
         if not len(rewards) and mean is not None:
@@ -67,22 +67,24 @@ class Past:
             self.newest_versions.append(step.newest_version)
 
     def values(self, name: str) -> list[float]:
-        """Of all steps that have one, in order."""
+        """Return the values of all steps that have one, in order."""
         return [float(value) for row in self.metrics if isinstance(value := row.get(name), int | float)]
 
     def recent(self, name: str) -> float | None:
-        """Median of the last steps."""
-        values = self.values(name)[-RECENT:]
-        return float(np.median(values)) if values else None
+        """Return the median of the last steps."""
+        return _median(self.values(name)[-RECENT:])
 
     def at_start(self, name: str) -> float | None:
-        """Median of the first three steps."""
-        values = self.values(name)[:3]
-        return float(np.median(values)) if values else None
+        """Return the median of the first three steps."""
+        return _median(self.values(name)[:3])
 
     def improved(self, now: float) -> bool:
-        """Whether a mean reward is above the first steps' by a tenth of what rewards have spanned."""
+        """Return whether a mean reward exceeds that of the first steps by a tenth of the range of rewards."""
         if not self.reward_means:
             return False
         span = self.highest_reward - self.lowest_reward
         return now > float(np.mean(self.reward_means[:3])) + 0.1 * span
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return float(np.median(values)) if values else None

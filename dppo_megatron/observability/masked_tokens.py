@@ -1,4 +1,4 @@
-"""Which tokens the trust region masked: the most frequent ones of each step on disk, those of a run in a table."""
+"""Records the tokens that the trust region masks most in each step, and counts them over a run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from .tail import records_as
-from .trackers import JsonlFile
+from .tail import JsonlFile, records_as
 
 MASKED_TOKENS_FILE = "masked_tokens.jsonl"
 MOST = 10
 
 
 class MaskedTokenLog:
-    """Appends `{"step", "masked", "tokens": [{"id", "text", "count", "share"}, ...]}` for steps that masked any.
+    """Appends `{"step", "masked", "tokens": [{"id", "text", "count", "share"}, ...]}` for steps with masked tokens.
 
-    `masked` counts all masked tokens of the step; `tokens` are the ten ids masked most, most first, each with
-    its share of those. decode: token id -> its text.
+    `masked` counts all masked tokens of the step. `tokens` are the ten ids masked most, in descending order, each with
+    its share of all masked tokens. decode: token id -> its text.
     """
 
     def __init__(self, run_dir: Path, decode: Callable[[int], str], resume_step: int | None):
@@ -29,7 +28,7 @@ class MaskedTokenLog:
         self._decode = decode
 
     def log(self, step: int, counts: Mapping[int, int]) -> None:
-        """counts: token id -> how often the step masked it."""
+        """Append the record of a step. counts: token id -> how often the step masked it."""
         masked = sum(counts.values())
         if not masked:
             return
@@ -48,24 +47,24 @@ Count = Annotated[int, Field(ge=1, le=10**15)]
 
 
 @dataclass
-class _Token:
+class _MaskedToken:
     id: int
     text: str
     count: Count
 
 
 @dataclass
-class _Step:
+class _MaskedStep:
     masked: Count
-    tokens: list[_Token]
+    tokens: list[_MaskedToken]
 
 
 def masked_rows(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Rank -> token, count and share in the run, from the ten of each step (the rest of a step is not kept)."""
+    """Return rank -> token, count and share in the run, summed over the ten recorded tokens of each step."""
     counts: Counter[int] = Counter()
     texts: dict[int, str] = {}
     masked = 0
-    for step in records_as(_Step, records):
+    for step in records_as(_MaskedStep, records):
         masked += step.masked
         for token in step.tokens:
             counts[token.id] += token.count

@@ -1,9 +1,12 @@
-"""Reading a JSONL file of a run that another process may still be writing."""
+"""Appends to the JSONL files of a run, and reads them while another process may append."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import logging
+import math
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -12,7 +15,9 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
-from dppo_megatron.common.files import DamagedFile, adapter, read_regular
+from dppo_megatron.common.files import DamagedFile, adapter, naming_a_full_disk, read_regular, write_atomic
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -24,19 +29,19 @@ _LARGEST = 1e38  # of a number in float32
 
 class Batch(NamedTuple):
     records: list[dict[str, Any]]
-    restarted: bool  # the file is a new one or was cut: `records` begin at its start
+    restarted: bool  # the file was replaced or cut, so `records` begin at its start
 
 
 class JsonlFollower:
-    """Returns the records of metrics appended since the last call; costs one `stat` when there are none.
+    """Reads the records of metrics appended since the last call; an idle call costs one `stat`.
 
-    A line without its newline is left for the next call. A file that was replaced or cut (a resumed run
-    removes the steps it repeats) is read again from the start and reported as `restarted`.
+    A line without its newline waits for the next call. A file that was replaced or cut (a resumed run removes the steps
+    that it repeats) is read again from the start and reported as `restarted`.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._file: BinaryIO | None = None  # stays open: its inode cannot be reused by a replacement
+        self._file: BinaryIO | None = None  # stays open, so a replacement cannot reuse its inode
         self._offset = 0
 
     def poll(self) -> Batch:
@@ -44,7 +49,7 @@ class JsonlFollower:
             status = os.stat(self.path)
         except OSError:
             return Batch([], False)
-        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
             return Batch([], False)
         restarted = self._file is not None and self._was_rewritten(status)
         if restarted:
@@ -77,9 +82,9 @@ class JsonlFollower:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """All complete records of a file, none when it does not exist; an incomplete last line is ignored.
+    """Return all complete records of a file, none when it does not exist; an incomplete last line is ignored.
 
-    Raises `DamagedFile` where something else is in its place.
+    Raises `DamagedFile` where the path is no regular file.
     """
     try:
         data = read_regular(Path(path), _MOST_BYTES)
@@ -91,12 +96,12 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """`metrics_of` the records of a file."""
+    """Return `metrics_of` the records of a file."""
     return metrics_of(read_records(path))
 
 
 def records_as(kind: type[T], records: Iterable[Mapping[str, Any]]) -> list[T]:
-    """The records that have the fields of a dataclass; others, as a crash may leave them, are passed over."""
+    """Return the records that have the fields of a dataclass; a crash may leave others, which are skipped."""
     found = []
     for record in records:
         with contextlib.suppress(ValidationError):
@@ -105,9 +110,9 @@ def records_as(kind: type[T], records: Iterable[Mapping[str, Any]]) -> list[T]:
 
 
 def metrics_of(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records that have a `step`, an integer, and of each the `time` and all numbers, floats or None (not finite).
+    """Return the records with an integer `step`, each with its `time` and numbers; None stands for a non-finite one.
 
-    What else a damaged file or another program put there is left out: readers compute with all of it.
+    Other values, which a damaged file or another program may contain, are left out, because readers compute with all.
     """
     return [_numbers_of(r) for r in records if type(r.get("step")) is int and 0 <= r["step"] <= _MOST_STEPS]
 
@@ -124,7 +129,7 @@ def _numbers_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_lines(data: bytes) -> list[dict[str, Any]]:
-    """The JSON objects in `data`, one a line; what is not one is skipped (a crash can leave anything)."""
+    """Return the JSON objects in `data`, one a line; other lines are skipped, since a crash can leave any bytes."""
     records = []
     for line in data.splitlines():
         try:
@@ -134,3 +139,69 @@ def parse_lines(data: bytes) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+class JsonlFile:
+    """Appends records with a `step`, one a line, to a JSONL file.
+
+    With `resume_step`, records of later steps are removed first; else an older file is renamed. Each line reaches
+    the operating system completely or is removed again, so a killed trainer loses no logged record.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None = None):
+        if path.exists():
+            if resume_step is None:
+                _set_aside(path)
+            else:
+                _remove_after(path, resume_step)
+        self._path = path
+        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append a record. Raises ValueError once closed, and OSError without room; the file is then unchanged."""
+        if self._fd is None:
+            raise ValueError("this file is closed")
+        size = os.fstat(self._fd).st_size
+        data = (json.dumps(record) + "\n").encode()
+        try:
+            with naming_a_full_disk(self._path, len(data)):
+                if os.write(self._fd, data) != len(data):
+                    raise OSError(errno.ENOSPC, f"no room for the record of step {record['step']}")
+        except OSError:
+            os.ftruncate(self._fd, size)  # half a line would swallow the next one
+            raise
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.fsync(self._fd)
+            os.close(self._fd)
+            self._fd = None
+
+
+def _set_aside(path: Path) -> None:
+    """Rename metrics.jsonl of an earlier run to metrics.1.jsonl, .2, ..., so that two runs do not mix."""
+    number = 1
+    while (target := path.with_suffix(f".{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(target)
+    logger.warning("%s belonged to an earlier run; kept as %s", path, target.name)
+
+
+def _remove_after(path: Path, resume_step: int) -> None:
+    """Keep the lines of steps up to `resume_step`, and cut an incomplete last line."""
+    data = path.read_bytes()
+    complete = data[: data.rfind(b"\n") + 1]
+    kept = b"".join(line for line in complete.splitlines(keepends=True) if _step_of(line) <= resume_step)
+    if kept == complete:
+        if len(complete) < len(data):
+            os.truncate(path, len(complete))
+        return
+    # Replaced, not truncated: readers detect a new file even if it grows fast.
+    write_atomic(path, kept)
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # not a record: removed

@@ -1,20 +1,21 @@
-"""Where metrics go: metrics.jsonl always, TensorBoard and wandb on request. One rank of a run logs."""
+"""Writes metrics to metrics.jsonl and, on request, to TensorBoard and wandb. One rank of a run logs."""
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import importlib.util
-import json
 import logging
 import math
-import os
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from dppo_megatron.common.files import naming_a_full_disk, write_atomic
+from dppo_megatron.common.files import write_atomic
 from dppo_megatron.errors import MissingPackageError
+
+from .tail import JsonlFile
 
 if TYPE_CHECKING:
     from dppo_megatron.config import Config
@@ -22,10 +23,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+ID_FILE = "wandb_id"
+CONNECT_TIMEOUT_S = 30.0
+FINISH_TIMEOUT_S = 120.0
 
 
 class Tracker(Protocol):
-    """A destination of metrics. `log` may be called several times for a step, and late for an earlier one."""
+    """A destination of metrics. `log` may be called several times for a step, and later for an earlier step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -33,14 +37,11 @@ class Tracker(Protocol):
 
 
 def build_trackers(config: Config, resume_step: int | None) -> Trackers:
-    """Opens what `config.tracking` asks for, in the run directory.
+    """Open the trackers of `config.tracking` in the run directory.
 
-    `resume_step` is the step of the checkpoint the run continues from: later records are removed, for they
-    will be written again. None starts afresh; an older metrics.jsonl is kept under another name.
-    Raises MissingPackageError when a package is missing.
+    resume_step: step of the checkpoint from which the run continues. Later records are removed, because the run writes
+    them again. None starts a new file and keeps an older metrics.jsonl under another name. Raises MissingPackageError.
     """
-    from .wandb_tracker import open_wandb
-
     if missing := missing_packages(config):
         raise MissingPackageError("; ".join(missing))
     run_dir = config.run.dir
@@ -65,9 +66,9 @@ def missing_packages(config: Config) -> list[str]:
 
 
 class Trackers:
-    """Passes metrics to a required tracker, whose errors raise, and to optional ones, dropped on an error.
+    """Passes metrics to a required tracker, which raises its errors, and to optional ones, which an error removes.
 
-    A context manager: leaving it closes all of them.
+    A context manager, which closes all of them.
     """
 
     def __init__(self, required: Tracker, optional: Sequence[Tracker] = ()):
@@ -101,44 +102,8 @@ class Trackers:
         self.close()
 
 
-class JsonlFile:
-    """Records with a `step`, one a line. On resume those after `resume_step` go; without, an older file is set aside.
-
-    A line reaches the operating system whole or is taken back, so a killed trainer loses nothing it logged.
-    """
-
-    def __init__(self, path: Path, resume_step: int | None = None):
-        if path.exists():
-            if resume_step is None:
-                _set_aside(path)
-            else:
-                _remove_after(path, resume_step)
-        self._path = path
-        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Raises ValueError once closed, OSError when there is no room; the file is then as before."""
-        if self._fd is None:
-            raise ValueError("this tracker is closed")
-        size = os.fstat(self._fd).st_size
-        data = (json.dumps(record) + "\n").encode()
-        try:
-            with naming_a_full_disk(self._path, len(data)):
-                if os.write(self._fd, data) != len(data):
-                    raise OSError(errno.ENOSPC, f"no room for the record of step {record['step']}")
-        except OSError:
-            os.ftruncate(self._fd, size)  # half a line would swallow the next one
-            raise
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.fsync(self._fd)
-            os.close(self._fd)
-            self._fd = None
-
-
 class JsonlTracker(JsonlFile):
-    """Appends one line per call, `{"step": ..., "time": ..., name: value, ...}`; not finite becomes null."""
+    """Appends `{"step": ..., "time": ..., name: value, ...}` per call; a value that is not finite becomes null."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -146,7 +111,7 @@ class JsonlTracker(JsonlFile):
 
 
 class TensorBoardTracker:
-    """Event files in `directory`; on resume TensorBoard drops what earlier ones hold after `resume_step`."""
+    """Writes event files to `directory`; after a resume TensorBoard drops earlier events after `resume_step`."""
 
     def __init__(self, directory: Path, resume_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
@@ -162,30 +127,72 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-def _set_aside(path: Path) -> None:
-    """Renames metrics.jsonl of an earlier run to metrics.1.jsonl, .2, ...: nothing is lost, nothing mixed."""
-    number = 1
-    while (target := path.with_suffix(f".{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(target)
-    logger.warning("%s belonged to an earlier run; kept as %s", path, target.name)
+class WandbTracker:
+    """Logs to an open wandb run. An error of wandb is a warning and never stops or delays training.
+
+    The step is a metric, so evaluations may arrive late. wandb cannot rewind a run without its server, so steps that a
+    resume repeats have both values there; metrics.jsonl has each step once.
+    """
+
+    def __init__(self, run: Any):
+        self._run = run
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
 
 
-def _remove_after(path: Path, resume_step: int) -> None:
-    """Keeps the lines of steps up to `resume_step`; cuts an incomplete last line."""
-    data = path.read_bytes()
-    complete = data[: data.rfind(b"\n") + 1]
-    kept = b"".join(line for line in complete.splitlines(keepends=True) if _step_of(line) <= resume_step)
-    if kept == complete:
-        if len(complete) < len(data):
-            os.truncate(path, len(complete))
-        return
-    # A new file, not a truncated one: readers notice the replacement however fast it grows again.
-    write_atomic(path, kept)
+def open_wandb(config: Config, resume_step: int | None) -> WandbTracker | None:
+    """Start a wandb run, or continue the one named in RUN/wandb_id when `resume_step` is given.
+
+    Without a login or a network, online falls back to offline with a warning. Returns None if offline fails too.
+    """
+    import wandb
+
+    logging.getLogger("wandb").propagate = False  # wandb has its own log; ours gets one line
+    run_id = _run_id(config.run.dir, fresh=resume_step is None)
+    modes: tuple[Literal["online", "offline"], ...] = ("online", "offline")
+    for mode in modes[modes.index(config.tracking.wandb) :]:
+        try:
+            if mode == "online" and not wandb.login(prompt=False, verify=False):
+                raise RuntimeError("not logged in; run `wandb login` or set WANDB_API_KEY")
+            run = wandb.init(
+                project=config.tracking.wandb_project,
+                name=config.tracking.wandb_name or config.run.dir.resolve().name,
+                dir=str(config.run.dir),
+                id=run_id,
+                config=config.model_dump(mode="json"),
+                mode=mode,
+                resume="allow" if mode == "online" else None,
+                settings=wandb.Settings(
+                    console="off",  # our logs are files already
+                    silent=True,
+                    init_timeout=CONNECT_TIMEOUT_S,
+                    finish_timeout=FINISH_TIMEOUT_S,
+                ),
+            )
+            tracker = WandbTracker(run)
+        except Exception as error:
+            logger.warning("wandb %s failed, training goes on: %s", mode, " ".join(str(error).split()))
+            with contextlib.suppress(Exception):
+                wandb.teardown()  # or the next attempt finds the id in use
+            continue
+        if mode == "online":
+            logger.info("wandb: %s", run.url)
+        else:
+            logger.info("wandb offline; upload with: wandb sync %s", run.settings.sync_dir)
+        return tracker
+    return None
 
 
-def _step_of(line: bytes) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf  # not a record: goes
+def _run_id(run_dir: Path, fresh: bool) -> str:
+    path = run_dir / ID_FILE
+    if not fresh and path.exists() and (known := path.read_text().strip()):
+        return known
+    run_id = uuid.uuid4().hex[:12]
+    write_atomic(path, run_id + "\n")
+    return run_id

@@ -10,7 +10,7 @@ import numpy as np
 
 from dppo_megatron.bank import BankEntry, BankError, is_retired
 from dppo_megatron.common.tensors import packed
-from dppo_megatron.doctor.vocabulary import Vocabulary
+from dppo_megatron.doctor.tokenizer_file import TokenizerFile
 from dppo_megatron.types import POLICY, RolloutGroup
 
 from .source import Source
@@ -34,7 +34,7 @@ class Used:
     def add(self, ids: np.ndarray) -> None:
         self._marks[ids[(ids >= 0) & (ids < _LARGEST_ID)]] = True
 
-    def texts(self, vocabulary: Vocabulary | None) -> dict[int, str]:
+    def texts(self, vocabulary: TokenizerFile | None) -> dict[int, str]:
         """Id -> text of the token; empty without a tokenizer."""
         if vocabulary is None:
             return {}
@@ -82,7 +82,7 @@ def read_groups(
             source.missing[number] = f"not readable: {error}"
 
 
-def excerpts(group: RolloutGroup, vocabulary: Vocabulary | None) -> list[str]:
+def excerpts(group: RolloutGroup, vocabulary: TokenizerFile | None) -> list[str]:
     """The beginnings of the prompt and of every response as lines of text; ids without a tokenizer."""
     responses = (r.token_ids[: EXCERPT // 2].tolist() for r in group.rollouts)
     decode = vocabulary.decode if vocabulary else lambda ids: " ".join(map(str, ids))

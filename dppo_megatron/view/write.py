@@ -16,7 +16,7 @@ import numpy as np
 
 from dppo_megatron.common.files import output, write_atomic
 from dppo_megatron.common.tensors import packed
-from dppo_megatron.doctor.vocabulary import Vocabulary
+from dppo_megatron.doctor.tokenizer_file import TokenizerFile
 from dppo_megatron.errors import bounded
 from dppo_megatron.observability.history import History, labels
 from dppo_megatron.observability.names import METRICS
@@ -72,7 +72,7 @@ class _Side:
         trained, used = TrainedTokens(source), Used()
         path = source.history.setting("model.path", str)
         model = model or RunDir(root).model(path) or (Path(path) if path else None)
-        vocabulary = None if model is None else Vocabulary.load(model)
+        vocabulary = None if model is None else TokenizerFile.load(model)
         groups, texts = {}, {}
         for number, group in read_groups(source, training.entries, chosen_groups(source, training.entries, trained)):
             groups[number] = packed_group(group, trained, used)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from dppo_megatron.bank import BankWriter
 from dppo_megatron.cli import app
 from dppo_megatron.doctor import Examination, diagnose
-from dppo_megatron.doctor.diagnosis import SIGNS
+from dppo_megatron.doctor.checks import CHECKS
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 from tests.support.tokenizers import save_character_model
 
@@ -280,11 +280,11 @@ def test_a_run_that_goes_on_is_told_once(tmp_path, model):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:3]))
     examination = Examination(run)
-    told = [[found.sign for found in examination.advance()]]
+    told = [[found.name for found in examination.advance()]]
     for line in lines[3:]:
         with (run / "metrics.jsonl").open("a") as file:
             file.write(line)
-        told.append([found.sign for found in examination.advance()])
+        told.append([found.name for found in examination.advance()])
     assert told == [[], ["everything masked"], [], []]
     assert examination.findings["everything masked"].steps == 3
 
@@ -323,4 +323,4 @@ def test_a_run_that_ended_before_its_first_step(tmp_path):
 def test_the_documentation_has_a_line_for_each_sign():
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
     table = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][1:]
-    assert table == [sign.name for sign in SIGNS]
+    assert table == [check.name for check in CHECKS]

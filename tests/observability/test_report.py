@@ -11,8 +11,7 @@ from rich.console import Console
 
 from dppo_megatron.common.files import OutputError
 from dppo_megatron.observability.history import ReportError, labels, load_history
-from dppo_megatron.observability.report import _markdown, as_text, write_report
-from dppo_megatron.observability.report import summary_rows, time_rows
+from dppo_megatron.observability.report import _markdown, as_text, summary_rows, time_rows, write_report
 
 
 @pytest.fixture

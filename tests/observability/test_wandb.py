@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from dppo_megatron.observability import wandb_tracker
+from dppo_megatron.observability import trackers as module
 from dppo_megatron.observability.trackers import build_trackers
 
 pytest.importorskip("wandb")
@@ -47,13 +47,13 @@ def test_offline_writes_files_takes_late_evaluations_and_resumes_the_same_id(con
     assert (settings.run.dir / "wandb_id").read_text().strip() == run_id
     assert {path.name for path in offline_runs(settings.run.dir)} == {first.name}
 
-    wandb_tracker._run_id(settings.run.dir, fresh=True)
+    module._run_id(settings.run.dir, fresh=True)
     assert (settings.run.dir / "wandb_id").read_text().strip() != run_id
 
 
 @pytest.mark.parametrize("case", ["no login", pytest.param("no network", marks=pytest.mark.slow)])
 def test_online_that_cannot_work_warns_and_goes_on_offline(config, monkeypatch, caplog, case):
-    monkeypatch.setattr(wandb_tracker, "CONNECT_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 2.0)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     if case == "no network":
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)

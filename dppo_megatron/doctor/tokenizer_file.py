@@ -1,4 +1,4 @@
-"""The tokenizer as the doctor needs it, without transformers: a launcher examines its run while it goes on."""
+"""Reads a tokenizer without importing transformers, so that a launcher can examine its run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-# What chat templates of the usual families write; a tokenizer of another family splits it into letters.
+# Markers of common chat templates; a tokenizer of another family splits them into letters.
 _MARKERS = re.compile(r"<\|[A-Za-z0-9_]{2,30}\|>|<｜[^｜<>]{2,30}｜>|\[/?INST\]|<(?:start|end)_of_turn>")
 
 
-class Vocabulary:
-    """Of the tokenizer.json in a model directory."""
+class TokenizerFile:
+    """The tokenizer.json in a model directory."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -22,28 +22,28 @@ class Vocabulary:
         self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @classmethod
-    def load(cls, model: Path) -> Vocabulary | None:
-        """None where the directory has no tokenizer.json, or one that cannot be read."""
+    def load(cls, model: Path) -> TokenizerFile | None:
+        """Return None where the directory has no readable tokenizer.json."""
         try:
             return cls(Tokenizer.from_file(str(model / "tokenizer.json")))
         except Exception:  # tokenizers raises Exception itself
             return None
 
     def foreign_markers(self, text: str) -> list[str]:
-        """Markers of a chat template that this tokenizer has no special token for."""
+        """Return the chat-template markers in `text` for which this tokenizer has no special token."""
         known = set(self.special.values())
         return sorted({marker for marker in _MARKERS.findall(text) if marker not in known})
 
     def encodings(self, text: str) -> list[list[int]]:
-        """With the special tokens that the tokenizer adds, and without."""
+        """Encode `text` with the special tokens that the tokenizer adds, and without them."""
         return [self._tokenizer.encode(text, add_special_tokens=added).ids for added in (True, False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Of every token by itself, with the space before it where it has one; empty for ids that there are not."""
-        before = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]  # some decoders strip what comes first
+        """Return the text of each single token, with a leading space where it has one; empty for unknown ids."""
+        before = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]  # some decoders strip the first token
         start = len(self.decode(before))
         found = self._tokenizer.decode_batch([[*before, token] for token in ids], skip_special_tokens=False)
         return [text[start:] for text in found]

@@ -1,0 +1,313 @@
+"""The checks of the doctor. Each reads one step and returns the evidence of a problem, or None.
+
+docs/doctor.md lists them in this order.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from dppo_megatron.bank import BankEntry
+
+from .steps import ExaminedStep, Past
+
+Evidence = str | None
+
+GROUPS, TOKENS = 4, 1 << 16  # limits of the rollouts read per step, so that a step costs milliseconds
+IMPOSSIBLE = math.log(1e-9)  # largest log-probability of the events below that counts as evidence
+STILL = 50  # steps
+
+
+class Check(NamedTuple):
+    """A kind of problem: its name, the function that finds it in a step, and the remedy."""
+
+    name: str
+    look: Callable[[ExaminedStep, Past], Evidence]
+    remedy: str
+
+
+CHECKS: list[Check] = []
+
+
+def check(name: str, remedy: str) -> Callable[[Callable[[ExaminedStep, Past], Evidence]], None]:
+    return lambda look: CHECKS.append(Check(name, look, remedy))
+
+
+@check("constant reward", "grade some answers of the bank by hand with the reward")
+def constant_reward(step: ExaminedStep, past: Past) -> Evidence:
+    rewards = step.rewards
+    if len(rewards) < 4 or rewards.min() != rewards.max():
+        return None
+    value = float(rewards[0])
+    if past.reward_means and value == past.highest_reward > past.lowest_reward:
+        jump = value - past.reward_means[-1]
+        if jump < 0.4 * (past.highest_reward - past.lowest_reward):
+            return None  # solved
+    return f"all {len(rewards)} samples have the reward {value:g}"
+
+
+@check("no learning signal", "`data filter --pass-rate`, a larger rollout.group_size, or rollout.dynamic_sampling")
+def no_learning_signal(step: ExaminedStep, past: Past) -> Evidence:
+    groups = len(step.entries) or step.setting("rollout.prompts_per_step", int)
+    without, norm = step.value("rollout/groups_without_signal"), step.value("train/grad_norm")
+    if norm == 0 and step.setting("optimizer.lr"):
+        return "the gradient is 0"
+    if not groups or without is None or without < 0.9 * groups:
+        return None
+    mean = step.value("rollout/reward_mean")
+    if mean is not None and past.reward_means and _improved(step, past):
+        return None  # solved, by and by
+    return f"in {without:.0f} of {groups} groups all samples have the same reward"
+
+
+@check("reward stands still", "read answers with low reward; another optimizer.lr, delta or grader; easier prompts")
+def reward_stands_still(step: ExaminedStep, past: Past) -> Evidence:
+    """The reward has not risen for fifty steps, although the prompts are not solved."""
+    means = past.reward_means[-STILL:]
+    if len(past.reward_means) < STILL or not step.setting("optimizer.lr"):
+        return None
+    span, few = past.highest_reward - past.lowest_reward, STILL // 5
+    before, now = sum(means[:few]) / few, sum(means[-few:]) / few
+    if now > before + 0.02 * span or now > past.highest_reward - 0.1 * span:
+        return None
+    return f"mean reward {now:.3g}, {before:.3g} {STILL} steps before"
+
+
+@check(
+    "rewards fail",
+    "see the orchestrator's log; correct the environment or agent where that failed (or the limit it met), else the "
+    "reward or reward.timeout_s",
+)
+def rewards_failed(step: ExaminedStep, past: Past) -> Evidence:
+    failed, samples = step.value("rollout/reward_failed"), step.value("train/sequences")
+    samples = sum(entry.num_samples for entry in step.entries) or samples
+    if not failed or (samples and failed < 0.01 * samples):
+        return None
+    counts = {name: v for name, v in step.metrics.items() if re.match("(reward|environment)/failed_", name) and v}
+    reasons = sorted(counts.items(), key=lambda count: -count[1])
+    named = ", ".join(f"{name.replace('/failed_', ' ')} {count:.0f}" for name, count in reasons)
+    of = f" of {samples:.0f}" if samples else ""
+    return f"{failed:.0f}{of} samples have no reward" + (f": {named}" if named else "")
+
+
+@check(
+    "cloned samples", "the engine draws all samples of a prompt from one seed: check its version and engine.extra_args"
+)
+def cloned_samples(step: ExaminedStep, past: Past) -> Evidence:
+    """By chance k of n samples have the same tokens, of probability p, in at most C(n, k) p^(k - 1) cases."""
+    for entry in step.entries:
+        length, alike = Counter(entry.response_lengths.tolist()).most_common(1)[0] if entry.num_samples else (0, 0)
+        if alike < 2 or 2 * alike < entry.num_samples or length * alike > TOKENS:
+            continue
+        same = np.flatnonzero(entry.response_lengths == length).tolist()
+        rollouts = step.read(entry, same, ("core",)).rollouts
+        kinds = Counter(rollout.token_ids.tobytes() for rollout in rollouts)
+        ids, copies = kinds.most_common(1)[0]
+        logprob = max(float(r.rollout_logprob.sum()) for r in rollouts if r.token_ids.tobytes() == ids)
+        if copies > 1 and math.log(math.comb(entry.num_samples, copies)) + (copies - 1) * logprob < IMPOSSIBLE:
+            return (
+                f"prompt {entry.position}: {copies} of {entry.num_samples} samples are the same {length} tokens, "
+                f"each of probability {math.exp(logprob):.1g}"
+            )
+    return None
+
+
+@check(
+    "log-probs of another temperature", "the engine must return log-probs after temperature: check engine.extra_args"
+)
+def other_temperature(step: ExaminedStep, past: Past) -> Evidence:
+    """The most likely token of the engine's lists must be drawn as often as its log-prob predicts."""
+    wanted = step.setting("rollout.temperature", int, float)
+    for entry in step.entries:
+        if wanted is not None and not math.isclose(entry.temperature, wanted, rel_tol=1e-6):
+            return (
+                f"prompt {entry.position} was sampled at temperature {entry.temperature:g}, the config has {wanted:g}"
+            )
+    if not all(entry.topk for entry in step.entries):
+        return None
+    drawn, said = [np.zeros(0)], [np.zeros(0)]
+    for entry, samples in _some(step):
+        for rollout in step.read(entry, samples, ("core", "topk")).rollouts:
+            if rollout.topk_ids is None or rollout.rollout_topk_logprob is None or rollout.spans is not None:
+                continue
+            logprobs = np.where(rollout.topk_ids < 0, -np.inf, rollout.rollout_topk_logprob)
+            best = logprobs.argmax(axis=1)
+            rows = np.arange(len(best))
+            drawn.append(rollout.topk_ids[rows, best] == rollout.token_ids)
+            said.append(np.exp(logprobs[rows, best]))
+    hits, chance = np.concatenate(drawn), np.concatenate(said)
+    spread = math.sqrt(float((chance * (1 - chance)).clip(0).sum()) + 1)
+    off = float(hits.sum() - chance.sum())
+    if len(hits) < 100 or abs(off) < 7 * spread or abs(off) < 0.02 * len(hits):
+        return None
+    return f"the likeliest token was drawn {hits.mean():.0%} of the time, its log-probs say {chance.mean():.0%}"
+
+
+@check("tokenizer of another model", "model.path must hold the tokenizer that the bank was filled with")
+def other_tokenizer(step: ExaminedStep, past: Past) -> Evidence:
+    tokenizer = step.tokenizer
+    if tokenizer is None or step.setting("data.overlong") == "truncate":
+        return None
+    for entry, samples in _some(step):
+        group = step.read(entry, samples[:1], ("core",))
+        ids = group.prompt.token_ids.tolist()
+        if ids not in tokenizer.encodings(group.prompt.text):
+            return f"prompt {entry.position}: its token ids are not those that model.path's tokenizer makes of its text"
+        largest = max((int(r.token_ids.max()) for r in group.rollouts if len(r.token_ids)), default=0)
+        if largest >= tokenizer.size:
+            return f"prompt {entry.position}: token {largest} was sampled, the tokenizer has {tokenizer.size}"
+    return None
+
+
+@check("wrong special tokens", "check data.chat_template and data.prompt_template by `data inspect`")
+def wrong_special_tokens(step: ExaminedStep, past: Past) -> Evidence:
+    tokenizer = step.tokenizer
+    if tokenizer is None:
+        return None
+    for entry, _ in _some(step):
+        prompt = step.read(entry, (), ("core",)).prompt
+        ids = prompt.token_ids.tolist()
+        if len(ids) > 1 and ids[0] == ids[1] and ids[0] in tokenizer.special:
+            return f"prompt {entry.position} begins with {tokenizer.special[ids[0]]} twice"
+        if foreign := tokenizer.foreign_markers(prompt.text):
+            return f"prompt {entry.position} has {', '.join(foreign[:3])}, which this tokenizer does not know"
+        for id_, content in tokenizer.special.items():
+            if prompt.text.count(content) > ids.count(id_):
+                return f"prompt {entry.position} spells {content} in letters: it is not encoded as one token"
+    return None
+
+
+@check("truncation", "raise rollout.max_response_tokens, or look for an end-of-sequence token that never comes")
+def truncated(step: ExaminedStep, past: Past) -> Evidence:
+    share = step.value("rollout/truncated_share")
+    if share is None or share < 0.5:
+        return None
+    limit = "rollout.max_response_tokens"
+    if step.setting("environment.max_turn_tokens", int):
+        limit += " or environment.max_turn_tokens"
+    return f"{share:.0%} of the responses end at {limit}, without a reward for their answer"
+
+
+@check("out of turns", "raise environment.max_turns, or let the environment end a trajectory that is done")
+def out_of_turns(step: ExaminedStep, past: Past) -> Evidence:
+    share = step.value("environment/max_turns_share")
+    return None if share is None or share < 0.5 else f"{share:.0%} of the trajectories end at environment.max_turns"
+
+
+@check("length explosion", "read the longest answers; reward.overlong_buffer or objective.overlong_filter")
+def length_exploded(step: ExaminedStep, past: Past) -> Evidence:
+    name = "rollout/response_tokens_mean"
+    now, recent, first = step.value(name), past.recent(name), past.at_start(name)
+    if now is None or recent is None or first is None:
+        return None
+    if now > 3 * recent:
+        return f"{now:.0f} tokens a response, {recent:.0f} in the steps before"
+    if now > 4 * first and not _improved(step, past):
+        return f"{now:.0f} tokens a response, {first:.0f} at the start, and the reward has not risen"
+    return None
+
+
+@check("entropy collapse", "a smaller optimizer.lr, fewer updates a step, or a wider region for A > 0")
+def entropy_collapsed(step: ExaminedStep, past: Past) -> Evidence:
+    first, now = past.at_start("train/entropy"), step.value("train/entropy")
+    if first is None or now is None or now > 0.1 * first or _improved(step, past):
+        return None
+    return f"entropy {now:.2g} nats, {first:.2g} at the start, and the reward has not risen"
+
+
+@check("everything masked", "a smaller optimizer.lr or fewer updates a step; check delta against the divergence's unit")
+def everything_masked(step: ExaminedStep, past: Past) -> Evidence:
+    share = step.value("policy/masked_share")
+    return None if share is None or share < 0.5 else f"{share:.0%} of the tokens with an advantage are masked"
+
+
+@check("stale beyond the bound", "rollout.beyond_bound: drop or wait; fewer rollout.max_concurrent_groups")
+def stale_beyond_bound(step: ExaminedStep, past: Past) -> Evidence:
+    bound, found = step.setting("rollout.max_staleness", int), step.value("rollout/staleness_max")
+    if bound is None or found is None or found <= bound or step.setting("rollout.bank", str):
+        return None
+    return f"a token is {found:.0f} versions old, rollout.max_staleness is {bound}"
+
+
+@check("not finite", "a smaller optimizer.lr; check dtypes and the start model's weights")
+def non_finite(step: ExaminedStep, past: Past) -> Evidence:
+    found = [
+        f"{name} has no finite value" for name in ("train/loss", "train/grad_norm") if step.metrics.get(name, 0) is None
+    ]
+    counted = {name: step.value(name) for name in ("train/nonfinite_tokens", "rollout/invalid_samples")}
+    # In fp16 some updates overflow, until the loss scale fits.
+    overflowed = step.value("train/overflowed_updates") or 0
+    counted["train/skipped_updates"] = (step.value("train/skipped_updates") or 0) - overflowed
+    found += [f"{name} {value:.0f}" for name, value in counted.items() if value]
+    return ", ".join(found) or None
+
+
+@check("routes missing", "the engine must return the experts of every token: docs/engines.md")
+def routes_missing(step: ExaminedStep, past: Past) -> Evidence:
+    if not step.setting("rollout.routing_replay"):
+        return None
+    without = sum(entry.routing is None for entry in step.entries)
+    if without:
+        return f"{without} of {len(step.entries)} groups hold no experts"
+    share = step.value("moe/routing_replay_disagreement")
+    return (
+        None if share is None or share < 0.5 else f"the trainer would have chosen {share:.0%} of the experts otherwise"
+    )
+
+
+@check("engine and trainer differ from the start", "compare temperature, dtype and model of engine and trainer")
+def differs_from_the_start(step: ExaminedStep, past: Past) -> Evidence:
+    """At the first step engine and trainer have the same weights, so only their computation can differ."""
+    if past.metrics or step.value("rollout/staleness_max"):
+        return None
+    kl = step.value("mismatch/kl")
+    return None if kl is None or kl < 0.02 else f"mismatch/kl {kl:.2g} nats a token before the first update"
+
+
+@check("weights did not arrive", "see the trainer's log for the publish of that step; keep weight_sync.fingerprint on")
+def weights_did_not_arrive(step: ExaminedStep, past: Past) -> Evidence:
+    """A mismatch that appears within one step comes from missing weights; a drifting policy needs more steps."""
+    unconfirmed = step.value("engine/unconfirmed")
+    version, lag = step.newest_version, step.setting("rollout.max_staleness", int) or 0
+    still = past.newest_versions[-(lag + 2) :]
+    follows = not step.setting("rollout.bank", str) and version is not None
+    if follows and len(still) == lag + 2 and min(still) == version:
+        return f"the engines have sampled with version {version} since {lag + 2} steps"
+    now, before = step.value("mismatch/kl"), past.values("mismatch/kl")[-1:]
+    if now is None or not before or now < 0.01 or now < 20 * before[0]:
+        return None
+    more = f"; {unconfirmed:.0f} engines not verified" if unconfirmed else ""
+    return f"mismatch/kl {now:.2g} nats a token, {before[0]:.2g} one step before{more}"
+
+
+@check(
+    "mismatch grows", "objective.mismatch: truncate, routing replay with experts, or a higher precision in the engine"
+)
+def mismatch_grows(step: ExaminedStep, past: Past) -> Evidence:
+    name = "mismatch/kl"
+    now, first = step.value(name), past.at_start(name)
+    if now is None or first is None or len(past.metrics) < 3 or now < 1e-3 or now < 10 * first:
+        return None
+    return f"mismatch/kl {now:.2g} nats a token, {first:.2g} in the first steps"
+
+
+def _some(step: ExaminedStep) -> list[tuple[BankEntry, list[int]]]:
+    """Return the first groups with their first samples, up to TOKENS tokens in all."""
+    left, found = TOKENS, []
+    for entry in step.entries[:GROUPS]:
+        ends = np.cumsum(entry.response_lengths)
+        count = int(np.searchsorted(ends, left, side="right"))
+        found.append((entry, list(range(count))))
+        left -= int(ends[count - 1]) if count else 0
+    return found
+
+
+def _improved(step: ExaminedStep, past: Past) -> bool:
+    mean = step.value("rollout/reward_mean")
+    return mean is not None and past.improved(mean)
