@@ -76,7 +76,7 @@ def plan(
     Needs config.json at model.path (no weights) and neither GPUs nor a network. Exit 1 when it does not fit.
     """
     from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
-    from dppo_megatron.plan.lengths import pace_report, pace_settings, read_lengths
+    from dppo_megatron.plan.pace import pace_report, pace_settings, read_lengths
 
     config = read_config(config_file, overrides or ())
     cluster = Cluster(nodes, gpus_per_node, hardware(gpu))

@@ -1,34 +1,25 @@
-"""What a run needs before it is started: the model of every kind of rank, its memory, and what to change.
+"""Plans a run before it starts: the model of every kind of rank, its memory, and changes that make it fit.
 
-By hand, because Megatron-LM's estimate (megatron/training/theoretical_memory_usage.py) is not part of megatron-core and
-counts neither latent attention, the loss and the publishing of weights as they are here, nor engines; `tests/plan`
-compares this one with every allocation of real updates.
+Megatron-LM's estimate (megatron/training/theoretical_memory_usage.py) is not part of megatron-core, and counts neither
+latent attention nor our loss, publishing and engines. `tests/plan` compares this one with every allocation of updates.
 """
 
-from dppo_megatron.common.hardware import Hardware, UnknownHardware, hardware
+from dppo_megatron.common.hardware import hardware
 
-from .advice import Advice, advise
-from .cluster import Cluster
-from .memory import Item, Load, Memory, estimate, largest_load
-from .planning import Plan, make_plan
-from .ranks import RankBuilder, RankModel
-from .report import report
+from .memory import Load, estimate
+from .plan_text import report
+from .planning import Advice, Cluster, RunPlan, advise, make_plan
+from .ranks import RankBuilder
 
 __all__ = [
     "Advice",
     "Cluster",
-    "Hardware",
-    "Item",
     "Load",
-    "Memory",
-    "Plan",
     "RankBuilder",
-    "RankModel",
-    "UnknownHardware",
+    "RunPlan",
     "advise",
     "estimate",
     "hardware",
-    "largest_load",
     "make_plan",
     "report",
 ]

@@ -1,12 +1,11 @@
-"""What a micro-batch leaves in memory between its forward and its backward pass, part by part of a layer.
+"""Computes the memory of a micro-batch between its forward and its backward pass, for each part of a layer.
 
 docs/plan.md gives the same formulas as a table. Letters: t tokens of the micro-batch on this rank, s those that
-a sequence-parallel rank keeps of them (t / tensor), e bytes of an element, and sizes per tensor-parallel rank.
+a sequence-parallel rank stores (t / tensor), e bytes of an element, and sizes per tensor-parallel rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from dppo_megatron.common.dtypes import DTYPES
@@ -16,13 +15,13 @@ from dppo_megatron.vocab_parallel.linear import column_blocks
 
 FP32 = 4
 INDEX = 8
-# Tokens that the busiest expert-parallel rank receives, over the mean. An assumption: routing decides it.
+# Tokens of the busiest expert-parallel rank over the mean. An assumption, since routing decides it.
 EXPERT_IMBALANCE = 1.2
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One micro-batch on one rank. `tokens`: of this context-parallel rank. `cuda`: fused kernels, or the CPU's."""
+class MicroBatchWork:
+    """One micro-batch on one rank. tokens: of this context-parallel rank. cuda: fused kernels, else the CPU's."""
 
     hf: HFModelConfig
     config: Config
@@ -47,7 +46,7 @@ class Work:
 
     @property
     def weight_gradient(self) -> int:
-        """Bytes an element of a weight's gradient takes before it is added to the fp32 buffer; 0 where it has none."""
+        """Bytes of a gradient's element before it is added to the fp32 buffer; 0 without a gradient."""
         if self.config.model.lora.r:
             return 0
         widened = FP32 if self.e < FP32 and not self.cuda else 0  # the CPU adds in one dtype only
@@ -55,20 +54,21 @@ class Work:
 
     @property
     def local(self) -> int:
-        """Context-parallel ranks, where `actor.PackedAttention` attends on a GPU and gathers their keys; else 0."""
+        """Context-parallel ranks where `actor.PackedAttention` gathers their keys on a GPU, else 0."""
         own = self.config.model.layers == "local" or self.config.model.lora.r > 0
         return self.config.parallel.context if self.cuda and own else 0
 
     @property
     def hidden_bytes(self) -> int:
-        """One [s, H] tensor: what a layer passes on."""
+        """Bytes of one [s, H] tensor, the output of a layer."""
         return self.e * self.kept * self.hf.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Bytes of one layer. `saved` until its backward pass; `working` more while that runs; `core`: what selective
-    recompute saves less, a little or nothing, for attention that never stores its scores has little to give up.
+    """Bytes of one layer: `saved` until its backward pass, `working` more while that runs.
+
+    `core` is the part that selective recompute frees. It is small, because attention never stores its scores.
     """
 
     saved: dict[str, int]
@@ -80,8 +80,8 @@ class Layer:
         return sum(self.saved.values())
 
 
-def layer(work: Work, moe: bool) -> Layer:
-    """One transformer layer without recompute."""
+def layer(work: MicroBatchWork, moe: bool) -> Layer:
+    """Return the bytes of one transformer layer without recompute."""
     attention, core = (_latent if work.hf.mla else _grouped)(work)
     norms = 2 * _norm(work)
     if not moe:
@@ -96,15 +96,15 @@ def layer(work: Work, moe: bool) -> Layer:
     return Layer(saved, max(working, attending), core)
 
 
-def _norm(work: Work) -> int:
-    """Input as its kernel saves it, and the output that the matrix product after it saves."""
+def _norm(work: MicroBatchWork) -> int:
+    """Return the bytes of the saved input, and of the output that the next matrix product saves."""
     elements = work.kept * work.hf.hidden_size
     saved = work.e if work.cuda else FP32  # ours on the CPU saves the normalised rows in fp32
     return elements * (saved + work.e)
 
 
-def _grouped(work: Work) -> tuple[int, int]:
-    """Grouped-query attention: (all, core attention alone)."""
+def _grouped(work: MicroBatchWork) -> tuple[int, int]:
+    """Return the bytes of grouped-query attention: (all, only core attention)."""
     hf, t, e = work.hf, work.tokens, work.e
     heads, groups = hf.num_heads // work.tensor, max(1, hf.num_kv_heads // work.tensor)
     q, kv = t * heads * hf.head_dim, t * groups * hf.head_dim
@@ -120,8 +120,8 @@ def _grouped(work: Work) -> tuple[int, int]:
     return norms + padded + 2 * e * q + log_sums, core
 
 
-def _latent(work: Work) -> tuple[int, int]:
-    """Multi-head latent attention: (all, core attention alone)."""
+def _latent(work: MicroBatchWork) -> tuple[int, int]:
+    """Return the bytes of multi-head latent attention: (all, only core attention)."""
     hf, mla, t, e = work.hf, work.hf.mla, work.tokens, work.e
     heads = hf.num_heads // work.tensor
     query = t * heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
@@ -136,16 +136,16 @@ def _latent(work: Work) -> tuple[int, int]:
     return norms + e * (2 * query + up + value) + log_sums + unfused, log_sums
 
 
-def _swiglu(work: Work, width: int, rows: int) -> tuple[int, int]:
-    """(saved behind the first matrix product, working memory of the backward pass) of one feed-forward."""
+def _swiglu(work: MicroBatchWork, width: int, rows: int) -> tuple[int, int]:
+    """Return (bytes saved after the first matrix product, bytes of the backward pass) of one feed-forward."""
     e, hidden = work.e, work.hf.hidden_size
     copies = 3 if work.cuda else 5  # gate and up, and the product; unfused also silu(gate) and a copy of up
     weight_gradient = work.weight_gradient * 2 * width * hidden
     return e * rows * copies * width, e * rows * 3 * width + weight_gradient
 
 
-def _experts(work: Work) -> tuple[dict[str, int], int]:
-    """(saved, working memory of the backward pass) of the router, the dispatch, routed and shared experts."""
+def _experts(work: MicroBatchWork) -> tuple[dict[str, int], int]:
+    """Return (saved, bytes of the backward pass) of router, dispatch, routed and shared experts."""
     hf, moe, e = work.hf, work.hf.moe, work.e
     own = work.kept
     received = own * moe.top_k * work.expert_tensor
@@ -167,43 +167,30 @@ def _experts(work: Work) -> tuple[dict[str, int], int]:
     return saved, working + 2 * dispatched
 
 
-def with_recompute(work: Work, made: Layer) -> tuple[int, int]:
-    """(kept, working memory) of a layer under `model.recompute`."""
-    recompute: dict[str, Callable[[], tuple[int, int]]] = {
-        "none": lambda: (made.total, made.working),
-        "selective": lambda: (made.total - made.core, made.working + made.core),
-        "full": lambda: (work.hidden_bytes, made.total + made.working),
-    }
-    return recompute[work.config.model.recompute]()
+def with_recompute(work: MicroBatchWork, made: Layer) -> tuple[int, int]:
+    """Return (saved, working) bytes of a layer under `model.recompute`."""
+    return {
+        "none": (made.total, made.working),
+        "selective": (made.total - made.core, made.working + made.core),
+        "full": (work.hidden_bytes, made.total + made.working),
+    }[work.config.model.recompute]
 
 
-def head(work: Work, rows: int, padded_vocab: int) -> dict[str, int]:
-    """The last stage's head and loss for `rows` tokens that carry it: at their backward pass, above the layers."""
-    hf, e = work.hf, work.e
-    columns = padded_vocab // work.tensor
-    hidden = rows * hf.hidden_size
-    gathered = work.tokens * hf.hidden_size * e if work.config.parallel.sequence else 0
-    around = _norm(work) + gathered + e * hidden  # final norm, gather, the rows picked
-    weight_gradient = work.weight_gradient * columns * hf.hidden_size
-    # Of each kept token at most: its id, its row, where it lies in a block of logits and what is there.
-    kept = {"sampling masks": 48 * rows * work.config.rollout.top_k} if work.config.rollout.has_sampling_mask else {}
-    if work.config.model.logits == "fused":
-        block = max(block.stop - block.start for block in column_blocks(columns))
-        return {
-            "head input": around,
-            "a block of logits": e * rows * block,
-            "hidden gradient": (FP32 + e) * hidden,
-            "weight gradient": weight_gradient,
-            **kept,
-        }
+def head(work: MicroBatchWork, padded_vocab: int) -> dict[str, int]:
+    """Return the bytes that head and loss take at their backward pass, on top of the layers; every token has loss."""
+    hf, e, rows, model = work.hf, work.e, work.tokens, work.config.model
+    columns, hidden, fused = padded_vocab // work.tensor, rows * hf.hidden_size, model.logits == "fused"
+    block = max(block.stop - block.start for block in column_blocks(columns)) if fused else columns
+    gathered = e * hidden if work.config.parallel.sequence else 0
     out = {
-        "head input": around,
-        "logits": e * rows * columns,
-        "hidden gradient": e * hidden,
-        "weight gradient": weight_gradient,
-        **kept,
+        "head input": _norm(work) + gathered + e * hidden,  # final norm, gather, the selected rows
+        "a block of logits" if fused else "logits": e * rows * block,
+        "hidden gradient": (FP32 + e if fused else e) * hidden,
+        "weight gradient": work.weight_gradient * columns * hf.hidden_size,
     }
-    if work.config.model.fp32_head and e < FP32:
+    if work.config.rollout.has_sampling_mask:  # for each token of the mask at most: id, row, place in a block, logit
+        out["sampling masks"] = 48 * rows * work.config.rollout.top_k
+    if not fused and model.fp32_head and e < FP32:
         out["logits"] = FP32 * rows * columns
         out["fp32 copy of the head"] = FP32 * (columns * hf.hidden_size + hidden)
         out["weight gradient"] += FP32 * columns * hf.hidden_size

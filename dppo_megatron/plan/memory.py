@@ -1,4 +1,4 @@
-"""Bytes of one rank over an update, item by item."""
+"""Estimates the memory of one rank over an update, item by item."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.export import DEFAULT_BUCKET_BYTES
 from dppo_megatron.weights.broadcast_plan import BUCKET_BYTES
 
-from .activations import FP32, Layer, Work, head, layer, with_recompute
+from .activations import FP32, Layer, MicroBatchWork, head, layer, with_recompute
 from .ranks import RankModel
 
 INT64 = 8
@@ -20,7 +20,7 @@ INT64 = 8
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One line of the table: what takes memory, how much, and how it was arrived at."""
+    """One line of the table: its name, its bytes, and the calculation."""
 
     name: str
     bytes: int
@@ -29,10 +29,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A rank's memory: what is always there, and what each phase of a step adds while it runs.
+    """A rank's memory: the static part, and the part that each phase of a step adds while it runs.
 
-    host: what it keeps, pinned, in the memory of its node. saved: what a checkpoint holds there until it is written.
-    Both are empty on a CPU, whose memory that is.
+    host: pinned memory on its node. saved: memory on the node that a checkpoint takes until it is written. Both are
+    empty on a CPU, where the device's memory is the host's.
     """
 
     static: tuple[Item, ...]
@@ -46,7 +46,7 @@ class Memory:
 
     @property
     def tensors(self) -> int:
-        """Peak of tensors: what the allocator must provide."""
+        """Peak bytes of tensors, which the allocator must provide."""
         return self.static_bytes + max(map(_sum, self.phases.values()))
 
     @property
@@ -56,30 +56,28 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much a rank is given at once. `rows`: tokens that carry loss. `micro_batches`: of an update, per rank."""
+    """The largest micro-batch of a rank, all of whose tokens carry loss, and its micro-batches in an update."""
 
     tokens: int
-    rows: int
     micro_batches: int
 
 
 def largest_load(config: Config) -> Load:
-    """The largest micro-batch there can be: the budget, or one sequence that is longer by itself, all of it loss."""
+    """Return the largest possible micro-batch: the budget, or one sequence that is longer than the budget."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if config.samples:
         longest = min(longest, config.engine.max_model_len)
     tokens = max(config.train.micro_batch_tokens, longest)
     sequences = config.rollout.prompts_per_step * config.rollout.group_size // config.train.updates_per_step
     micro_batches = max(1, -(-sequences * longest // (config.train.micro_batch_tokens * config.data_parallel)))
-    own = -(-tokens // config.parallel.context)
-    return Load(own, own, micro_batches)
+    return Load(-(-tokens // config.parallel.context), micro_batches)
 
 
 def estimate(
     model: RankModel, hf: HFModelConfig, config: Config, hardware: Hardware, load: Load, padded_vocab: int
 ) -> Memory:
-    """Memory of the rank `model` on `hardware` when its largest micro-batches are `load`."""
-    work = Work(hf, config, load.tokens, hardware.cuda)
+    """Estimate the memory of the rank `model` on `hardware` for micro-batches of the size `load`."""
+    work = MicroBatchWork(hf, config, load.tokens, hardware.cuda)
     phases = {
         "forward and backward": _forward_backward(work, model, load, padded_vocab),
         "optimizer step": (*_optimizer_if_offloaded(model, config, hardware.cuda), *_step(model, config, hardware)),
@@ -91,7 +89,7 @@ def estimate(
     return Memory(_static(model, hf, config, load, work), phases, host, saved)
 
 
-def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, work: Work) -> tuple[Item, ...]:
+def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, work: MicroBatchWork) -> tuple[Item, ...]:
     e = work.e
     items = [
         Item("parameters", model.parameters * e + model.buffers * FP32, f"{model.parameters:,} x {e} bytes"),
@@ -112,7 +110,7 @@ def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, wor
 
 
 def _optimizer_if_offloaded(model: RankModel, config: Config, cuda: bool) -> list[Item]:
-    """What `optimizer.offload` brings to the device for a step; a CPU's memory is the host's."""
+    """Return the state that `optimizer.offload` moves to a GPU for each optimizer step."""
     return _optimizer(model, config) if config.optimizer.offload and cuda else []
 
 
@@ -133,17 +131,17 @@ def _on_host(model: RankModel, config: Config) -> tuple[Item, ...]:
 
 
 def _step_line(model: RankModel, config: Config) -> list[Item]:
-    """What `acceptance` goes back along; see `actor.StepLine`."""
+    """Return the copies with which `acceptance` takes back a step; see `actor.StepLine`."""
     if config.acceptance.bound is None:
         return []
     size = 2 * FP32 * _shard(model, config.parallel.distributed_optimizer)
     return [Item("start and end of a step", size, "fp32 parameters, for acceptance.bound; the end once it goes back")]
 
 
-def _per_token(model: RankModel, hf: HFModelConfig, config: Config, work: Work) -> int:
-    """Bytes of a token on the device: what the model and the loss read of it."""
+def _per_token(model: RankModel, hf: HFModelConfig, config: Config, work: MicroBatchWork) -> int:
+    """Return the bytes of a token of the batch on the device."""
     out = 10 * INT64 + config.rollout.topk_logprobs * 8
-    if config.rollout.has_sampling_mask:  # at most; rollout/kept_tokens_mean says what there was
+    if config.rollout.has_sampling_mask:  # upper bound; rollout/kept_tokens_mean is the measured mean
         out += 4 * (1 + config.rollout.top_k)
     if not work.cuda and hf.mla is None:
         out += 2 * hf.head_dim * work.e  # tables of our own rotation
@@ -159,7 +157,7 @@ def _shard(model: RankModel, sharded: bool) -> int:
     return -(-model.dense // model.dense_replicas) - (-model.expert // model.expert_replicas)
 
 
-def _forward_backward(work: Work, model: RankModel, load: Load, padded_vocab: int) -> tuple[Item, ...]:
+def _forward_backward(work: MicroBatchWork, model: RankModel, load: Load, padded_vocab: int) -> tuple[Item, ...]:
     in_flight = chunks_in_flight(work.config, model, load.micro_batches)
     kinds = [Counter(work.hf.is_moe_layer(index) for index in chunk) for chunk in model.chunks]
     made = {moe: layer(work, moe) for kind in kinds for moe in kind}
@@ -177,15 +175,15 @@ def _forward_backward(work: Work, model: RankModel, load: Load, padded_vocab: in
         count = sum(in_flight)
         items.append(Item("stage inputs and outputs", 2 * count * work.hidden_bytes, f"2 x {count} in flight"))
     working = max((each[1] for each in kept.values()), default=0)
-    above = head(work, load.rows, padded_vocab) if model.has_head else {}
+    above = head(work, padded_vocab) if model.has_head else {}
     if sum(above.values()) >= working:
-        items += [Item(f"head: {name}", size, f"{load.rows:,} rows") for name, size in above.items()]
+        items += [Item(f"head: {name}", size, f"{load.tokens:,} rows") for name, size in above.items()]
     else:
         items.append(Item("backward of one layer", working, "gradients in flight, and what is recomputed"))
     return tuple(items)
 
 
-def _why(work: Work, made: Layer, number: int, in_flight: int, kept: int) -> str:
+def _why(work: MicroBatchWork, made: Layer, number: int, in_flight: int, kept: int) -> str:
     recompute = work.config.model.recompute
     if recompute == "full":
         parts = "inputs only"
@@ -198,7 +196,7 @@ def _why(work: Work, made: Layer, number: int, in_flight: int, kept: int) -> str
 
 
 def chunks_in_flight(config: Config, model: RankModel, micro_batches: int) -> list[int]:
-    """Micro-batches whose activations each model chunk of this stage holds at the peak, 1F1B or interleaved."""
+    """Return how many micro-batches each model chunk holds at the peak of the 1F1B or interleaved schedule."""
     p = config.parallel
     if p.virtual_pipeline is None:
         return [min(micro_batches, p.pipeline - model.stage)]
@@ -230,7 +228,7 @@ def _publishing(model: RankModel, config: Config, hardware: Hardware) -> tuple[I
     size = DEFAULT_BUCKET_BYTES
     if broadcast:
         size = config.weight_sync.bucket_bytes or BUCKET_BYTES["nccl" if hardware.cuda else "gloo"]
-    # A tensor larger than a bucket is one by itself.
+    # A tensor larger than a bucket has a bucket of its own.
     bucket = min(max(size, model.largest * e), model.parameters * e)
     copies = 1 + (2 * tensor if tensor > 1 else 1)  # own shards, those gathered, the whole tensors
     items = [Item("export buckets", copies * bucket, f"{copies} x {bucket >> 20} MiB: shards, gathered, whole")]
@@ -249,7 +247,7 @@ def _saving(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item,
 
 
 def _saved(model: RankModel, config: Config) -> tuple[Item, ...]:
-    """The one copy that a save makes on the host. What is written while it waits is copied tensor by tensor."""
+    """Return the copy that a save makes on the host. A synchronous save copies weights tensor by tensor."""
     if config.checkpoint.asynchronous:
         size = _shard(model, True) * (3 * FP32 + DTYPES[config.model.dtype].bytes)
         return (Item("checkpoint being written", size, "all that this rank saves, with checkpoint.asynchronous"),)
@@ -271,7 +269,7 @@ def _loading(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item
 
 
 def _exchange(model: RankModel) -> int:
-    """Of the optimizer of dense or of expert parameters, one after the other: what a rank gives and what it gets."""
+    """Return the bytes that a rank sends and receives at once; dense and expert optimizers take turns."""
     from dppo_megatron.actor.checkpoint.optimizer_shards import EXCHANGE_BYTES, STATE_BYTES
 
     kinds = ((model.dense, model.dense_replicas), (model.expert, model.expert_replicas))

@@ -1,34 +1,44 @@
-"""Where the time of a step goes and how stale its tokens are, from lengths of responses: a simulation of the run.
+"""Predicts the time of a step and the staleness of its tokens from lengths of responses, by simulating the run.
 
-It follows the orchestrator's own rules for when a group may be begun and stored (`orchestrator.staleness`), the engines
-as a number of groups that are sampled at once, and the orchestrator as one worker through which all bytes go.
+The simulation follows the orchestrator's rules for beginning and storing a group (`orchestrator.staleness`). It treats
+the engines as a number of groups that are sampled at once, and the orchestrator as one worker that handles all bytes.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 
 import numpy as np
 
+from dppo_megatron.bank import BankReader
+from dppo_megatron.config import Config
+from dppo_megatron.errors import ExpectedError
+from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.orchestrator.staleness import StalenessBound
 
 REPEATS = 8  # draws of the lengths; the prediction is their mean
+_SAMPLED, _SCORED, _PUBLISHED = range(3)
+
+
+class LengthsError(ExpectedError, ValueError):
+    """Raised for lengths that cannot be read; the message names the file, the line and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaceSettings:
-    """Of a run. Seconds of the trainer are those of one step, however long its responses."""
+    """Speeds and sizes of a run. The trainer's seconds are those of one step, regardless of the lengths."""
 
     prompts_per_step: int
     concurrent: int  # groups
     max_staleness: int
     steps: int
-    tokens_per_s: float  # that an engine samples of one response, with as many beside it as there will be
+    tokens_per_s: float  # of one response
     bytes_per_token: float  # of a response, in a reply and in the bank
-    store_bytes_per_s: float  # that the orchestrator takes in, scores and stores
+    store_bytes_per_s: float  # that the orchestrator receives, scores and stores
     train_s: float
     read_s: float = 0.0
     publish_s: float = 0.0
@@ -36,7 +46,7 @@ class PaceSettings:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Means over the steps of a run and over several draws; seconds of one step."""
+    """Seconds of one step and staleness, as means over the steps of a run and over several draws."""
 
     wait_s: float  # for rollouts
     read_s: float
@@ -49,96 +59,135 @@ class Pace:
         return self.wait_s + self.read_s + self.train_s + self.publish_s
 
 
+def read_lengths(path: Path, group_size: int) -> list[np.ndarray]:
+    """Return the lengths of groups from a bank, a run's bank, or a text file with the lengths of a group in each line.
+
+    Lines with one length each are joined to groups of `group_size` in their order; an incomplete last group is dropped.
+    Raises `LengthsError`, and `BankError` for a damaged bank.
+    """
+    if path.is_dir():
+        reader = BankReader(path / "bank" if (path / "bank").is_dir() else path)
+        groups = [np.add.reduceat(e.sampled, e.first_of_trajectories) for e in reader.entries(0, reader.refresh())]
+        if not groups:
+            raise LengthsError(f"--lengths {path}: no bank with groups in it; name a run, its bank or a text file")
+        return groups
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LengthsError(f"--lengths {path}: cannot be read: {error}") from None
+    groups = []
+    for number, line in enumerate(lines, 1):
+        words = line.replace(",", " ").split()
+        if not all(word.isdecimal() and int(word) for word in words) or (line.strip() and not words):
+            raise LengthsError(
+                f"--lengths {path}: line {number}: {line[:80]!r}: expected tokens of responses, each above 0"
+            )
+        groups += [np.array([int(word) for word in words])] if words else []
+    if all(len(group) == 1 for group in groups):
+        flat = np.concatenate([np.empty(0, np.int64), *groups])
+        groups = list(flat[: len(flat) - len(flat) % group_size].reshape(-1, group_size))
+    if not groups:
+        raise LengthsError(f"--lengths {path}: fewer than the {group_size} lengths of a group (rollout.group_size)")
+    return groups
+
+
+def pace_settings(
+    config: Config, hf: HFModelConfig, *, tokens_per_s: float, train_s: float, store_mb_per_s: float
+) -> PaceSettings:
+    """Return the settings of a run of `config`, for its first 20 steps at most."""
+    rollout = config.rollout
+    size = 12 + 8 * rollout.topk_logprobs  # ids, log-prob, version; top-K ids and log-probs
+    if rollout.routing_replay and hf.moe is not None:
+        size += sum(hf.moe.layers) * hf.moe.top_k * (1 if hf.moe.num_experts <= 256 else 2)
+    return PaceSettings(
+        prompts_per_step=rollout.prompts_per_step,
+        concurrent=rollout.max_concurrent_groups,
+        max_staleness=rollout.max_staleness,
+        steps=min(config.train.steps, 20),
+        tokens_per_s=tokens_per_s,
+        bytes_per_token=size,
+        store_bytes_per_s=store_mb_per_s * 1e6,
+        train_s=train_s,
+    )
+
+
+def pace_report(groups: list[np.ndarray], settings: PaceSettings) -> Iterator[str]:
+    """Yield the lines that `plan --lengths` prints."""
+    pace, lengths = predict(groups, settings), np.concatenate(groups)
+    yield (
+        f"{len(lengths):,} lengths: mean {lengths.mean():,.0f} tokens, median {np.median(lengths):,.0f}, 99 % at most "
+        f"{np.quantile(lengths, 0.99):,.0f}, longest {lengths.max():,}"
+    )
+    share = 100 / max(pace.step_s, 1e-9)
+    yield (
+        f"a step takes {pace.step_s:.1f} s: waiting for rollouts {pace.wait_s:.1f} s ({share * pace.wait_s:.0f} %), "
+        f"training and publishing {pace.train_s:.1f} s ({share * pace.train_s:.0f} %)"
+    )
+    mean_bytes = float(lengths.sum()) / len(groups) * settings.prompts_per_step * settings.bytes_per_token
+    busy = mean_bytes / settings.store_bytes_per_s
+    yield f"of it the orchestrator takes {busy:.1f} s to receive, score and store {mean_bytes / 1e6:,.0f} MB"
+    yield f"mean staleness {pace.staleness:.2f} policy versions (rollout.max_staleness = {settings.max_staleness})"
+
+
 def predict(groups: Sequence[np.ndarray], settings: PaceSettings, seed: int = 0) -> Pace:
-    """groups: lengths of the samples of some groups; each draw takes as many as a run needs from them, with
-    replacement, or all of them in their order where there are just so many."""
+    """Simulate a run whose groups have lengths drawn with replacement from `groups`.
+
+    Exactly as many groups as the run needs are taken in their order instead.
+    """
     wanted = settings.steps * settings.prompts_per_step
     rng = np.random.default_rng(seed)
     draws = [[groups[i] for i in rng.integers(0, len(groups), wanted)] for _ in range(REPEATS)]
     if len(groups) == wanted:
         draws = [list(groups)]
-    runs = [_Run(draw, settings).play() for draw in draws]
-    return Pace(
-        mean(wait for wait, _ in runs),
-        settings.read_s,
-        settings.train_s,
-        settings.publish_s,
-        mean(staleness for _, staleness in runs),
-    )
+    waits, lags = zip(*(_play(draw, settings) for draw in draws), strict=True)
+    return Pace(mean(waits), settings.read_s, settings.train_s, settings.publish_s, mean(lags))
 
 
-@dataclass(slots=True)
-class _Run:
-    groups: list[np.ndarray]
-    settings: PaceSettings
-    now: float = 0.0
-    events: list[tuple[float, int, int]] = field(default_factory=list)  # when, what, of which group
-    published: list[float] = field(default_factory=lambda: [0.0])  # when, by version
-    begun: dict[int, float] = field(default_factory=dict)  # when, of the groups that run
-    last_steps: dict[int, int] = field(default_factory=dict)
-    finished: list[tuple[int, int, float]] = field(default_factory=list)  # last step, group, when it was begun
-    stored: int = 0
-    busy_until: float = 0.0  # the orchestrator
+def _play(groups: list[np.ndarray], s: PaceSettings) -> tuple[float, float]:
+    """Return the seconds of a step in which the trainer waits, and the mean staleness of a token."""
+    bound = StalenessBound(s.prompts_per_step, s.max_staleness)
+    now = busy_until = waited = lag = 0.0  # busy_until: of the orchestrator; lag: over all stored tokens
     waiting_since: float | None = 0.0  # the trainer
-    waited: float = 0.0
-    lag: float = 0.0  # over all tokens stored
-
-    def play(self) -> tuple[float, float]:
-        """Seconds of a step in which the trainer waited, and the mean staleness."""
-        s = self.settings
-        bound = StalenessBound(s.prompts_per_step, s.max_staleness)
-        self._begin(bound)
-        while self.events:
-            self.now, what, group = heapq.heappop(self.events)
-            match what:
-                case 0:  # sampled
-                    size = float(self.groups[group].sum()) * s.bytes_per_token
-                    self.busy_until = max(self.busy_until, self.now) + size / s.store_bytes_per_s
-                    heapq.heappush(self.events, (self.busy_until, 1, group))
-                case 1:  # scored
-                    self.finished.append((self.last_steps.pop(group), group, self.begun.pop(group)))
-                    self._store(bound)
-                    self._train()
-                case 2:  # published
-                    self.published.append(self.now)
-                    self.waiting_since = self.now
-                    self._train()
-            self._begin(bound)
-        tokens = sum(int(lengths.sum()) for lengths in self.groups)
-        return self.waited / s.steps, self.lag / tokens
-
-    def _begin(self, bound: StalenessBound) -> None:
-        version = len(self.published) - 1
-        while len(self.begun) < self.settings.concurrent:
-            group = self.stored + len(self.begun) + len(self.finished)
-            if group >= len(self.groups) or version < bound.needed_version(group):
-                return
-            self.begun[group] = self.now
-            self.last_steps[group] = bound.last_step(version)
-            sampled = self.now + float(self.groups[group].max()) / self.settings.tokens_per_s
-            heapq.heappush(self.events, (sampled, 0, group))
-
-    def _store(self, bound: StalenessBound) -> None:
-        self.finished.sort()
-        while self.finished:
-            others = [last for last, _, _ in self.finished[1:]]
-            if self.last_steps and not bound.leaves_room(self.stored, [*self.last_steps.values(), *others]):
-                return
-            _, group, begun = self.finished.pop(0)
-            self.lag += self._lag_of(self.groups[group], begun, self.stored // self.settings.prompts_per_step)
-            self.stored += 1
-
-    def _lag_of(self, lengths: np.ndarray, begun: float, step: int) -> float:
-        """In all tokens of a group that goes on under the weights that come meanwhile."""
-        newer = 0.0
-        for published in self.published[1:]:
-            newer += np.clip(lengths - max(published - begun, 0.0) * self.settings.tokens_per_s, 0, None).sum()
-        return step * float(lengths.sum()) - newer
-
-    def _train(self) -> None:
-        s, step = self.settings, len(self.published) - 1
-        if self.waiting_since is None or step >= s.steps or self.stored < (step + 1) * s.prompts_per_step:
-            return
-        self.waited += self.now - self.waiting_since
-        self.waiting_since = None
-        heapq.heappush(self.events, (self.now + s.read_s + s.train_s + s.publish_s, 2, 0))
+    stored = 0
+    events: list[tuple[float, int, int]] = []  # time, kind, group
+    published = [0.0]  # time of each version
+    begun: dict[int, float] = {}  # time, of the groups being sampled or scored
+    last_steps: dict[int, int] = {}  # of the same groups
+    finished: list[tuple[int, int, float]] = []  # last step, group, time at which it was begun
+    while True:
+        version = len(published) - 1
+        while len(begun) < s.concurrent:
+            group = stored + len(begun) + len(finished)
+            if group >= len(groups) or version < bound.needed_version(group):
+                break
+            begun[group], last_steps[group] = now, bound.last_step(version)
+            heapq.heappush(events, (now + float(groups[group].max()) / s.tokens_per_s, _SAMPLED, group))
+        if not events:
+            tokens = sum(int(lengths.sum()) for lengths in groups)
+            return waited / s.steps, lag / tokens
+        now, kind, group = heapq.heappop(events)
+        if kind == _SAMPLED:
+            size = float(groups[group].sum()) * s.bytes_per_token
+            busy_until = max(busy_until, now) + size / s.store_bytes_per_s
+            heapq.heappush(events, (busy_until, _SCORED, group))
+        elif kind == _PUBLISHED:
+            published.append(now)
+            waiting_since = now
+        else:
+            finished.append((last_steps.pop(group), group, begun.pop(group)))
+            finished.sort()
+            while finished:
+                others = [last for last, _, _ in finished[1:]]
+                if last_steps and not bound.leaves_room(stored, [*last_steps.values(), *others]):
+                    break
+                _, group, start = finished.pop(0)
+                newer = 0.0  # versions that tokens gain from weights published while the group was sampled
+                for at in published[1:]:
+                    newer += np.clip(groups[group] - max(at - start, 0.0) * s.tokens_per_s, 0, None).sum()
+                lag += stored // s.prompts_per_step * float(groups[group].sum()) - newer
+                stored += 1
+        step = len(published) - 1
+        if waiting_since is not None and step < s.steps and stored >= (step + 1) * s.prompts_per_step:
+            waited += now - waiting_since
+            waiting_since = None
+            heapq.heappush(events, (now + s.read_s + s.train_s + s.publish_s, _PUBLISHED, 0))

@@ -1,28 +1,54 @@
-"""A config and a machine to a plan, or to every reason why there is none."""
+"""Plans a config on a cluster, or names every reason against it, and advises on a plan that does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dppo_megatron.checks import cluster as cluster_rules
 from dppo_megatron.checks import serving, settings_problems
 from dppo_megatron.checks.cluster import devices_needed
 from dppo_megatron.checks.model import on_any_machine
+from dppo_megatron.common.hardware import Hardware
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
 
-from .cluster import Cluster
 from .engines import EngineMemory, engine_memory
 from .memory import Load, Memory, estimate, largest_load
 from .ranks import RankBuilder, RankModel
 from .totals import Totals, totals
 
+Change = dict[str, Any]  # dotted setting -> value
+
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """`stages`: one rank of each pipeline stage with its memory. `busiest`: an index into them. `engine`: what a GPU
-    that serves holds; None on a CPU and where the run starts no engine."""
+class Cluster:
+    """The machines for which a plan is made."""
+
+    nodes: int
+    gpus_per_node: int
+    hardware: Hardware
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def need(self, memory: Memory) -> int:
+        """Return the bytes of a device that `memory` needs, with the libraries and the margin."""
+        return memory.tensors + self.hardware.reserved_bytes + self.hardware.margin_bytes
+
+    def fits(self, memory: Memory) -> bool:
+        return self.need(memory) <= self.hardware.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """The plan of a run.
+
+    stages: one rank of each pipeline stage with its memory. busiest: an index into them. engine: memory of a GPU that
+    serves; None on a CPU and where the run starts no engine.
+    """
 
     config: Config
     hf: HFModelConfig
@@ -53,8 +79,8 @@ class Plan:
 
 def make_plan(
     config: Config, cluster: Cluster, builder: RankBuilder, rank: int | None = None, *, source: str = "plan"
-) -> Plan:
-    """`rank`: the one to show; default: one of the stage that needs most.
+) -> RunPlan:
+    """Plan a run. `rank` is the rank to show; by default one of the stage that needs most memory.
 
     Raises ConfigError with every reason why the layout is impossible.
     """
@@ -73,7 +99,7 @@ def make_plan(
         busiest = max(range(len(stages)), key=lambda index: stages[index][1].tensors)
     notes = tuple(_notes(config, cluster))
     engine = engine_memory(hf, config, cluster.hardware)
-    return Plan(config, hf, cluster, load, totals(hf, config, ranks), stages, busiest, engine, notes)
+    return RunPlan(config, hf, cluster, load, totals(hf, config, ranks), stages, busiest, engine, notes)
 
 
 def _problems(config: Config, cluster: Cluster, rank: int | None) -> tuple[HFModelConfig | None, list[str]]:
@@ -107,3 +133,77 @@ def _notes(config: Config, cluster: Cluster) -> Sequence[str]:
         yield f"engine.tensor_parallel = {e.tensor_parallel}: over {e.nodes} nodes; every layer waits for the network"
     if p.expert * (p.expert_tensor or p.tensor) > per_node and p.expert > 1:
         yield f"parallel.expert = {p.expert}: its groups cross nodes of {per_node}; dispatch goes over the network"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One change to the config, the bytes it saves on the busiest rank, whether the plan then fits, and its price."""
+
+    change: Change
+    saves: int
+    fits: bool
+    price: str
+
+    def __str__(self) -> str:
+        return " ".join(f"--set {name}={_yaml(value)}" for name, value in self.change.items())
+
+
+def advise(plan: RunPlan, builder: RankBuilder) -> list[Advice]:
+    """Return the changes that save memory of trainer ranks, the recommended one first, the others cheapest first.
+
+    Each change is tried on the plan. The recommended one is the cheapest that makes the plan fit, else the one that
+    saves most. Returns nothing where the ranks fit.
+    """
+    if plan.ranks_fit:
+        return []
+    before = max(memory.tensors for _, memory in plan.stages)
+    found = []
+    for change, price in _candidates(plan.config, plan.hf, plan.cluster):
+        try:
+            changed = make_plan(_with(plan.config, change), plan.cluster, builder)
+        except ConfigError:
+            continue
+        saves = before - max(memory.tensors for _, memory in changed.stages)
+        if saves > before // 200:
+            found.append(Advice(change, saves, changed.ranks_fit, price))
+    first = next((advice for advice in found if advice.fits), max(found, key=lambda a: a.saves, default=None))
+    return [] if first is None else [first, *(advice for advice in found if advice is not first)]
+
+
+def _candidates(config: Config, hf: HFModelConfig, cluster: Cluster) -> Iterator[tuple[Change, str]]:
+    p, m, t = config.parallel, config.model, config.train
+    if not p.distributed_optimizer:
+        yield {"parallel.distributed_optimizer": True}, "nothing"
+    if p.tensor > 1 and not p.sequence:
+        yield {"parallel.sequence": True}, "nothing"
+    if m.logits == "stored" and not m.fp32_head:
+        yield {"model.logits": "fused"}, "one more pass over the head, about a third more of its time"
+    if m.recompute == "none":
+        yield {"model.recompute": "selective"}, "core attention twice"
+    if t.micro_batch_tokens > 1024:
+        yield {"train.micro_batch_tokens": t.micro_batch_tokens // 2}, "smaller matrix products, more micro-batches"
+    if m.recompute != "full":
+        yield {"model.recompute": "full"}, "every layer's forward pass twice, about a third more time"
+    if hf.moe is not None and p.expert < hf.moe.num_experts:
+        yield {"parallel.expert": p.expert * 2}, "tokens travel to more ranks"
+    if p.tensor < cluster.gpus_per_node:
+        doubled = {"parallel.tensor": p.tensor * 2, "parallel.sequence": True}
+        if hf.moe is not None and p.expert_tensor is None:
+            doubled["parallel.expert_tensor"] = p.tensor
+        yield doubled, "two collectives a layer more or larger; half the data-parallel size"
+    yield {"parallel.pipeline": p.pipeline * 2}, "a larger pipeline bubble; half the data-parallel size"
+    yield {"parallel.context": p.context * 2}, "keys and values travel; half the data-parallel size"
+    if not config.optimizer.offload and cluster.hardware.cuda:
+        yield {"optimizer.offload": True}, "every update moves the optimizer's state to the GPU and back"
+
+
+def _with(config: Config, change: Change) -> Config:
+    for dotted, value in change.items():
+        section, name = dotted.split(".")
+        part = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: part})
+    return config
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

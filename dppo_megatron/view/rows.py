@@ -1,9 +1,8 @@
-"""The table: a row for each sample of the bank, from its index alone, and one for each answer of an evaluation."""
+"""Builds the table: a row for each sample, from the index of the bank, and for each answer of an evaluation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,80 +18,56 @@ from dppo_megatron.trainer.step_samples import StepSamples
 
 from .source import Source
 
-ANSWER_BYTES = 16 << 20  # of the files of all evaluations; of larger ones every n-th prompt is shown
+ANSWER_BYTES = 16 << 20  # limit for the files of all evaluations, beyond which every n-th prompt is shown
 _MOST_BYTES = 4 << 30
 
-# Of a row: `set` 0 for training, else the number of the evaluation's set; `source` the group, or the file of answers;
-# `item` the prompt in that file. `step` is counted from 1; of an evaluation it is the policy's version. `prompt` is the
-# place in the prompt order, `row` the line of the prompt file (of an evaluation its position).
-COLUMNS: dict[str, type[np.generic]] = {
-    "set": np.uint8,
-    "source": np.int32,
-    "item": np.int32,
-    "sample": np.int32,
-    "step": np.int32,
-    "prompt": np.int32,
-    "row": np.int32,
-    "reward": np.float32,
-    "advantage": np.float32,
-    "tokens": np.int32,
-    "truncated": np.uint8,
-    "failed": np.uint8,
-    "version": np.int32,
-    "staleness": np.float32,
-}
-Columns = dict[str, np.ndarray]
+# Fields of a row. `set`: 0 for training, else the number of the evaluation's set. `source`: number of the group, or of
+# the file of answers; `item`: number of the prompt in that file. `step` counts from 1; for an evaluation it is the
+# policy's version. `prompt`: place in the prompt order; `row`: line of the prompt file, for an evaluation the place.
+ROW = np.dtype(
+    [(name, np.uint8) for name in ("set", "truncated", "failed")]
+    + [(name, np.int32) for name in ("source", "item", "sample", "step", "prompt", "row", "tokens", "version")]
+    + [(name, np.float32) for name in ("reward", "advantage", "staleness")]
+)
 
 
 @dataclass
-class Training:
-    """The rows of the bank and the groups that they are of."""
+class TrainingRows:
+    """The rows of the bank, and its groups."""
 
-    columns: Columns
+    rows: np.ndarray  # of ROW
     entries: list[BankEntry]
 
 
 @dataclass
-class Answers:
-    """The rows of evaluations; `files` hold the records, `sets` the names."""
+class AnswerRows:
+    """The rows of evaluations, the names of their sets, and the records of each file."""
 
-    columns: Columns
+    rows: np.ndarray  # of ROW
     sets: list[str] = field(default_factory=list)
     files: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
-def training_rows(source: Source, config: Config | None) -> Training:
+def training_rows(source: Source, config: Config | None) -> TrainingRows:
     blocks, entries = [], []
     for step, of_step in source.groups_of_steps():
         for entry, advantages in zip(of_step, _advantages(of_step, config), strict=True):
-            blocks.append(_rows_of_group(len(entries), step, entry, advantages, source.is_run))
+            rows = np.zeros(entry.num_samples, ROW)
+            rows["source"], rows["sample"] = len(entries), np.arange(entry.num_samples)
+            rows["step"], rows["prompt"], rows["row"] = step, entry.position, entry.row
+            rows["reward"] = np.where(entry.reward_failed, np.nan, entry.rewards)
+            rows["advantage"], rows["tokens"] = advantages, entry.sampled
+            rows["truncated"], rows["failed"] = entry.truncated, entry.reward_failed
+            rows["version"] = entry.min_version
+            # The batch of step s is trained by the weights of version s - 1, or newer ones.
+            rows["staleness"] = step - 1 - entry.min_version if source.is_run else np.nan
+            blocks.append(rows)
             entries.append(entry)
-    return Training(_joined(blocks), entries)
-
-
-def _rows_of_group(number: int, step: int, entry: BankEntry, advantages: np.ndarray, is_run: bool) -> dict[str, Any]:
-    count = entry.num_samples
-    return {
-        "set": np.zeros(count),
-        "source": np.full(count, number),
-        "item": np.zeros(count),
-        "sample": np.arange(count),
-        "step": np.full(count, step),
-        "prompt": np.full(count, entry.position),
-        "row": np.full(count, entry.row),
-        "reward": np.where(entry.reward_failed, np.nan, entry.rewards),
-        "advantage": advantages,
-        "tokens": entry.sampled,
-        "truncated": entry.truncated,
-        "failed": entry.reward_failed,
-        "version": np.full(count, entry.min_version),
-        # The batch of step s is trained by the weights of version s - 1, or newer ones.
-        "staleness": np.full(count, step - 1 - entry.min_version if is_run else np.nan),
-    }
+    return TrainingRows(np.concatenate([np.zeros(0, ROW), *blocks]), entries)
 
 
 def _advantages(entries: list[BankEntry], config: Config | None) -> list[np.ndarray]:
-    """Of every sample of every group of a step, as the trainer computes them; by turns: of the first one."""
+    """Return the trainer's advantages of every sample of a step, for advantages by turn those of the first turn."""
     if config is not None and len(entries) == config.rollout.prompts_per_step:
         try:
             found = list(StepSamples.of(entries, config).advantages[:, :, 0])
@@ -114,7 +89,7 @@ def _of_group(entry: BankEntry, config: Config | None) -> np.ndarray:
 
 
 @dataclass
-class _Sample:
+class _AnsweredSample:
     text: str
     reward: float
     failed: bool
@@ -125,21 +100,21 @@ class _Sample:
 
 
 @dataclass
-class _Answered:
+class _AnsweredPrompt:
     position: int
     prompt: str
     answer: str
-    samples: list[_Sample]
+    samples: list[_AnsweredSample]
 
 
-def answer_rows(source: Source) -> Answers:
-    """Evaluations are files `answers/SET/vNNNNNN.jsonl`; a line that is no answer is left out."""
+def answer_rows(source: Source) -> AnswerRows:
+    """Read the files `answers/SET/vNNNNNN.jsonl` of a run; lines that are no answers are left out."""
     paths = sorted(RunDir(source.root).answers.glob("*/v*.jsonl")) if source.is_run else []
     paths = [path for path in paths if path.stem[1:].isdecimal()]
     stride = -(-sum(path.stat().st_size for path in paths) // ANSWER_BYTES) or 1
     if stride > 1:
         source.notes.append(f"Of the answers of evaluations every {stride}th prompt is shown.")
-    found = Answers({}, sorted({path.parent.name for path in paths}))
+    found = AnswerRows(np.zeros(0, ROW), sorted({path.parent.name for path in paths}))
     blocks = []
     for path in paths:
         try:
@@ -147,43 +122,24 @@ def answer_rows(source: Source) -> Answers:
         except (OSError, ValueError) as error:
             source.notes.append(f"{path}: not read: {error}")
             continue
-        records = records_as(_Answered, parse_lines(b"\n".join(lines[::stride])))
+        records = records_as(_AnsweredPrompt, parse_lines(b"\n".join(lines[::stride])))
         if missing := len(lines[::stride]) - len(records):
             source.notes.append(f"{path}: {missing} lines are no answers")
-        blocks.append(_rows_of_answers(len(found.files), found.sets.index(path.parent.name) + 1, path, records))
+        samples = [(item, i, r.position, s) for item, r in enumerate(records) for i, s in enumerate(r.samples)]
+        rows = np.zeros(len(samples), ROW)
+        rows["set"], rows["source"] = found.sets.index(path.parent.name) + 1, len(found.files)
+        rows["step"] = rows["version"] = int(path.stem[1:])
+        rows["advantage"] = rows["staleness"] = np.nan
+        for row, (item, i, position, s) in zip(rows, samples, strict=True):
+            row["item"], row["sample"], row["prompt"], row["row"] = item, i, position, position
+            row["reward"], row["tokens"] = np.nan if s.failed else s.reward, s.tokens
+            row["truncated"], row["failed"] = s.finish == "length", s.failed
+        blocks.append(rows)
         found.files.append([_shown(record) for record in records])
-    found.columns = _joined(blocks)
+    found.rows = np.concatenate([found.rows, *blocks])
     return found
 
 
-def _rows_of_answers(number: int, of_set: int, path: Path, records: list[_Answered]) -> dict[str, Any]:
-    samples = [(item, i, r.position, s) for item, r in enumerate(records) for i, s in enumerate(r.samples)]
-    count, version = len(samples), int(path.stem[1:])
-    return {
-        "set": np.full(count, of_set),
-        "source": np.full(count, number),
-        "item": [item for item, _, _, _ in samples],
-        "sample": [i for _, i, _, _ in samples],
-        "step": np.full(count, version),
-        "prompt": [position for _, _, position, _ in samples],
-        "row": [position for _, _, position, _ in samples],
-        "reward": [np.nan if s.failed else s.reward for *_, s in samples],
-        "advantage": np.full(count, np.nan),
-        "tokens": [s.tokens for *_, s in samples],
-        "truncated": [s.finish == "length" for *_, s in samples],
-        "failed": [s.failed for *_, s in samples],
-        "version": np.full(count, version),
-        "staleness": np.full(count, np.nan),
-    }
-
-
-def _shown(record: _Answered) -> dict[str, Any]:
+def _shown(record: _AnsweredPrompt) -> dict[str, Any]:
     samples = [{"text": s.text, "final": s.final, "finish": s.finish} for s in record.samples]
     return {"prompt": record.prompt, "answer": record.answer, "samples": samples}
-
-
-def _joined(blocks: list[dict[str, Any]]) -> Columns:
-    return {
-        name: np.concatenate([np.asarray(block[name], kind) for block in blocks]) if blocks else np.zeros(0, kind)
-        for name, kind in COLUMNS.items()
-    }

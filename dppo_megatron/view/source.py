@@ -1,4 +1,4 @@
-"""What is there to be looked at, however damaged: settings, metrics, groups of the bank, and what is missing."""
+"""Reads settings, metrics and groups of a run or bank, even if damaged, and notes missing parts."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.observability.history import History, ReportError, load_history, read_settings
 from dppo_megatron.run_dir import RunDir
 
-MOST_ROLLOUTS = 100_000  # of a larger bank some steps are shown, evenly spaced
+MOST_ROLLOUTS = 100_000  # for a larger bank, evenly spaced steps are shown
 
 
 class ViewError(ExpectedError, ValueError):
-    """There is nothing to look at."""
+    """Raised for a directory that is neither a run nor a bank."""
 
 
 @dataclass
 class Source:
-    """`root` holds a run, or a bank alone."""
+    """A run, or only a bank, in the directory `root`."""
 
     root: Path
     is_run: bool
     history: History
     bank: Path
-    notes: list[str] = field(default_factory=list)  # what is missing or could not be read, for the page
+    notes: list[str] = field(default_factory=list)  # missing or unreadable parts, for the page
     lost: int = 0  # groups that could not be read
     first_lost: str = ""
-    missing: dict[int, str] = field(default_factory=dict)  # number of a group -> why the page has no tokens of it
+    missing: dict[int, str] = field(default_factory=dict)  # number of a group -> why the page lacks its tokens
 
     @classmethod
     def of(cls, root: Path) -> Source:
-        """Raises `ViewError` for a directory that is neither a run nor a bank."""
+        """Open a directory. Raises `ViewError` where it is neither a run nor a bank."""
         run = RunDir(root)
         if any(root.glob("segment-*.jsonl")):
             return cls(root, False, History(root.name, {}, {}, ()), root)
@@ -54,7 +54,7 @@ class Source:
         return cls(root, True, history, bank, notes)
 
     def config(self) -> Config | None:
-        """None where there is none, or none that this version of the package takes."""
+        """Return the run's config; None where it is absent or invalid for this version of the package."""
         if not self.is_run:
             return None
         try:
@@ -64,9 +64,9 @@ class Source:
             return None
 
     def groups_of_steps(self) -> Iterator[tuple[int, list[BankEntry]]]:
-        """(step from 1, its groups in training order); reads the index alone.
+        """Yield (step from 1, its groups in training order), reading only the index.
 
-        Step s of a run trains on `rollout.prompts_per_step` groups. A bank alone has a segment for each step.
+        A step of a run trains on `rollout.prompts_per_step` groups. A bank without a run has a segment for each step.
         """
         reader = self.reader = BankReader(self.bank)
         try:
@@ -74,7 +74,7 @@ class Source:
         except BankError as error:
             self.notes.append(f"The bank cannot be read to its end: {error}")
         if self.bank.is_dir() and not is_local(self.bank):
-            self.notes.append("The bank lies on a network file system: what came in the last minute may be missing.")
+            self.notes.append("The bank is on a network file system: groups of the last minute may be missing.")
         size = self.history.setting("rollout.prompts_per_step", int) or 0
         if size > 0:
             total = reader.num_groups
@@ -89,7 +89,7 @@ class Source:
                 self.lose(error, pieces[number][1] - pieces[number][0])
 
     def _some(self, pieces: list[tuple[int, int]]) -> list[int]:
-        """Numbers of the steps to show."""
+        """Return the numbers of the steps to show."""
         if not pieces:
             return []
         try:
@@ -108,7 +108,7 @@ class Source:
         return chosen
 
     def lose(self, error: Exception, groups: int = 1) -> None:
-        """Counts groups that could not be read."""
+        """Count groups that could not be read."""
         self.lost += groups
         self.first_lost = self.first_lost or str(error)
 

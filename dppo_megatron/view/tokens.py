@@ -1,4 +1,4 @@
-"""Groups with all their tokens, a safetensors file each, as many as the page may hold, and excerpts for the table."""
+"""Packs groups with all their tokens for the page, up to a size limit, and makes the excerpts of the table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dppo_megatron.types import POLICY, RolloutGroup
 from .source import Source
 from .trained import VALUES, TrainedTokens
 
-# Groups are drawn until they are so many: bytes before compression, samples.
+# Limits for the groups of the page: bytes before compression, samples.
 TOKEN_BYTES, TOKEN_SAMPLES = 48 << 20, 20_000
 _SEED = 0
 _LARGEST_ID = 1 << 22  # of a token that has a text
@@ -25,8 +25,8 @@ EXCERPT = 160  # characters of a prompt or response in the table
 RETIRED = "kept only as a row: checkpoint.keep_rollouts retired the tokens"
 
 
-class Used:
-    """The token ids that the page shows."""
+class ShownTokens:
+    """Collects the token ids that the page shows."""
 
     def __init__(self) -> None:
         self._marks = np.zeros(_LARGEST_ID, bool)
@@ -35,7 +35,7 @@ class Used:
         self._marks[ids[(ids >= 0) & (ids < _LARGEST_ID)]] = True
 
     def texts(self, vocabulary: TokenizerFile | None) -> dict[int, str]:
-        """Id -> text of the token; empty without a tokenizer."""
+        """Return id -> text of each shown token; empty without a tokenizer."""
         if vocabulary is None:
             return {}
         ids = [token for token in np.flatnonzero(self._marks).tolist() if token < vocabulary.size]
@@ -43,7 +43,7 @@ class Used:
 
 
 def chosen_groups(source: Source, entries: Sequence[BankEntry], trained: TrainedTokens) -> list[int]:
-    """Numbers of the groups whose tokens the page holds, ascending: those of which the trainer stored some first."""
+    """Choose the groups whose tokens the page has; groups with tokens stored by the trainer take precedence."""
     sizes = np.array([(_bytes(entry), entry.num_samples) for entry in entries], np.int64).reshape(-1, 2)
     retired = {s for s in {entry.segment for entry in entries} if is_retired(source.bank, s)}
     source.missing |= {number: RETIRED for number, entry in enumerate(entries) if entry.segment in retired}
@@ -73,7 +73,7 @@ def _bytes(entry: BankEntry) -> int:
 def read_groups(
     source: Source, entries: Sequence[BankEntry], chosen: Sequence[int]
 ) -> Iterator[tuple[int, RolloutGroup]]:
-    """(number, group) of the chosen groups that can be read; `source.missing` says why of the others."""
+    """Yield (number, group) of the chosen groups that can be read; `source.missing` has the reason for the others."""
     for number in chosen:
         try:
             yield number, source.reader.read(entries[number], parts=("core", "topk", "mask"))
@@ -83,7 +83,7 @@ def read_groups(
 
 
 def excerpts(group: RolloutGroup, vocabulary: TokenizerFile | None) -> list[str]:
-    """The beginnings of the prompt and of every response as lines of text; ids without a tokenizer."""
+    """Return the beginnings of the prompt and of every response, as text or, without a tokenizer, as ids."""
     responses = (r.token_ids[: EXCERPT // 2].tolist() for r in group.rollouts)
     decode = vocabulary.decode if vocabulary else lambda ids: " ".join(map(str, ids))
     most = vocabulary.size if vocabulary else _LARGEST_ID
@@ -91,12 +91,12 @@ def excerpts(group: RolloutGroup, vocabulary: TokenizerFile | None) -> list[str]
 
 
 def excerpt(text: str) -> str:
-    """The beginning, or that of the last user message, in one line."""
+    """Return the beginning of the text, or of its last user message, in one line."""
     return " ".join(_USER.split(text)[-1][: 4 * EXCERPT].split())[:EXCERPT]
 
 
-def packed_group(group: RolloutGroup, trained: TrainedTokens, used: Used) -> bytes:
-    """Samples end to end. `spans` [J, 3] as in the bank; `counts` [n, 3]: tokens, sampled tokens, spans of each."""
+def packed_group(group: RolloutGroup, trained: TrainedTokens, used: ShownTokens) -> bytes:
+    """Pack the samples end to end. spans [J, 3] as in the bank; counts [n, 3]: tokens, sampled tokens, spans."""
     rollouts = group.rollouts
     spans = [np.array([[POLICY, len(r.token_ids), 0]]) if r.spans is None else r.spans for r in rollouts]
     counts = [(len(r.token_ids), len(r.versions), len(s)) for r, s in zip(rollouts, spans, strict=True)]
@@ -125,4 +125,4 @@ def packed_group(group: RolloutGroup, trained: TrainedTokens, used: Used) -> byt
         "trajectory": [i if r.trajectory is None else r.trajectory for i, r in enumerate(rollouts)],
         "turn_rewards": None if group.turn_rewards is None else [rewards.tolist() for rewards in group.turn_rewards],
     }
-    return packed(arrays, {"of": json.dumps(of)})  # ASCII: a text may hold what UTF-8 has not
+    return packed(arrays, {"of": json.dumps(of)})  # ASCII, since a text may have characters that UTF-8 cannot encode

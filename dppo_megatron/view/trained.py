@@ -1,4 +1,4 @@
-"""What the trainer stored of tokens (`tracking.token_sequences`), in files as `trainer/token_log.py` describes."""
+"""Reads the tokens that the trainer stored (`tracking.token_sequences`) in the files of `trainer/token_log.py`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _Place = tuple[Path, slice]
 
 
 class TrainedTokens:
-    """By prompt position and sample. With context parallelism a sequence lies in several files."""
+    """Stored tokens by prompt position and sample. With context parallelism several files have parts of a sequence."""
 
     def __init__(self, source: Source):
         self.positions: set[int] = set()
         self._places: dict[tuple[int, int], list[_Place]] = {}
         self._masked: dict[tuple[int, int], tuple[int, int]] = {}  # masked tokens, tokens
-        self._read = lru_cache(maxsize=8)(_values)  # groups are asked for in the order of the files
+        self._read = lru_cache(maxsize=8)(_values)  # groups are read in the order of the files
         paths = sorted(RunDir(source.root).tokens.glob("step-*.safetensors")) if source.is_run else []
         for path in paths:
             try:
@@ -36,12 +36,12 @@ class TrainedTokens:
         return masked / tokens if tokens else float("nan")
 
     def of(self, position: int, sample: int, size: int) -> np.ndarray:
-        """[4, size] fp32, VALUES of every sampled token; NaN where nothing is stored."""
+        """Return VALUES of every sampled token, fp32 [4, size]; NaN where nothing is stored."""
         found = np.full((len(VALUES), size), np.nan, np.float32)
         for path, part in self._places.get((position, sample), ()):
             index, values = self._read(path)
             own = index[part]
-            if len(own) == part.stop - part.start and own.min() >= 0 and own.max() < size:  # else not of this sample
+            if len(own) == part.stop - part.start and own.min() >= 0 and own.max() < size:  # else from another sample
                 found[:, own] = values[:, part]
         return found
 
@@ -61,7 +61,7 @@ class TrainedTokens:
 
 
 def _values(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(index [N], VALUES [4, N] fp32); nothing where the file changed meanwhile."""
+    """Return (index [N], VALUES fp32 [4, N]); empty where the file has changed since it was opened."""
     try:
         with safe_open(path, "np") as file:
             return file.get_tensor("index"), np.stack([file.get_tensor(name).astype(np.float32) for name in VALUES])

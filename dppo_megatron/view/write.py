@@ -1,4 +1,4 @@
-"""Everything in one HTML file. Data stands in it as base64 of gzip, so no text of a run can be taken for HTML."""
+"""Writes the page as one HTML file. Its data is gzip in base64, so no text of a run can become HTML."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from dppo_megatron.observability.names import METRICS
 from dppo_megatron.observability.report import summary_rows
 from dppo_megatron.run_dir import RunDir
 
-from .rows import COLUMNS, Answers, Columns, Training, answer_rows, training_rows
+from .rows import ROW, AnswerRows, TrainingRows, answer_rows, training_rows
 from .source import Source
-from .tokens import Used, chosen_groups, excerpt, excerpts, packed_group, read_groups
+from .tokens import ShownTokens, chosen_groups, excerpt, excerpts, packed_group, read_groups
 from .trained import TrainedTokens
 
 STYLES = ("page.css",)
@@ -35,9 +35,9 @@ SCRIPTS = ("data.js", "curves.js", "table.js", "tokens.js", "main.js")
 def write_view(root: Path, out: Path | None = None, model: Path | None = None, other: Path | None = None) -> Path:
     """Write a run or bank, or two to compare, to `out`, by default `view.html` in the directory; return its path.
 
-    model: directory of the tokenizer; default: the run's model.path. Without one, tokens are shown by their ids.
+    model: directory of the tokenizer; default: the run's model.path. Without a tokenizer the page shows token ids.
     other: the second run; the default of `out` is then `view-with-OTHER.html`.
-    What cannot be read is said on the page. Raises `ViewError` for a directory that is neither run nor bank.
+    The page names unreadable files. Raises `ViewError` for a directory that is neither a run nor a bank.
     """
     sides = [_Side.of(path, model) for path in ([root] if other is None else [root, other])]
     head, table = sides[0].head, sides[0].table
@@ -57,10 +57,10 @@ def write_view(root: Path, out: Path | None = None, model: Path | None = None, o
 
 @dataclass
 class _Side:
-    """One run as the page has it; `excerpts`: of groups and of answers by file [prompt, response of each sample]."""
+    """The data of one run. excerpts: [prompt, response of each sample] of each group, and of each answer by file."""
 
     head: dict[str, Any]
-    table: Columns
+    table: dict[str, np.ndarray]
     excerpts: dict[str, Any]
     curves: dict[str, np.ndarray]
     blobs: list[tuple[str, bytes]]
@@ -69,7 +69,7 @@ class _Side:
     def of(cls, root: Path, model: Path | None) -> _Side:
         source = Source.of(root)
         training, answers = training_rows(source, source.config()), answer_rows(source)
-        trained, used = TrainedTokens(source), Used()
+        trained, used = TrainedTokens(source), ShownTokens()
         path = source.history.setting("model.path", str)
         model = model or RunDir(root).model(path) or (Path(path) if path else None)
         vocabulary = None if model is None else TokenizerFile.load(model)
@@ -93,31 +93,29 @@ class _Side:
         )
 
 
-def _table(training: Training, answers: Answers, detailed: Collection[int], trained: TrainedTokens) -> Columns:
-    columns = {name: np.concatenate([training.columns[name], answers.columns[name]]) for name in COLUMNS}
-    has_tokens = np.zeros(len(training.entries), np.uint8)
-    has_tokens[list(detailed)] = 1
-    rows = [has_tokens[training.columns["source"]], np.ones(len(answers.columns["set"]), np.uint8)]
-    masked = np.full(len(columns["set"]), np.nan, np.float32)
+def _table(
+    training: TrainingRows, answers: AnswerRows, detailed: Collection[int], trained: TrainedTokens
+) -> dict[str, np.ndarray]:
+    rows = np.concatenate([training.rows, answers.rows])
+    detail, masked = np.ones(len(rows), np.uint8), np.full(len(rows), np.nan, np.float32)
+    detail[: len(training.rows)] = np.isin(training.rows["source"], list(detailed))
     if trained.positions:
-        keys = zip(training.columns["prompt"].tolist(), training.columns["sample"].tolist(), strict=True)
-        masked[: len(training.columns["set"])] = [trained.masked_share(*key) for key in keys]
-    return {**columns, "detail": np.concatenate(rows), "masked": masked}
+        keys = training.rows[["prompt", "sample"]].tolist()
+        masked[: len(keys)] = [trained.masked_share(*key) for key in keys]
+    return {**{name: np.ascontiguousarray(rows[name]) for name in ROW.names}, "detail": detail, "masked": masked}
 
 
 def _curves(history: History) -> dict[str, np.ndarray]:
-    """`steps` [N] int32 and of every metric fp32 [N], NaN where a step has none."""
+    """Return `steps` int32 [N] and each metric fp32 [N], NaN for a step without it."""
     steps = sorted(history.rows)
-    names = sorted(history.names)
-    found = {name: np.array([_number(history.rows[s].get(name)) for s in steps], np.float32) for name in names}
-    return {"steps": np.array(steps, np.int32), **{f"m:{bounded(name)}": values for name, values in found.items()}}
+    curves = {"steps": np.array(steps, np.int32)}
+    for name in sorted(history.names):
+        values = [history.rows[step].get(name) for step in steps]
+        curves[f"m:{bounded(name)}"] = np.array([np.nan if value is None else value for value in values], np.float32)
+    return curves
 
 
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
-
-
-def _head(source: Source, answers: Answers) -> dict[str, Any]:
+def _head(source: Source, answers: AnswerRows) -> dict[str, Any]:
     history = source.history
     recorded = history.names
     return {
@@ -137,7 +135,7 @@ def _blob(name: str, data: bytes) -> str:
 
 
 def _page(title: str, first: list[str], after: list[str]) -> str:
-    """The table is drawn before the browser has read the blobs behind it."""
+    """Fill the page's template. The blobs in `after` follow the script, so the table is drawn before they are read."""
     files = resources.files(__package__) / "page"
 
     def joined(names: tuple[str, ...]) -> Iterator[str]:
@@ -150,5 +148,5 @@ def _page(title: str, first: list[str], after: list[str]) -> str:
         "SCRIPT": "".join(joined(SCRIPTS)),
         "AFTER": "".join(after),
     }
-    pieces = files.joinpath("page.html").read_text().split("%%")  # in turn HTML and the name of a part
+    pieces = files.joinpath("page.html").read_text().split("%%")  # alternately HTML and the name of a part
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))

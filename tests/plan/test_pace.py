@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dppo_megatron.cli import app
-from dppo_megatron.plan.lengths import LengthsError, read_lengths
-from dppo_megatron.plan.pace import PaceSettings, predict
+from dppo_megatron.plan.pace import LengthsError, PaceSettings, predict, read_lengths
 from tests.support.bank import fill
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "qwen3_30b_a3b" / "config.yaml"

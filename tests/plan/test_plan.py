@@ -21,7 +21,7 @@ from dppo_megatron.data.micro_batches import computed_pairs
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.hf.flops import ModelFlops
 from dppo_megatron.plan import Advice, Cluster, advise, hardware, make_plan, report
-from dppo_megatron.plan.activations import Layer, Work, layer
+from dppo_megatron.plan.activations import Layer, MicroBatchWork, layer
 from dppo_megatron.plan.engines import engine_memory, stage_layers
 from dppo_megatron.plan.memory import _why
 from dppo_megatron.trainer.batches import UpdateBatch
@@ -98,7 +98,7 @@ def test_attention_of_local_layers_on_a_gpu_is_counted():
 
     def made(name: str, *sets: str) -> Layer:
         settings = config(name, *sets)
-        return layer(Work(read_hf_config(settings.model.path), settings, 1000, True), False)
+        return layer(MicroBatchWork(read_hf_config(settings.model.path), settings, 1000, True), False)
 
     tensor, te, local = "parallel.tensor=2", "model.layers=transformer_engine", "model.layers=local"
     fused, own = made("qwen3_8b", tensor, te), made("qwen3_8b", tensor, local)
@@ -117,7 +117,7 @@ def test_the_stacked_adapters_of_experts_are_counted():
     """A and B of gate and up as one product: [2 r, H] and [2 F, 2 r]; of down: [r, F] and [H, r]."""
     sets = ("parallel.expert=8", "parallel.tensor=4", "parallel.expert_tensor=1", "model.lora.r=32")
     settings = config("qwen3_30b_a3b", *sets)
-    made = layer(Work(read_hf_config(settings.model.path), settings, 1000, True), True)
+    made = layer(MicroBatchWork(read_hf_config(settings.model.path), settings, 1000, True), True)
     of_one = 2 * 32 * 2048 + 2 * 768 * 2 * 32 + 32 * 768 + 2048 * 32
     assert made.saved["stacked adapters"] == 2 * 128 // 8 * of_one
 

@@ -92,7 +92,7 @@ def check(
     ranks = builder.build(made)
     per_stage = made.parallel.world_size // made.parallel.pipeline
     for rank in ranks:
-        memory = estimate(rank, view, made, hardware("cpu-16"), Load(own, own, micro_batches), padded)
+        memory = estimate(rank, view, made, hardware("cpu-16"), Load(own, micro_batches), padded)
         # Checkpoints are measured by themselves, below; of a model this small they take the most.
         updates = {name: items for name, items in memory.phases.items() if not name.endswith("a checkpoint")}
         planned = replace(memory, phases=updates).tensors
@@ -153,7 +153,7 @@ def test_a_checkpoint_takes_what_is_planned(builder, tmp_path, parallel, asynchr
     """An asynchronous one, too, holds what it writes once."""
     made = config(tmp_path, DENSE, {"dtype": "bf16"}, parallel, TOKENS, checkpoint={"asynchronous": asynchronous})
     (rank,) = builder.build(made)
-    load = Load(TOKENS, TOKENS, 1)
+    load = Load(TOKENS, 1)
     planned = estimate(rank, read_hf_config(tmp_path), made, hardware("cpu-16"), load, DENSE["vocab_size"]).phases
     saving, loading = (sum(i.bytes for i in planned[f"{kind} a checkpoint"]) for kind in ("saving", "loading"))
     measured = measure_checkpoints(made, tmp_path)
@@ -167,7 +167,7 @@ def test_a_save_takes_at_most_256_mib_of_a_gpu(builder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**DENSE, "vocab_size": 1 << 20}))
     made = make_config(model={"path": str(tmp_path), "dtype": "bf16"}, rollout={"bank": "unused"})
     (rank,) = builder.build(made)
-    load = Load(TOKENS, TOKENS, 1)
+    load = Load(TOKENS, 1)
     planned = estimate(rank, read_hf_config(tmp_path), made, hardware("h100-80"), load, 1 << 20).phases
     saving = sum(item.bytes for item in planned["saving a checkpoint"])
     assert rank.parameters * 12 > 1 << 32
