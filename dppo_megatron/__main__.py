@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Runs a command. Of a package that is missing it says what installs it."""
+    """Run a command. A missing package is an error that names the installation command."""
     try:
         from .cli import main as run
 

@@ -1,14 +1,15 @@
-"""The commands. Each reads one YAML config, checks all of it, and only then starts work."""
+"""The command line. Each command reads and checks its whole config before it starts work."""
 
 from __future__ import annotations
 
 import io
 import re
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+import dppo_megatron
 from dppo_megatron.common import working_directory
 from dppo_megatron.common.process import follow_parent
 from dppo_megatron.config import ConfigError
@@ -20,7 +21,7 @@ from . import after, before, cluster, data, init, runs
 
 
 class _Commands(typer.core.TyperGroup):
-    """Answers `--lr 1e-5` and `optimizer.lr=1e-5` on a command line with the `--set` that was meant."""
+    """Suggests the intended `--set` for `--lr 1e-5` and `optimizer.lr=1e-5` on a command line."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -41,6 +42,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dppo-megatron {dppo_megatron.__version__}")
+        raise typer.Exit
+
+
+Version = typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+
+
+@app.callback()
+def _options(version: Annotated[bool, Version] = False) -> None:
+    """Declare the options of the program itself."""
+
+
 for commands in (init, runs, before, after, cluster):
     app.add_typer(commands.app)
 app.add_typer(convert_app, name="convert")
@@ -48,11 +65,11 @@ app.add_typer(data.app, name="data")
 
 
 def main() -> None:
-    """Entry point. What a user can act on is printed as it is, without a traceback: exit 2 for a config, else 1."""
+    """Run the command line. Expected errors are printed without a traceback, with exit code 2 for a config, else 1."""
     follow_parent()
     working_directory.put_on_path()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of files and a user's objective may hold what UTF-8 has not
+        if isinstance(stream, io.TextIOWrapper):  # names of files may have characters that UTF-8 lacks
             stream.reconfigure(errors="backslashreplace")
     try:
         app()
@@ -60,6 +77,10 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(2)
     except ExpectedError as error:
-        of_a_run = sys.argv[1] in ("engine", "orchestrator", "trainer")  # whose logs are searched for names of errors
+        of_a_run = sys.argv[1] in (
+            "engine",
+            "orchestrator",
+            "trainer",
+        )  # their logs are searched for error names
         print(f"{type(error).__name__ if of_a_run else 'error'}: {error}", file=sys.stderr)
         sys.exit(1)

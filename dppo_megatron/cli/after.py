@@ -1,4 +1,4 @@
-"""Commands that look at runs: going on, ended, many of them."""
+"""Commands that report on running and ended runs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import Annotated
 
 import typer
 
+from .arguments import AsJson, RunDirectory, RunOrBank
+
 app = typer.Typer()
 
 
 @app.command()
-def status(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="run directory")],
-    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
-) -> None:
+def status(run_dir: RunDirectory, as_json: AsJson = False) -> None:
     """Show step, reward, engines' health, queue state, restarts and the last error of each log.
 
-    From any machine that sees RUN, e.g. the login node; also for runs without Slurm.
+    Works on any machine that can read RUN, such as the login node, with and without Slurm.
     """
     import json
 
@@ -34,9 +33,9 @@ def status(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories; several are compared")],
-    out: Annotated[Path | None, typer.Option(help="where to write; default: RUN/report")] = None,
+    out: Annotated[Path | None, typer.Option(help="output directory; default: RUN/report")] = None,
 ) -> None:
-    """Print the table of a run and draw its curves; several runs are laid over each other."""
+    """Print a run's summary table and draw its curves; several runs are overlaid."""
     from dppo_megatron.observability.report import write_report
 
     typer.echo(write_report(runs if len(runs) > 1 else runs[0], out))
@@ -44,17 +43,15 @@ def report(
 
 @app.command()
 def view(
-    root: Annotated[Path, typer.Argument(metavar="RUN_OR_BANK", help="run directory, or only a bank")],
-    other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="a second one to compare with")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="HTML file; default: view.html, view-with-OTHER.html in RUN_OR_BANK")
-    ] = None,
-    model: Annotated[Path | None, typer.Option(help="whose tokenizer; default: the run's model.path")] = None,
-    open_it: Annotated[bool, typer.Option("--open", help="in the browser")] = False,
+    root: RunOrBank,
+    other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="second run or bank to compare")] = None,
+    out: Annotated[Path | None, typer.Option(help="HTML file; default: view[-with-OTHER].html in RUN_OR_BANK")] = None,
+    model: Annotated[Path | None, typer.Option(help="directory of the tokenizer; default: the run's model")] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="open the file in the browser")] = False,
 ) -> None:
-    """Write curves, rollouts and their tokens of a run, or of two to compare, to one HTML file without a server.
+    """Write the curves, rollouts and tokens of one or two runs to an HTML file that needs no server.
 
-    Of runs that go on, ended or crashed; what cannot be read is said on the page.
+    The runs may be running, ended or crashed; the page names unreadable files.
     """
     import webbrowser
 
@@ -67,11 +64,8 @@ def view(
 
 
 @app.command()
-def doctor(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="run directory, of a run that goes on or ended")],
-    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
-) -> None:
-    """Say what is wrong with a run: what, since which step, the evidence, what to do. Exit 1 when anything is."""
+def doctor(run_dir: RunDirectory, as_json: AsJson = False) -> None:
+    """List the problems of a run with their first step, the evidence and a remedy. Exit code 1 when there are any."""
     import json
 
     from dppo_megatron.doctor import diagnose, text
@@ -85,26 +79,24 @@ def doctor(
 
 
 @app.command()
-def audit(
-    root: Annotated[Path, typer.Argument(metavar="RUN_OR_BANK", help="run directory, or a bank alone")],
-) -> None:
-    """Count a bank's tokens by where they came from, and name every turn that would not be trained on once, as sampled.
+def audit(root: RunOrBank) -> None:
+    """Count a bank's tokens by origin, and list every turn that is not trained on exactly once, as sampled.
 
-    Of runs that go on, ended or crashed. Exit 1 when there is a problem.
+    The run may be running, ended or crashed. Exit code 1 when there is a problem.
     """
     import sys
 
     from dppo_megatron.bank.audit import Audit, audit_bank
     from dppo_megatron.view.source import Source
 
-    found, said = Audit(), 0
+    found, printed = Audit(), 0
     with typer.progressbar(label="audit", length=0, file=sys.stderr) as bar:
         for done, total, found in audit_bank(Source.of(root).bank):
             bar.length = total
             bar.update(done - bar.pos)
-            for problem in found.problems[said:]:
+            for problem in found.problems[printed:]:
                 typer.echo(problem)
-            said = len(found.problems)
+            printed = len(found.problems)
     typer.echo(found)
     raise typer.Exit(1 if found.problems else 0)
 
@@ -112,11 +104,11 @@ def audit(
 @app.command()
 def study(
     study_file: Annotated[Path, typer.Argument(metavar="STUDY", help="YAML: base, methods, conditions, seeds")],
-    out: Annotated[Path, typer.Option(help="directory of runs, table and report; holds what is done already")],
-    only: Annotated[int | None, typer.Option(help="this run alone, from 0: for a job array")] = None,
-    report_only: Annotated[bool, typer.Option("--report", help="draw what there is, and run nothing")] = False,
+    out: Annotated[Path, typer.Option(help="directory of runs, table and report; finished runs are kept")],
+    only: Annotated[int | None, typer.Option(help="run only this number, from 0, as a task of a job array")] = None,
+    report_only: Annotated[bool, typer.Option("--report", help="only report on the finished runs")] = False,
 ) -> None:
-    """Train every method under every condition with every seed, and compare them with intervals."""
+    """Train every method under every condition with every seed, and compare the results with intervals."""
     from dppo_megatron.study.grid import read_study
     from dppo_megatron.study.report import write_report
     from dppo_megatron.study.runner import run_study

@@ -12,3 +12,9 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="override one setting; may be repeated")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="continue from the last checkpoint and the bank")]
+RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="run directory of a running or ended run")]
+RunOrBank = Annotated[Path, typer.Argument(metavar="RUN_OR_BANK", help="run directory, or only a bank")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+Urls = Annotated[
+    list[str] | None, typer.Option("--url", metavar="URL", help="use this running engine, which serves no run")
+]

@@ -1,4 +1,4 @@
-"""Commands that look at a config before it costs anything."""
+"""Commands that check a config, or describe a method, before a run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import typer
 
 from dppo_megatron.config import read_config
 
-from .arguments import ConfigFile, Overrides
+from .arguments import AsJson, ConfigFile, Overrides, Urls
 
 app = typer.Typer()
 
 
 @app.command()
 def validate(config_file: ConfigFile, overrides: Overrides = None) -> None:
-    """Check a config, its model directory, its data, its objective and its ports, and start nothing."""
+    """Check a config with its model directory, data, objective and ports, without starting anything."""
     from dppo_megatron.checks import preflight
 
     config = read_config(config_file, overrides or ())
@@ -26,17 +26,13 @@ def validate(config_file: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def preflight(
-    config_file: ConfigFile,
-    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
-    overrides: Overrides = None,
-) -> None:
+def preflight(config_file: ConfigFile, as_json: AsJson = False, overrides: Overrides = None) -> None:
     """Check nodes, GPUs, network and shared directories in seconds, before a model loads.
 
-    Inside a Slurm job (on its first node) it checks the job's nodes, elsewhere this machine: drivers, GPUs and their
-    free memory, an all-reduce in each process group of the layout, a broadcast to the nodes that serve, whether every
-    node sees run.dir, model and data, clocks and limits. Each failure names the node. A job that `dppo-megatron slurm`
-    submits does this first, in every attempt. Exit 0: no errors; 1: errors; 2: the config is refused.
+    On the first node of a Slurm job it checks the nodes of the job, elsewhere this machine: drivers, GPUs and their
+    free memory, an all-reduce in each process group, a broadcast to the serving nodes, access to run.dir, model and data on
+    every node, clocks and limits. Each failure names its node. Jobs of `dppo-megatron slurm` start every attempt with
+    these checks. Exit code 0: no errors; 1: errors; 2: the config is invalid.
     """
     import json
 
@@ -52,28 +48,22 @@ def preflight(
 def plan(
     config_file: ConfigFile,
     nodes: Annotated[int, typer.Option(min=1, help="machines")],
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="devices of each")],
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="devices of each machine")],
     gpu: Annotated[str, typer.Option(help="a100-40|a100-80|l40s-48|h100-80|h20-96|h200-141|b200-192|cpu-GIB")],
-    rank: Annotated[int | None, typer.Option(help="trainer rank to show; default: one that needs most")] = None,
+    rank: Annotated[int | None, typer.Option(help="trainer rank to show; default: one with the largest need")] = None,
     lengths: Annotated[
-        Path | None,
-        typer.Option(help="lengths of sampled responses, a group a line, or a run: predicts time and staleness, too"),
+        Path | None, typer.Option(help="run, or file of response lengths by group: predict time and staleness")
     ] = None,
-    tokens_per_s: Annotated[
-        float, typer.Option(min=1e-3, help="with --lengths: that an engine samples of one response")
-    ] = 50.0,
-    train_s: Annotated[
-        float, typer.Option(min=0, help="with --lengths: that the trainer takes for a step and its publish")
-    ] = 60.0,
+    tokens_per_s: Annotated[float, typer.Option(min=1e-3, help="--lengths: sampling speed of one response")] = 50.0,
+    train_s: Annotated[float, typer.Option(min=0, help="--lengths: seconds to train and publish a step")] = 60.0,
     store_mb_per_s: Annotated[
-        float,
-        typer.Option(min=1e-3, help="with --lengths: that the orchestrator stores; benchmarks/scale.py measures it"),
+        float, typer.Option(min=1e-3, help="--lengths: speed of the orchestrator, see benchmarks/scale.py")
     ] = 100.0,
     overrides: Overrides = None,
 ) -> None:
-    """Print what each rank of a layout holds and needs, and what to change first where it does not fit.
+    """Print the memory that each rank of a layout needs, and the best changes when it does not fit.
 
-    Needs config.json at model.path (no weights) and neither GPUs nor a network. Exit 1 when it does not fit.
+    Needs config.json at model.path, and no weights, GPUs or network. Exit code 1 when the layout does not fit.
     """
     from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
     from dppo_megatron.plan.pace import pace_report, pace_settings, read_lengths
@@ -94,23 +84,21 @@ def plan(
 @app.command()
 def certify(
     config_file: ConfigFile,
-    prompts: Annotated[int, typer.Option(min=1, help="from the start of their order; up to 4 answers to each")] = 16,
+    prompts: Annotated[int, typer.Option(min=1, help="first prompts of the order; up to 4 answers to each")] = 16,
     within: Annotated[
-        float | None, typer.Option(min=0, help="exit 1 where a sampled token's log-prob differs by more nats")
+        float | None, typer.Option(min=0, help="exit code 1 when a sampled token's log-prob differs by more nats")
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option(help="run whose newest checkpoint the trainer loads and publishes to the engine first"),
+        typer.Option(help="first load the newest checkpoint of this run and publish it to the engine"),
     ] = None,
-    urls: Annotated[
-        list[str] | None, typer.Option("--url", metavar="URL", help="a running engine that no run uses")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+    urls: Urls = None,
+    as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Measure how far engine and trainer are apart on model.path, and name the operator that is the first to differ.
+    """Measure the difference between engine and trainer on model.path, and name the first operator that differs.
 
-    Starts an engine and the trainer's ranks on this machine. The certificate is in RUN/certify/MODEL-N.
+    Starts an engine and the trainer's ranks on this machine, and writes the certificate to RUN/certify/MODEL-N.
     """
     import json
 
@@ -138,7 +126,7 @@ def certify_rank(
     prompts: Annotated[int, typer.Option(min=1)] = 16,
     checkpoint: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
-    """One rank of `certify`, which starts it."""
+    """Run one rank of `certify`, which starts this command."""
     from dppo_megatron.certify.rank import run_rank
 
     run_rank(read_config(config_file), url, prompts, checkpoint)
@@ -147,7 +135,7 @@ def certify_rank(
 @app.command()
 def objectives(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="one of them, or package.module:attribute, in words")
+        str | None, typer.Argument(metavar="[NAME]", help="describe this one, or package.module:attribute, in words")
     ] = None,
 ) -> None:
     """List the training objectives with their axes, or describe one of them."""

@@ -1,4 +1,4 @@
-"""Commands for Slurm; the hidden ones are what its job scripts call."""
+"""Commands for Slurm; the job scripts call the hidden ones."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ def slurm(
     overrides: Overrides = None,
     nodes: Annotated[
         str | None,
-        typer.Option(
-            metavar="TRAINERS[+ENGINES]",
-            help="other numbers of nodes than the config's, with as many ranks and engines on each as it has",
-        ),
+        typer.Option(metavar="TRAINERS[+ENGINES]", help="change the numbers of nodes, at the same load per node"),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print the script and, to stderr, notes and steps; submit nothing")
@@ -38,7 +35,7 @@ def slurm(
 
     prepared = prepare(config_file, overrides or (), nodes, resume=resume, place="unstaged" if dry_run else "elsewhere")
     for note in prepared.notes:
-        typer.echo(note, err=dry_run)  # the script alone is what sbatch takes
+        typer.echo(note, err=dry_run)  # stdout has only the script, for sbatch
     if dry_run:
         typer.echo(steps_of_job(prepared.config, resume=resume), err=True)
         typer.echo(prepared.script, nl=False)
@@ -70,7 +67,7 @@ def slurm_task(
     first_gpu: Annotated[int, typer.Option(help="its first GPU among those of its node")] = 0,
     meeting: Annotated[str, typer.Option(help="of a preflight: where its processes meet")] = "",
 ) -> None:
-    """Run one task of a job step; srun starts it."""
+    """Run one task of a job step, started by srun."""
     from dppo_megatron.slurm.task import run_preflight_task, run_task
 
     if meeting:

@@ -11,7 +11,7 @@ from dppo_megatron.config import read_config
 
 from .arguments import Overrides
 
-app = typer.Typer(help="Look at prompt files; prepare known datasets from files you have.", no_args_is_help=True)
+app = typer.Typer(help="Inspect prompt files, and prepare known datasets from local files.", no_args_is_help=True)
 
 
 @app.command("inspect")
@@ -22,9 +22,9 @@ def inspect_data(
     model: Annotated[Path | None, typer.Option(help="directory with the tokenizer; default: the config's")] = None,
     prompt_column: Annotated[str | None, typer.Option(help="default: the config's, or prompt")] = None,
     answer_column: Annotated[str | None, typer.Option(help="default: the config's, or answer")] = None,
-    reward: Annotated[str | None, typer.Option(help="check answers for it; default: the config's, or none")] = None,
+    reward: Annotated[str | None, typer.Option(help="reward that reads the answers; default: the config's")] = None,
 ) -> None:
-    """Print rows, columns, lengths, one rendered prompt, duplicates, and rows and answers that cannot be used."""
+    """Print rows, columns, lengths, a rendered prompt, duplicates, and unusable rows and answers."""
     from dppo_megatron.config.schema import DataConfig, RewardConfig
     from dppo_megatron.data.inspection import inspect
     from dppo_megatron.data.tokenizer import load_tokenizer
@@ -51,10 +51,10 @@ def inspect_data(
 def prepare_data(
     recipe: Annotated[str, typer.Argument(help="dapo-math-17k | math | aime-2024 | aime-2025 | gsm8k")],
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="the published dataset: parquet, JSONL, directory")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="JSONL to write; must not exist")],
-    levels: Annotated[str, typer.Option(metavar="FROM:TO", help="levels of MATH that are kept")] = "1:5",
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="new JSONL file")],
+    levels: Annotated[str, typer.Option(metavar="FROM:TO", help="range of levels of MATH to keep")] = "1:5",
 ) -> None:
-    """Write the prompts of a known dataset, each once, with answers that graders read. Downloads nothing."""
+    """Write the unique prompts of a known dataset with answers that the rewards can read. Downloads nothing."""
     from dppo_megatron.data.recipes import prepare
 
     first, _, last = levels.partition(":")
@@ -65,12 +65,12 @@ def prepare_data(
 
 @app.command("filter")
 def filter_data(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="JSONL to write; must not exist")],
-    bank: Annotated[Path, typer.Option(help="bank that `sample` or a run filled")],
-    pass_rate: Annotated[str, typer.Option(metavar="FROM:TO", help="kept, both included, e.g. 0.2:0.8")],
-    pass_reward: Annotated[float, typer.Option(help="an answer is right with at least this reward")] = 1.0,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="new JSONL file")],
+    bank: Annotated[Path, typer.Option(help="bank of `sample` or of a run")],
+    pass_rate: Annotated[str, typer.Option(metavar="FROM:TO", help="pass rates to keep, inclusive, e.g. 0.2:0.8")],
+    pass_reward: Annotated[float, typer.Option(help="smallest reward of a right answer")] = 1.0,
 ) -> None:
-    """Keep the prompts whose share of right answers in a bank lies in a range, and say what became of the others."""
+    """Keep the prompts with a share of right answers in the given range, and count the others by reason."""
     from dppo_megatron.orchestrator.pass_rates import keep
 
     try:

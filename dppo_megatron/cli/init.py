@@ -1,4 +1,4 @@
-"""`dppo-megatron init`: a first project that runs as it is, on a CPU."""
+"""`dppo-megatron init`: a first project that runs on a CPU without changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reward(prompt, response_text):  # prompt.answer, prompt.columns: the row of 
 
 @app.command()
 def init(directory: Annotated[Path, typer.Argument(metavar="DIR", help="new, or empty")]) -> None:
-    """Make a project that trains on a CPU as it is: a commented config, prompts, a reward function, a tiny model."""
+    """Create a project that trains on a CPU: a commented config, prompts, a reward function and a tiny model."""
     from dppo_megatron.checks import preflight
     from dppo_megatron.hf.small_model import chat_tokenizer, write_small_model
 

@@ -1,4 +1,4 @@
-"""Commands that start a run, or one of its processes."""
+"""Commands that start a run or one of its processes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dppo_megatron.checks import load_config
 from dppo_megatron.config import read_config, save_resolved, with_absolute_paths
 from dppo_megatron.run_dir import RunDir
 
-from .arguments import ConfigFile, Overrides, Resume
+from .arguments import ConfigFile, Overrides, Resume, Urls
 
 app = typer.Typer()
 
 
 @app.command()
 def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
-    """Train on this machine: starts and watches engines, orchestrator and trainer ranks.
+    """Train on this machine: start and supervise engines, orchestrator and trainer ranks.
 
-    Ctrl-C or SIGTERM ends all of them and leaves a run that --resume continues.
+    Ctrl-C or SIGTERM ends all processes; --resume then continues the run.
     """
     from dppo_megatron.checks import check_run_dir, preflight
     from dppo_megatron.launch.local_processes import local_plan
@@ -30,16 +30,16 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     config = read_config(config_file, overrides or ())
     run = RunDir(config.run.dir)
     check_run_dir(config, str(config_file), resume=resume)
-    if run.config.exists():  # of a run in use preflight would name the ports
+    if run.config.exists():  # a run in use is a clearer error than its ports
         run.take().release()
     if resume and finished(config):
         done = config.train.steps
-        typer.echo(f"all {done} of {done} steps are done; raise train.steps to go on")
+        typer.echo(f"all {done} of {done} steps are done; raise train.steps to continue")
         typer.echo(f"report: {write_report(run.root)}")
         return
-    notes = preflight(config, str(config_file))  # run.dir is not made for a config that is rejected
+    notes = preflight(config, str(config_file))  # before run.dir exists, so a rejected config leaves nothing
     with run.take() as lock:
-        check_run_dir(config, str(config_file), resume=resume)  # another start may have been faster
+        check_run_dir(config, str(config_file), resume=resume)  # again, since another process may have started the run
         typer.echo("\n".join(notes))
         save_resolved(with_absolute_paths(config), run.config)
         code = LocalRun(config, local_plan(config, resume=resume), lock).run()
@@ -53,7 +53,7 @@ def trainer(
     config_file: ConfigFile,
     overrides: Overrides = None,
     resume: Resume = False,
-    needs_gpu: Annotated[bool, typer.Option("--needs-gpu", help="fail where no GPU is visible")] = False,
+    needs_gpu: Annotated[bool, typer.Option("--needs-gpu", help="fail when no GPU is visible")] = False,
 ) -> None:
     """Run one trainer rank (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torchrun or srun set them)."""
     from dppo_megatron.checks.devices import require_gpu
@@ -67,17 +67,15 @@ def trainer(
 @app.command()
 def sample(
     config_file: ConfigFile,
-    n: Annotated[int | None, typer.Option("--n", min=2, help="answers to each; default: rollout.group_size")] = None,
-    prompts: Annotated[
-        int | None, typer.Option(min=1, help="of the prompt order, from its start; default: every row of data.train")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="run directory to make; default: RUN/samples")] = None,
+    n: Annotated[int | None, typer.Option("--n", min=2, help="answers per prompt; default: rollout.group_size")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="first prompts of the order; default: all rows")] = None,
+    out: Annotated[Path | None, typer.Option(help="new run directory; default: RUN/samples")] = None,
     overrides: Overrides = None,
     resume: Resume = False,
 ) -> None:
-    """Fill a bank with answers of model.path to the training prompts, by the config's engines and without a trainer.
+    """Fill a bank with answers of model.path to the training prompts, with the config's engines and no trainer.
 
-    `data filter` then keeps prompts by their pass rate, and `rollout.bank` trains on the answers.
+    Afterwards `data filter` can select prompts by pass rate, and `rollout.bank` can train on the answers.
     """
     from dppo_megatron.launch.sample import fill_bank
     from dppo_megatron.orchestrator.pass_rates import measure
@@ -95,11 +93,9 @@ def sample(
 def orchestrator(
     config_file: ConfigFile,
     overrides: Overrides = None,
-    prompts: Annotated[
-        int | None, typer.Option(min=1, help="answer so many with model.path and end, without a trainer")
-    ] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="answer only these first prompts, no trainer")] = None,
 ) -> None:
-    """Sample, score and store rollouts for a trainer that follows the same run directory."""
+    """Sample, score and store rollouts for the trainer of the same run directory."""
     from dppo_megatron.orchestrator.main import run_orchestrator
 
     run_orchestrator(load_config(config_file, overrides or ()), prompts)
@@ -109,11 +105,11 @@ def orchestrator(
 def engine(
     config_file: ConfigFile,
     overrides: Overrides = None,
-    index: Annotated[int, typer.Option(help="which of engine.count engines this is")] = 0,
-    node: Annotated[int | None, typer.Option(help="run only this one of its engine.nodes nodes")] = None,
-    meeting: Annotated[str, typer.Option(help="with --node: a name that all nodes of this start share")] = "",
+    index: Annotated[int, typer.Option(help="number of this engine, below engine.count")] = 0,
+    node: Annotated[int | None, typer.Option(help="run only this node of an engine over engine.nodes nodes")] = None,
+    meeting: Annotated[str, typer.Option(help="with --node: name that all nodes of this start share")] = "",
 ) -> None:
-    """Run one inference server of the run in the foreground and announce it once it answers."""
+    """Run one inference server of the run in the foreground, and register it once it answers."""
     from dppo_megatron.launch.engine import run_engine
 
     raise typer.Exit(run_engine(load_config(config_file, overrides or ()), index, node=node, meeting=meeting))
@@ -122,19 +118,15 @@ def engine(
 @app.command(name="eval")
 def evaluate(
     config_file: ConfigFile,
-    model: Annotated[
-        Path | None, typer.Option(help="model directory or checkpoint of a run; default: the run's final model")
-    ] = None,
-    urls: Annotated[
-        list[str] | None,
-        typer.Option("--url", metavar="URL", help="a running engine that no run uses; without --model as it is now"),
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="model or checkpoint; default: the run's final model")] = None,
+    urls: Urls = None,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the newest evaluation of this model")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the newest evaluation of this model")] = False,
 ) -> None:
-    """Evaluate a model on the config's sets of held-out prompts, with engines of its own or running ones.
+    """Evaluate a model on the config's held-out prompts, with new engines or running ones.
 
-    Prints a line a set; the answers are in RUN/eval/MODEL-N/answers.
+    With --url and no --model the engines keep their weights. Prints a line per set, and writes the answers to
+    RUN/eval/MODEL-N/answers.
     """
     from dppo_megatron.launch.evaluate import evaluate_model
     from dppo_megatron.orchestrator.evaluation import describe
