@@ -10,7 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from torch import Tensor
 
-from dppo_megatron.config.loss_scale import LARGEST, LossScaleConfig
+from dppo_megatron.config.model import LARGEST, LossScaleConfig
 
 
 class LossScale(DynamicGradScaler):

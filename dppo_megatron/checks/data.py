@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dppo_megatron.config import Config
 
 if TYPE_CHECKING:
-    from dppo_megatron.config.reward import RewardConfig
+    from dppo_megatron.config.task import RewardConfig
     from dppo_megatron.data.prompts import PromptFile
     from dppo_megatron.hf import HFModelConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dppo_megatron.config import Config
-from dppo_megatron.config.environment import EnvironmentConfig
+from dppo_megatron.config.task import EnvironmentConfig
 
 
 def problems(config: Config, tools: list[dict[str, Any]]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dppo_megatron.config import Config
-from dppo_megatron.config.evaluation import HELDOUT
+from dppo_megatron.config.task import HELDOUT
 
 
 def problems(config: Config) -> list[str]:

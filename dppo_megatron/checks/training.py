@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dppo_megatron.config import Config
-from dppo_megatron.config.acceptance import AcceptanceConfig
+from dppo_megatron.config.model import AcceptanceConfig
 
 
 def problems(config: Config) -> list[str]:

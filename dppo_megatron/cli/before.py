@@ -30,9 +30,9 @@ def preflight(config_file: ConfigFile, as_json: AsJson = False, overrides: Overr
     """Check nodes, GPUs, network and shared directories in seconds, before a model loads.
 
     On the first node of a Slurm job it checks the nodes of the job, elsewhere this machine: drivers, GPUs and their
-    free memory, an all-reduce in each process group, a broadcast to the serving nodes, access to run.dir, model and data on
-    every node, clocks and limits. Each failure names its node. Jobs of `dppo-megatron slurm` start every attempt with
-    these checks. Exit code 0: no errors; 1: errors; 2: the config is invalid.
+    free memory, an all-reduce in each process group, a broadcast to the serving nodes, access to run.dir, model and
+    data on every node, clocks and limits. Each failure names its node. Jobs of `dppo-megatron slurm` start every
+    attempt with these checks. Exit code 0: no errors; 1: errors; 2: the config is invalid.
     """
     import json
 

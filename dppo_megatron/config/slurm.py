@@ -51,13 +51,12 @@ class SlurmConfig(Section):
     bind: Literal["auto", "none"] = Field("auto", description="auto: ranks and engines use the CPUs near their GPUs")
     setup: tuple[str, ...] = Field((), description="shell lines before the program: modules, venv, exports")
     command: tuple[str, ...] = Field(
-        (),
-        description="how a step starts this program, e.g. [apptainer, exec, --nv, X.sif, dppo-megatron]",
+        (), description="command of this program, e.g. [apptainer, exec, --nv, X.sif, dppo-megatron]"
     )
     sbatch_args: tuple[Option, ...] = Field((), description="further #SBATCH options, e.g. --qos=high")
     engine_sbatch_args: tuple[Option, ...] = Field((), description="the same for a heterogeneous job's engine nodes")
     srun_args: tuple[str, ...] = Field((), description="further options of every srun, e.g. --container-image=...")
-    start_timeout_s: Seconds = Field(600.0, description="ranks that have not all started after this fail the job")
+    start_timeout_s: Seconds = Field(600.0, description="the job fails unless all ranks start in this time")
 
     @model_validator(mode="before")
     @classmethod

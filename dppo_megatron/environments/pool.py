@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from dppo_megatron.common.worker import WorkerError, WorkerTimeout
-from dppo_megatron.config.environment import EnvironmentConfig
+from dppo_megatron.config.task import EnvironmentConfig
 from dppo_megatron.rewards.outcome import describe
 from dppo_megatron.rewards.workers import WorkerPool
 from dppo_megatron.types import Prompt

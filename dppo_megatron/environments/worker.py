@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from dppo_megatron.common.worker import Answer, Worker, WorkerError, serve
-from dppo_megatron.config.environment import EnvironmentConfig
+from dppo_megatron.config.task import EnvironmentConfig
 from dppo_megatron.rewards.outcome import LONGEST_DETAIL, Failure, as_outcome, describe
 from dppo_megatron.rewards.registry import load_attribute
 from dppo_megatron.types import Prompt

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dppo_megatron.common.files import read_foreign_json, write_atomic
 from dppo_megatron.common.ranks import Ranks
-from dppo_megatron.config.lora import LoraConfig
+from dppo_megatron.config.model import LoraConfig
 
 from .errors import ModelError
 from .export import export_adapters

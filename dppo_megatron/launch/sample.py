@@ -10,8 +10,8 @@ from dppo_megatron.checks import check_run_dir, data, environment, reward, setti
 from dppo_megatron.checks.devices import fit_engines, gpu_problems, visible_devices
 from dppo_megatron.checks.resume import unusable_directory
 from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
-from dppo_megatron.config.evaluation import EvalConfig
 from dppo_megatron.config.schema import ObjectiveConfig, ParallelConfig
+from dppo_megatron.config.task import EvalConfig
 from dppo_megatron.data.prompts import training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.run_dir import RunDir

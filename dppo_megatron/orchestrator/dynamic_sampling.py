@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.config.engine import RolloutConfig
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.objectives import group_has_signal
 from dppo_megatron.types import RolloutGroup

@@ -15,7 +15,7 @@ import numpy as np
 
 from dppo_megatron.common.progress import show_progress
 from dppo_megatron.config import Config
-from dppo_megatron.config.evaluation import HELDOUT, EvalSet
+from dppo_megatron.config.task import HELDOUT, EvalSet
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.fleet.sampling import Sampler

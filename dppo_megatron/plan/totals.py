@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dppo_megatron.bank.shapes import Shapes
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
-from dppo_megatron.config.evaluation import EvalSet
+from dppo_megatron.config.task import EvalSet
 from dppo_megatron.hf import HFModelConfig, ModelError, WeightMap
 from dppo_megatron.hf.flops import ModelFlops, Work
 from dppo_megatron.hf.peft import adapter_shapes

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dppo_megatron.actor import Actor, Scores, StepLine, apply_objective
 from dppo_megatron.config import Config
-from dppo_megatron.config.acceptance import AcceptanceConfig
+from dppo_megatron.config.model import AcceptanceConfig
 from dppo_megatron.objectives import ObjectiveProtocol, sequence_ids_from_cu_seqlens
 from dppo_megatron.objectives.divergence import binary_kl, binary_tv
 from dppo_megatron.types import TokenBatch

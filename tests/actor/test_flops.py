@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dppo_megatron.config.lora import LoraConfig
+from dppo_megatron.config.model import LoraConfig
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.hf.flops import ModelFlops, Work
 from tests.actor.scenarios import flops as scenario

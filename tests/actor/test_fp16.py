@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dppo_megatron.checks import settings_problems
-from dppo_megatron.config.loss_scale import LARGEST
+from dppo_megatron.config.model import LARGEST
 from dppo_megatron.config.schema import Config
 from tests.actor.scenarios import fp16
 from tests.support.actor_cases import actor_config

@@ -72,7 +72,7 @@ def dense_reference(directory, targets) -> dict[str, Any]:
     """The model of transformers whose weights are W + (alpha / r) B A, differentiated with respect to A and B."""
     from transformers import AutoModelForCausalLM
 
-    from dppo_megatron.config.lora import LoraConfig
+    from dppo_megatron.config.model import LoraConfig
     from dppo_megatron.hf.peft import adapter_shapes
 
     hf = read_hf_config(directory)

@@ -10,7 +10,7 @@ from uuid import UUID
 import numpy as np
 import pytest
 
-from dppo_megatron.config.lora import LoraConfig
+from dppo_megatron.config.model import LoraConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, InvalidSample
 from dppo_megatron.engines.sglang import client as sglang_client

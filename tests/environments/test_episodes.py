@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dppo_megatron.bank.checks import check_group
-from dppo_megatron.config.environment import EnvironmentConfig
+from dppo_megatron.config.task import EnvironmentConfig
 from dppo_megatron.environments import EnvironmentFailed
 from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.environments.interface import EnvironmentNameError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dppo_megatron.config.lora import LoraConfig
+from dppo_megatron.config.model import LoraConfig
 from dppo_megatron.hf import WeightMap, parse_hf_config
 from dppo_megatron.hf.export import export_adapters
 from dppo_megatron.hf.lora import Adapter, adapter_entry, target_problems

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from dppo_megatron.config.evaluation import EvalSet
+from dppo_megatron.config.task import EvalSet
 from dppo_megatron.orchestrator.eval_scores import average, ks, majority, pass_at
 from dppo_megatron.orchestrator.evaluation import describe, scores
 

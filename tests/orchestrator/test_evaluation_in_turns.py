@@ -8,7 +8,7 @@ import json
 import numpy as np
 from transformers import AutoTokenizer
 
-from dppo_megatron.config.evaluation import EvalSet
+from dppo_megatron.config.task import EvalSet
 from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.orchestrator.evaluation import Evaluated, Evaluator

@@ -10,7 +10,7 @@ import pytest
 
 from dppo_megatron.bank import BankWriter
 from dppo_megatron.bank.journal import Journal
-from dppo_megatron.config.environment import EnvironmentConfig
+from dppo_megatron.config.task import EnvironmentConfig
 from dppo_megatron.environments.interface import EnvironmentFailed
 from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool

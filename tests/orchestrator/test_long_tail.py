@@ -16,7 +16,7 @@ import pytest
 
 from dppo_megatron.bank.audit import audit
 from dppo_megatron.common.worker import WorkerError
-from dppo_megatron.config.environment import EnvironmentConfig
+from dppo_megatron.config.task import EnvironmentConfig
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.environments.interface import EnvironmentFailed, Step

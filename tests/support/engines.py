@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from dppo_megatron.config.lora import LoraConfig
+from dppo_megatron.config.model import LoraConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
 from dppo_megatron.engines.kinds import build_engine, server_command, server_environment

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dppo_megatron.config.acceptance import AcceptanceConfig
+from dppo_megatron.config.model import AcceptanceConfig
 from tests.support.ranks import megatron_group, rendezvous
 from tests.support.tiny_task import EOS, task_config
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dppo_megatron.config.acceptance import AcceptanceConfig
+from dppo_megatron.config.model import AcceptanceConfig
 from dppo_megatron.objectives.divergence import binary_kl, binary_tv
 from dppo_megatron.trainer.acceptance import Acceptance, Accepted, accept, lr_scale_after
 from tests.support.tiny_task import STEPS, make_task

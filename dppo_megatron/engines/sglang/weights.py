@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 from uuid import uuid4
 
-from dppo_megatron.config.lora import LoraConfig
+from dppo_megatron.config.model import LoraConfig
 from dppo_megatron.engines.guard.asgi import RefusedPath, inside_roots
 from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, EngineCalls
 from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, UpdateMode

@@ -101,7 +101,7 @@ def scale_follows(rank: Rank) -> Any:
     """Growth after the interval; overflows down to the smallest scale, and what is counted there."""
     from dppo_megatron.actor import TrainingDiverged
     from dppo_megatron.actor.loss_scale import LossScale
-    from dppo_megatron.config.loss_scale import LARGEST, LossScaleConfig
+    from dppo_megatron.config.model import LARGEST, LossScaleConfig
 
     optimizer = {"max_skipped_in_a_row": 2}
     with actor_of(rank, loss_scale={"growth_interval": 2, "smallest": INITIAL / 2}, optimizer=optimizer) as actor:
