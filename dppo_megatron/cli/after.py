@@ -110,8 +110,8 @@ def study(
 ) -> None:
     """Train every method under every condition with every seed, and compare the results with intervals."""
     from dppo_megatron.study.grid import read_study
-    from dppo_megatron.study.report import write_report
     from dppo_megatron.study.runner import run_study
+    from dppo_megatron.study.study_report import write_report
 
     read = read_study(study_file, out.absolute())
     if not report_only:

@@ -1,7 +1,7 @@
 """The kinds of engine that `engine.kind` names: one folder each, and one row of this table.
 
 To add one, write its folder (a client, the server's command line and environment), add its row here and its name to
-`engine.kind` in `config/schema.py`. What it cannot do is refused in `checks/engine.py`.
+`engine.kind` in `config/engine.py`. What it cannot do is refused in `checks/engine.py`.
 """
 
 from __future__ import annotations

@@ -8,15 +8,15 @@ from dppo_megatron.common.hardware import hardware
 
 from .memory import Load, estimate
 from .plan_text import report
-from .planning import Advice, Cluster, RunPlan, advise, make_plan
+from .planning import Advice, Cluster, LayoutPlan, advise, make_plan
 from .ranks import RankBuilder
 
 __all__ = [
     "Advice",
     "Cluster",
+    "LayoutPlan",
     "Load",
     "RankBuilder",
-    "RunPlan",
     "advise",
     "estimate",
     "hardware",

@@ -8,16 +8,16 @@ from dppo_megatron.common.hardware import CONTEXT_BYTES, GIB, MARGIN, NCCL_BYTES
 
 from .activations import EXPERT_IMBALANCE
 from .engines import UNUSED
-from .planning import Advice, RunPlan
+from .planning import Advice, LayoutPlan
 from .ranks import RankModel
 
 
-def report(plan: RunPlan, advice: Sequence[Advice]) -> str:
+def report(plan: LayoutPlan, advice: Sequence[Advice]) -> str:
     """Return the figures of the run, the busiest rank item by item, the other stages, and whether the plan fits."""
     return "\n".join([*_model(plan), "", *_rank(plan), "", *_stages(plan), *_verdict(plan, advice)])
 
 
-def _model(plan: RunPlan) -> Iterator[str]:
+def _model(plan: LayoutPlan) -> Iterator[str]:
     hf, config, total = plan.hf, plan.config, plan.totals
     p, cluster = config.parallel, plan.cluster
     yield f"{hf.architecture}, {total.parameters:,} parameters" + (
@@ -48,7 +48,7 @@ def _model(plan: RunPlan) -> Iterator[str]:
     yield from (f"note: {note}" for note in plan.notes)
 
 
-def _engine(plan: RunPlan) -> Iterator[str]:
+def _engine(plan: LayoutPlan) -> Iterator[str]:
     engine = plan.engine
     if engine is not None:
         yield (
@@ -66,7 +66,7 @@ def _engine(plan: RunPlan) -> Iterator[str]:
         yield f"a publish: {size} in {often}, {way} (weight_sync.transport = {transport})"
 
 
-def _disk(plan: RunPlan) -> Iterator[str]:
+def _disk(plan: LayoutPlan) -> Iterator[str]:
     config, total = plan.config, plan.totals
     # One more than is kept, while the newest is written.
     yield f"checkpoints {config.checkpoint.keep + 1} x {_size(total.checkpoint_bytes)}"
@@ -89,7 +89,7 @@ def _disk(plan: RunPlan) -> Iterator[str]:
         yield f"the bank grows by at most {_size(total.bank_bytes_per_step)} a step, to at most {most}"
 
 
-def _rank(plan: RunPlan) -> Iterator[str]:
+def _rank(plan: LayoutPlan) -> Iterator[str]:
     model, memory = plan.stages[plan.busiest]
     yield f"rank {model.rank} ({_held(model)}), {model.parameters:,} parameters:"
     rows = [(item.name, item.bytes, item.why) for item in memory.static]
@@ -119,7 +119,7 @@ def _held(model: RankModel) -> str:
     return ", ".join([f"stage {model.stage}", f"layers {layers}", *ends])
 
 
-def _stages(plan: RunPlan) -> Iterator[str]:
+def _stages(plan: LayoutPlan) -> Iterator[str]:
     if len(plan.stages) == 1:
         return
     for index, (model, memory) in enumerate(plan.stages):
@@ -129,7 +129,7 @@ def _stages(plan: RunPlan) -> Iterator[str]:
     yield ""
 
 
-def _verdict(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[str]:
+def _verdict(plan: LayoutPlan, advice: Sequence[Advice]) -> Iterator[str]:
     worst = max(plan.cluster.need(memory) for _, memory in plan.stages)
     total = plan.cluster.hardware.memory_bytes
     if plan.engine is not None and plan.engine.sequences and not plan.engine.updates:
@@ -156,7 +156,7 @@ def _verdict(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[str]:
     yield from (f"        else: {other}   saves {_size(other.saves)}{_enough(other)}" for other in others)
 
 
-def _update_does_not_fit(plan: RunPlan) -> str:
+def _update_does_not_fit(plan: LayoutPlan) -> str:
     engine, remedies = plan.engine, []
     cache = plan.engine.cache - (engine.update - engine.room)
     if cache >= engine.per_sequence:

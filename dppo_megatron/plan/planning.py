@@ -43,7 +43,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class RunPlan:
+class LayoutPlan:
     """The plan of a run.
 
     stages: one rank of each pipeline stage with its memory. busiest: an index into them. engine: memory of a GPU that
@@ -79,7 +79,7 @@ class RunPlan:
 
 def make_plan(
     config: Config, cluster: Cluster, builder: RankBuilder, rank: int | None = None, *, source: str = "plan"
-) -> RunPlan:
+) -> LayoutPlan:
     """Plan a run. `rank` is the rank to show; by default one of the stage that needs most memory.
 
     Raises ConfigError with every reason why the layout is impossible.
@@ -99,7 +99,7 @@ def make_plan(
         busiest = max(range(len(stages)), key=lambda index: stages[index][1].tensors)
     notes = tuple(_notes(config, cluster))
     engine = engine_memory(hf, config, cluster.hardware)
-    return RunPlan(config, hf, cluster, load, totals(hf, config, ranks), stages, busiest, engine, notes)
+    return LayoutPlan(config, hf, cluster, load, totals(hf, config, ranks), stages, busiest, engine, notes)
 
 
 def _problems(config: Config, cluster: Cluster, rank: int | None) -> tuple[HFModelConfig | None, list[str]]:
@@ -148,7 +148,7 @@ class Advice:
         return " ".join(f"--set {name}={_yaml(value)}" for name, value in self.change.items())
 
 
-def advise(plan: RunPlan, builder: RankBuilder) -> list[Advice]:
+def advise(plan: LayoutPlan, builder: RankBuilder) -> list[Advice]:
     """Return the changes that save memory of trainer ranks, the recommended one first, the others cheapest first.
 
     Each change is tried on the plan. The recommended one is the cheapest that makes the plan fit, else the one that

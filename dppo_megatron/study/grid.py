@@ -1,4 +1,4 @@
-"""The study file, and the runs that it asks for."""
+"""Reads the study file, and builds the config of each of its runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dppo_megatron.objectives.settings import nearest
 from dppo_megatron.observability.names import METRICS
 
 Settings = dict[str, Any]  # dotted name of a setting -> its value
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")]  # of a directory, too
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")]  # also of a directory
 
 
 class StudyFile(Section):
@@ -47,7 +47,7 @@ class Cell:
     condition: str
     seed: int
     config: Config
-    hash: str  # of all settings but run.dir that are not their defaults
+    hash: str  # of all settings except defaults and run.dir
 
     @property
     def name(self) -> str:
@@ -61,10 +61,10 @@ class Study:
 
 
 def read_study(path: Path, directory: Path) -> Study:
-    """All runs, each with its checked config and a run directory below `directory`.
+    """Build all runs, each with its checked config and a run directory below `directory`.
 
-    Seeds come last, so that a study that was stopped has every method at some of them. Raises `ConfigError` with every
-    violation of the study file, or with those of the first run that has one.
+    The seed varies slowest, so a stopped study has every method for some seeds. Raises `ConfigError` with every
+    violation of the study file, or of the first invalid run.
     """
     tree, problems = read_tree(path)
     try:
@@ -101,12 +101,12 @@ def _cells(file: StudyFile, directory: Path) -> Iterator[Cell]:
 
 
 def overrides(settings: Mapping[str, Any]) -> list[str]:
-    """As `--set` takes them; JSON is YAML."""
+    """Format settings for `--set`; JSON is YAML."""
     return [f"{name}={json.dumps(value)}" for name, value in settings.items()]
 
 
 def _hash(config: Config) -> str:
-    """A setting that the program gains later leaves the hashes of stored rows as they are."""
+    """Hash the settings that are no defaults, so that a new setting of a later version keeps stored hashes valid."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
     del tree["run"]["dir"]
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A finished run as a row: what it reached, whether it collapsed, how much was masked."""
+"""Stores a finished run as a row with its result, whether it collapsed, and its masked share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from dppo_megatron.common.files import output, write_json
 from dppo_megatron.observability.history import History, ReportError, load_history
@@ -18,8 +17,8 @@ ROWS = "rows"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """`curve`: [step, value] of the study's metric. Values are None where the run recorded none."""
+class StudyRow:
+    """One run. curve: (step, value) pairs of the study's metric. A value is None where the run recorded none."""
 
     method: str
     condition: str
@@ -34,12 +33,12 @@ class Row:
     masked_share: float | None
     mismatch_kl: float | None
     seconds: float
-    error: str  # last line of a run that failed
+    error: str  # last line of the log of a failed run
     curve: tuple[tuple[int, float], ...]
 
 
-def make_row(cell: Cell, file: StudyFile, *, failed: str | None, seconds: float) -> Row:
-    """Of a run that ended; `failed` says how if it did not complete. Raises `ReportError` if it lacks the metric."""
+def make_row(cell: Cell, file: StudyFile, *, failed: str | None, seconds: float) -> StudyRow:
+    """Read an ended run. `failed`: reason if it did not complete. Raises `ReportError` if it lacks the metric."""
     try:
         history = load_history(cell.config.run.dir, cell.name)
     except ReportError:
@@ -48,55 +47,53 @@ def make_row(cell: Cell, file: StudyFile, *, failed: str | None, seconds: float)
     if failed is None and not metric:
         names = ", ".join(sorted(history.names))
         raise ReportError(f"metric = {file.metric}: {cell.name} did not record it; name one of {names}")
-    first, final, best = (metric.values[0], metric.values[-1], metric.max) if metric else (None, None, None)
-    collapsed = failed is not None or (metric and not _held(metric.values, file.collapse))
-    return Row(
-        cell.method,
-        cell.condition,
-        cell.seed,
-        cell.hash,
-        "done" if failed is None else "failed",
-        max(history.steps, default=0),
-        first,
-        final,
-        best,
-        bool(collapsed),
-        history.series("policy/masked_share").mean,
-        history.series("mismatch/kl").mean,
-        round(seconds, 1),
-        failed or "",
-        tuple(zip(metric.steps, metric.values, strict=True)),
+    values = metric.values or (None,)
+    return StudyRow(
+        method=cell.method,
+        condition=cell.condition,
+        seed=cell.seed,
+        config=cell.hash,
+        status="done" if failed is None else "failed",
+        steps=max(history.steps, default=0),
+        first=values[0],
+        final=values[-1],
+        best=metric.max,
+        collapsed=failed is not None or (bool(metric) and not _recovered(metric.values, file.collapse)),
+        masked_share=history.series("policy/masked_share").mean,
+        mismatch_kl=history.series("mismatch/kl").mean,
+        seconds=round(seconds, 1),
+        error=failed or "",
+        curve=tuple(zip(*metric, strict=True)),
     )
 
 
-def _held(values: Sequence[float], share: float) -> bool:
-    """Whether a metric ended at its first value or above, and at this share of its best one where that is positive."""
+def _recovered(values: Sequence[float], share: float) -> bool:
+    """Return whether the last value reaches the first, and `share` of the best where that is positive."""
     first, final, best = values[0], values[-1], max(values)
     return math.isfinite(final) and final >= max(first, share * best if best > 0 else first)
 
 
-def read_rows(directory: Path) -> list[Row]:
-    """All rows there are, by name."""
+def read_rows(directory: Path) -> list[StudyRow]:
+    """Read all rows, sorted by name."""
     found = []
     for path in sorted((directory / ROWS).glob("*.json")):
         tree = json.loads(path.read_text())
-        found.append(Row(**{**tree, "curve": tuple(map(tuple, tree["curve"]))}))
+        found.append(StudyRow(**{**tree, "curve": tuple(map(tuple, tree["curve"]))}))
     return found
 
 
-def add_row(directory: Path, row: Row) -> None:
-    """A file of its own, for the tasks of a job array add theirs at the same time."""
+def add_row(directory: Path, row: StudyRow) -> None:
+    """Write the row to its own file, since the tasks of a job array write concurrently."""
     (directory / ROWS).mkdir(parents=True, exist_ok=True)
     write_json(directory / ROWS / f"{row.method}--{row.condition}--seed-{row.seed}.json", asdict(row))
 
 
-def write_tables(directory: Path, rows: list[Row]) -> None:
-    """All rows without their curves, as table.csv and table.parquet."""
+def write_tables(directory: Path, rows: list[StudyRow]) -> None:
+    """Write all rows, without their curves, to table.csv and table.parquet."""
     import pyarrow
     from pyarrow import csv, parquet
 
-    names = [field.name for field in fields(Row) if field.name != "curve"]
-    columns: dict[str, list[Any]] = {name: [getattr(row, name) for row in rows] for name in names}
-    table = pyarrow.table(columns)
+    names = [field.name for field in fields(StudyRow) if field.name != "curve"]
+    table = pyarrow.table({name: [getattr(row, name) for row in rows] for name in names})
     csv.write_csv(table, output(directory / "table.csv"))
     parquet.write_table(table, output(directory / "table.parquet"))

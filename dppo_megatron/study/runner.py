@@ -1,4 +1,4 @@
-"""Trains the runs of a study that have no row yet, one after the other, on an engine that they share where they may."""
+"""Trains the runs of a study that have no row yet, one after the other, on a shared engine where possible."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .grid import Cell, Study
 from .rows import add_row, make_row, read_rows
 
 POLL_S = 0.2
-# What an engine does not depend on. Of the rest it may, so runs that differ in it have engines of their own.
+# Sections that engines do not depend on. Runs that differ in another section have their own engines.
 NOT_THE_ENGINES = ("run", "objective", "optimizer", "train", "acceptance", "checkpoint", "eval", "tracking", "reward")
 
 
 class StudyError(ExpectedError, RuntimeError):
-    """A study cannot begin or go on."""
+    """Raised where a study cannot begin or continue."""
 
 
 def missing(study: Study, directory: Path) -> list[Cell]:
-    """Runs without a row. Raises `StudyError` where a row is of other settings than the study file's."""
+    """Return the runs without a row. Raises `StudyError` for a row with other settings than the study file."""
     rows = {(row.method, row.condition, row.seed): row for row in read_rows(directory)}
     todo = []
     for cell in study.cells:
@@ -50,10 +50,10 @@ def missing(study: Study, directory: Path) -> list[Cell]:
 
 
 def run_study(study: Study, directory: Path, say: Callable[[str], None], only: int | None = None) -> None:
-    """`only`: the run of that number alone, from 0, for a task of a job array.
+    """Train the missing runs and add their rows; `only` is the number of a single run, from 0, for a job array.
 
-    A run that fails is a row, too; one that was stopped goes on from its checkpoint when the study does. Raises
-    `EngineStartError` when an engine that runs share does not start.
+    A failed run is a row as well. A stopped run continues from its checkpoint. Raises `EngineStartError` when a shared
+    engine does not start.
     """
     output(directory, directory=True)
     todo = missing(study, directory)
@@ -94,7 +94,7 @@ def _engine_key(config: Config) -> str:
 
 @contextmanager
 def _shared_engine(cells: Sequence[Cell], directory: Path, say: Callable[[str], None]) -> Iterator[list[str]]:
-    """Settings by which runs reach engines that serve all of them; none where each starts its own."""
+    """Yield the settings with which runs use shared engines; none where each run starts its own."""
     config = cells[0].config
     if len(cells) == 1 or config.weight_sync.transport != "shared_storage":
         yield []
@@ -115,12 +115,12 @@ def _shared_engine(cells: Sequence[Cell], directory: Path, say: Callable[[str], 
 
 
 def _train(cell: Cell, settings: Sequence[str]) -> str | None:
-    """Trains to the end; why it failed, None when it did not."""
+    """Train a run to its end, and return the reason of a failure or None."""
     run = RunDir(cell.config.run.dir)
     resume = run.checkpoint_step is not None
-    with run.take():  # a run that goes on is an error, and not a row
+    with run.take():  # a running run is an error, not a row
         if not resume:
-            shutil.rmtree(run.root, ignore_errors=True)  # of a run that was stopped before its first checkpoint
+            shutil.rmtree(run.root, ignore_errors=True)  # stopped before its first checkpoint
     run.make()
     config = run.root / "study-config.yaml"
     save_resolved(cell.config, config)

@@ -1,4 +1,4 @@
-"""Means with bootstrap intervals over seeds, and differences between methods paired by seed."""
+"""Computes means with bootstrap intervals over seeds, and differences of methods paired by seed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .rows import Row
+from .rows import StudyRow
 
 RESAMPLES, LEVEL = 10_000, 0.95
 
@@ -23,7 +23,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Mean with its percentile bootstrap interval at 95 %; None for fewer than three values."""
+    """Return the mean with its 95 % percentile bootstrap interval; None for fewer than three values."""
     if len(values) < 3:
         return None
     drawn = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
@@ -32,13 +32,13 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     return Estimate(float(np.mean(values)), float(low), float(high))
 
 
-def finals(rows: Sequence[Row], method: str, condition: str) -> dict[int, float]:
-    """Seed -> where the metric ended; runs that failed before they recorded it are not among them."""
+def finals(rows: Sequence[StudyRow], method: str, condition: str) -> dict[int, float]:
+    """Return seed -> final metric, without runs that recorded none."""
     chosen = [row for row in rows if row.method == method and row.condition == condition]
     return {row.seed: row.final for row in chosen if row.final is not None}
 
 
-def difference(rows: Sequence[Row], method: str, reference: str, condition: str) -> Estimate | None:
-    """Of two methods in the seeds that both have."""
+def difference(rows: Sequence[StudyRow], method: str, reference: str, condition: str) -> Estimate | None:
+    """Estimate the difference of two methods over the seeds that both have."""
     ours, theirs = finals(rows, method, condition), finals(rows, reference, condition)
     return estimate([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])

@@ -17,7 +17,7 @@ from math import isfinite, sqrt
 from statistics import mean, stdev
 from typing import Literal
 
-from dppo_megatron.study.rows import Row
+from dppo_megatron.study.rows import StudyRow
 from dppo_megatron.study.verdicts import Estimate, estimate
 
 MARGIN = 0.05
@@ -63,7 +63,7 @@ CLAIMS = {
 }
 
 
-def differences(claim: Claim, rows: Sequence[Row]) -> list[float]:
+def differences(claim: Claim, rows: Sequence[StudyRow]) -> list[float]:
     """Ours minus theirs, in every seed that both have.
 
     A run without an evaluation counts as 0, for it failed before the first.
@@ -85,7 +85,7 @@ def verdict(claim: Claim, found: Estimate | None) -> str:
     return "confirmed" if confirmed else "refuted" if refuted else "not resolved at this scale"
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
+def table(rows: Sequence[StudyRow]) -> Iterator[str]:
     """A line for each claim, from the rows of one condition."""
     yield "| claim | compared | seeds | difference, bootstrap | Student's t | verdict |"
     yield "|---|---|---|---|---|---|"
@@ -104,6 +104,6 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
             yield f"| {' | '.join(line)} |"
 
 
-def _value(row: Row, measure: str) -> float:
+def _value(row: StudyRow, measure: str) -> float:
     values = [value if isfinite(value) else 0.0 for _, value in row.curve] or [0.0]
     return mean(values) if measure == "mean" else values[-1]

@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dppo_megatron.study.grid import read_study
-from dppo_megatron.study.report import draw_curves, write_report
-from dppo_megatron.study.rows import Row, read_rows
+from dppo_megatron.study.rows import StudyRow, read_rows
+from dppo_megatron.study.study_report import draw_curves, write_report
 from dppo_megatron.study.verdicts import estimate, finals
 
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ def main() -> None:
     print(draw(methods, DOCS / "chains.png"))
 
 
-def draw(rows: Sequence[Row], path: Path) -> Path:
+def draw(rows: Sequence[StudyRow], path: Path) -> Path:
     """The curves of three methods, and where every run of every method ended."""
     figure = Figure(figsize=(9, 3.6), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(5, 4))
@@ -54,7 +54,7 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
     return path
 
 
-def _draw_ends(axes: Axes, rows: Sequence[Row]) -> None:
+def _draw_ends(axes: Axes, rows: Sequence[StudyRow]) -> None:
     """A line a method, the best at the top: a dot a seed, the mean and its interval."""
     ended = {method: list(finals(rows, method, CONDITION).values()) for method in {row.method for row in rows}}
     methods = sorted(ended, key=lambda method: float(np.mean(ended[method])))

@@ -13,7 +13,7 @@ from claims import CLAIMS, table
 from transformers import AutoTokenizer
 
 from dppo_megatron.rewards.registry import load_reward
-from dppo_megatron.study.rows import Row, read_rows
+from dppo_megatron.study.rows import StudyRow, read_rows
 from dppo_megatron.types import Prompt
 
 STUDY = Path(__file__).parents[2] / "studies" / "chains"
@@ -96,9 +96,9 @@ def test_the_tokenizer_and_the_grader_read_it(task):
 
 
 def test_a_verdict_is_that_of_its_interval():
-    def row(method: str, seed: int, end: float) -> Row:
+    def row(method: str, seed: int, end: float) -> StudyRow:
         curve = ((0, 0.3), (60, end))
-        return Row(method, "stale", seed, "", "done", 60, 0.3, end, end, False, None, None, 1.0, "", curve)
+        return StudyRow(method, "stale", seed, "", "done", 60, 0.3, end, end, False, None, None, 1.0, "", curve)
 
     told = []
     for ours, theirs in ((0.9, 0.5), (0.1, 0.5), (0.5, 0.5)):

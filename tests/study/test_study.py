@@ -16,9 +16,9 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.observability.history import ReportError
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.study.grid import read_study
-from dppo_megatron.study.report import write_report
-from dppo_megatron.study.rows import Row, add_row, make_row, read_rows
+from dppo_megatron.study.rows import StudyRow, add_row, make_row, read_rows
 from dppo_megatron.study.runner import StudyError, missing, run_study
+from dppo_megatron.study.study_report import write_report
 from dppo_megatron.study.verdicts import difference, estimate
 
 BASE = Path(__file__).parents[2] / "examples" / "quickstart" / "config.yaml"
@@ -41,7 +41,7 @@ def study(tmp_path):
     return read_study(write_study(tmp_path), tmp_path / "out")
 
 
-def row(study, number: int, final: float | None, **changes) -> Row:
+def row(study, number: int, final: float | None, **changes) -> StudyRow:
     cell = study.cells[number]
     curve = () if final is None else ((0, 0.25), (10, final))
     made = make_row(cell, study.file, failed="no metrics", seconds=60.0)

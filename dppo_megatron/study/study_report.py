@@ -1,4 +1,4 @@
-"""What a study found: a table with intervals, and curves with bands over seeds, from its stored rows alone."""
+"""Reports a study from its stored rows: a table with intervals, and curves with bands over seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dppo_megatron.observability.curves import PALETTE
 from dppo_megatron.observability.history import ReportError
 
 from .grid import StudyFile
-from .rows import Row, read_rows, write_tables
+from .rows import StudyRow, read_rows, write_tables
 from .verdicts import Estimate, difference, estimate, finals
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ METHODS_IN_A_PANEL = 5
 
 
 def write_report(file: StudyFile, directory: Path) -> Path:
-    """report.md and curves.png in `directory`; returns the path of the former. Raises `ReportError` without a row."""
+    """Write report.md and curves.png, and return the path of report.md. Raises `ReportError` without a row."""
     rows = read_rows(directory)
     if not rows:
         raise ReportError(f"{directory}: no run of the study has ended there")
@@ -34,7 +34,7 @@ def write_report(file: StudyFile, directory: Path) -> Path:
     return path
 
 
-def _lines(file: StudyFile, rows: Sequence[Row]) -> Iterator[str]:
+def _lines(file: StudyFile, rows: Sequence[StudyRow]) -> Iterator[str]:
     reference, *_ = file.methods
     planned = len(file.methods) * len(file.conditions) * len(file.seeds)
     yield f"# {len(rows)} of {planned} runs"
@@ -54,21 +54,18 @@ def _lines(file: StudyFile, rows: Sequence[Row]) -> Iterator[str]:
                 continue
             ended = list(finals(rows, method, condition).values())
             apart = None if method == reference else difference(rows, method, reference, condition)
-            yield " | ".join(
-                [
-                    f"| {method}",
-                    str(len(of)),
-                    _shown(estimate(ended)) if len(ended) > 2 else ", ".join(f"{value:.3f}" for value in ended) or "-",
-                    "-"
-                    if apart is None
-                    else f"**{_shown(apart, '+')}**"
-                    if apart.excludes_zero
-                    else _shown(apart, "+"),
-                    f"{sum(row.collapsed for row in of)} of {len(of)}",
-                    _mean([row.masked_share for row in of], ".2%"),
-                    _mean([row.mismatch_kl for row in of], ".1e") + " |",
-                ]
-            )
+            reached = _shown(estimate(ended)) if len(ended) > 2 else ", ".join(f"{value:.3f}" for value in ended)
+            shown = _shown(apart, "+")
+            cells = [
+                method,
+                len(of),
+                reached or "-",
+                f"**{shown}**" if apart is not None and apart.excludes_zero else shown,
+                f"{sum(row.collapsed for row in of)} of {len(of)}",
+                _mean([row.masked_share for row in of], ".2%"),
+                _mean([row.mismatch_kl for row in of], ".1e"),
+            ]
+            yield f"| {' | '.join(map(str, cells))} |"
     yield from ("", "![curves](curves.png)")
 
 
@@ -81,8 +78,8 @@ def _mean(values: Sequence[float | None], form: str) -> str:
     return format(float(np.mean(known)), form) if known else "-"
 
 
-def _draw(file: StudyFile, rows: Sequence[Row], path: Path) -> None:
-    """A panel for each condition; of many methods one for each of them, with the first method behind it in grey."""
+def _draw(file: StudyFile, rows: Sequence[StudyRow], path: Path) -> None:
+    """Draw a panel for each condition, or for each of many methods, with the first method in grey."""
     from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
     reference, *others = file.methods
@@ -101,15 +98,15 @@ def _draw(file: StudyFile, rows: Sequence[Row], path: Path) -> None:
             draw_curves(axes, rows, condition, method, PALETTE[number % len(PALETTE)])
         if not apart:
             axes.legend(fontsize=8)
-    for axes in grid:  # that no panel took
+    for axes in grid:  # unused
         axes.set_axis_off()
     figure.supxlabel(f"step (grey: {reference})" if apart else "step", fontsize=9)
     figure.supylabel(file.metric, fontsize=9)
     figure.savefig(path, format="png")
 
 
-def draw_curves(axes: Axes, rows: Sequence[Row], condition: str, method: str, colour: str) -> None:
-    """The mean over seeds at every step that all have, and the range of the seeds."""
+def draw_curves(axes: Axes, rows: Sequence[StudyRow], condition: str, method: str, colour: str) -> None:
+    """Draw the mean and the range over seeds at the steps that all seeds have."""
     curves = [dict(row.curve) for row in rows if row.method == method and row.condition == condition and row.curve]
     steps = sorted(set.intersection(*map(set, curves))) if curves else []
     if not steps:
