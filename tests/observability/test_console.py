@@ -7,6 +7,8 @@ import pty
 import threading
 import time
 
+import pytest
+
 from dppo_megatron.observability.console import ProgressView
 from tests.support.records import step_record
 
@@ -43,34 +45,22 @@ def test_plain_lines_come_at_most_every_interval_and_for_the_last_step():
     with ProgressView(40, out, plain_interval_s=10) as view:
         for step in range(1, 41):
             view.update(step_record(step, 1000.0 + step))
-    assert [line.split()[2] for line in out.getvalue().splitlines()] == [
-        "1/40",
-        "11/40",
-        "21/40",
-        "31/40",
-        "40/40",
-    ]
+    assert [line.split()[2] for line in out.getvalue().splitlines()] == [f"{n}/40" for n in (1, 11, 21, 31, 40)]
 
 
-def test_a_step_without_updates_says_why():
-    out = io.StringIO()
-    with ProgressView(2, out) as view:
-        view.update({"step": 1, "time": 1000.0, "train/updates": 0.0, "rollout/reward_mean": 0.5, "time/step_s": 1.0})
-    assert "| no signal, no update\n" in out.getvalue()
-
-
-def test_a_step_line_has_the_samples_that_failed():
+@pytest.mark.parametrize(
+    ("record", "shown"),
+    [
+        ({"train/updates": 0.0, "rollout/reward_mean": 0.5}, "| no signal, no update\n"),
+        ({"rollout/reward_failed": 144.0, "rollout/reward_mean": 0.5}, " | 144 of 192 samples failed\n"),
+        ({"train/loss": 2.5}, "loss  2.50e+00"),
+    ],
+)
+def test_a_step_line_names_what_is_unusual(record, shown):
     out = io.StringIO()
     with ProgressView(2, out, samples=192) as view:
-        view.update(step_record(1, 1000.0, **{"rollout/reward_failed": 144.0}))
-    assert " | 144 of 192 samples failed\n" in out.getvalue()
-
-
-def test_supervised_runs_show_the_loss():
-    out = io.StringIO()
-    with ProgressView(2, out) as view:
-        view.update({"step": 1, "time": 1000.0, "train/loss": 2.5, "time/step_s": 1.0})
-    assert "loss  2.50e+00" in out.getvalue()
+        view.update({"step": 1, "time": 1000.0, "time/step_s": 1.0, **record})
+    assert shown in out.getvalue()
 
 
 def test_poll_follows_a_file_and_passes_over_what_a_resumed_run_repeats(tmp_path):

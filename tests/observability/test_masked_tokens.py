@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 
-import pytest
 from rich.console import Console
 
 from dppo_megatron.observability.masked_tokens import MASKED_TOKENS_FILE, MaskedTokenLog, masked_rows
@@ -17,16 +16,8 @@ def decode(token: int) -> str:
     return {1: " Wait", 2: "|", 3: "[/b]"}.get(token, f"t{token}")
 
 
-@pytest.fixture
-def log(tmp_path):
-    def open_log(resume_step: int | None = None) -> MaskedTokenLog:
-        return MaskedTokenLog(tmp_path, decode, resume_step)
-
-    return open_log
-
-
-def test_a_step_keeps_its_ten_most_masked_tokens(log, tmp_path):
-    opened = log()
+def test_a_step_keeps_its_ten_most_masked_tokens(tmp_path):
+    opened = MaskedTokenLog(tmp_path, decode, None)
     opened.log(1, {})
     opened.log(2, dict.fromkeys(range(20, 40), 1) | {1: 12, 2: 8})
     opened.close()
@@ -39,14 +30,12 @@ def test_a_step_keeps_its_ten_most_masked_tokens(log, tmp_path):
     ]
 
 
-def test_a_resumed_run_repeats_no_step(log, tmp_path):
-    first = log()
-    for step in (1, 2, 3):
-        first.log(step, {1: step})
-    first.close()
-    second = log(resume_step=2)
-    second.log(3, {2: 5})
-    second.close()
+def test_a_resumed_run_repeats_no_step(tmp_path):
+    for resume, steps in ((None, {1: {1: 1}, 2: {1: 2}, 3: {1: 3}}), (2, {3: {2: 5}})):
+        log = MaskedTokenLog(tmp_path, decode, resume)
+        for step, counts in steps.items():
+            log.log(step, counts)
+        log.close()
     records = read_records(tmp_path / MASKED_TOKENS_FILE)
     assert [(record["step"], record["masked"]) for record in records] == [(1, 1), (2, 2), (3, 5)]
 

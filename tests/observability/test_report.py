@@ -55,29 +55,29 @@ def test_named_sets_have_a_row_and_a_curve_each(make_run, console):
     assert is_png(run / "report" / "curves.png")
 
 
-def test_method_is_described_as_the_objective_resolves_it(make_run):
-    pytest.importorskip("dppo_megatron.objectives")
-    rows = summary_rows(load_history(make_run("a", "minirl"), "a"))
-    assert rows["anchor"] == "old"
-    assert rows["trust region"].startswith("ratio in [")
-    assert "delta 0.2" in summary_rows(load_history(make_run("b", delta=0.2), "b"))["trust region"]
-
-
-def test_a_method_of_the_users_own_is_shown_by_its_settings(make_run):
-    rows = summary_rows(load_history(make_run("run", "my.module:method", delta=0.3, anchor="rollout"), "run"))
-    assert (rows["method"], rows["anchor"], rows["trust region"]) == (
-        "my.module:method",
-        "rollout",
-        "delta 0.3",
-    )
+@pytest.mark.parametrize(
+    ("method", "settings", "anchor", "region"),
+    [
+        ("minirl", {}, "old", "ratio in ["),
+        ("dppo_binary_tv", {"delta": 0.2}, "rollout", "binary tv, delta 0.2"),
+        ("my.module:method", {"delta": 0.3, "anchor": "rollout"}, "rollout", "delta 0.3"),  # by its settings
+    ],
+)
+def test_method_is_described_as_the_objective_resolves_it(make_run, method, settings, anchor, region):
+    rows = summary_rows(load_history(make_run("run", method, **settings), "run"))
+    assert (rows["method"], rows["anchor"]) == (method, anchor)
+    assert rows["trust region"].startswith(region)
 
 
 def test_parts_of_the_step_add_up(make_run):
     rows = time_rows(load_history(make_run("run"), "run"))
-    assert rows["wait"] == "1.00 s (50%)"
-    assert rows["forward, backward"] == "0.50 s (25%)"
-    assert rows["other"] == "0.20 s (10%)"
-    assert rows["step"] == "2.00 s (100%)"
+    parts = {
+        "wait": "1.00 s (50%)",
+        "forward, backward": "0.50 s (25%)",
+        "other": "0.20 s (10%)",
+        "step": "2.00 s (100%)",
+    }
+    assert {key: rows[key] for key in parts} == parts
 
 
 def test_a_later_record_of_a_step_completes_it_and_null_is_no_value(tmp_path):

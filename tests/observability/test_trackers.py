@@ -8,6 +8,7 @@ import signal
 import sys
 
 import pytest
+import torch
 
 from dppo_megatron.errors import MissingPackageError
 from dppo_megatron.observability.names import METRICS
@@ -29,34 +30,24 @@ def test_jsonl_line_has_step_time_and_metrics_in_strict_json(tmp_path):
     assert record == {"step": 3, "train/loss": 0.5, "train/grad_norm": None, "policy/ratio_max": None}
 
 
-def test_jsonl_is_readable_at_once_without_close(tmp_path):
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
-    tracker.log(1, {"train/loss": 0.5})
-    assert steps_of(tmp_path / "metrics.jsonl") == [1]
-
-
-def test_resume_removes_later_steps_and_keeps_late_evaluations(tmp_path):
+@pytest.mark.parametrize(
+    ("lines", "resume", "logged", "kept"),
+    [
+        ([0, 1, 2, 3, 2, 4, "half"], 2, [3, 4], [0, 1, 2, 2, 3, 4]),
+        ([1, "half"], 5, [2], [1, 2]),
+        (None, 3, [4], [4]),
+    ],
+    ids=["later steps are removed, late evaluations kept", "an incomplete last line is cut", "without a file"],
+)
+def test_a_resumed_run_repeats_no_step(tmp_path, lines, resume, logged, kept):
     path = tmp_path / "metrics.jsonl"
-    lines = ['{"step": 0, "eval/accuracy": 0.1}', '{"step": 1}', '{"step": 2}', '{"step": 3}']
-    lines += ['{"step": 2, "eval/accuracy": 0.2}', '{"step": 4}', '{"step": 4, "eval/acc']
-    path.write_text("\n".join(lines))
-    tracker = JsonlTracker(path, resume_step=2)
-    for step in (3, 4):
+    if lines is not None:
+        path.write_text("\n".join('{"step": 2, "x' if n == "half" else json.dumps({"step": n}) for n in lines))
+    tracker = JsonlTracker(path, resume_step=resume)
+    for step in logged:
         tracker.log(step, {"train/loss": 1.0})
-    assert steps_of(path) == [0, 1, 2, 2, 3, 4]
+    assert steps_of(path) == kept  # readable at once, without close
     assert path.read_text().endswith("\n")
-
-
-def test_an_incomplete_last_line_is_cut_even_when_every_step_stays(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "train/l')
-    JsonlTracker(path, resume_step=5).log(2, {"train/loss": 1.0})
-    assert steps_of(path) == [1, 2]
-
-
-def test_resume_without_a_file_starts_one(tmp_path):
-    JsonlTracker(tmp_path / "metrics.jsonl", resume_step=3).log(4, {})
-    assert steps_of(tmp_path / "metrics.jsonl") == [4]
 
 
 def test_a_fresh_run_keeps_an_older_file_under_another_name(tmp_path):
@@ -102,25 +93,16 @@ def test_fan_out_drops_a_failing_optional_tracker_and_goes_on(caplog):
     required, broken, sound = Recorder(), Recorder(fails_at=2), Recorder()
     with Trackers(required, [broken, sound]) as trackers:
         for step in (1, 2, 3):
-            trackers.log(step, {"train/loss": 1})
+            trackers.log(step, {"train/loss": torch.tensor(0.5)})
+    assert type(required.seen[0][1]["train/loss"]) is float
+    with pytest.raises(RuntimeError, match="no network"):
+        Trackers(Recorder(fails_at=1)).log(1, {})
     assert [s for s, _ in required.seen] == [s for s, _ in sound.seen] == [1, 2, 3]
     assert [s for s, _ in broken.seen] == [1]
     assert required.closed
     assert sound.closed
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
     assert "no network" in caplog.text
-
-
-def test_fan_out_raises_what_the_required_tracker_raises():
-    with pytest.raises(RuntimeError, match="no network"):
-        Trackers(Recorder(fails_at=1)).log(1, {})
-
-
-def test_fan_out_takes_any_number_type():
-    torch = pytest.importorskip("torch")
-    required = Recorder()
-    Trackers(required).log(1, {"train/loss": torch.tensor(0.5)})
-    assert type(required.seen[0][1]["train/loss"]) is float
 
 
 def test_build_opens_only_what_the_config_asks_for(config):

@@ -37,6 +37,16 @@ def config(name: str, *overrides: str):
     return read_config(path, [f"model.path={model}", *overrides])
 
 
+@pytest.fixture
+def plan_of(builder):
+    """Plan an example with changed settings, by default on two nodes of H100s."""
+
+    def made(name: str, *overrides: str, nodes: int = 2, gpu: str = "h100-80"):
+        return make_plan(config(name, *overrides), Cluster(nodes, 8, hardware(gpu)), builder)
+
+    return made
+
+
 @pytest.mark.parametrize(
     ("name", "nodes", "parameters", "active"),
     [
@@ -45,9 +55,9 @@ def config(name: str, *overrides: str):
         pytest.param("deepseek_v3", 64, 671_026_419_200, 37_552_297_472, marks=pytest.mark.slow),
     ],
 )
-def test_parameters_of_published_models_are_exact(builder, name, nodes, parameters, active):
+def test_parameters_of_published_models_are_exact(plan_of, name, nodes, parameters, active):
     """The totals are those of the built ranks, tensor by tensor; a difference to the files would raise."""
-    plan = make_plan(config(name), Cluster(nodes, 8, hardware("h200-141")), builder)
+    plan = plan_of(name, nodes=nodes, gpu="h200-141")
     assert plan.totals.parameters == parameters
     assert plan.totals.active == active
     assert plan.fits
@@ -76,12 +86,9 @@ def test_plan_and_metric_count_the_same_flops(builder, lora):
     assert of_step == pytest.approx(2 * plan.totals.flops_per_update, rel=1e-12)
 
 
-def test_every_stage_is_planned_and_states_are_sharded(builder):
-    plan = make_plan(
-        config("qwen3_30b_a3b", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.expert=4"),
-        Cluster(4, 8, hardware("h100-80")),
-        builder,
-    )
+def test_every_stage_is_planned_and_states_are_sharded(plan_of):
+    sets = ("parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.expert=4")
+    plan = plan_of("qwen3_30b_a3b", *sets, nodes=4)
     first, last = (model for model, _ in plan.stages)
     assert first.chunks == (tuple(range(12)), tuple(range(24, 36)))
     assert (first.has_embedding, first.has_head) == (True, False)
@@ -122,19 +129,11 @@ def test_the_stacked_adapters_of_experts_are_counted():
     assert made.saved["stacked adapters"] == 2 * 128 // 8 * of_one
 
 
-def test_an_impossible_layout_is_rejected_with_every_reason(builder):
-    impossible = config(
-        "qwen3_30b_a3b",
-        "parallel.world_size=48",
-        "parallel.tensor=3",
-        "parallel.pipeline=5",
-        "parallel.expert=7",
-        "model.fp8=mxfp8",
-        "model.fp32_head=true",
-        "model.logits=fused",
-    )
+def test_an_impossible_layout_is_rejected_with_every_reason(plan_of):
+    parallel = ("world_size=48", "tensor=3", "pipeline=5", "expert=7")
+    sets = [f"parallel.{value}" for value in parallel] + ["model.fp8=mxfp8", "model.fp32_head=true"]
     with pytest.raises(ConfigError) as raised:
-        make_plan(impossible, Cluster(4, 8, hardware("h100-80")), builder)
+        plan_of("qwen3_30b_a3b", *sets, "model.logits=fused", nodes=4)
     text = "\n".join(raised.value.violations)
     for reason in (
         "parallel.world_size = 48: not a multiple of",
@@ -178,7 +177,7 @@ def test_stages_are_split_as_vllm_splits_them():
 
 
 @pytest.mark.slow
-def test_an_fp8_deepseek_v3_is_served_on_two_nodes_of_h100s(builder):
+def test_an_fp8_deepseek_v3_is_served_on_two_nodes_of_h100s(plan_of):
     """Eight H100s cannot hold it. On sixteen, latent keys and values are whole on each GPU of a stage."""
     hf, h100 = read_hf_config(EXAMPLES / "models" / "deepseek-v3"), hardware("h100-80")
     one_node = engine_memory(hf, config("deepseek_v3"), h100)
@@ -192,15 +191,14 @@ def test_an_fp8_deepseek_v3_is_served_on_two_nodes_of_h100s(builder):
         assert made.per_sequence == 9216 * layers * (512 + 64) * 2
         assert made.cache == int(0.9 * h100.memory_bytes) - h100.reserved_bytes - made.weights
         assert made.updates
-    plan = make_plan(config("deepseek_v3", *tensor), Cluster(64, 8, h100), builder)
+    plan = plan_of("deepseek_v3", *tensor, nodes=64)
     assert plan.engines_fit
     text = report(plan, [])
     assert "16 engines of 16 over 2 nodes (tensor 16, pipeline 1)" in text
     assert "46 sequences of 9,216 tokens at once" in text
     assert "note: engine.tensor_parallel = 16: over 2 nodes" in text
-    assert "engines of 16 over 2 nodes (tensor 8, pipeline 2)" in report(
-        make_plan(config("deepseek_v3", *stages), Cluster(64, 8, h100), builder), []
-    )
+    text = report(plan_of("deepseek_v3", *stages, nodes=64), [])
+    assert "engines of 16 over 2 nodes (tensor 8, pipeline 2)" in text
 
 
 @pytest.mark.parametrize(("core", "shown"), [(2**18, " MiB"), (-(2**18), " MiB"), (3 * 2**20, "recomputed -3 MiB")])
@@ -218,61 +216,55 @@ def test_fp8_blocks_are_not_sharded():
 
 
 @pytest.mark.slow
-def test_an_update_that_does_not_fit_beside_the_cache_is_found(builder):
+def test_an_update_that_does_not_fit_beside_the_cache_is_found(plan_of):
     """vLLM holds the experts of a layer whole, as they arrive, until the layer is complete, and its shard twice."""
-    cluster = Cluster(64, 8, hardware("b200-192"))
+    cluster = {"nodes": 64, "gpu": "b200-192"}
     sent = ["parallel.pipeline=2", "parallel.first_stage_layers=null", "parallel.last_stage_layers=31"]
     unquantised = ["engine.quantization=none", "engine.tensor_parallel=16", "engine.nodes=2", "engine.count=16"]
-    broadcast = config("deepseek_v3", *unquantised, "weight_sync.transport=broadcast", *sent)
     layer = 256 * 3 * 2048 * 7168 * 2  # bytes of the experts of a layer in bf16
     head = 129280 * 7168 * 2  # the largest tensor, which a bucket must hold
-    engine = make_plan(broadcast, cluster, builder)
+    engine = plan_of("deepseek_v3", *unquantised, "weight_sync.transport=broadcast", *sent, **cluster)
     assert engine.engine.update == layer + 2 * layer // 16 + head
     assert engine.engine.sequences > 0
     assert not engine.engines_fit
     assert "engines do not fit: while an update loads, they hold 25." in report(engine, [])
     assert "weight_sync.transport = shared_storage" in report(engine, [])
-    stored = make_plan(config("deepseek_v3", *unquantised), cluster, builder)
+    stored = plan_of("deepseek_v3", *unquantised, **cluster)
     assert stored.engine.update == 2 * layer // 16
     assert stored.engines_fit
-    dense = make_plan(config("qwen3_8b"), Cluster(2, 8, hardware("h100-80")), builder)
+    dense = plan_of("qwen3_8b")
     assert dense.engine.update == 3 * 151936 * 4096 * 2 + 151936 * 4096 * 2  # the embedding: whole, twice, and arriving
 
 
-def test_less_cache_makes_room_for_an_update(builder):
+def test_less_cache_makes_room_for_an_update(plan_of):
     made = ["engine.tensor_parallel=1", "engine.count=8", "engine.max_model_len=9216"]
-    cluster = Cluster(2, 8, hardware("l40s-48"))
-    tight = make_plan(config("qwen3_8b", *made), cluster, builder)
+    tight = plan_of("qwen3_8b", *made, gpu="l40s-48")
     assert not tight.engine.updates
     (line,) = (line for line in report(tight, []).splitlines() if line.startswith("engines do not fit"))
     (cache,) = re.findall(r"engine.kv_cache_bytes = (\d+)", line)
-    assert make_plan(config("qwen3_8b", *made, f"engine.kv_cache_bytes={cache}"), cluster, builder).engines_fit
+    assert plan_of("qwen3_8b", *made, f"engine.kv_cache_bytes={cache}", gpu="l40s-48").engines_fit
 
 
-def test_engines_too_small_for_the_model_do_not_fit(builder):
-    """The trainer's figures are reported all the same."""
-    cluster = Cluster(2, 8, hardware("h100-80"))
-    small = Cluster(4, 8, hardware("a100-40"))
-    cramped = make_plan(config("qwen3_30b_a3b", "engine.tensor_parallel=1"), small, builder)
+def test_engines_too_small_for_the_model_do_not_fit(plan_of):
+    """The trainer's figures are reported nevertheless."""
+    cramped = plan_of("qwen3_30b_a3b", "engine.tensor_parallel=1", nodes=4, gpu="a100-40")
     assert not cramped.fits
     assert "engines do not fit: weights take 56.9 GiB" in report(cramped, [])
-    roomy = make_plan(config("qwen3_8b"), cluster, builder)
-    halved = make_plan(config("qwen3_8b", "engine.quantization=fp8_block"), cluster, builder)
+    roomy, halved = plan_of("qwen3_8b"), plan_of("qwen3_8b", "engine.quantization=fp8_block")
     assert roomy.engine.weights == 2 * roomy.totals.parameters
     assert 0.5 < halved.engine.weights / roomy.engine.weights < 0.6  # embedding and head stay in bf16
     # Keys and values of 36 layers with 8 heads of 128, in bf16.
     assert roomy.engine.per_sequence == 9216 * 36 * 2 * 8 * 128 * 2
 
 
-def test_advice_is_what_the_changed_plan_says(builder):
-    cluster = Cluster(2, 8, hardware("a100-40"))
-    plan = make_plan(config("qwen3_8b"), cluster, builder)
+def test_advice_is_what_the_changed_plan_says(builder, plan_of):
+    plan = plan_of("qwen3_8b", gpu="a100-40")
     assert not plan.fits
     first, *others = advise(plan, builder)
     assert first.fits or not any(advice.fits for advice in others)
     assert any(advice.change == {"optimizer.offload": True} for advice in others)
     sets = [f"{name}={value}" for name, value in first.change.items()]
-    changed = make_plan(config("qwen3_8b", *sets), cluster, builder)
+    changed = plan_of("qwen3_8b", *sets, gpu="a100-40")
     assert plan.memory.tensors - changed.memory.tensors == first.saves
     text = report(plan, [first, *others])
     assert "does not fit" in text
@@ -294,41 +286,36 @@ def test_the_command_needs_config_json_alone(tmp_path):
         CliRunner().invoke(app, [*arguments, "--gpu", "h1000"], catch_exceptions=False)
 
 
-def test_colocated_engines_need_no_devices_of_their_own(builder):
+def test_colocated_engines_need_no_devices_of_their_own(plan_of):
     shared = ["engine.placement=colocated", "rollout.max_staleness=0", "weight_sync.transport=shared_storage"]
-    plan = make_plan(config("qwen3_8b", *shared), Cluster(1, 8, hardware("h100-80")), builder)
+    plan = plan_of("qwen3_8b", *shared, nodes=1)
     assert plan.notes == ()
     with pytest.raises(ConfigError, match="which share devices, need 16 devices"):
-        make_plan(config("qwen3_8b", *shared, "engine.count=16"), Cluster(1, 8, hardware("h100-80")), builder)
+        plan_of("qwen3_8b", *shared, "engine.count=16", nodes=1)
 
 
-def test_what_lies_on_the_host_is_planned(builder):
-    bounded = config("qwen3_8b", "acceptance.bound=0.02", "optimizer.offload=true")
-    at_once = config("qwen3_8b", "checkpoint.asynchronous=false")
-    plan = make_plan(bounded, Cluster(2, 8, hardware("h100-80")), builder)
+def test_what_lies_on_the_host_is_planned(plan_of):
+    plan = plan_of("qwen3_8b", "acceptance.bound=0.02", "optimizer.offload=true")
     sizes = {item.name: item.bytes for item in plan.memory.host}
     assert sizes["start and end of a step"] == sizes["Adam moments"] == 2 * sizes["main parameters"] > 0
     assert f"pinned, {8 * sizes['Adam moments'] / 2**30:.1f} GiB on a node" in report(plan, [])
-    memory = make_plan(config("qwen3_8b"), Cluster(2, 8, hardware("h100-80")), builder).memory
+    memory = plan_of("qwen3_8b").memory
     assert memory.host == ()
-    (whole,), (state,) = memory.saved, make_plan(at_once, Cluster(2, 8, hardware("h100-80")), builder).memory.saved
+    (whole,), (state,) = memory.saved, plan_of("qwen3_8b", "checkpoint.asynchronous=false").memory.saved
     assert whole.bytes * 12 == state.bytes * 14 > 0  # behind training the weights are copied, too, in bf16
 
 
-def test_on_a_cpu_the_host_is_the_device(builder):
+def test_on_a_cpu_the_host_is_the_device(builder, plan_of):
     def static(*sets: str) -> int:
-        return make_plan(config("qwen3_8b", *sets), Cluster(2, 8, hardware("cpu-16")), builder).memory.static_bytes
+        return plan_of("qwen3_8b", *sets, gpu="cpu-16").memory.static_bytes
 
     model = builder.build(config("qwen3_8b"), None)[0]
     assert static("acceptance.bound=0.02") - static() == 8 * -(-model.parameters // model.dense_replicas)
 
 
 @pytest.mark.slow
-def test_sampling_masks_are_counted_at_their_bound(builder):
-    def planned(*sets: str):
-        return make_plan(config("qwen3_8b", *sets), Cluster(2, 8, hardware("h100-80")), builder)
-
-    plain, truncated = planned(), planned("rollout.top_p=0.95", "rollout.top_k=50")
+def test_sampling_masks_are_counted_at_their_bound(plan_of):
+    plain, truncated = plan_of("qwen3_8b"), plan_of("qwen3_8b", "rollout.top_p=0.95", "rollout.top_k=50")
     made = config("qwen3_8b").rollout
     tokens = made.prompts_per_step * made.group_size * made.max_response_tokens
     more = truncated.totals.bank_bytes_per_step - plain.totals.bank_bytes_per_step
@@ -346,10 +333,9 @@ def test_advice_of_several_settings_can_be_pasted():
     assert isinstance(shown.exception, ConfigError)  # of the plan, not of the options: exit code 2 without an exception
 
 
-def test_publishing_counts_the_buckets_of_its_transport(builder):
+def test_publishing_counts_the_buckets_of_its_transport(plan_of):
     def publishing(*sets: str) -> int:
-        made = config("qwen3_8b", "weight_sync.transport=broadcast", *sets)
-        memory = make_plan(made, Cluster(2, 8, hardware("h100-80")), builder).memory
+        memory = plan_of("qwen3_8b", "weight_sync.transport=broadcast", *sets).memory
         return sum(item.bytes for item in memory.phases["publishing weights"])
 
     # Tensor 2: own shards, two gathered, two whole; and two buffers to send from, of the embedding as it is sent.
@@ -358,10 +344,9 @@ def test_publishing_counts_the_buckets_of_its_transport(builder):
     assert publishing("weight_sync.bucket_bytes=4294967296") == 5 * (4 << 30) + 2 * (4 << 30)
 
 
-def test_disk_is_what_is_kept(builder):
+def test_disk_is_what_is_kept(plan_of):
     def disk(*sets: str) -> str:
-        plan = make_plan(config("qwen3_8b", *sets), Cluster(2, 8, hardware("h100-80")), builder)
-        return next(line for line in report(plan, []).splitlines() if line.startswith("disk: "))
+        return next(line for line in report(plan_of("qwen3_8b", *sets), []).splitlines() if line.startswith("disk: "))
 
     stored = ["weight_sync.transport=shared_storage", "weight_sync.keep_versions=1"]
     assert "checkpoints 4 x 106.8 GiB, published versions 2 x 15.3 GiB" in disk("checkpoint.keep=3", *stored)
@@ -371,23 +356,21 @@ def test_disk_is_what_is_kept(builder):
     assert "published" not in disk("weight_sync.transport=broadcast")
 
 
-def test_disk_has_the_answers_of_evaluations(builder):
+def test_disk_has_the_answers_of_evaluations(plan_of):
     sets = ["eval.sets={aime: {path: a.jsonl, n: 32, temperature: 0.7, max_response_tokens: 8000}}"]
-    plan = make_plan(
-        config("qwen3_8b", "eval.every=15", "train.steps=100", *sets), Cluster(2, 8, hardware("h100-80")), builder
-    )
+    plan = plan_of("qwen3_8b", "eval.every=15", "train.steps=100", *sets)
     assert plan.totals.evaluations == 8  # 0, 15, ..., 90 and 100
     assert 32 * 8000 * 8 < plan.totals.answer_bytes["aime"] < 32 * 8000 * 8 * 1.05
     assert "answers of aime at most 2.0 MiB a prompt in each of 8 evaluations" in report(plan, [])
 
 
 @pytest.mark.slow
-def test_what_is_frozen_has_neither_gradients_nor_optimizer_nor_a_copy_as_reference(builder):
+def test_what_is_frozen_has_neither_gradients_nor_optimizer_nor_a_copy_as_reference(plan_of):
     """r (inputs + outputs) for each projection of 36 layers of Qwen3-8B; a checkpoint holds 14 bytes of each."""
     objective = ["objective.settings={reference_kl: k3, reference_kl_coefficient: 0.1}"]
     adapters = 36 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))
-    made = config("qwen3_8b", "model.lora.r=8", "parallel.tensor=1", "parallel.sequence=false", *objective)
-    plan = make_plan(made, Cluster(2, 8, hardware("h200-141")), builder)
+    whole = ("parallel.tensor=1", "parallel.sequence=false")
+    plan = plan_of("qwen3_8b", "model.lora.r=8", *whole, *objective, gpu="h200-141")
     items = {item.name: item.bytes for item in plan.memory.static}
     assert items["gradients"] == 4 * adapters
     assert items["Adam moments"] == 8 * adapters // 8
@@ -395,6 +378,5 @@ def test_what_is_frozen_has_neither_gradients_nor_optimizer_nor_a_copy_as_refere
     assert "reference policy" not in items
     assert plan.totals.checkpoint_bytes == 14 * adapters
     assert plan.totals.published_bytes == 2 * plan.totals.parameters
-    alone = config("qwen3_8b", "model.lora.r=8", "weight_sync.lora=adapter", "weight_sync.transport=shared_storage")
-    published = make_plan(alone, Cluster(2, 8, hardware("h200-141")), builder).totals.published_bytes
-    assert published == 2 * adapters
+    alone = ("model.lora.r=8", "weight_sync.lora=adapter", "weight_sync.transport=shared_storage")
+    assert plan_of("qwen3_8b", *alone, gpu="h200-141").totals.published_bytes == 2 * adapters

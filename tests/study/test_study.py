@@ -43,20 +43,10 @@ def study(tmp_path):
 
 def row(study, number: int, final: float | None, **changes) -> StudyRow:
     cell = study.cells[number]
-    curve = () if final is None else ((0, 0.25), (10, final))
     made = make_row(cell, study.file, failed="no metrics", seconds=60.0)
-    reached = {
-        "status": "done",
-        "error": "",
-        "steps": 10,
-        "first": 0.25,
-        "final": final,
-        "best": final,
-        "collapsed": False,
-        "curve": curve,
-    }
-    made = replace(made, **reached, masked_share=0.01, mismatch_kl=1e-4)
-    return replace(made, **changes)
+    curve = () if final is None else ((0, 0.25), (10, final))
+    made = replace(made, status="done", error="", steps=10, first=0.25, final=final, best=final, curve=curve)
+    return replace(made, **{"collapsed": False, "masked_share": 0.01, "mismatch_kl": 1e-4, **changes})
 
 
 def test_every_method_under_every_condition_with_every_seed(study, tmp_path):
@@ -72,24 +62,13 @@ def test_every_method_under_every_condition_with_every_seed(study, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("content", "said"),
     [
         (b"seeds: !!python/object/apply:os.system [x]", "line 1, column 8: seeds: a tag; write the value alone"),
         (b"seeds: [", "not valid YAML: line 1"),
         (b"a: &a [*a]", "contains itself"),
         (b"[1]", "must be a mapping of sections, found list"),
         (b"\xff", "line 1: not UTF-8"),
-    ],
-)
-def test_a_study_file_that_is_no_settings_is_one_clear_error(text, said, tmp_path):
-    (tmp_path / "study.yaml").write_bytes(text)
-    with pytest.raises(ConfigError, match=said):
-        read_study(tmp_path / "study.yaml", tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
         ({"seeds": []}, "seeds"),
         ({"metods": {}}, "metods: unknown; did you mean 'methods'?"),
         ({"methods": {"a b": {}}}, "methods"),
@@ -100,11 +79,15 @@ def test_a_study_file_that_is_no_settings_is_one_clear_error(text, said, tmp_pat
             {"settings": {"data.eval": None, "eval.every": 0}},
             "metric = eval/accuracy: .* has no held-out prompts; set data.eval",
         ),
+        ({"metric": "[a](http://b) | <c>"}, "metric"),
     ],
 )
-def test_a_mistake_is_told_before_anything_runs(changes, said, tmp_path):
+def test_a_mistake_in_the_study_file_is_an_error_before_anything_runs(content, said, tmp_path):
+    path = write_study(tmp_path, **(content if isinstance(content, dict) else {}))
+    if isinstance(content, bytes):
+        path.write_bytes(content)
     with pytest.raises(ConfigError, match=said):
-        read_study(write_study(tmp_path, **changes), tmp_path / "out")
+        read_study(path, tmp_path / "out")
 
 
 def test_what_has_a_row_is_not_run_again(study, tmp_path):
@@ -113,20 +96,11 @@ def test_what_has_a_row_is_not_run_again(study, tmp_path):
     add_row(out, row(study, 0, 0.9))
     add_row(out, row(study, 3, None, status="failed"))
     assert [study.cells.index(cell) for cell in missing(study, out)] == [1, 2, *range(4, 12)]
-
-
-def test_rows_of_other_settings_are_refused(study, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    add_row(out, row(study, 0, 0.9))
+    with pytest.raises(StudyError, match="runs 0 to 11"):
+        run_study(study, out, print, only=12)
     changed = read_study(write_study(tmp_path, settings={"train.updates_per_step": 4}), out)
     with pytest.raises(StudyError, match="of other settings"):
         missing(changed, out)
-
-
-def test_the_number_of_a_run_must_be_one(study, tmp_path):
-    with pytest.raises(StudyError, match="runs 0 to 11"):
-        run_study(study, tmp_path / "out", print, only=12)
 
 
 def test_a_run_that_failed_is_a_row(study, tmp_path):
@@ -144,8 +118,6 @@ def test_a_metric_that_no_complete_run_records_is_refused_by_name(study, tmp_pat
     ):
         make_row(cell, file, failed=None, seconds=1.0)
     assert make_row(cell, file, failed="exit code 1", seconds=1.0).final is None
-    with pytest.raises(ConfigError, match="metric"):
-        read_study(write_study(tmp_path, metric="[a](http://b) | <c>"), tmp_path / "out")
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -194,14 +166,8 @@ def test_intervals_cover_the_mean_as_often_as_they_say():
 
 def test_differences_are_paired_by_seed(study):
     """Seeds differ by 1, methods by .01 in every seed: only pairs show it."""
-    rows = [
-        row(
-            study,
-            number,
-            cell.seed + (0.01 if cell.method == "dppo" else 0.0) + 1e-4 * cell.seed * (cell.method == "pg"),
-        )
-        for number, cell in enumerate(study.cells)
-    ]
+    gain = {"dppo": lambda seed: seed + 0.01, "pg": lambda seed: 1.0001 * seed}
+    rows = [row(study, number, gain[cell.method](cell.seed)) for number, cell in enumerate(study.cells)]
     found = difference(rows, "dppo", "pg", "slow")
     assert found.excludes_zero
     assert found.mean == pytest.approx(0.0098)
