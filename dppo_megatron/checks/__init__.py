@@ -79,7 +79,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         partial(objective.problems, config, notes),
         partial(model.problems, config, hf, absent, elsewhere=elsewhere),
         partial(exact.model_problems, config, hf, elsewhere=elsewhere),
-        partial(missing_packages, config),
+        partial(missing_packages, config.tracking),
         partial(interpreter.problems, config, elsewhere=elsewhere),
         partial(secret.problems, config),
         partial(serving.problems, config, hf),

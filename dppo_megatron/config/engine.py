@@ -108,7 +108,7 @@ class EngineConfig(Section):
 
     @property
     def serves_fp8(self) -> bool:
-        """Whether the engines' own weights are FP8, and not only rounded as FP8 would."""
+        """Whether the engines store FP8 weights, and not only weights rounded like FP8."""
         return self.quantization == "fp8_block"
 
 

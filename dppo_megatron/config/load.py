@@ -1,4 +1,4 @@
-"""YAML and `--set a.b=value` to a validated `Config`; every violation in one error."""
+"""Reads YAML and `--set a.b=value` into a validated `Config`, and reports every violation in one error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .yaml_tree import DEEPEST, MOST_BYTES, parse
 
 
 class ConfigError(ExpectedError, ValueError):
-    """Every violation found, one line each: the setting, its value and the remedy."""
+    """Lists every violation on its own line: the setting, its value and the remedy."""
 
     def __init__(self, source: str, violations: Sequence[str]):
         self.violations = tuple(violations)
@@ -26,7 +26,7 @@ class ConfigError(ExpectedError, ValueError):
 
 
 def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Reads `path` and applies overrides; `checks.load_config` also applies the rules between settings.
+    """Read `path` and apply overrides; `checks.load_config` also applies the rules between settings.
 
     Raises `ConfigError` naming every violation of types and names.
     """
@@ -37,7 +37,7 @@ def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def validated(tree: dict[str, Any], source: str, violations: Sequence[str] = ()) -> Config:
-    """The settings in `tree`. Raises `ConfigError` naming every violation of types and names, beside those given."""
+    """Validate `tree`. Raises `ConfigError` naming the given violations and all those of types and names."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -48,13 +48,13 @@ def validated(tree: dict[str, Any], source: str, violations: Sequence[str] = ())
 
 
 def save_resolved(config: Config, path: Path) -> None:
-    """Writes the whole tree, defaults included, so that a run can be repeated under other defaults."""
+    """Write the whole tree with its defaults, so that a later version with other defaults can repeat the run."""
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     write_atomic(path, text)
 
 
 def with_absolute_paths(value: Any) -> Any:
-    """A config, for processes that start elsewhere. An engine's interpreter may be a name on PATH, so it stays."""
+    """Return a config for processes in other directories. An engine's interpreter may be a name on PATH."""
     if isinstance(value, Path):
         return value.absolute()
     if isinstance(value, BaseModel):
@@ -65,9 +65,9 @@ def with_absolute_paths(value: Any) -> Any:
 
 
 def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The settings as they stand in a file, and a violation for each key that it repeats.
+    """Return the tree of settings in a file, and a violation for each repeated key.
 
-    Raises `ConfigError` where there is no tree to look at.
+    Raises `ConfigError` where the file has no tree.
     """
     try:
         if path.is_fifo():
@@ -142,7 +142,7 @@ def _describe(error: Any) -> str:
 
 
 def _fields(location: Sequence[str]) -> dict[str, Any]:
-    """Those of the section at `location`, none for anything else."""
+    """Return the fields of the section at `location`; empty where it is no section."""
     section: Any = Config
     for key in location:
         field = getattr(section, "model_fields", {}).get(key)
@@ -151,7 +151,7 @@ def _fields(location: Sequence[str]) -> dict[str, Any]:
 
 
 def _nearest(location: list[str], value: Any) -> str:
-    """The valid name closest to the unknown one: of its section, of another trainer, of the whole tree."""
+    """Suggest the closest valid name in the section, among names of other trainers, or in the whole tree."""
     here = {name: ".".join([*location[:-1], name]) for name in _fields(location[:-1])}
     if not difflib.get_close_matches(location[-1], here, cutoff=0.8) and (known := _known(value)):
         return "; here " + ", ".join(f"{name} is {ours}" for name, ours in known.items())
@@ -162,7 +162,7 @@ def _nearest(location: list[str], value: Any) -> str:
 
 
 def _leaves(location: list[str]) -> dict[str, str]:
-    """Names below the section at `location`, and the settings that have them: {"dtype": "model.dtype or ..."}."""
+    """Map each name below `location` to the settings with that name: {"dtype": "model.dtype or ..."}."""
     found: dict[str, str] = {}
     for name in _fields(location):
         own = {name: ".".join([*location, name])} if location else {}
@@ -172,7 +172,7 @@ def _leaves(location: list[str]) -> dict[str, str]:
 
 
 def _known(tree: Any) -> dict[str, str]:
-    """Names in a tree that are settings of other trainers or, in another place, ours; and where they are here."""
+    """Map names in an unknown tree, of other trainers or of another section, to our settings."""
     found: dict[str, str] = {}
     for name, part in tree.items() if isinstance(tree, dict) else ():
         named = name in _ALIASES or (name in _NAMES and not isinstance(part, dict))
@@ -181,7 +181,7 @@ def _known(tree: Any) -> dict[str, str]:
 
 
 def setting_of(name: str) -> str:
-    """The setting that is meant by a name on a command line: of another trainer, without its section, or whole."""
+    """Return the setting for a name on a command line: another trainer's, without its section, or complete."""
     return name if "." in name else _NAMES.get(name, "section.key").split()[0]
 
 

@@ -57,7 +57,7 @@ class ModelConfig(Section):
 
     @property
     def start(self) -> Path:
-        """Where the weights are that training starts from."""
+        """Path of the start weights."""
         return self.weights or self.path
 
     @property
@@ -104,7 +104,7 @@ Scale = Annotated[Float, Field(ge=2.0**-24, le=LARGEST), AfterValidator(_power_o
 
 
 class LossScaleConfig(Section):
-    """Of `model.dtype: fp16` alone, whose numbers end at 65504 and at 6e-8."""
+    """The loss scale of `model.dtype: fp16`, whose numbers range from 6e-8 to 65504."""
 
     initial: Scale = Field(2.0**16, description="loss scale of the first update; a power of two")
     growth_interval: Count = Field(400, description="consecutive updates without overflow that double the scale")
@@ -144,7 +144,7 @@ class TrainConfig(Section):
 
 
 class AcceptanceConfig(Section):
-    """Off without a bound: nothing is measured, and no weight is copied."""
+    """A bound on the divergence of a step. Without it nothing is measured, and no weight is copied."""
 
     bound: Positive | None = Field(
         None, description="largest divergence of the policy that a step may publish; null = off"

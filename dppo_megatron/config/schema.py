@@ -91,7 +91,7 @@ class Config(Section):
 
     @property
     def probe_tolerance(self) -> float:
-        """Largest mean difference between log-probs of engine and trainer, in nats, that their precisions explain."""
+        """Largest mean log-prob difference of engine and trainer, in nats, that their precisions explain."""
         if self.weight_sync.probe_tolerance is not None:
             return self.weight_sync.probe_tolerance
         if self.engine.exact:
@@ -104,7 +104,7 @@ class Config(Section):
 
     @property
     def samples(self) -> bool:
-        """True when the run samples rollouts: it has engines and an orchestrator, and publishes weights to them."""
+        """Whether the run samples rollouts, and so has an orchestrator and engines that receive its weights."""
         return not self.objective.supervised and self.rollout.bank is None
 
     @property
@@ -119,7 +119,7 @@ class Config(Section):
 
     @property
     def eval_sets(self) -> dict[str, EvalSet]:
-        """Every set that is evaluated, by name, with its own or the default length, grader and template."""
+        """Every evaluated set by name, with its own or the default length, grader and template."""
         greedy = {"path": self.data.eval, "pass_reward": self.eval.pass_reward}
         heldout = {} if self.data.eval is None else {HELDOUT: EvalSet.model_validate(greedy)}
         longest = self.eval.max_response_tokens or self.rollout.max_response_tokens
@@ -135,12 +135,12 @@ class Config(Section):
         }
 
     def data_of(self, one: EvalSet) -> DataConfig:
-        """How the rows of one of `eval_sets` are read."""
+        """Return the settings for reading the rows of one of `eval_sets`."""
         return self.data.model_copy(update={"prompt_template": one.prompt_template})
 
     @property
     def response_tokens(self) -> dict[str, int]:
-        """By the setting: most tokens of a response that is trained on, or evaluated."""
+        """Setting -> largest number of tokens of a trained or evaluated response."""
         lengths = {"rollout.max_response_tokens": self.rollout.max_response_tokens}
         for name, one in self.eval_sets.items():
             own = name in self.eval.sets and self.eval.sets[name].max_response_tokens
@@ -150,7 +150,7 @@ class Config(Section):
 
     @property
     def request_timeout_s(self) -> float:
-        """Seconds that one request to an engine may take."""
+        """Limit for one request to an engine, in seconds."""
         return self.engine.request_timeout_s or 600.0 + 0.5 * max(self.response_tokens.values())
 
     @property

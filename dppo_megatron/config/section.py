@@ -1,4 +1,4 @@
-"""What every section of the config is, and the types of its settings: each of a size that can be meant."""
+"""The base class of the config's sections, and the types of settings with their plausible ranges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Section(BaseModel):
 
 
 def refusal(why: str) -> PydanticCustomError:
-    """To be raised by a validator."""
+    """Return the error that a validator raises."""
     return PydanticCustomError("refused", "{why}", {"why": why})
 
 

@@ -105,12 +105,12 @@ class EnvironmentConfig(Section):
 
     @property
     def source(self) -> str | None:
-        """What is imported; None: a response is one turn."""
+        """The imported class or function; None: a response is one turn."""
         return self.name or self.agent
 
     @property
     def setting(self) -> str:
-        """The name of the setting that says so."""
+        """The name of the setting with that class or function."""
         return "environment.name" if self.agent is None else "environment.agent"
 
     @property
@@ -123,7 +123,7 @@ SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
 class EvalSet(Section):
-    """Prompts that are not trained on, and how they are answered and graded."""
+    """Held-out prompts, with the settings for answering and grading them."""
 
     path: FilePath = Field(description="as data.train; columns and longest prompt are those of `data`")
     prompt_template: str | None = Field(None, description="text around the prompt; default: data.prompt_template")

@@ -1,4 +1,4 @@
-"""YAML to plain values: scalars as YAML 1.2 reads them, and nothing twice, hidden, or larger than a config is."""
+"""Parses YAML into plain values with the scalars of YAML 1.2, and rejects repeated, hidden and huge content."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dppo_megatron.errors import bounded
 
 MOST_BYTES = 1 << 18
 DEEPEST = 32
-_MOST_VALUES = 1 << 20  # characters and values, those that an alias stands for counted each time
+_MOST_VALUES = 1 << 20  # characters and values, counting the content of an alias each time
 _STR = "tag:yaml.org,2002:str"
 
 
 class YamlError(ValueError):
-    """Not YAML, or none that a config is made of; the message says where."""
+    """Raised for text that is not YAML or unsuitable for a config; the message has the place."""
 
 
 def parse(text: str) -> tuple[Any, list[str]]:
-    """The value that YAML `text` stands for, and a violation for each key it repeats. Raises `YamlError`."""
+    """Return the value of YAML `text`, and a violation for each repeated key. Raises `YamlError`."""
     if len(text) > MOST_BYTES:
         raise YamlError(f"{len(text)} characters; a config has at most {MOST_BYTES}")
     loader = None
@@ -40,20 +40,20 @@ def parse(text: str) -> tuple[Any, list[str]]:
 
 
 def _apart(value: Any) -> Any:
-    """The same without parts that two names share: an override of the one would change the other."""
+    """Copy parts that two aliases share, so that an override of one does not change the other."""
     if isinstance(value, dict):
         return {key: _apart(inner) for key, inner in value.items()}
     return [_apart(inner) for inner in value] if isinstance(value, list) else value
 
 
 class _Loader(yaml.SafeLoader):
-    """Notes keys that a mapping repeats, of which YAML would keep the last and drop the others without a word."""
+    """Records repeated keys of a mapping, of which PyYAML would silently use the last."""
 
     def __init__(self, text: str):
-        super().__init__(_HIDDEN.sub(_STAND_IN, text))  # PyYAML itself would name the line, not the setting
+        super().__init__(_HIDDEN.sub(_STAND_IN, text))  # PyYAML itself would not name the setting
         self._text = text
         self.repeated: list[str] = []
-        self.path: list[str] = []  # names of the sections and the setting that is read
+        self.path: list[str] = []  # names of the current sections and setting
         self._depth = 0
         self._values = 0
         self._of_anchor: dict[int, int] = {}
@@ -100,9 +100,9 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-# Invisible, or not to be written in UTF-8; a line break, a tab and the like are text.
+# Invisible characters, or ones that UTF-8 cannot encode; line breaks and tabs are text.
 _HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ud800-\udfff\ufdd0\ufffe\uffff]")
-_STAND_IN = "\ufdd0"  # which no text holds
+_STAND_IN = "\ufdd0"  # a character that no text has
 
 
 def _refused(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
@@ -110,7 +110,7 @@ def _refused(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
 
 
 def _read_scalars_as_yaml_1_2() -> None:
-    """1e-4 is a number, 1:30, 2001-01-31 and = are text; YAML 1.1 has it otherwise, and reads 010 as 8."""
+    """Read 1e-4 as a number, and 1:30, 2001-01-31 and = as text, unlike YAML 1.1, which also reads 010 as 8."""
     dates = {"tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value"}
     numbers = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
     _Loader.yaml_implicit_resolvers = {

@@ -1,4 +1,4 @@
-"""What a run records of itself: metric names, trackers, console progress, logs and the report."""
+"""Records of a run: metric names, trackers, console progress, logs and the report."""
 
 from .console import ProgressView
 from .logs import last_lines, setup_logging

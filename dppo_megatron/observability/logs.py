@@ -1,4 +1,4 @@
-"""One plain log file per process, and reading the end of it when the process has died."""
+"""Writes one plain log file per process, and reads its end when the process has died."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import BinaryIO
 from dppo_megatron.errors import bounded
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
-SERVER_START = "starting the server of node"  # an engine's log continues the log of the server before
-SERVER_STOP = "asks the server to end"  # what it logs from here on is no error
+SERVER_START = "starting the server of node"  # an engine's log also has the logs of earlier servers
+SERVER_STOP = "asks the server to end"  # later lines are no errors
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|CRITICAL) [^\]]*\] )?")  # of vLLM's processes
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Timeout|Diverged)\b|^\S+: error: ")
 _CONSEQUENCE = re.compile(
@@ -26,7 +26,7 @@ _CONSEQUENCE = re.compile(
 )
 _CACHE = re.compile(r"cache blocks|kv.?cache|gpu_memory_utilization", re.IGNORECASE)  # servers name their own options
 _WARNING = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ (\S+) WARNING (?!py\.warnings)\S+: (.*)$", re.MULTILINE)
-MOST_WARNINGS = 20  # that a launcher shows; all of them are in the logs
+MOST_WARNINGS = 20  # limit for the launcher's output; the logs have all
 _BLOCK = 64 * 1024
 _MOST_READ = 64 * _BLOCK
 _TALKATIVE = ("httpx", "httpcore", "megatron")  # a line per request, a page per optimizer
@@ -35,14 +35,14 @@ _TALKATIVE = ("httpx", "httpcore", "megatron")  # a line per request, a page per
 def setup_logging(
     process_name: str, run_dir: str | Path | None, *, rank: int | None = None, level: int = logging.INFO
 ) -> Path | None:
-    """Sends this process's log records to RUN/logs/<process_name>.log and returns that path. Call it early.
+    """Send this process's log records to RUN/logs/<process_name>.log, and return that path. Call it early.
 
-    Without `run_dir` records go to stderr. With it, stderr gets them too where a person reads it (a terminal:
-    all; elsewhere: warnings), unless it is that file already. Uncaught exceptions of any thread and fatal
-    signals (segmentation fault, abort) leave their traceback in the log.
+    Without `run_dir` records go to stderr. With it, a terminal on stderr also gets all records, another stderr only
+    warnings, unless it is the log file itself. Uncaught exceptions of any thread and fatal signals (segmentation fault,
+    abort) leave their traceback in the log.
 
-    `rank` defaults to the environment's RANK and stands in every line. Ranks above 0 log warnings and errors
-    only, unless the process name ends in the rank and so has a file to itself.
+    `rank` defaults to the environment's RANK and is part of every line. Ranks above 0 log only warnings and errors,
+    unless the process name ends in the rank, so that the process has its own file.
     """
     rank = _environment_rank() if rank is None else rank
     own_file = rank is None or process_name.endswith(f"-{rank}")
@@ -73,7 +73,7 @@ def setup_logging(
 
 
 def append_line(path: str | Path, text: str) -> None:
-    """One line with the time of day, for a process that logs too rarely to hold its file open."""
+    """Append one line with the time of day, for a process that logs too rarely to keep its file open."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -81,13 +81,13 @@ def append_line(path: str | Path, text: str) -> None:
 
 
 def last_lines(path: str | Path, n: int = 20) -> list[str]:
-    """The last `n` lines that hold text, without control codes; empty when there is no such file.
+    """Return the last `n` lines with text, without control codes; empty without a file.
 
-    Reads only the end of the file, and of a line without end its last 4 MiB. Of a line redrawn with carriage returns
-    (a progress bar) the last state counts.
+    Reads only the end of the file, at most 4 MiB. A line that is redrawn with carriage returns (a progress bar) counts
+    with its last state.
     """
     try:
-        if n <= 0 or not Path(path).is_file():  # a pipe would be waited for
+        if n <= 0 or not Path(path).is_file():  # opening a pipe would block
             return []
         with Path(path).open("rb") as file:
             return _end_of(file, n)[-n:]
@@ -98,7 +98,7 @@ def last_lines(path: str | Path, n: int = 20) -> list[str]:
 def root_cause(path: Path) -> str | None:
     """Return the last exception in a log as `TEXT (PATH, line N)`; None without one.
 
-    Exceptions that only report the failure of another process do not count, nor do those before the newest server.
+    Exceptions that only report the failure of another process are skipped, as are those of earlier servers.
     """
     text, at = "", 0
     if not path.is_file():
@@ -117,14 +117,14 @@ def root_cause(path: Path) -> str | None:
 
 
 class Warnings:
-    """The warnings that processes add to their logs from now on, each text once, whatever its numbers."""
+    """Collects new warnings in the logs of processes, each text once, regardless of the numbers in it."""
 
     def __init__(self, logs: Iterable[Path]):
         self._read = {log: log.stat().st_size if log.is_file() else 0 for log in logs}
         self._seen: set[str] = set()
 
     def poll(self) -> list[str]:
-        """`PROCESS warns: TEXT` of every new one, `MOST_WARNINGS` in all. Costs a `stat` where nothing is new."""
+        """Return `PROCESS warns: TEXT` for new warnings, `MOST_WARNINGS` in all. An idle call costs a `stat`."""
         found = []
         for log, read in self._read.items():
             if not log.is_file() or log.stat().st_size <= read:
@@ -156,7 +156,7 @@ def _end_of(file: BinaryIO, n: int) -> list[str]:
 
 
 def plain_text(text: str) -> str:
-    """One line of foreign output as plain text: no colours, no control characters, no trailing blanks."""
+    """Return one line of foreign output without colours, control characters and trailing blanks."""
     visible = text.rstrip("\r\n ").rsplit("\r", 1)[-1]
     return _CONTROL.sub("", visible).rstrip()
 

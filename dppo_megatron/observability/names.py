@@ -1,14 +1,13 @@
-"""The metric names every run records: one table with unit and meaning, so that runs compare by name.
+"""Lists the metrics of every run with unit and meaning.
 
-A record is one line of metrics.jsonl: `step`, `time` (Unix seconds) and any of these. An objective may report more of
-itself under names of its own, see `objectives`. Of several rewards each is recorded as `reward/NAME`, its mean;
-`reward/failed_REASON` counts the samples that have none, by reason, `environment/failed_REASON` the trajectories whose
-environment raised, hung or died.
+A record is one line of metrics.jsonl: `step`, `time` (Unix seconds) and any of these metrics. An objective may add
+metrics of its own, see `objectives`. With several rewards, `reward/NAME` is the mean of each. `reward/failed_REASON`
+counts samples without a reward, `environment/failed_REASON` trajectories whose environment raised, hung or died.
 
-Trained tokens are those that carry loss in the step's updates. Without a KL or an entropy bonus these are the tokens of
-responses that have an advantage: of the others nothing is computed.
+Trained tokens carry loss in the step's updates. Without a KL or an entropy bonus these are the tokens of responses with
+an advantage; the others are not computed.
 
-Of a set NAME of `eval.sets` with n answers to a prompt `eval/NAME/...` are recorded: `avg@n` (share of right answers),
+A set NAME of `eval.sets` with n answers to a prompt has metrics `eval/NAME/...`: `avg@n` (share of right answers),
 `avg@n_stderr` (clustered by prompt), `pass@k`, `maj@n`, `reward_mean`, `failed_share` (not graded, count as wrong),
 `response_tokens_mean`, `truncated_share`, `prompts`, `version_spread`, `seconds`; see docs/evaluation.md.
 """
@@ -114,7 +113,7 @@ _ROWS = (
     ("engine/retried_requests", "count", "requests sent again because an engine failed"),
     ("engine/unconfirmed", "count", "engines that a publish could not verify because they did not answer"),
     ("time/step_s", "s", "wall time of the step"),
-    # disjoint; what time/step_s holds beyond them is "other"
+    # parts of the step are disjoint; the rest of time/step_s is "other"
     ("time/wait_s", "s", "part of the step: waiting for its rollouts"),
     ("time/read_s", "s", "part of the step: reading and packing its rollouts"),
     ("time/recompute_s", "s", "part of the step: old log-probs, by the weights the step starts from"),
@@ -149,17 +148,17 @@ PUBLISH_PARTS = tuple(name for name, _, meaning in _ROWS if meaning.startswith("
 
 
 def evaluated_sets(record: Mapping[str, Any]) -> set[str]:
-    """Names of the sets whose evaluation a record holds; `heldout` is that of data.eval."""
+    """Return the names of the evaluated sets in a record; `heldout` is the set of data.eval."""
     parts = [name.split("/") for name in record if name.startswith("eval/")]
     return {part[1] if len(part) > 2 else "heldout" for part in parts}
 
 
 def accuracies(names: Iterable[str]) -> dict[str, str]:
-    """Of metric names those that are an accuracy on held-out prompts, each with a short label; the greedy one first."""
+    """Return the held-out accuracies among metric names, each with a short label; the greedy one comes first."""
     named = {name: f"{name.split('/')[1]} {name.split('/')[2]}" for name in sorted(names) if _AVERAGE.fullmatch(name)}
     return {"eval/accuracy": "accuracy", **named} if "eval/accuracy" in names else named
 
 
 def is_step_record(record: Mapping[str, Any]) -> bool:
-    """True for the record of a training step. Evaluations, engine timings and weight checks may come separately."""
+    """Return whether this is the record of a training step, not of an evaluation, engine timing or weight check."""
     return any(name == "time/step_s" or name.startswith("train/") for name in record)

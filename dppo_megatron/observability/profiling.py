@@ -1,4 +1,4 @@
-"""Named parts of a step: their seconds, their ranges in a profiler, and traces of chosen steps."""
+"""Measures named parts of a step, marks them for profilers, and writes traces of chosen steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dppo_megatron.config.schema import ProfileConfig
 
 log = logging.getLogger(__name__)
 
-EVENTS = 200_000  # allocations that a memory snapshot keeps
+EVENTS = 200_000  # allocations in a memory snapshot
 
 
 @dataclass
@@ -45,7 +45,7 @@ class StepProfiler:
             log.warning("profile.memory = true: there is no CUDA device, so no memory snapshot is written")
 
     def begin(self, step: int) -> None:
-        """step: counted from 1, as in the metrics."""
+        """Start the trace of a chosen step. step: counted from 1, as in the metrics."""
         if step in self._steps:
             if self._memory:
                 torch.cuda.memory._record_memory_history(max_entries=EVENTS)
@@ -53,7 +53,7 @@ class StepProfiler:
             self._running[1].start()
 
     def end(self) -> None:
-        """Write what was recorded since `begin`, if anything. A file that cannot be written does not stop the run."""
+        """Write the records since `begin`, if any. A file that cannot be written does not stop the run."""
         if self._running is None:
             return
         (step, trace), self._running = self._running, None

@@ -19,6 +19,7 @@ from .tail import JsonlFile
 
 if TYPE_CHECKING:
     from dppo_megatron.config import Config
+    from dppo_megatron.config.schema import TrackingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def build_trackers(config: Config, resume_step: int | None) -> Trackers:
     resume_step: step of the checkpoint from which the run continues. Later records are removed, because the run writes
     them again. None starts a new file and keeps an older metrics.jsonl under another name. Raises MissingPackageError.
     """
-    if missing := missing_packages(config):
+    if missing := missing_packages(config.tracking):
         raise MissingPackageError("; ".join(missing))
     run_dir = config.run.dir
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -54,9 +55,9 @@ def build_trackers(config: Config, resume_step: int | None) -> Trackers:
     return Trackers(JsonlTracker(run_dir / METRICS_FILE, resume_step), optional)
 
 
-def missing_packages(config: Config) -> list[str]:
-    """Return a line for each tracker of `config.tracking` whose package is not installed."""
-    asked = {"tensorboard": config.tracking.tensorboard, "wandb": config.tracking.wandb}
+def missing_packages(tracking: TrackingConfig) -> list[str]:
+    """Return a line for each tracker of `tracking` whose package is not installed."""
+    asked = {"tensorboard": tracking.tensorboard, "wandb": tracking.wandb}
     return [
         f"tracking.{name} = {str(value).lower()}: its package is not installed; pip install {name}, or set it to "
         f"{'false' if value is True else 'off'}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.common.hardware import Hardware
 from dppo_megatron.config import Config
+from dppo_megatron.config.schema import ObjectiveConfig
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.export import DEFAULT_BUCKET_BYTES
 from dppo_megatron.weights.broadcast_plan import BUCKET_BYTES
@@ -77,110 +78,161 @@ def estimate(
     model: RankModel, hf: HFModelConfig, config: Config, hardware: Hardware, load: Load, padded_vocab: int
 ) -> Memory:
     """Estimate the memory of the rank `model` on `hardware` for micro-batches of the size `load`."""
-    work = MicroBatchWork(hf, config, load.tokens, hardware.cuda)
+    rank = _Rank(model, MicroBatchWork(hf, config, load.tokens, hardware.cuda), load)
     phases = {
-        "forward and backward": _forward_backward(work, model, load, padded_vocab),
-        "optimizer step": (*_optimizer_if_offloaded(model, config, hardware.cuda), *_step(model, config, hardware)),
-        "publishing weights": _publishing(model, config, hardware),
-        "saving a checkpoint": _saving(model, config, hardware),
-        "loading a checkpoint": _loading(model, config, hardware),
+        "forward and backward": rank.forward_backward(padded_vocab),
+        "optimizer step": [*rank.offloaded, *rank.step()],
+        "publishing weights": rank.publishing(),
+        "saving a checkpoint": [*rank.offloaded, *rank.exchange(), *([] if hardware.cuda else rank.saved())],
+        "loading a checkpoint": [*rank.offloaded, *rank.loading()],
     }
-    host, saved = (_on_host(model, config), _saved(model, config)) if hardware.cuda else ((), ())
-    return Memory(_static(model, hf, config, load, work), phases, host, saved)
+    host, saved = ([*rank.offloaded, *rank.step_line()], rank.saved()) if hardware.cuda else ([], [])
+    kept = {name: tuple(items) for name, items in phases.items()}
+    return Memory(tuple(rank.static()), kept, tuple(host), tuple(saved))
 
 
-def _static(model: RankModel, hf: HFModelConfig, config: Config, load: Load, work: MicroBatchWork) -> tuple[Item, ...]:
-    e = work.e
-    items = [
-        Item("parameters", model.parameters * e + model.buffers * FP32, f"{model.parameters:,} x {e} bytes"),
-        Item("gradients", model.trained * FP32, f"{model.trained:,} x 4 bytes (fp32)"),
-    ]
-    if not _optimizer_if_offloaded(model, config, work.cuda):
-        items += _optimizer(model, config)
-    if not work.cuda:
-        items += _step_line(model, config)
-    if config.model.fp8 != "none":
-        items.append(Item("FP8 weights", 2 * model.parameters, "one copy and its transpose, 1 byte each"))
-    if _needs_reference(config) and not config.model.lora.r:
-        items.append(Item("reference policy", model.parameters * e, "a frozen copy of the start model"))
-    batch = load.micro_batches * load.tokens * _per_token(model, hf, config, work)
-    why = f"tokens of {load.micro_batches} micro-batches, all of an update; counters"
-    items.append(Item("batch", batch + INT64 * hf.vocab_size, why))
-    return tuple(items)
+class _Rank:
+    """The items of one rank's memory, by phase."""
 
+    def __init__(self, model: RankModel, work: MicroBatchWork, load: Load):
+        self.model, self.work, self.load = model, work, load
+        self.hf, self.config, self.cuda = work.hf, work.config, work.cuda
+        self.sharded = work.config.parallel.distributed_optimizer
+        self.shard = -(-model.dense // model.dense_replicas) - (-model.expert // model.expert_replicas)
+        self.state = self.shard if self.sharded else model.trained  # parameters whose optimizer state is here
+        offloads = work.config.optimizer.offload and work.cuda  # a CPU's memory is the host's
+        self.offloaded = self.optimizer() if offloads else []  # on the GPU only during an optimizer step
 
-def _optimizer_if_offloaded(model: RankModel, config: Config, cuda: bool) -> list[Item]:
-    """Return the state that `optimizer.offload` moves to a GPU for each optimizer step."""
-    return _optimizer(model, config) if config.optimizer.offload and cuda else []
+    def static(self) -> list[Item]:
+        model, e, load = self.model, self.work.e, self.load
+        items = [
+            Item("parameters", model.parameters * e + model.buffers * FP32, f"{model.parameters:,} x {e} bytes"),
+            Item("gradients", model.trained * FP32, f"{model.trained:,} x 4 bytes (fp32)"),
+            *([] if self.offloaded else self.optimizer()),
+            *([] if self.cuda else self.step_line()),
+        ]
+        if self.config.model.fp8 != "none":
+            items.append(Item("FP8 weights", 2 * model.parameters, "one copy and its transpose, 1 byte each"))
+        if _needs_reference(self.config.objective) and not self.config.model.lora.r:
+            items.append(Item("reference policy", model.parameters * e, "a frozen copy of the start model"))
+        batch = load.micro_batches * load.tokens * self._bytes_per_token()
+        why = f"tokens of {load.micro_batches} micro-batches, all of an update; counters"
+        return [*items, Item("batch", batch + INT64 * self.hf.vocab_size, why)]
 
+    def optimizer(self) -> list[Item]:
+        model = self.model
+        over = f" / {model.dense_replicas} ranks" if self.sharded and model.dense_replicas > 1 else ""
+        if over and model.expert and model.expert_replicas != model.dense_replicas:
+            over += f", experts / {model.expert_replicas}"
+        items = [Item("Adam moments", self.state * 2 * FP32, f"{model.trained:,} x 8 bytes{over}")]
+        if self.config.model.dtype != "fp32":
+            items.insert(0, Item("main parameters", self.state * FP32, f"{model.trained:,} x 4 bytes{over}"))
+        return items
 
-def _optimizer(model: RankModel, config: Config) -> list[Item]:
-    sharded = config.parallel.distributed_optimizer
-    states = _shard(model, sharded)
-    over = f" / {model.dense_replicas} ranks" if sharded and model.dense_replicas > 1 else ""
-    if over and model.expert and model.expert_replicas != model.dense_replicas:
-        over += f", experts / {model.expert_replicas}"
-    items = []
-    if config.model.dtype != "fp32":
-        items.append(Item("main parameters", states * FP32, f"{model.trained:,} x 4 bytes{over}"))
-    return [*items, Item("Adam moments", states * 2 * FP32, f"{model.trained:,} x 8 bytes{over}")]
+    def step_line(self) -> list[Item]:
+        """Return the copies with which `acceptance` takes back a step; see `actor.StepLine`."""
+        if self.config.acceptance.bound is None:
+            return []
+        why = "fp32 parameters, for acceptance.bound; the end once it goes back"
+        return [Item("start and end of a step", 2 * FP32 * self.state, why)]
 
+    def _bytes_per_token(self) -> int:
+        """Return the bytes of a token of the batch on the device."""
+        rollout, hf = self.config.rollout, self.hf
+        out = 10 * INT64 + rollout.topk_logprobs * 8
+        if rollout.has_sampling_mask:  # upper bound; rollout/kept_tokens_mean is the measured mean
+            out += 4 * (1 + rollout.top_k)
+        if not self.cuda and hf.mla is None:
+            out += 2 * hf.head_dim * self.work.e  # tables of our own rotation
+        if rollout.routing_replay and hf.moe is not None:
+            routed = sum(hf.is_moe_layer(index) for chunk in self.model.chunks for index in chunk)
+            out += 2 * routed * hf.moe.top_k * self.work.kept // self.work.tokens
+        return out
 
-def _on_host(model: RankModel, config: Config) -> tuple[Item, ...]:
-    return (*_optimizer_if_offloaded(model, config, cuda=True), *_step_line(model, config))
+    def forward_backward(self, padded_vocab: int) -> list[Item]:
+        work = self.work
+        in_flight = chunks_in_flight(self.config, self.model, self.load.micro_batches)
+        kinds = [Counter(self.hf.is_moe_layer(index) for index in chunk) for chunk in self.model.chunks]
+        made = {moe: layer(work, moe) for kind in kinds for moe in kind}
+        kept = {moe: with_recompute(work, each) for moe, each in made.items()}
+        layers: Counter[bool] = Counter()
+        for kind, count in zip(kinds, in_flight, strict=True):
+            for moe, number in kind.items():
+                layers[moe] += number * count
+        items = []
+        for moe, number in layers.items():
+            name = f"activations, {'expert' if moe else 'dense'} layers" if self.hf.moe else "activations"
+            why = _why(work, made[moe], number, sum(in_flight), kept[moe][0])
+            items.append(Item(name, number * kept[moe][0], why))
+        if self.config.parallel.pipeline > 1:
+            count = sum(in_flight)
+            items.append(Item("stage inputs and outputs", 2 * count * work.hidden_bytes, f"2 x {count} in flight"))
+        working = max((each[1] for each in kept.values()), default=0)
+        above = head(work, padded_vocab) if self.model.has_head else {}
+        if sum(above.values()) >= working:
+            return [*items, *(Item(f"head: {name}", size, f"{work.tokens:,} rows") for name, size in above.items())]
+        return [*items, Item("backward of one layer", working, "gradients in flight, and what is recomputed")]
 
+    def step(self) -> list[Item]:
+        model = self.model
+        if self.cuda:
+            return [Item("temporaries", 0, "none: fused optimizer, NCCL reduces and gathers in place")]
+        largest = -(-model.largest_trained // (model.dense_replicas if self.sharded else 1))
+        adam = Item("temporaries", 2 * FP32 * largest, "torch's AdamW: two tensors of the largest parameter")
+        gloo = Item("temporaries", FP32 * max(model.dense, model.expert), "gloo reduces a copy of the gradients")
+        return [max(adam, gloo, key=lambda item: item.bytes) if self.sharded else adam]
 
-def _step_line(model: RankModel, config: Config) -> list[Item]:
-    """Return the copies with which `acceptance` takes back a step; see `actor.StepLine`."""
-    if config.acceptance.bound is None:
-        return []
-    size = 2 * FP32 * _shard(model, config.parallel.distributed_optimizer)
-    return [Item("start and end of a step", size, "fp32 parameters, for acceptance.bound; the end once it goes back")]
+    def publishing(self) -> list[Item]:
+        model, sync = self.model, self.config.weight_sync
+        if not self.config.samples:
+            return [Item("export buckets", 0, "nothing is published")]
+        e, tensor = DTYPES[self.config.engine.dtype].bytes, self.config.parallel.tensor
+        broadcast, size = sync.transport == "broadcast", DEFAULT_BUCKET_BYTES
+        if broadcast:
+            size = sync.bucket_bytes or BUCKET_BYTES["nccl" if self.cuda else "gloo"]
+        # A tensor larger than a bucket has a bucket of its own.
+        bucket = min(max(size, model.largest * e), model.parameters * e)
+        copies = 1 + (2 * tensor if tensor > 1 else 1)  # own shards, those gathered, the whole tensors
+        items = [Item("export buckets", copies * bucket, f"{copies} x {bucket >> 20} MiB: shards, gathered, whole")]
+        if broadcast:
+            sent = min(max(size, model.largest * e * tensor), model.parameters * e * tensor)
+            items.append(Item("send buffers", 2 * sent, f"2 x {sent >> 20} MiB: one travels while the next fills"))
+        return items
 
+    def exchange(self) -> list[Item]:
+        size, why = 0, "none: every rank holds all of it"
+        if self.sharded:
+            size, why = self._exchanged(), "parts of the optimizer's state, given and received"
+        return [Item("exchange of optimizer state", size, why)]
 
-def _per_token(model: RankModel, hf: HFModelConfig, config: Config, work: MicroBatchWork) -> int:
-    """Return the bytes of a token of the batch on the device."""
-    out = 10 * INT64 + config.rollout.topk_logprobs * 8
-    if config.rollout.has_sampling_mask:  # upper bound; rollout/kept_tokens_mean is the measured mean
-        out += 4 * (1 + config.rollout.top_k)
-    if not work.cuda and hf.mla is None:
-        out += 2 * hf.head_dim * work.e  # tables of our own rotation
-    if config.rollout.routing_replay and hf.moe is not None:
-        routed = sum(hf.is_moe_layer(index) for chunk in model.chunks for index in chunk)
-        out += 2 * routed * hf.moe.top_k * work.kept // work.tokens
-    return out
+    def saved(self) -> list[Item]:
+        """Return the copy that a save makes on the host. A synchronous save copies weights tensor by tensor."""
+        if self.config.checkpoint.asynchronous:
+            size = self.shard * (3 * FP32 + DTYPES[self.config.model.dtype].bytes)
+            return [Item("checkpoint being written", size, "all that this rank saves, with checkpoint.asynchronous")]
+        return [self._host_copy()] if self.sharded else []
 
+    def loading(self) -> list[Item]:
+        on_host = self.sharded and not self.cuda
+        merged = self.model.gated * DTYPES[self.config.model.dtype].bytes
+        if on_host:
+            merged += self.model.gated * self.shard // self.model.trained * 3 * FP32
+        item = Item("gate and up projections", merged, "put together from the two that are stored")
+        if self.sharded and (exchanged := self._exchanged()) > merged:
+            item = Item("exchange of optimizer state", exchanged, "larger than the projections put together")
+        return [item, *([self._host_copy()] if on_host else [])]
 
-def _shard(model: RankModel, sharded: bool) -> int:
-    if not sharded:
-        return model.trained
-    return -(-model.dense // model.dense_replicas) - (-model.expert // model.expert_replicas)
+    def _exchanged(self) -> int:
+        """Return the bytes that a rank sends and receives at once; dense and expert optimizers take turns."""
+        from dppo_megatron.actor.checkpoint.optimizer_shards import EXCHANGE_BYTES, STATE_BYTES
 
+        model = self.model
+        kinds = ((model.dense, model.dense_replicas), (model.expert, model.expert_replicas))
+        shares = [(-(-count // ranks) * STATE_BYTES, ranks) for count, ranks in kinds]
+        return max(min(share, EXCHANGE_BYTES // ranks) + min(share, EXCHANGE_BYTES) for share, ranks in shares)
 
-def _forward_backward(work: MicroBatchWork, model: RankModel, load: Load, padded_vocab: int) -> tuple[Item, ...]:
-    in_flight = chunks_in_flight(work.config, model, load.micro_batches)
-    kinds = [Counter(work.hf.is_moe_layer(index) for index in chunk) for chunk in model.chunks]
-    made = {moe: layer(work, moe) for kind in kinds for moe in kind}
-    kept = {moe: with_recompute(work, each) for moe, each in made.items()}
-    layers: Counter[bool] = Counter()
-    for kind, count in zip(kinds, in_flight, strict=True):
-        for moe, number in kind.items():
-            layers[moe] += number * count
-    items = []
-    for moe, number in layers.items():
-        which = "expert" if moe else "dense"
-        name = f"activations, {which} layers" if work.hf.moe else "activations"
-        items.append(Item(name, number * kept[moe][0], _why(work, made[moe], number, sum(in_flight), kept[moe][0])))
-    if work.config.parallel.pipeline > 1:
-        count = sum(in_flight)
-        items.append(Item("stage inputs and outputs", 2 * count * work.hidden_bytes, f"2 x {count} in flight"))
-    working = max((each[1] for each in kept.values()), default=0)
-    above = head(work, padded_vocab) if model.has_head else {}
-    if sum(above.values()) >= working:
-        items += [Item(f"head: {name}", size, f"{load.tokens:,} rows") for name, size in above.items()]
-    else:
-        items.append(Item("backward of one layer", working, "gradients in flight, and what is recomputed"))
-    return tuple(items)
+    def _host_copy(self) -> Item:
+        return Item("optimizer state on the host", self.shard * 3 * FP32, "what this rank saves, 12 bytes each")
 
 
 def _why(work: MicroBatchWork, made: Layer, number: int, in_flight: int, kept: int) -> str:
@@ -210,81 +262,10 @@ def chunks_in_flight(config: Config, model: RankModel, micro_batches: int) -> li
     return counts
 
 
-def _step(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item, ...]:
-    if hardware.cuda:
-        return (Item("temporaries", 0, "none: fused optimizer, NCCL reduces and gathers in place"),)
-    sharded = config.parallel.distributed_optimizer
-    largest = -(-model.largest_trained // (model.dense_replicas if sharded else 1))
-    adam = Item("temporaries", 2 * FP32 * largest, "torch's AdamW: two tensors of the largest parameter")
-    gloo = Item("temporaries", FP32 * max(model.dense, model.expert), "gloo reduces a copy of the gradients")
-    return (max(adam, gloo, key=lambda item: item.bytes) if sharded else adam,)
-
-
-def _publishing(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item, ...]:
-    if not config.samples:
-        return (Item("export buckets", 0, "nothing is published"),)
-    e, tensor = DTYPES[config.engine.dtype].bytes, config.parallel.tensor
-    broadcast = config.weight_sync.transport == "broadcast"
-    size = DEFAULT_BUCKET_BYTES
-    if broadcast:
-        size = config.weight_sync.bucket_bytes or BUCKET_BYTES["nccl" if hardware.cuda else "gloo"]
-    # A tensor larger than a bucket has a bucket of its own.
-    bucket = min(max(size, model.largest * e), model.parameters * e)
-    copies = 1 + (2 * tensor if tensor > 1 else 1)  # own shards, those gathered, the whole tensors
-    items = [Item("export buckets", copies * bucket, f"{copies} x {bucket >> 20} MiB: shards, gathered, whole")]
-    if broadcast:
-        sent = min(max(size, model.largest * e * tensor), model.parameters * e * tensor)
-        items.append(Item("send buffers", 2 * sent, f"2 x {sent >> 20} MiB: one travels while the next fills"))
-    return tuple(items)
-
-
-def _saving(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item, ...]:
-    held = _optimizer_if_offloaded(model, config, hardware.cuda)
-    exchange = Item("exchange of optimizer state", 0, "none: every rank holds all of it")
-    if config.parallel.distributed_optimizer:
-        exchange = replace(exchange, bytes=_exchange(model), why="parts of the optimizer's state, given and received")
-    return (*held, exchange, *(() if hardware.cuda else _saved(model, config)))
-
-
-def _saved(model: RankModel, config: Config) -> tuple[Item, ...]:
-    """Return the copy that a save makes on the host. A synchronous save copies weights tensor by tensor."""
-    if config.checkpoint.asynchronous:
-        size = _shard(model, True) * (3 * FP32 + DTYPES[config.model.dtype].bytes)
-        return (Item("checkpoint being written", size, "all that this rank saves, with checkpoint.asynchronous"),)
-    return (_host_copy(model),) if config.parallel.distributed_optimizer else ()
-
-
-def _loading(model: RankModel, config: Config, hardware: Hardware) -> tuple[Item, ...]:
-    held = _optimizer_if_offloaded(model, config, hardware.cuda)
-    sharded = config.parallel.distributed_optimizer
-    merged = model.gated * DTYPES[config.model.dtype].bytes
-    if sharded and not hardware.cuda:
-        merged += model.gated * _shard(model, True) // model.trained * 3 * FP32
-    items = [*held, Item("gate and up projections", merged, "put together from the two that are stored")]
-    if sharded and _exchange(model) > merged:
-        items[-1] = Item("exchange of optimizer state", _exchange(model), "larger than the projections put together")
-    if sharded and not hardware.cuda:
-        items.append(_host_copy(model))
-    return tuple(items)
-
-
-def _exchange(model: RankModel) -> int:
-    """Return the bytes that a rank sends and receives at once; dense and expert optimizers take turns."""
-    from dppo_megatron.actor.checkpoint.optimizer_shards import EXCHANGE_BYTES, STATE_BYTES
-
-    kinds = ((model.dense, model.dense_replicas), (model.expert, model.expert_replicas))
-    shares = [(-(-count // ranks) * STATE_BYTES, ranks) for count, ranks in kinds]
-    return max(min(share, EXCHANGE_BYTES // ranks) + min(share, EXCHANGE_BYTES) for share, ranks in shares)
-
-
-def _host_copy(model: RankModel) -> Item:
-    return Item("optimizer state on the host", _shard(model, True) * 3 * FP32, "what this rank saves, 12 bytes each")
-
-
-def _needs_reference(config: Config) -> bool:
+def _needs_reference(objective: ObjectiveConfig) -> bool:
     from dppo_megatron.objectives import build_objective
 
-    return build_objective(config.objective.name, **config.objective.settings).needs_reference
+    return build_objective(objective.name, **objective.settings).needs_reference
 
 
 def _sum(items: tuple[Item, ...]) -> int:

@@ -1,7 +1,7 @@
-"""The real model of a rank, built on the meta device in a process group of the full size that connects nobody.
+"""Builds the real model of a rank on the meta device, in a fake process group of the full world size.
 
-Megatron decides what a rank holds; nothing here knows how. It runs in a process of its own, because Megatron's
-groups, the environment and (on a machine that has one) the GPU belong to the process that makes the plan.
+Megatron decides which layers and shards a rank has. The build runs in its own process, because Megatron's groups, the
+environment and a GPU of this machine belong to the process that makes the plan.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dppo_megatron.config import Config
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """What one rank holds; sizes in elements. Every rank of its pipeline stage holds as much."""
+    """Sizes of one rank's model in elements, which are the same for every rank of its pipeline stage."""
 
     rank: int
     stage: int
@@ -33,10 +33,10 @@ class RankModel:
     buffers: int  # expert biases, fp32
     largest: int  # elements of the largest parameter
     largest_trained: int
-    gated: int  # of those trained, the gate and up projections, which Megatron puts together anew when it loads them
-    dense_replicas: int  # ranks that share one copy of the dense parameters' state
+    gated: int  # trained gate and up projections, which Megatron merges when it loads them
+    dense_replicas: int  # ranks that share one copy of the dense optimizer state
     expert_replicas: int
-    whole: dict[str, int]  # HF tensor -> elements, of all ranks of the stage, as this rank's shapes make them up
+    whole: dict[str, int]  # HF tensor -> elements on all ranks of the stage, from this rank's shapes
 
     @property
     def trained(self) -> int:
@@ -48,7 +48,7 @@ class RankModel:
 
 
 class RankBuilder:
-    """Builds ranks' models in a child process. A context manager; the child ends with it."""
+    """Builds ranks' models in a child process. A context manager, whose exit ends the child."""
 
     def __init__(self) -> None:
         self._built: dict[tuple, list[RankModel]] = {}
@@ -61,7 +61,7 @@ class RankBuilder:
         self._pool.shutdown(cancel_futures=True)
 
     def build(self, config: Config, rank: int | None = None) -> list[RankModel]:
-        """One rank of each pipeline stage in order; of its stage `rank`, where given. Half a second each."""
+        """Build one rank of each pipeline stage in order, including `rank` if given, in half a second each."""
         key = (config.model.path, config.model.lora, config.parallel, rank)
         if key not in self._built:
             self._built[key] = self._pool.submit(build_ranks, config, rank).result()
@@ -73,7 +73,7 @@ def _without_gpus() -> None:
 
 
 def build_ranks(config: Config, rank: int | None) -> list[RankModel]:
-    """See RankBuilder.build. Needs a process without torch.distributed; leaves it so."""
+    """Run `RankBuilder.build` in a process without torch.distributed, and leave it without."""
     p = config.parallel
     per_stage = p.world_size // p.pipeline  # pipeline stages are the slowest-varying part of a rank
     ranks = [stage * per_stage for stage in range(p.pipeline)]
@@ -143,7 +143,7 @@ def _gated(name: str) -> bool:
 
 
 def _whole(chunks: Sequence, hf, layout, ranks) -> dict[str, int]:
-    """Elements of every HF tensor of this stage from this rank's shapes, without the vocabulary's padding."""
+    """Return the elements of every HF tensor of this stage, without the vocabulary's padding."""
     from dppo_megatron.hf import WeightMap
     from dppo_megatron.hf.megatron_model import infer_layout, named_weights
 
@@ -158,7 +158,7 @@ def _whole(chunks: Sequence, hf, layout, ranks) -> dict[str, int]:
         numel = weight.numel() * (1 if entry.op.replicated else shards)
         if name.startswith(("embedding.", "output_layer.")):
             numel -= padding
-        # Other expert-parallel ranks hold as many other experts: counted under this rank's names.
+        # Other expert-parallel ranks have equally many other experts, counted under this rank's names.
         copies = layout.expert_size if entry.is_expert else 1
         names = [tensor.name for tensor in entry.hf]
         shapes = [math.prod(tensor.shape) for tensor in entry.hf]

@@ -1,4 +1,4 @@
-"""The totals of a plan for the whole run: parameters, batches, disk."""
+"""Computes a plan's totals for the whole run: parameters, batches and disk."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dppo_megatron.bank.shapes import Shapes
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
+from dppo_megatron.config.schema import CheckpointConfig
 from dppo_megatron.config.task import EvalSet
 from dppo_megatron.hf import HFModelConfig, ModelError, WeightMap
 from dppo_megatron.hf.flops import ModelFlops, Work
@@ -19,17 +20,17 @@ from .engines import published_bytes
 from .ranks import RankModel
 
 _BANK = ("bank_bytes_per_step", "bank_bytes", "kept_bank_bytes")
-_TEXT_BYTES = 8  # of a text, for each token; assumed
-_SAMPLE_BYTES = 256  # of a sample in the blob's metadata, or in the index line: sizes, checksums, reward
-_GROUP_BYTES = 1024  # of a group likewise, and its share of begin and end lines
+_TEXT_BYTES = 8  # of text per token; assumed
+_SAMPLE_BYTES = 256  # of a sample's sizes, checksums and reward, in the blob's metadata or the index line
+_GROUP_BYTES = 1024  # of a group likewise, including its share of begin and end lines
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Exact counts of parameters; batches and disk where every response is as long as it may be."""
+    """Exact counts of parameters, and upper limits of batches and disk, for responses of the maximal length."""
 
     parameters: int  # of the model as Hugging Face stores it, without multi-token prediction layers
-    active: int  # those that one token uses
+    active: int  # used by one token
     sequences_per_update: int
     tokens_per_update: int
     micro_batches_per_update: int  # of one rank
@@ -38,17 +39,18 @@ class Totals:
     published_bytes: int  # one policy version; 0 where nothing is published
     bank_bytes_per_step: int
     bank_bytes: int  # of the whole run
-    kept_bank_bytes: int  # most at any time with checkpoint.keep_rollouts, or with 0 where it is not set
+    kept_bank_bytes: int  # largest size with checkpoint.keep_rollouts, or with 0 where it is not set
     evaluations: int
-    answer_bytes: Mapping[str, int]  # by set: of the answers to one of its prompts in one evaluation
+    answer_bytes: Mapping[str, int]  # set -> bytes of the answers to one prompt in one evaluation
 
 
 def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Totals:
-    """Raises ModelError when the built ranks do not add up to the tensors of the Hugging Face model."""
+    """Compute the totals. Raises ModelError when the ranks do not add up to the Hugging Face model."""
     parameters = _parameters(hf, ranks)
     r, t = config.rollout, config.train
     sequences = r.prompts_per_step * r.group_size // t.updates_per_step
-    longest = config.data.max_prompt_tokens + r.max_response_tokens
+    prompt = config.data.max_prompt_tokens
+    longest = prompt + r.max_response_tokens
     tokens = sequences * longest
     work = Work(tokens, tokens * (longest + 1) // 2, sequences * r.max_response_tokens)
     # Trained weights in the model's dtype; the optimizer's fp32 parameters and two moments.
@@ -66,20 +68,21 @@ def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Tot
         checkpoint_bytes=checkpoint,
         published_bytes=published_bytes(hf, config) if config.samples else 0,
         **(bank_disk(hf, config) if config.samples else dict.fromkeys(_BANK, 0)),
-        evaluations=_evaluations(config),
-        answer_bytes={name: _answer_bytes(config, one) for name, one in config.eval_sets.items()},
+        evaluations=_evaluations(config.eval.every, t.steps),
+        answer_bytes={
+            name: _answer_bytes(config.data.max_prompt_tokens, one) for name, one in config.eval_sets.items()
+        },
     )
 
 
-def _evaluations(config: Config) -> int:
-    """Policies that every set is answered by: the first, the last, and those of the schedule."""
-    every, steps = config.eval.every, config.train.steps
+def _evaluations(every: int, steps: int) -> int:
+    """Count the evaluated policies: the first, the last, and those of the schedule."""
     return len({0, steps} | (set(range(every, steps, every)) if every else set()))
 
 
-def _answer_bytes(config: Config, one: EvalSet) -> int:
+def _answer_bytes(prompt_tokens: int, one: EvalSet) -> int:
     assert one.max_response_tokens is not None
-    texts = config.data.max_prompt_tokens + one.n * one.max_response_tokens
+    texts = prompt_tokens + one.n * one.max_response_tokens
     return texts * _TEXT_BYTES + one.n * _SAMPLE_BYTES + _GROUP_BYTES
 
 
@@ -99,7 +102,7 @@ def _active(hf: HFModelConfig, parameters: int) -> int:
 
 
 def bank_disk(hf: HFModelConfig, config: Config) -> dict[str, int]:
-    """The bank's bytes by field of `Totals`, with every prompt and response as long as it may be."""
+    """Return the bank's bytes by field of `Totals`, for prompts and responses of the maximal length."""
     r, longest = config.rollout, [config.rollout.max_response_tokens] * config.rollout.group_size
     routing = None
     if r.routing_replay and hf.moe is not None:
@@ -115,18 +118,17 @@ def bank_disk(hf: HFModelConfig, config: Config) -> dict[str, int]:
     line = r.group_size * _SAMPLE_BYTES + _GROUP_BYTES
     step, index, steps = r.prompts_per_step * group, r.prompts_per_step * line, config.train.steps
     whole = steps * (step + index)
-    kept = min(whole, steps * index + kept_steps(config) * step)
+    kept = min(whole, steps * index + kept_steps(config.checkpoint, r.max_staleness, steps) * step)
     return dict(zip(_BANK, (step + index, whole, kept), strict=True))
 
 
-def kept_steps(config: Config) -> int:
-    """Most steps whose rollouts are on the disk at once with `checkpoint.keep_rollouts` (0 where it is not set).
+def kept_steps(c: CheckpointConfig, max_staleness: int, steps: int) -> int:
+    """Return the largest number of steps on the disk at once with `checkpoint.keep_rollouts` (0 where it is not set).
 
-    Until a checkpoint is whole, those since the oldest one kept; after the trainer's step, those sampled ahead and the
-    one that begins, for data is deleted when a step's first group is written.
+    Until a checkpoint is complete, the steps since the oldest kept checkpoint stay. The steps sampled ahead and the
+    current one follow the trainer's step, because writing the first group of a step deletes old data.
     """
-    c = config.checkpoint
     if not c.every:
-        return config.train.steps
+        return steps
     behind = max(c.keep * c.every, c.every + (c.keep_rollouts or 0)) + (c.every if c.asynchronous else 0)
-    return min(config.train.steps, behind + config.rollout.max_staleness + 2)
+    return min(steps, behind + max_staleness + 2)

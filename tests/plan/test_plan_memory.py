@@ -14,52 +14,26 @@ from dppo_megatron.hf import padded_vocab_size, read_hf_config
 from dppo_megatron.plan import Load, RankBuilder, estimate, hardware
 from tests.plan.measured import measure_checkpoints, measure_updates
 from tests.support.configs import make_config
+from tests.support.models import CONFIGS
 
 TOKENS = 512
-DENSE = {  # large enough that activations, logits and states all count
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
+SIZES = {  # large enough that activations, logits and states all count
     "hidden_size": 256,
-    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 32,
     "intermediate_size": 768,
     "vocab_size": 8192,
-    "rms_norm_eps": 1e-6,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
-    "rope_theta": 1000.0,
-    "hidden_act": "silu",
 }
-EXPERTS = {
-    **DENSE,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-    "norm_topk_prob": True,
-}
-LATENT = {
-    **EXPERTS,
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 128,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 1.0,
-    "q_lora_rank": 96,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "num_key_value_heads": 8,
-}
+DENSE = CONFIGS["qwen3"] | SIZES
+EXPERTS = CONFIGS["qwen3_moe"] | SIZES | {"num_experts": 8, "moe_intermediate_size": 256, "mlp_only_layers": []}
+LATENT = CONFIGS["deepseek_v3"] | SIZES | {
+    "num_key_value_heads": 8, "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
+    "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "q_lora_rank": 96, "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
 
 
 def config(directory: Path, hf: dict, model: dict, parallel: dict, tokens: int, **sections: dict) -> Config:
