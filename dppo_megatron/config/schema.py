@@ -13,49 +13,45 @@ from pydantic import Field, model_validator
 from .engine import EngineConfig, RolloutConfig, WeightSyncConfig
 from .model import AcceptanceConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from .objective import ObjectiveConfig
-from .section import Count, CountFromZero, FilePath, Int, Seconds, Section
+from .section import Count, CountFromZero, FilePath, Int, Seconds, Section, setting
 from .slurm import SlurmConfig
 from .task import HELDOUT, DataConfig, EnvironmentConfig, EvalConfig, EvalSet, RewardConfig
 
 
 class RunConfig(Section):
     dir: FilePath = Field(description="run directory: resolved config, bank, weights, checkpoints, logs, metrics")
-    seed: Int = Field(1, ge=0, lt=1 << 32, description="seeds prompt order, sampling and dropout")
-    stall_timeout_s: Seconds = Field(1800.0, description="a wait without progress longer than this raises")
+    seed: Int = setting(1, "seeds prompt order, sampling and dropout", ge=0, lt=1 << 32)
+    stall_timeout_s: Seconds = setting(1800.0, "a wait without progress longer than this raises")
 
 
 class CheckpointConfig(Section):
-    every: CountFromZero = Field(50, description="steps between checkpoints; 0 = only at the end")
-    keep: Count = Field(2, description="newest checkpoints that stay on disk")
-    keep_rollouts: CountFromZero | None = Field(
+    every: CountFromZero = setting(50, "steps between checkpoints; 0 = only at the end")
+    keep: Count = setting(2, "newest checkpoints that stay on disk")
+    keep_rollouts: CountFromZero | None = setting(
         None,
-        description="steps before the newest checkpoint whose rollouts stay in the bank, besides those needed to "
-        "resume from a kept checkpoint; default: all steps",
+        "steps before the newest checkpoint whose rollouts stay in the bank, besides those needed to resume from a "
+        "kept checkpoint; default: all steps",
     )
-    asynchronous: bool = Field(
-        False, description="train while a checkpoint is written; costs a host copy of this rank's part"
-    )
-    timeout_s: Seconds = Field(
-        1800.0, description="asynchronous: a write without progress on the disk for longer raises"
-    )
+    asynchronous: bool = setting(False, "train while a checkpoint is written; costs a host copy of this rank's part")
+    timeout_s: Seconds = setting(1800.0, "asynchronous: a write without progress on the disk for longer raises")
 
 
 class TrackingConfig(Section):
-    tensorboard: bool = Field(False, description="write RUN/tensorboard")
-    wandb: Literal["off", "offline", "online"] = Field("off", description="log to Weights & Biases")
-    wandb_project: str = Field("dppo_megatron", description="project of the run there")
-    wandb_name: str | None = Field(None, description="name of the run there; default: that of run.dir")
-    token_sequences: CountFromZero = Field(
+    tensorboard: bool = setting(False, "write RUN/tensorboard")
+    wandb: Literal["off", "offline", "online"] = setting("off", "log to Weights & Biases")
+    wandb_project: str = setting("dppo_megatron", "project of the run there")
+    wandb_name: str | None = setting(None, "name of the run there; default: that of run.dir")
+    token_sequences: CountFromZero = setting(
         0,
-        description="sequences of each step whose tokens are stored in RUN/tokens with the trainer's log-prob, "
-        "entropy, divergence and mask, for `dppo-megatron view`; 17 bytes a token",
+        "sequences of each step whose tokens are stored in RUN/tokens with the trainer's log-prob, entropy, "
+        "divergence and mask, for `dppo-megatron view`; 17 bytes a token",
     )
 
 
 class ProfileConfig(Section):
-    steps: tuple[Count, ...] = Field((), description="steps to trace, counted from 1 as in the metrics, e.g. [3]")
-    ranks: tuple[CountFromZero, ...] = Field((0,), description="trainer ranks that write RUN/profile/step_N_rank_R")
-    memory: bool = Field(False, description="also write a snapshot of CUDA memory at the end of each of these steps")
+    steps: tuple[Count, ...] = setting((), "steps to trace, counted from 1 as in the metrics, e.g. [3]")
+    ranks: tuple[CountFromZero, ...] = setting((0,), "trainer ranks that write RUN/profile/step_N_rank_R")
+    memory: bool = setting(False, "also write a snapshot of CUDA memory at the end of each of these steps")
 
 
 class Config(Section):

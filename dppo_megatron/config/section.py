@@ -20,6 +20,11 @@ def refusal(why: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{why}", {"why": why})
 
 
+def setting(default: Any, description: str, **limits: Any) -> Any:
+    """Declare a setting with its default, its description in docs/settings.md, and limits of its value."""
+    return Field(default, description=description, **limits)
+
+
 def _a_number(value: Any) -> Any:
     if isinstance(value, bool):
         raise refusal("must be a number, not true or false")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 
-from .section import Count, CountFromZero, Processes, ProcessesFromZero, Seconds, Section, refusal
+from .section import Count, CountFromZero, Processes, ProcessesFromZero, Seconds, Section, refusal, setting
 
 _GRES = re.compile(r"(?:gpu:)?(?:((?=[^:]*[A-Za-z])[\w.+-]+):)?(\d{1,9})(?:\([^()]*\))?", re.ASCII)
 
@@ -31,32 +31,32 @@ Option = Annotated[str, _written(_OPTION, "one option without quotes, e.g. --qos
 
 
 class SlurmConfig(Section):
-    trainer_nodes: Processes = Field(1, description="nodes over which parallel.world_size ranks are spread evenly")
-    engine_nodes: ProcessesFromZero = Field(0, description="nodes that only serve; 0 = engines share the trainer nodes")
-    heterogeneous: bool = Field(False, description="request trainer and engine nodes as a heterogeneous job")
-    gpus_per_node: ProcessesFromZero = Field(8, description="GPUs of each node, also as gpu:h100:8; 0 = run on the CPU")
-    gpu_type: Name | None = Field(None, description="their type in the cluster's GRES, e.g. h100; default: any")
-    engine_gpus_per_node: ProcessesFromZero | None = Field(None, description="of engine nodes; default: gpus_per_node")
-    engine_gpu_type: Name | None = Field(None, description="default: gpu_type, if engine_gpus_per_node is the default")
-    exclusive: bool = Field(True, description="request whole nodes; false: give CPUs and memory in sbatch_args")
-    gpu: str | None = Field(None, description="kind of GPU, as for `plan`, e.g. h100-80; the run must fit")
-    account: Name | None = Field(None, description="as sbatch takes it")
-    partition: Names | None = Field(None, description="as sbatch takes it")
-    engine_partition: Names | None = Field(None, description="of engine nodes; default: partition")
-    time: Time = Field("24:00:00", description="time limit of one attempt of the job, as sbatch takes it")
-    signal_lead_s: Count = Field(300, ge=60, description="seconds before the time limit for a checkpoint and a requeue")
-    max_restarts: CountFromZero = Field(3, description="restarts in a row that may save no new checkpoint")
-    preflight: bool = Field(True, description="check nodes, GPUs and network before each attempt; exclude bad nodes")
-    interface: str | None = Field(None, description="network of NCCL, gloo and engines, e.g. ib0; default: host name's")
-    bind: Literal["auto", "none"] = Field("auto", description="auto: ranks and engines use the CPUs near their GPUs")
-    setup: tuple[str, ...] = Field((), description="shell lines before the program: modules, venv, exports")
-    command: tuple[str, ...] = Field(
-        (), description="command of this program, e.g. [apptainer, exec, --nv, X.sif, dppo-megatron]"
+    trainer_nodes: Processes = setting(1, "nodes over which parallel.world_size ranks are spread evenly")
+    engine_nodes: ProcessesFromZero = setting(0, "nodes that only serve; 0 = engines share the trainer nodes")
+    heterogeneous: bool = setting(False, "request trainer and engine nodes as a heterogeneous job")
+    gpus_per_node: ProcessesFromZero = setting(8, "GPUs of each node, also as gpu:h100:8; 0 = run on the CPU")
+    gpu_type: Name | None = setting(None, "their type in the cluster's GRES, e.g. h100; default: any")
+    engine_gpus_per_node: ProcessesFromZero | None = setting(None, "of engine nodes; default: gpus_per_node")
+    engine_gpu_type: Name | None = setting(None, "default: gpu_type, if engine_gpus_per_node is the default")
+    exclusive: bool = setting(True, "request whole nodes; false: give CPUs and memory in sbatch_args")
+    gpu: str | None = setting(None, "kind of GPU, as for `plan`, e.g. h100-80; the run must fit")
+    account: Name | None = setting(None, "as sbatch takes it")
+    partition: Names | None = setting(None, "as sbatch takes it")
+    engine_partition: Names | None = setting(None, "of engine nodes; default: partition")
+    time: Time = setting("24:00:00", "time limit of one attempt of the job, as sbatch takes it")
+    signal_lead_s: Count = setting(300, "seconds before the time limit for a checkpoint and a requeue", ge=60)
+    max_restarts: CountFromZero = setting(3, "restarts in a row that may save no new checkpoint")
+    preflight: bool = setting(True, "check nodes, GPUs and network before each attempt; exclude bad nodes")
+    interface: str | None = setting(None, "network of NCCL, gloo and engines, e.g. ib0; default: host name's")
+    bind: Literal["auto", "none"] = setting("auto", "auto: ranks and engines use the CPUs near their GPUs")
+    setup: tuple[str, ...] = setting((), "shell lines before the program: modules, venv, exports")
+    command: tuple[str, ...] = setting(
+        (), "command of this program, e.g. [apptainer, exec, --nv, X.sif, dppo-megatron]"
     )
-    sbatch_args: tuple[Option, ...] = Field((), description="further #SBATCH options, e.g. --qos=high")
-    engine_sbatch_args: tuple[Option, ...] = Field((), description="the same for a heterogeneous job's engine nodes")
-    srun_args: tuple[str, ...] = Field((), description="further options of every srun, e.g. --container-image=...")
-    start_timeout_s: Seconds = Field(600.0, description="the job fails unless all ranks start in this time")
+    sbatch_args: tuple[Option, ...] = setting((), "further #SBATCH options, e.g. --qos=high")
+    engine_sbatch_args: tuple[Option, ...] = setting((), "the same for a heterogeneous job's engine nodes")
+    srun_args: tuple[str, ...] = setting((), "further options of every srun, e.g. --container-image=...")
+    start_timeout_s: Seconds = setting(600.0, "the job fails unless all ranks start in this time")
 
     @model_validator(mode="before")
     @classmethod

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from .section import Count, CountFromZero, FilePath, Float, Processes, Seconds, Section
+from .section import Count, CountFromZero, FilePath, Float, Processes, Seconds, Section, setting
 
 Weight = Annotated[Float, Field(gt=0, le=1e6)]
 
@@ -16,26 +16,24 @@ class DataFile(Section):
     """One more file of training prompts."""
 
     path: FilePath = Field(description="as data.train")
-    weight: Weight = Field(1.0, description="prompts of this file for each one of data.train")
+    weight: Weight = setting(1.0, "prompts of this file for each one of data.train")
 
 
 class DataConfig(Section):
     train: FilePath = Field(description="JSONL, parquet or a Hugging Face dataset directory, one prompt a row")
-    eval: FilePath | None = Field(None, description="held-out prompts, as data.train")
-    more: tuple[DataFile, ...] = Field((), description="more files of training prompts, mixed in by their weights")
-    prompt_column: str = Field("prompt", description="text or messages; a.b is the field b of column a")
-    answer_column: str = Field("answer", description="right answer for the grader, e.g. reward_model.ground_truth")
-    source_column: str = Field("data_source", description="the row's data source, for reward.terms; may be absent")
-    chat_template: bool = Field(False, description="wrap the prompt as a user turn with the tokenizer's chat template")
-    prompt_template: str = Field("{prompt}", description="text around the prompt; {prompt} is replaced")
-    shuffle: bool = Field(True, description="draw a new order of the prompts for each epoch, from run.seed")
-    max_prompt_tokens: Count = Field(
-        1024, description="longest prompt; with the longest response at most engine.max_model_len"
-    )
-    overlong: Literal["refuse", "drop", "truncate"] = Field(
+    eval: FilePath | None = setting(None, "held-out prompts, as data.train")
+    more: tuple[DataFile, ...] = setting((), "more files of training prompts, mixed in by their weights")
+    prompt_column: str = setting("prompt", "text or messages; a.b is the field b of column a")
+    answer_column: str = setting("answer", "right answer for the grader, e.g. reward_model.ground_truth")
+    source_column: str = setting("data_source", "the row's data source, for reward.terms; may be absent")
+    chat_template: bool = setting(False, "wrap the prompt as a user turn with the tokenizer's chat template")
+    prompt_template: str = setting("{prompt}", "text around the prompt; {prompt} is replaced")
+    shuffle: bool = setting(True, "draw a new order of the prompts for each epoch, from run.seed")
+    max_prompt_tokens: Count = setting(1024, "longest prompt; with the longest response at most engine.max_model_len")
+    overlong: Literal["refuse", "drop", "truncate"] = setting(
         "refuse",
-        description="longer prompts: refuse = an error before the start, drop = leave them out and count them, "
-        "truncate = keep their last max_prompt_tokens",
+        "longer prompts: refuse = an error before the start, drop = leave them out and count them, truncate = keep "
+        "their last max_prompt_tokens",
     )
 
     @property
@@ -48,29 +46,28 @@ class RewardTerm(Section):
     """One of several rewards."""
 
     name: str = Field(description="as reward.name")
-    weight: Float = Field(1.0, ge=-1e6, le=1e6, description="its factor in the sum")
+    weight: Float = setting(1.0, "its factor in the sum", ge=-1e6, le=1e6)
     settings: dict[str, JsonValue] = Field(default_factory=dict, description="as reward.settings")
-    sources: tuple[str, ...] = Field((), description="only for rows of these data sources; empty = all rows")
+    sources: tuple[str, ...] = setting((), "only for rows of these data sources; empty = all rows")
 
 
 class RewardConfig(Section):
-    name: str = Field(
+    name: str = setting(
         "arithmetic",
-        description="arithmetic | gsm8k | dapo | exact | http | math | multiple_choice | regex | "
-        "package.module:function",
+        "arithmetic | gsm8k | dapo | exact | http | math | multiple_choice | regex | package.module:function",
     )
     settings: dict[str, JsonValue] = Field(
         default_factory=dict, description="arguments of the grader, class or function, see docs/rewards.md"
     )
-    terms: tuple[RewardTerm, ...] = Field(
-        (), description="several rewards instead of name: weighted sum of those for a row's source"
+    terms: tuple[RewardTerm, ...] = setting(
+        (), "several rewards instead of name: weighted sum of those for a row's source"
     )
-    timeout_s: Seconds = Field(10.0, description="a sample whose verifier is slower counts as failed")
-    workers: Processes = Field(2, description="verifier processes")
-    overlong_buffer: CountFromZero = Field(
+    timeout_s: Seconds = setting(10.0, "a sample whose verifier is slower counts as failed")
+    workers: Processes = setting(2, "verifier processes")
+    overlong_buffer: CountFromZero = setting(
         0,
-        description="tokens before rollout.max_response_tokens over which a reward falls by up to 1 (DAPO's soft "
-        "overlong penalty, added in training, not in the bank); 0 = off",
+        "tokens before rollout.max_response_tokens over which a reward falls by up to 1 (DAPO's soft overlong "
+        "penalty, added in training, not in the bank); 0 = off",
     )
 
     @property
@@ -79,29 +76,25 @@ class RewardConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    name: str | None = Field(
-        None, description="package.module:class of an environment; default: a response is one turn"
-    )
-    agent: str | None = Field(
+    name: str | None = setting(None, "package.module:class of an environment; default: a response is one turn")
+    agent: str | None = setting(
         None,
-        description="package.module:function(url, api_key, task) -> reward, instead of an environment: it requests "
-        "turns over HTTP, like a client of OpenAI or Anthropic",
+        "package.module:function(url, api_key, task) -> reward, instead of an environment: it requests turns over "
+        "HTTP, like a client of OpenAI or Anthropic",
     )
-    host: str = Field("127.0.0.1", description="address of this machine at which agents reach the policy")
+    host: str = setting("127.0.0.1", "address of this machine at which agents reach the policy")
     settings: dict[str, JsonValue] = Field(
         default_factory=dict, description="arguments of the class, or further ones of the agent"
     )
-    max_turns: Count = Field(8, description="turns of the policy; a longer trajectory ends there (max_turns)")
-    max_turn_tokens: Count | None = Field(
-        None, description="limit of one turn; default: the rest of rollout.max_response_tokens"
+    max_turns: Count = setting(8, "turns of the policy; a longer trajectory ends there (max_turns)")
+    max_turn_tokens: Count | None = setting(None, "limit of one turn; default: the rest of rollout.max_response_tokens")
+    timeout_s: Seconds = setting(
+        60.0, "a longer call of an environment, or a longer run of an agent, fails its trajectory"
     )
-    timeout_s: Seconds = Field(
-        60.0, description="a longer call of an environment, or a longer run of an agent, fails its trajectory"
+    trajectory_timeout_s: Seconds | None = setting(
+        None, "a longer trajectory, including sampling, fails; default: only the limits of its turns"
     )
-    trajectory_timeout_s: Seconds | None = Field(
-        None, description="a longer trajectory, including sampling, fails; default: only the limits of its turns"
-    )
-    workers: Processes = Field(32, description="concurrent trajectories, each in its own process")
+    workers: Processes = setting(32, "concurrent trajectories, each in its own process")
 
     @property
     def source(self) -> str | None:
@@ -126,23 +119,21 @@ class EvalSet(Section):
     """Held-out prompts, with the settings for answering and grading them."""
 
     path: FilePath = Field(description="as data.train; columns and longest prompt are those of `data`")
-    prompt_template: str | None = Field(None, description="text around the prompt; default: data.prompt_template")
-    n: Count = Field(1, le=2**16, description="answers to each prompt: the n of avg@n, pass@k and maj@n")
-    temperature: Float = Field(0.0, ge=0, le=100, description="0 = greedy, for n = 1")
-    top_p: Float = Field(1.0, gt=0, le=1, description="may be below 1, since nothing trains on these answers")
-    max_response_tokens: Count | None = Field(
-        None, description="default: eval.max_response_tokens, or rollout.max_response_tokens"
+    prompt_template: str | None = setting(None, "text around the prompt; default: data.prompt_template")
+    n: Count = setting(1, "answers to each prompt: the n of avg@n, pass@k and maj@n", le=2**16)
+    temperature: Float = setting(0.0, "0 = greedy, for n = 1", ge=0, le=100)
+    top_p: Float = setting(1.0, "may be below 1, since nothing trains on these answers", gt=0, le=1)
+    max_response_tokens: Count | None = setting(
+        None, "default: eval.max_response_tokens, or rollout.max_response_tokens"
     )
-    reward: RewardConfig | None = Field(
-        None, description="grader with the fields of the section `reward`, which is the default"
-    )
-    pass_reward: Float = Field(1.0, ge=-1e6, le=1e6, description="smallest reward of a right answer")
+    reward: RewardConfig | None = setting(None, "grader with the fields of the section `reward`, which is the default")
+    pass_reward: Float = setting(1.0, "smallest reward of a right answer", ge=-1e6, le=1e6)
 
 
 class EvalConfig(Section):
-    every: CountFromZero = Field(0, description="steps between evaluations; 0 = only before and after")
-    max_response_tokens: Count | None = Field(None, description="default: rollout.max_response_tokens")
-    pass_reward: Float = Field(1.0, ge=-1e6, le=1e6, description="data.eval: smallest reward of a right answer")
+    every: CountFromZero = setting(0, "steps between evaluations; 0 = only before and after")
+    max_response_tokens: Count | None = setting(None, "default: rollout.max_response_tokens")
+    pass_reward: Float = setting(1.0, "data.eval: smallest reward of a right answer", ge=-1e6, le=1e6)
     sets: dict[SetName, EvalSet] = Field(
         default_factory=dict, description="named sets, besides data.eval, which is answered once, greedily"
     )
