@@ -35,11 +35,6 @@ def test_lines_carry_time_process_rank_and_are_appended(tmp_path):
     assert re.fullmatch(rf"{STAMP} trainer\[3\] WARNING here: careful", lines[1])
 
 
-def test_a_rank_with_a_file_of_its_own_logs_everything(tmp_path):
-    run(tmp_path, "log.info('hello')", name="trainer-3", rank=3)
-    assert re.fullmatch(rf"{STAMP} trainer-3 INFO here: hello\n", (tmp_path / "logs/trainer-3.log").read_text())
-
-
 def test_stderr_gets_warnings_only_and_nothing_twice(tmp_path):
     result = run(tmp_path, "log.info('hello'); log.warning('careful')")
     assert "careful" in result.stderr
@@ -51,10 +46,15 @@ def test_stderr_gets_warnings_only_and_nothing_twice(tmp_path):
     assert path.read_text().count("careful") == 1
 
 
-def test_without_a_run_directory_records_go_to_stderr(tmp_path):
-    result = run(tmp_path, "assert path is None; log.info('hello')", run_dir=False)
-    assert re.fullmatch(rf"{STAMP} trainer INFO here: hello\n", result.stderr)
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("name", "rank", "run_dir", "who"), [("trainer-3", 3, True, "trainer-3"), ("trainer", None, False, "trainer")]
+)
+def test_a_rank_with_its_own_file_and_a_process_without_a_run_log_everything(tmp_path, name, rank, run_dir, who):
+    body = f"assert (path is not None) == {run_dir}; log.info('hello')"
+    result = run(tmp_path, body, name=name, rank=rank, run_dir=run_dir)
+    text = (tmp_path / "logs" / f"{name}.log").read_text() if run_dir else result.stderr
+    assert re.fullmatch(rf"{STAMP} {who} INFO here: hello\n", text)
+    assert run_dir or not list(tmp_path.iterdir())
 
 
 def test_uncaught_exceptions_of_any_thread_land_in_the_log(tmp_path):
