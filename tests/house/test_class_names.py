@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[2] / "dppo_megatron"
 
 # Names that several classes still share. Only remove entries; the last one takes this list with it.
 SHARED = {
-    "Channel", "Exact", "Failed", "Finding", "Gateway", "Piece", "Place", "PolicyLoss", "Published", "Recorder",
+    "Channel", "Exact", "Failed", "Finding", "Gateway", "Piece", "Place", "Published",
     "Rendezvous", "Step", "Turns", "Worker", "_Bucket", "_Group", "_Sample", "_Stream",
 }  # fmt: skip
 
