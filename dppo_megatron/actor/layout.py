@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from dppo_megatron.common.local_store import world_store
 from dppo_megatron.common.ranks import Ranks
-from dppo_megatron.common.world_store import world_store
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
 

@@ -20,8 +20,7 @@ def status(run_dir: RunDirectory, as_json: AsJson = False) -> None:
     """
     import json
 
-    from dppo_megatron.slurm.status import read_status
-    from dppo_megatron.slurm.status_view import show
+    from dppo_megatron.slurm.status import read_status, show
 
     found = read_status(run_dir)
     if as_json:

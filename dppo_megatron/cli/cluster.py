@@ -30,7 +30,7 @@ def slurm(
 
     The config's slurm section sets how many nodes train and serve, and what the site needs (docs/slurm.md).
     """
-    from dppo_megatron.slurm.steps_view import steps_of_job
+    from dppo_megatron.slurm.step import steps_of_job
     from dppo_megatron.slurm.submit import prepare, submit
 
     prepared = prepare(config_file, overrides or (), nodes, resume=resume, place="unstaged" if dry_run else "elsewhere")

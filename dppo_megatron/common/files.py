@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -98,6 +99,12 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
     """`write_atomic` of a JSON value; makes the file's directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(value, indent=indent))
+
+
+def append_json_line(path: Path, record: Any) -> None:
+    """Append a JSON value as one line of a file; makes the file."""
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -215,27 +222,25 @@ def replace_directory(source: Path, target: Path, *, durable: bool = True) -> No
     shutil.rmtree(aside, ignore_errors=True)
 
 
-class SteadyFile:
-    """A file being written whose bytes reach the device every `FLUSH_BYTES`; `moved` is called whenever they have.
+class SteadyFile(BufferedWriter):
+    """A file being written whose bytes reach the device every `FLUSH_BYTES`; `moved` is called each time.
 
-    Else the system takes them all at once, and then nobody can tell a slow device from a dead one. durable: False = it
-    may, for what is written can be lost with the machine.
+    Otherwise the system writes them all at once at the end, and a slow device looks like a dead one. durable: False =
+    no bytes are flushed to the device, for files that may be lost with the machine.
     """
 
     def __init__(self, path: Path, moved: Callable[[], None], *, durable: bool = True):
-        self._file: BinaryIO = path.open("wb")
-        self._moved = moved
-        self._durable = durable
+        super().__init__(FileIO(path, "wb"))
+        self._path, self._moved, self._durable = path, moved, durable
         self._pending = 0
         self._full: DiskFull | None = None  # torch's writer raises something else in its place
-        self.name = str(path)
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
         for first in range(0, len(view), FLUSH_BYTES):
             try:
-                with naming_a_full_disk(Path(self.name), len(view) - first):
-                    self._pending += self._file.write(view[first : first + FLUSH_BYTES])
+                with naming_a_full_disk(self._path, len(view) - first):
+                    self._pending += super().write(view[first : first + FLUSH_BYTES])
             except DiskFull as error:
                 self._full = error
                 raise
@@ -244,40 +249,27 @@ class SteadyFile:
         return len(view)
 
     def sync(self) -> None:
-        with naming_a_full_disk(Path(self.name), self._pending):
-            self._file.flush()
+        with naming_a_full_disk(self._path, self._pending):
+            self.flush()
             if self._durable:
-                os.fsync(self._file.fileno())
+                os.fsync(self.fileno())
         self._pending = 0
         self._moved()
 
-    def seek(self, place: int) -> int:
-        return self._file.seek(place)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
     def close(self) -> None:
-        """With every byte on the device, where it is durable."""
-        if not self._file.closed:
-            with self._file:
+        """Close the file with every byte on the device, where it is durable."""
+        if not self.closed:
+            try:
                 self.sync()
-
-    def __enter__(self) -> SteadyFile:
-        return self
+            finally:
+                super().close()
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
             try:
-                self._file.close()
+                super().close()
             finally:
                 if self._full is not None:
                     raise self._full

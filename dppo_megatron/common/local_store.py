@@ -1,12 +1,30 @@
-"""torch's store listens on every interface; this one not, under a loopback name. SGLang loads this file by its path."""
+"""The store by which ranks find each other and agree. SGLang loads this file by its path, without the package."""
 
+from __future__ import annotations
+
+import os
 import socket
+from datetime import timedelta
 
 import torch.distributed as dist
 
 
 class LocalStore(dist.TCPStore):
+    """A TCPStore that listens only on loopback under a loopback name; torch's own listens on every interface."""
+
     def __init__(self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **settings):
         if is_master and host_name in ("127.0.0.1", "localhost"):
             settings["master_listen_fd"] = socket.create_server(("127.0.0.1", port), backlog=4096).detach()
         super().__init__(host_name, port, world_size, is_master, **settings)
+
+
+def world_store(timeout: timedelta) -> dist.Store | None:
+    """Return the store of the ranks that the environment describes; None under torchrun, whose agent keeps it.
+
+    Rank 0 keeps it, with one connection (an open file) for each other rank.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    size, port = int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
+    is_master = os.environ["RANK"] == "0"
+    return LocalStore(os.environ["MASTER_ADDR"], port, size, is_master, timeout=timeout, multi_tenant=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import threading
@@ -118,6 +119,18 @@ def _follow(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.2)
     os.killpg(0, signal.SIGKILL)
+
+
+def raise_open_files_limit(wanted: int) -> int:
+    """Raise the soft limit of open files to the hard one, or to `wanted` where there is none. Return that limit.
+
+    The soft limit of a shell is often 1024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = wanted if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+    return limit
 
 
 def exit_reason(code: int) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from dppo_megatron.common.files import DamagedFile, parse_as, read_json, write_atomic, write_json
+from dppo_megatron.common.files import DamagedFile, append_json_line, parse_as, read_json, write_atomic, write_json
 from dppo_megatron.observability.tail import read_records
 
 log = logging.getLogger(__name__)
@@ -57,12 +57,11 @@ class Answers:
                 # What was answered while the next policy came is answered again: that may be another one this time.
                 elif all(sample["versions"] == [version, version] for sample in record["samples"]):
                     self.records[record["position"]] = record
-        write_atomic(self.path, "".join(map(_line, self.records.values())))
+        write_atomic(self.path, "".join(json.dumps(record) + "\n" for record in self.records.values()))
         write_json(self._head, {"of": self._of})
 
     def add(self, record: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(_line(record))
+        append_json_line(self.path, record)
         self.records[record["position"]] = record
 
     def _found(self) -> Any:
@@ -81,7 +80,3 @@ def _is_whole(record: dict[str, Any], prompts: int, n: int) -> bool:
     except DamagedFile:
         return False
     return found.position < prompts and len(found.samples) == n
-
-
-def _line(record: dict[str, Any]) -> str:
-    return json.dumps(record) + "\n"

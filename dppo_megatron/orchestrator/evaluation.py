@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dppo_megatron.common.files import append_json_line
 from dppo_megatron.common.progress import show_progress
 from dppo_megatron.config import Config
 from dppo_megatron.config.task import HELDOUT, EvalSet
@@ -25,7 +26,6 @@ from dppo_megatron.types import Prompt
 
 from .answers import Answers
 from .eval_scores import average, ks, majority, pass_at
-from .metrics import append_record
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Evaluator:
         oldest = min(sample["versions"][0] for record in records for sample in record["samples"])
         metrics = scores(name, self._sets[name].settings, records, seconds)
         answers.finish({"step": oldest, **metrics})
-        append_record(self._output, {"step": oldest, **metrics})
+        append_json_line(self._output, {"step": oldest, **metrics})
         self._begun.add((oldest, name))
         log.info("policy %d: %s", oldest, describe(name, metrics))
         return metrics

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from dppo_megatron.bank import BankWriter
-from dppo_megatron.config import Config
+from dppo_megatron.common.process import raise_open_files_limit
+from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.data.prompts import PromptSource, training_prompts
 from dppo_megatron.data.tokenizer import end_token_ids, load_tokenizer
 from dppo_megatron.engines.inflow import Inflow
@@ -33,10 +34,11 @@ from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
 
 from .evaluation import Evaluated, Evaluator
 from .metrics import StepRecorder
-from .open_files import allow_open_files
 from .orchestrator import Orchestrator
 
 log = logging.getLogger(__name__)
+
+OTHER_FILES = 256  # bank, logs, reward processes, health checks
 
 
 def run_orchestrator(config: Config, prompts: int | None = None) -> None:
@@ -62,6 +64,27 @@ def run_orchestrator(config: Config, prompts: int | None = None) -> None:
         asyncio.run(main())
     except asyncio.CancelledError:
         log.info("stopped by a signal; the bank holds every finished group")
+
+
+def allow_open_files(config: Config) -> None:
+    """Raise this process's soft limit of open files to the hard one: every request to an engine is a connection.
+
+    Raises `ConfigError` where sampling may need more than the hard limit.
+    """
+    rollout = config.rollout
+    # An update may interrupt all samples: each continues in a request of its own. Evaluations run at the same time.
+    needed = rollout.max_concurrent_groups * (rollout.group_size + 1) + OTHER_FILES
+    if config.environment.source is not None:
+        needed += config.environment.workers + 2 * rollout.max_concurrent_groups  # the journals
+    limit = raise_open_files_limit(needed)
+    if needed > limit:
+        raise ConfigError(
+            f"limit of open files {limit} (ulimit -Hn)",
+            [
+                f"rollout.max_concurrent_groups = {rollout.max_concurrent_groups} with rollout.group_size = "
+                f"{rollout.group_size}: may need {needed} connections and files; raise the limit or lower one of them"
+            ],
+        )
 
 
 async def evaluate_once(

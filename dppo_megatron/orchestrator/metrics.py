@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from dppo_megatron.common.files import append_json_line
 from dppo_megatron.types import RolloutGroup
-
-
-def append_record(path: Path, record: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
 
 
 class StepRecorder:
@@ -66,7 +60,7 @@ class StepRecorder:
         del self._finished[step]
         rewards = self._rewards.pop(step)
         own = {"time": time.time(), "time/step_s": seconds, "rollout/reward_mean": float(np.mean(rewards or [0.0]))}
-        append_record(
+        append_json_line(
             self._path,
             {
                 "step": step + 1,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 from pydantic import StringConstraints
 
+from dppo_megatron.common.files import append_json_line
 from dppo_megatron.observability.tail import read_records, records_as
 from dppo_megatron.run_dir import RunDir
 
@@ -40,8 +40,7 @@ class AttemptLog:
         """nodes: the event's `nodes` and `excluded`."""
         self._run.make()
         entry = AttemptEvent(time.time(), job, restart, event, cause, self._run.checkpoint_step, **nodes)
-        with self._run.restarts.open("a") as file:
-            file.write(json.dumps(asdict(entry)) + "\n")
+        append_json_line(self._run.restarts, asdict(entry))
 
     def events(self) -> list[AttemptEvent]:
         return records_as(AttemptEvent, read_records(self._run.restarts))

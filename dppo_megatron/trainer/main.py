@@ -7,7 +7,7 @@ from functools import cache
 
 from dppo_megatron.actor import Actor, Layout, init_layout
 from dppo_megatron.bank import BankReader
-from dppo_megatron.common.open_files import raise_limit
+from dppo_megatron.common.process import raise_open_files_limit
 from dppo_megatron.common.ranks import Ranks, authenticate
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import PromptSource, training_prompts
@@ -45,7 +45,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     Rank, world size and rendezvous come from the environment (torchrun, srun or the local launcher). Raises what
     stops training: `ModelError`, `WeightSyncError`, `BatchTimeout`, `TrainingDiverged`.
     """
-    raise_limit(OPEN_FILES)
+    raise_open_files_limit(OPEN_FILES)
     run = RunDir(config.run.dir)
     make_secret(config)
     authenticate(read_secret(config))

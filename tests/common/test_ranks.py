@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from dppo_megatron.common import ranks as agreements
-from dppo_megatron.common import world_store
+from dppo_megatron.common.local_store import world_store
 from dppo_megatron.common.ranks import Ranks, RanksForged, RanksTimeout, authenticate
 from dppo_megatron.config import Config, ConfigError
 from tests.support import ranks as support
@@ -237,36 +237,6 @@ def test_512_ranks_agree_over_the_connection_that_they_have():
     assert store.num_keys() <= 1  # torch's own
 
 
-def _large_world(rank: int, directory: Path, most: int) -> list[int]:
-    """Descriptors of this rank before it finds the others, and after that."""
-    world_store.MOST_ON_RANK_ZERO = most
-    support.rendezvous(directory)
-    before = _descriptors()
-    store = world_store.world_store(timedelta(seconds=60))
-    assert rank or (world_store._keeper is None) == (most >= 4)
-    ranks = Ranks.over(store, rank, 4, timeout_s=60)
-    ranks.barrier("the others")
-    counted = [before, _descriptors()]
-    ranks.barrier("the count")
-    if rank == 0:
-        time.sleep(0.3)  # rank 0's process keeps the store, or ends its keeper
-        if world_store._keeper is not None:
-            world_store._keeper.stdin.close()
-            assert world_store._keeper.wait(10) == 0
-    return counted
-
-
-@pytest.mark.slow
-def test_in_a_large_world_no_rank_has_a_descriptor_for_each_of_the_others(tmp_path):
-    added = {}
-    for most in (4, 3):
-        with support.Ranks(4) as started:
-            counts = started.run(_large_world, directory=tmp_path, most=most)
-        added[most] = [after - before for before, after in counts]
-    assert added[4][0] > 4  # kept by torch: one for each rank on rank 0
-    assert max(added[3]) <= 2  # a connection, and rank 0's pipe to the keeper
-
-
 def test_the_store_of_one_node_listens_on_the_loopback_interface_only(monkeypatch):
     """torch's own listens on every interface."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -274,34 +244,9 @@ def test_the_store_of_one_node_listens_on_the_loopback_interface_only(monkeypatc
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
     with ThreadPoolExecutor() as starting:
-        first = starting.submit(world_store.world_store, timedelta(seconds=60))
+        first = starting.submit(world_store, timedelta(seconds=60))
         other = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=60))
         first.result().set("a", "b")
     assert other.get("a") == b"b"
     listening = {c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.port == port}
     assert {address.ip for address in listening} == {"127.0.0.1"}
-
-
-@pytest.mark.slow
-def test_a_store_that_nobody_can_keep_is_reported_at_once(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        for name, value in {"RANK": 0, "WORLD_SIZE": 512, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-            monkeypatch.setenv(name, str(value))
-        with pytest.raises(world_store.WorldStoreError, match=f"MASTER_PORT = {port}: .* did not start .*status 1"):
-            world_store.world_store(timedelta(seconds=60))
-
-
-@pytest.mark.slow
-def test_a_keeper_that_dies_is_reported(monkeypatch, caplog):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    keeper = world_store._start_keeper(port, 60)
-    keeper.kill()
-    deadline = time.monotonic() + 10
-    while "the ranks' store ended with status -9" not in caplog.text:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -16,7 +16,7 @@ from dppo_megatron.common.progress import last_progress
 from dppo_megatron.config import ConfigError
 from dppo_megatron.engines.protocol import EngineUnavailable, InvalidSample
 from dppo_megatron.orchestrator.dynamic_sampling import NoReward, NoSignal
-from dppo_megatron.orchestrator.open_files import allow_open_files
+from dppo_megatron.orchestrator.main import allow_open_files
 from dppo_megatron.weights.published import PolicyTimeout, PublishedFollower, PublishedPolicy
 from tests.support.fakes.orchestrator import World, sampling_config
 

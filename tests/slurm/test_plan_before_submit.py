@@ -12,7 +12,7 @@ from dppo_megatron.checks.slurm import problems as slurm_problems
 from dppo_megatron.cli.cluster import app
 from dppo_megatron.config import ConfigError
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.slurm.steps_view import steps_of_job
+from dppo_megatron.slurm.step import steps_of_job
 from dppo_megatron.slurm.submit import check_config, check_memory
 from tests.support.configs import make_config
 from tests.support.slurm.config import config as two_and_one

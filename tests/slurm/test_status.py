@@ -21,8 +21,7 @@ from dppo_megatron.slurm import queue
 from dppo_megatron.slurm.attempts import TIME_LIMIT, AttemptLog
 from dppo_megatron.slurm.log_errors import NewErrors, last_error
 from dppo_megatron.slurm.queue import SlurmError, SlurmRefused
-from dppo_megatron.slurm.status import NotARun, read_status
-from dppo_megatron.slurm.status_view import show
+from dppo_megatron.slurm.status import NotARun, read_status, show
 from dppo_megatron.slurm.submit import StillQueued, refuse_second_job
 from tests.support.slurm.config import config
 
