@@ -14,7 +14,6 @@ TRAIN = [
     "rich>=13.9",  # progress and tables
     "aiohttp>=3.10",  # engine HTTP clients, the gateway that agents talk to
     "certifi",  # who signs for engines behind https
-    "httpx>=0.28",  # rewards that a server computes
     "tenacity>=9",  # retries with back-off: common/retry.py
     "psutil>=6",  # process supervision; megatron-core's checkpoint writer needs it undeclared
     "safetensors>=0.5",  # weights and rollouts on disk
@@ -44,6 +43,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",  # two processes: much of a test is waiting
             "hypothesis>=6.100",
+            "httpx>=0.28",
             "peft>=0.17",  # what we save as an adapter it must load
             "ruff>=0.9",
             "uv>=0.13",  # resolves the locks of GPU machines: tools/gpu_locks.py

@@ -15,12 +15,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
+from pydantic import ValidationError
+from typing_extensions import TypedDict
 
 from .channel import LARGEST_REPLY, TOKEN_BYTES, Channel, Rubbish
+from .files import adapter
 from .process import end_with_parent, exit_reason
+
+T = TypeVar("T")
 
 _START_S = 300.0  # for the imports of foreign code, on a slow file system
 _EXIT_S = 10.0
@@ -76,20 +81,15 @@ class Worker:
     def load(self) -> str | None:
         """Waits until the foreign code is imported, and returns why it cannot be. Raises `WorkerError`."""
         hello = pickle.dumps({**self._hello, "parent": os.getpid()})
-        match self._exchange(hello, _START_S, f"for the {self._what}s to be imported"):
-            case {"error": str() | None as error}:
-                return error
-        raise WorkerError("its process sent a reply that is none")
+        reply = self._exchange(hello, _START_S, f"for the {self._what}s to be imported")
+        return checked(_Loaded, reply)["error"]
 
-    def ask(self, request: tuple[Any, ...], timeout_s: float, what: str) -> Any:
-        """The parts of the reply, or its bytes, within `timeout_s`. `what` is waited for, in messages.
+    def ask(self, request: tuple[Any, ...], timeout_s: float, what: str, kind: type[T]) -> T:
+        """Return the parts of the reply, or its bytes, as a value of type `kind`; `what` names the wait in messages.
 
-        Raises, besides `WorkerError`, what pickling the request raises; the worker stays of use then.
+        Raises `WorkerError`, or the error of pickling the request; the worker stays usable after the latter.
         """
-        match self._exchange(pickle.dumps(request), timeout_s, what):
-            case {"parts": list() | bytes() as parts}:
-                return parts
-        raise WorkerError("its process sent a reply that is none")
+        return checked(kind, self._exchange(pickle.dumps(request), timeout_s, what).get("parts"))
 
     @property
     def fresh(self) -> bool:
@@ -137,6 +137,18 @@ class Worker:
             return "needed too long" if code == -signal.SIGPROF else f"ended ({exit_reason(code)})"
         except subprocess.TimeoutExpired:
             return "closed the channel of the results"
+
+
+class _Loaded(TypedDict):
+    error: str | None
+
+
+def checked(kind: type[T], value: Any) -> T:
+    """Return a value that foreign code may have written, if it is of type `kind`. Raises `WorkerError` otherwise."""
+    try:
+        return adapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        raise WorkerError("its process sent a reply that is none") from None
 
 
 def confine(memory: int) -> None:

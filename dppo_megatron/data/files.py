@@ -83,11 +83,13 @@ def _table(file: Path, number: int, held: bool) -> Iterator[tuple[int, dict[str,
         memory = memory_for_rows()
         seconds = _SECONDS + file.stat().st_size / _BYTES_PER_S
         with ThreadPoolExecutor(1) as thread, borrowed(Tables, max(memory, 1 << 30)) as worker:
-            asked = thread.submit(worker.ask, (file, seconds, memory if held else None), WAIT_S, "for rows")
+            asked = thread.submit(
+                worker.ask, (file, seconds, memory if held else None), WAIT_S, "for rows", list[Any] | bytes
+            )
             while parts := asked.result():
                 if isinstance(parts, list):
                     raise ValueError(parts[0])
-                asked = thread.submit(worker.ask, (None, seconds, None), WAIT_S, "for rows")
+                asked = thread.submit(worker.ask, (None, seconds, None), WAIT_S, "for rows", list[Any] | bytes)
                 rows = pyarrow.ipc.open_stream(parts).read_next_batch().to_pylist()
                 yield from enumerate(rows, number)
                 number += len(rows)

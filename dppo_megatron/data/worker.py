@@ -57,7 +57,8 @@ def render_chats(
         known["chat_template"] = tokenizer.get_chat_template(None, tools=known["tools"])
         with borrowed(Templates, _CHATS_MEMORY) as worker:
             while len(out) < len(chats):
-                parts = worker.ask((known, chats[len(out) : len(out) + _CHATS]), WAIT_S, "for the chat template")
+                request = known, chats[len(out) : len(out) + _CHATS]
+                parts = worker.ask(request, WAIT_S, "for the chat template", list[Any])
                 if isinstance(parts[0], str):
                     raise ValueError(parts[0])
                 out += [text if problem is None else ValueError(problem) for text, problem in parts]

@@ -37,6 +37,25 @@ Sample = Callable[[Callable[[int], GenerateRequest], str], Awaitable[tuple[Rollo
 """As `fleet.sampling.Sampler.sample`."""
 
 
+def training_request(
+    config: Config, prompt: Prompt, name: str, seeds: Sequence[int], stop_token_ids: Sequence[int]
+) -> GenerateRequest:
+    """Return the request for the group of a training prompt, as `rollout` of the config asks for it."""
+    rollout = config.rollout
+    return GenerateRequest(
+        request_id=name,
+        token_ids=prompt.token_ids,
+        n=rollout.group_size,
+        seeds=tuple(seeds),
+        temperature=rollout.temperature,
+        max_tokens=rollout.max_response_tokens,
+        stop_token_ids=tuple(stop_token_ids),
+        topk=rollout.topk_logprobs,
+        routed_experts=rollout.routing_replay,
+        **rollout.mask_request,
+    )
+
+
 class Episodes:
     """Plays the environment of the config. Raises what sampling raises; what an environment does costs a trajectory."""
 
@@ -79,18 +98,7 @@ class Episodes:
         order = next(self._begun)
         rollout = self._config.rollout
         seeds = np.random.SeedSequence([self._config.run.seed, prompt.position]).generate_state(rollout.group_size)
-        request = GenerateRequest(
-            request_id=f"group-{prompt.position}",
-            token_ids=prompt.token_ids,
-            n=rollout.group_size,
-            seeds=tuple(seeds),
-            temperature=rollout.temperature,
-            max_tokens=rollout.max_response_tokens,
-            stop_token_ids=self._stop_token_ids,
-            topk=rollout.topk_logprobs,
-            routed_experts=rollout.routing_replay,
-            **rollout.mask_request,
-        )
+        request = training_request(self._config, prompt, f"group-{prompt.position}", seeds, self._stop_token_ids)
         turns = [Turns() for _ in request.seeds]
         if self._journals is not None:
             turns = await self._journals.turns(prompt.position, request.n, rollout.temperature)

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from typing_extensions import TypedDict
+
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.types import Prompt
 
-Message = dict[str, str]  # role and content, as chat templates read them
+
+class Message(TypedDict):
+    """A message as chat templates read it."""
+
+    role: str
+    content: str
 
 
 class Environment(Protocol):

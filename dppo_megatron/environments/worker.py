@@ -9,16 +9,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dppo_megatron.common.worker import Answer, Worker, WorkerError, serve
+from dppo_megatron.common.worker import Answer, Worker, WorkerError, checked, serve
 from dppo_megatron.config.task import EnvironmentConfig
 from dppo_megatron.rewards.outcome import LONGEST_DETAIL, Failure, as_outcome, describe
 from dppo_megatron.rewards.registry import load_attribute
 from dppo_megatron.types import Prompt
 
-from .interface import EnvironmentFailed, EnvironmentNameError, Step
+from .interface import EnvironmentFailed, EnvironmentNameError, Message, Step
 from .tools import Tools, tool_calls
 
-LARGEST_ANSWER = 4 * 1024 * 1024  # bytes of what an environment says to a turn
+LARGEST_ANSWER = 4 * 1024 * 1024  # bytes of an environment's answer to a turn
+_OptionalText, _OptionalReward = str | None, float | None
 
 
 class EnvironmentWorker(Worker):
@@ -30,46 +31,32 @@ class EnvironmentWorker(Worker):
         self._timeout_s = config.timeout_s
 
     def tools(self) -> list[dict[str, Any]]:
-        """The tools as chat templates take them."""
-        match self._call("tools", what="for an environment to be made"):
-            case list(schemas):
-                return schemas
-        raise WorkerError("its process sent a reply that is none")
+        """Return the tools as chat templates take them."""
+        return self._call(list[dict[str, Any]], "for an environment to be made", "tools")
 
     def steps(self) -> bool:
-        """Whether the environment reads turns itself, and so can give each a reward."""
-        return bool(self._call("steps", what="for an environment to be made"))
+        """Return whether the environment reads turns itself, and so can give each a reward."""
+        return self._call(bool, "for an environment to be made", "steps")
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
-        match self._call("reset", prompt, seed, what="for reset"):
-            case str() | None as opening:
-                return opening
-        raise WorkerError("its process sent a reply that is none")
+        return self._call(_OptionalText, "for reset", "reset", prompt, seed)
 
     def step(self, text: str) -> Step:
-        match self._call("step", text, what="for the answer to a turn"):
-            case [list(messages), float() | None as reward, bool(done)] if all(map(_is_message, messages)):
-                return Step(messages, reward, done)
-        raise WorkerError("its process sent a reply that is none")
+        answer = self._call(list[Any], "for the answer to a turn", "step", text)
+        return Step(*checked(tuple[list[Message], float | None, bool], tuple(answer)))
 
     def finish(self) -> float | None:
-        """The reward of the trajectory, None where the environment gives none."""
-        match self._call("finish", what="for the reward"):
-            case float() | None as reward:
-                return reward
-        raise WorkerError("its process sent a reply that is none")
+        """Return the reward of the trajectory, None where the environment gives none."""
+        return self._call(_OptionalReward, "for the reward", "finish")
 
     def agent(self, prompt: Prompt, url: str, key: str) -> float | None:
-        """Runs the agent to its end; returns its reward, None where it gives none."""
-        match self._call("agent", prompt, url, key, what="for the agent to return"):
-            case float() | None as reward:
-                return reward
-        raise WorkerError("its process sent a reply that is none")
+        """Run the agent to its end; return its reward, None where it gives none."""
+        return self._call(_OptionalReward, "for the agent to return", "agent", prompt, url, key)
 
-    def _call(self, kind: str, *arguments: Any, what: str) -> Any:
-        match self.ask((kind, *arguments), self._timeout_s, what):
+    def _call(self, kind: Any, what: str, method: str, *arguments: Any) -> Any:
+        match self.ask((method, *arguments), self._timeout_s, what, list[Any]):
             case ["done", answer]:
-                return answer
+                return checked(kind, answer)
             case ["failed", str(reason), str(detail)]:
                 raise EnvironmentFailed(reason, detail[:LONGEST_DETAIL])
         raise WorkerError("its process sent a reply that is none")
@@ -106,10 +93,6 @@ def environment_problem(
     finally:
         worker.end()
     return None
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(v, str) for v in message.values()) and "content" in message
 
 
 def main(descriptor: int) -> None:

@@ -24,7 +24,7 @@ from dppo_megatron.bank import BankTimeout, BankWriter
 from dppo_megatron.config import Config
 from dppo_megatron.engines.inflow import Inflow
 from dppo_megatron.engines.protocol import GenerateRequest
-from dppo_megatron.environments.episodes import Episodes
+from dppo_megatron.environments.episodes import Episodes, training_request
 from dppo_megatron.environments.journals import Journals
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.run_dir import RunDir
@@ -265,22 +265,11 @@ class Orchestrator:
         return RolloutGroup(prompt, rollouts, rewards, failed, self._config.rollout.temperature)
 
     async def _sample(self, prompt: Prompt):
-        rollout = self._config.rollout
-
         def request(attempt: int) -> GenerateRequest:
-            seeds = np.random.SeedSequence([self._config.run.seed, prompt.position, attempt])
-            return GenerateRequest(
-                request_id=f"group-{prompt.position}-{attempt}",
-                token_ids=prompt.token_ids,
-                n=rollout.group_size,
-                seeds=tuple(int(s) >> 1 for s in seeds.generate_state(rollout.group_size)),
-                temperature=rollout.temperature,
-                max_tokens=rollout.max_response_tokens,
-                stop_token_ids=self._stop_token_ids,
-                topk=rollout.topk_logprobs,
-                routed_experts=rollout.routing_replay,
-                **rollout.mask_request,
-            )
+            words = np.random.SeedSequence([self._config.run.seed, prompt.position, attempt])
+            seeds = [int(word) >> 1 for word in words.generate_state(self._config.rollout.group_size)]
+            name = f"group-{prompt.position}-{attempt}"
+            return training_request(self._config, prompt, name, seeds, self._stop_token_ids)
 
         return await self._sampler.sample(request, f"prompt {prompt.position}")
 

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 
 from dppo_megatron.common.retry import RetryBudget, retry_async
 from dppo_megatron.types import Prompt
 
+_JSON = {"Content-Type": "application/json"}
 _LARGEST_REPLY = 16 * 1024 * 1024  # bytes
 
 
@@ -44,7 +45,7 @@ class RemoteReward:
         if token_env is not None and token_env not in os.environ:
             raise ValueError(f"token_env = {token_env!r}: the environment has no such variable")
         if token_env is not None and not (os.environ[token_env].isascii() and os.environ[token_env].isprintable()):
-            # httpx would say so with the header, and the log would hold it.
+            # aiohttp would name the header in its error, and the log would hold it.
             raise ValueError(f"token_env = {token_env!r}: holds more than a line of ASCII")
         self._url, self._batch, self._token_env, self._columns = url, batch, token_env, tuple(columns)
         self._budget = RetryBudget(attempts=attempts, first_pause_s=0.2, longest_pause_s=5.0, jitter=True)
@@ -54,12 +55,12 @@ class RemoteReward:
         headers = {} if self._token_env is None else {"Authorization": f"Bearer {os.environ[self._token_env]}"}
         parts = [texts[i : i + self._batch] for i in range(0, len(texts), self._batch)]
         async with asyncio.timeout(timeout_s):
-            # trust_env would send a cluster's judge through the proxy.
-            async with httpx.AsyncClient(headers=headers, timeout=None, trust_env=False) as client:
+            # Without trust_env, requests to a cluster's judge do not go through a proxy.
+            async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(None)) as client:
                 replies = await asyncio.gather(*(self._ask(client, prompt, part) for part in parts))
         return [reward for reply in replies for reward in reply]
 
-    async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, texts: Sequence[str]) -> list[float | None]:
+    async def _ask(self, client: aiohttp.ClientSession, prompt: Prompt, texts: Sequence[str]) -> list[float | None]:
         asked = prompt.columns.get("prompt")
         body = {
             "prompt": prompt.text,
@@ -73,26 +74,24 @@ class RemoteReward:
 
         async def post(_attempt: int) -> bytes:
             try:
-                async with client.stream(
-                    "POST", self._url, content=content, headers={"Content-Type": "application/json"}
-                ) as response:
+                async with client.post(self._url, data=content, headers=_JSON, allow_redirects=False) as response:
                     return await _read(response)
-            except httpx.HTTPError as error:
+            except aiohttp.ClientError as error:
                 raise Retriable(f"{self._url}: {type(error).__name__}: {error}") from error
 
         return _rewards(await retry_async(post, self._budget, on=Retriable), len(texts), self._url)
 
 
-async def _read(response: httpx.Response) -> bytes:
+async def _read(response: aiohttp.ClientResponse) -> bytes:
     reply = b""
-    async for part in response.aiter_bytes():
+    async for part in response.content.iter_any():
         reply += part
         if len(reply) > _LARGEST_REPLY:
             raise RemoteError(f"{response.url}: a reply of more than {_LARGEST_REPLY} bytes")
-    if response.status_code == 200:
+    if response.status == 200:
         return reply
-    kind = Retriable if response.status_code in (408, 425, 429) or response.status_code >= 500 else RemoteError
-    raise kind(f"{response.url}: status {response.status_code}: {reply[:200]!r}")
+    kind = Retriable if response.status in (408, 425, 429) or response.status >= 500 else RemoteError
+    raise kind(f"{response.url}: status {response.status}: {reply[:200]!r}")
 
 
 def _rewards(reply: bytes, count: int, url: str) -> list[Any]:

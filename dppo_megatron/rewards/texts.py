@@ -18,39 +18,33 @@ class Exact:
         self._ignore_case = ignore_case
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
-        given, wanted = self.final_answer(response_text), prompt.answer.strip()
-        return float(given == (wanted.casefold() if self._ignore_case else wanted))
+        return float(self.final_answer(response_text) == self._plain(prompt.answer))
 
-    def final_answer(self, response_text: str) -> str:
-        given = response_text.strip()
-        return given.casefold() if self._ignore_case else given
+    def final_answer(self, response_text: str) -> str | None:
+        return self._plain(response_text)
+
+    def _plain(self, text: str) -> str:
+        return text.strip().casefold() if self._ignore_case else text.strip()
 
 
-class Regex:
+class Regex(Exact):
     """1.0 when the last match of `pattern` in the response is the answer column, else 0.0.
 
     Of a pattern with a group the group is compared, without surrounding space.
     """
 
     def __init__(self, pattern: str, ignore_case: bool = False):
+        super().__init__(ignore_case)
         try:
             self._pattern = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
         except (re.error, TypeError) as error:
             raise ValueError(f"pattern is no regular expression: {error}") from error
-        self._ignore_case = ignore_case
-
-    def __call__(self, prompt: Prompt, response_text: str) -> float:
-        given, wanted = self.final_answer(response_text), prompt.answer.strip()
-        return float(given == (wanted.casefold() if self._ignore_case else wanted))
 
     def final_answer(self, response_text: str) -> str | None:
         last = None
         for match in self._pattern.finditer(response_text):
             last = match
-        if last is None:
-            return None
-        given = (last[1] or "" if self._pattern.groups else last[0]).strip()
-        return given.casefold() if self._ignore_case else given
+        return None if last is None else self._plain(last[1] or "" if self._pattern.groups else last[0])
 
 
 class MultipleChoice:

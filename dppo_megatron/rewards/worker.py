@@ -6,7 +6,9 @@ import os
 import pickle
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from dppo_megatron.common.worker import Answer, Worker, WorkerError, serve
 from dppo_megatron.types import Prompt
@@ -15,6 +17,7 @@ from .outcome import LONGEST_DETAIL, Failure, Outcome, attempt, describe, final_
 from .registry import RewardError, load_reward
 
 Terms = Sequence[tuple[str, Mapping[str, Any]]]  # name and settings of each reward
+_Part = float | None | Annotated[list[str], Field(min_length=2, max_length=2)]  # a `Failure`: reason and detail
 
 
 class RewardWorker(Worker):
@@ -22,22 +25,19 @@ class RewardWorker(Worker):
         super().__init__(__name__, {"terms": tuple(terms)}, "verifier")
 
     def score(self, prompt: Prompt, text: str, terms: Sequence[int], timeout_s: float) -> list[Outcome]:
-        """What the given terms make of one response, together within `timeout_s`. Raises as `ask`."""
-        parts = self.ask(("score", prompt, text, tuple(terms)), timeout_s, "for the reward")
-        outcomes = [_decode(part) for part in parts]
-        if len(outcomes) != len(terms):
+        """Return the outcome of each given term for one response, all within `timeout_s`. Raises as `ask`."""
+        parts = self.ask(("score", prompt, text, tuple(terms)), timeout_s, "for the reward", list[_Part])
+        if len(parts) != len(terms):
             raise WorkerError("its process sent a reply that is none")
-        return outcomes
+        return [Failure(part[0], part[1][:LONGEST_DETAIL]) if isinstance(part, list) else part for part in parts]
 
     def check(self, term: int, answers: Sequence[str], timeout_s: float) -> list[str | None]:
-        """Why a term cannot compare with each of the answers, None where it can. Raises `WorkerError`."""
-        parts = self.ask(("check", term, tuple(answers)), timeout_s, "for answers to be read")
-        return [problem and str(problem) for problem in parts]
+        """Return why a term cannot compare with each answer, None where it can. Raises `WorkerError`."""
+        return self.ask(("check", term, tuple(answers)), timeout_s, "for answers to be read", list[str | None])
 
     def final_answers(self, term: int, texts: Sequence[str], timeout_s: float) -> list[str | None]:
-        """What a term reads as the answer in each text, None where it finds none. Raises `WorkerError`."""
-        parts = self.ask(("final", term, tuple(texts)), timeout_s, "for the answers in responses")
-        return [None if part is None else str(part) for part in parts]
+        """Return the answer that a term finds in each text, None where it finds none. Raises `WorkerError`."""
+        return self.ask(("final", term, tuple(texts)), timeout_s, "for the answers in responses", list[str | None])
 
 
 def main(descriptor: int) -> None:
@@ -61,7 +61,7 @@ def _answer(rewards: Sequence[Any], problem: str | None, home: int, request: byt
     try:
         kind, *arguments = pickle.loads(request)
     except BaseException as error:
-        return [_encode(Failure("raised", describe(error)))]
+        return [Failure("raised", describe(error))]
     if kind == "check":
         term, answers = arguments
         return [problem or problem_of(rewards[term].check_answer, answer) for answer in answers]
@@ -70,22 +70,9 @@ def _answer(rewards: Sequence[Any], problem: str | None, home: int, request: byt
         return [None if problem else final_answer(rewards[term], text) for text in texts]
     prompt, text, terms = arguments
     if problem is not None:
-        return [_encode(Failure("raised", problem[:LONGEST_DETAIL])) for _ in terms]
+        return [Failure("raised", problem[:LONGEST_DETAIL])] * len(terms)
     parts = []
     for term in terms:
         os.fchdir(home)  # an earlier call may have entered a directory that is gone
-        parts.append(_encode(attempt(rewards[term], prompt, text)))
+        parts.append(attempt(rewards[term], prompt, text))  # a `Failure` is a list in JSON
     return parts
-
-
-def _encode(outcome: Outcome) -> Any:
-    return list(outcome) if isinstance(outcome, Failure) else outcome
-
-
-def _decode(part: Any) -> Outcome:
-    match part:
-        case float() | None:
-            return part
-        case [str(reason), str(detail)]:
-            return Failure(reason, detail[:LONGEST_DETAIL])
-    raise WorkerError("its process sent a reply that is none")

@@ -266,7 +266,7 @@ def test_a_judge_that_is_busy_is_asked_again(prompt, caplog):
     assert "status 503" in caplog.text
     assert "status 404" in caplog.text
     assert ask(judge, prompt("1"), "a", attempts=1)[1] == [True]  # nobody listens any more
-    assert "ConnectError" in caplog.text
+    assert "ClientConnectorError" in caplog.text
 
 
 @pytest.mark.slow
